@@ -105,6 +105,10 @@ class GroupRecord:
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
     owner: str | None = None
     """Name of the caller that started it; ``None`` for callers without a key."""
+    prompt_tokens: int | None = None
+    """Tokens of its prompt; ``None`` if they are not known."""
+    max_tokens: int | None = None
+    """Tokens that its request allows a candidate to generate; ``None`` if that is not known."""
     key: GroupKey = field(init=False, repr=False, compare=False)
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """The returned trajectories, by candidate index."""

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,8 @@ import numpy as np
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.state import AutoState
 from darts_server.policy.length_profile import LengthProfile
-from darts_server.policy.lengths import PromptStats
+from darts_server.policy.lengths import Observation, PromptStats
+from darts_server.policy.simulation.batch import Floats
 from darts_server.policy.simulation.forecast import RATIOS
 from darts_server.store.archive import LIMIT_BYTES, unpack
 
@@ -26,19 +28,36 @@ requests to /v1 with n > 1, but not of those that say themselves that they are n
 """
 
 EPILOG = """\
-A trace has one prompt a line: {"step": 0, "prompt_tokens": 512, "lengths": [450, 396, 274], "cap": 10112}. The server
-keeps no list of lengths, and what the candidates that it stopped would have become is not known. What it has
-learned is the mean length of each prompt and, over all prompts, the distribution of lengths around these means, in
-which stopped candidates count as longer ones. The lengths of a trace are drawn from both; step is the weight version of
-the prompt's last group. Lengths of the prompt itself are not learned: say them with --prompt-tokens.
+A trace has one prompt a line: {"step": 0, "prompt_tokens": 37, "lengths": [450, 396, 274], "cap": 10112}. The lengths
+are those of the candidates of the prompt's last group, and "cap" is the limit of their tokens: a length that equals it
+counts as truncated. "step" is the weight version of the group.
+
+The length that a stopped candidate would have had is not known. It is drawn from what is longer than the candidate was
+when it was stopped, by the prompt's estimated mean and the distribution of all lengths around these means, and it is at
+most the cap. A state that an earlier version of the server has saved has the estimates alone: all its lengths are
+drawn, and --prompt-tokens says how long its prompts are.
 
 examples:
   darts-server trace export --url http://127.0.0.1:8000 --output lengths.jsonl
-  darts-server trace export --state checkpoint/darts-state --cap 16384 --output lengths.jsonl
+  darts-server trace export --state checkpoint/darts-state --cap 2048 --output lengths.jsonl
   darts-server simulate --trace lengths.jsonl --preset h200-8b
 """
 API_KEY = "DARTS_API_KEY"
 TIMEOUT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLengths:
+    """Lengths of one prompt in a trace.
+
+    ``truncated``: how many of the ``lengths`` end at the ``cap`` and not by themselves. ``drawn``: how many are drawn,
+    as nobody has seen them. ``cap``: limit in tokens, ``None`` if it is not known.
+    """
+
+    lengths: Sequence[int]
+    truncated: int
+    drawn: int
+    cap: int | None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,30 +68,108 @@ def main(argv: Sequence[str]) -> int:
         StateDamaged, StateTooNew
     """
     options = parse_arguments(argv)
-    prompts, profile, max_tokens = _read_lengths(_read_state(options))
+    prompts, profile, learned_cap = _read_lengths(_read_state(options))
+    _check_flags(options, prompts)
     ratios = None if profile is None else profile.quantiles(RATIOS)
-    if ratios is None or not prompts:
-        raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
-    cap, rng, lines = options.cap or max_tokens, np.random.default_rng(options.seed), []
+    rng = np.random.default_rng(options.seed)
+    traced: list[TracedLengths] = []
+    lines: list[str] = []
     for prompt in prompts:
-        lengths = np.maximum(1, np.ceil(prompt.mean_ema * rng.choice(ratios, options.samples)))
-        if cap is not None:
-            lengths = np.minimum(lengths, cap)
-        line: dict[str, int | list[int]] = {
+        found = _trace(prompt, ratios, rng, options.samples, options.cap, learned_cap)
+        if not found.lengths:
+            continue
+        traced.append(found)
+        line: dict[str, int | Sequence[int]] = {
             "step": prompt.weight_version or 0,
-            "prompt_tokens": options.prompt_tokens,
-            "lengths": [int(length) for length in lengths],
+            "prompt_tokens": prompt.prompt_tokens or options.prompt_tokens,
+            "lengths": found.lengths,
         }
-        lines.append(json.dumps(line if cap is None else {**line, "cap": cap}))
+        if found.cap is not None:
+            line["cap"] = found.cap
+        lines.append(json.dumps(line))
+    if not lines:
+        raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
     try:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidSetting(f"--output: {options.output} cannot be written: {error}") from error
-    print(f"{len(lines)} prompts with {options.samples} lengths each: {options.output}")
-    if cap is None:
-        print("No trajectory was seen at its length limit; --cap N says what it is.")
+    print(f"{len(lines)} prompts: {options.output}\n{_describe(traced)}")
     return 0
+
+
+def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) -> None:
+    """Check that the flags fit what was seen.
+
+    Raises:
+        InvalidSetting: names the flag.
+    """
+    unknown = sum(prompt.prompt_tokens is None for prompt in prompts)
+    if unknown and options.prompt_tokens is None:
+        raise InvalidSetting(
+            f"--prompt-tokens: the state does not say how long {unknown} of {len(prompts)} prompts are, as an earlier "
+            "version has saved it or they are no token ids; add the flag with their length in tokens"
+        )
+    most = max((prompt.max_tokens for prompt in prompts if prompt.max_tokens is not None), default=None)
+    if options.cap is not None and most is not None and options.cap > most:
+        raise InvalidSetting(
+            f"--cap: requests allowed at most {most} tokens, and what would have become of truncated answers is not "
+            "known; lower it, or leave it out"
+        )
+
+
+def _trace(
+    prompt: PromptStats,
+    ratios: Floats | None,
+    rng: np.random.Generator,
+    samples: int,
+    cap_flag: int | None,
+    learned_cap: int | None,
+) -> TracedLengths:
+    """Return the lengths that were seen of a prompt. Lengths that were not seen are drawn, if ``ratios`` are known."""
+    seen = prompt.observations or [Observation(0, censored=True)] * samples
+    longest = max(o.tokens for o in seen)
+    cap = prompt.max_tokens
+    if cap is None and learned_cap is not None and learned_cap >= longest:
+        cap = learned_cap
+    if cap_flag is not None:
+        cap = cap_flag if cap is None else min(cap, cap_flag)
+    lengths: list[int] = []
+    truncated = 0
+    drawn = 0
+    for o in seen:
+        tokens = o.tokens
+        if o.censored and not prompt.is_truncated(o) and (cap is None or tokens < cap):
+            if ratios is None:
+                continue
+            possible = np.ceil(prompt.mean_ema * ratios)
+            longer = possible[possible > tokens]
+            tokens = int(rng.choice(longer)) if longer.size else tokens + 1
+            drawn += 1
+        if cap is not None:
+            # An answer may end by itself with the last token that it is allowed.
+            truncated += tokens > cap or (o.censored and tokens == cap)
+            tokens = min(tokens, cap)
+        lengths.append(tokens)
+    return TracedLengths(lengths, truncated, drawn, cap)
+
+
+def _describe(traced: Sequence[TracedLengths]) -> str:
+    """Say in words what the lengths are, and what is not known of them."""
+    lengths = [length for each in traced for length in each.lengths]
+    caps = {each.cap for each in traced if each.cap is not None}
+    truncated = sum(each.truncated for each in traced)
+    drawn = sum(each.drawn for each in traced)
+    mean = sum(lengths) / len(lengths)
+    said = [f"{len(lengths)} lengths: mean {mean:.1f} tokens, longest {max(lengths)}."]
+    if caps:
+        limits = f"{min(caps)}" if len(caps) == 1 else f"{min(caps)} to {max(caps)}"
+        said.append(f"Limit: {limits} tokens; {truncated / len(lengths):.0%} of the lengths are truncated there.")
+    if unknown := sum(each.cap is None for each in traced):
+        said.append(f"The limit of {unknown} prompts is not known; --cap N says what it is.")
+    if drawn:
+        said.append(f"{drawn} lengths are drawn by estimates, as nobody has seen these candidates end.")
+    return "\n".join(said)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -92,9 +189,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     source.add_argument("--state", type=Path, metavar="FILE", help="saved by GET /darts/v1/state")
     add = export.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="the trace, as JSON lines")
-    add("--samples", type=int, default=16, metavar="N", help="lengths of each prompt (default: %(default)s)")
-    add("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of a prompt (default: %(default)s)")
-    add("--cap", type=int, metavar="N", help="longest that a trajectory may become (default: as auto has learned it)")
+    samples = "lengths of each prompt of which none was seen (default: %(default)s)"
+    add("--samples", type=int, default=16, metavar="N", help=samples)
+    add("--prompt-tokens", type=int, metavar="N", help="tokens of each prompt whose length is not known")
+    cap = "longest that a trajectory may become, at most what requests allowed (default: what they allowed)"
+    add("--cap", type=int, metavar="N", help=cap)
     add("--seed", type=int, default=0, metavar="N", help="of the drawn lengths (default: %(default)s)")
     options = parser.parse_args(argv)
     for flag, least in {"samples": 1, "prompt_tokens": 1, "cap": 1, "seed": 0}.items():
@@ -124,7 +223,7 @@ def _read_state(options: argparse.Namespace) -> bytes:
 
 
 def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None, int | None]:
-    """Return what a saved state has learned: of each prompt, of ratios to its mean length, and of the length limit.
+    """Return what a saved state has learned: of each prompt, of ratios to its mean length, and the limit known to auto.
 
     Raises:
         InvalidSetting: it contains lengths that cannot be used.

@@ -13,7 +13,7 @@ from darts_server.policy.allocation import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.lengths import Observation, PromptStats, update_stats
+from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths, update_stats
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.types import FinishReason
 from examples.tiny_rl.replay import Replay, replay
@@ -68,7 +68,7 @@ class Budget:
 def statistics(prompt: Prompt, trace: Trace) -> PromptStats:
     """Return a prompt's statistics after one earlier group of it."""
     observations = [Observation(n, censored=trace.reason(n) is FinishReason.LENGTH) for n in prompt.earlier]
-    return update_stats(None, observations, 0)
+    return update_stats(None, observations, estimate_lengths(observations), 0)
 
 
 def tail_seed(prompt: int) -> tuple[int, int]:

@@ -94,14 +94,26 @@ class PromptRewards(WireModel):
 
 
 class PromptRecord(WireModel):
-    """Statistics of a prompt: its lengths in tokens, and `rewards` once some were reported."""
+    """Statistics of a prompt: its lengths in tokens, and `rewards` once some were reported.
+
+    `estimated_mean_tokens` and `estimated_std_tokens` are averages over groups of what the lengths would be if no
+    candidate was stopped or truncated. `mean_generated_tokens` is what the candidates of the last group have generated;
+    of these `finished` ended by themselves, `truncated` ended at `max_tokens`, and `stopped` were stopped or cut before
+    their end. What is not known is None.
+    """
 
     prompt_key: str
-    mean_ema: float
-    std_ema: float | None
+    estimated_mean_tokens: float
+    estimated_std_tokens: float | None
     groups: int
     candidates: int
     weight_version: int | None
+    mean_generated_tokens: float | None = None
+    finished: int | None = None
+    truncated: int | None = None
+    stopped: int | None = None
+    max_tokens: int | None = None
+    prompt_tokens: int | None = None
     rewards: PromptRewards | None = None
 
 

@@ -36,11 +36,10 @@ class CandidateResult(Generic[OutputT]):
 class RequestTokens:
     """How many tokens a request takes.
 
-    ``prompt``: of its prompt, 1 where that is not known; ``most``: that a candidate may generate, ``None`` where that
-    is not known.
+    ``prompt``: of its prompt; ``most``: that a candidate may generate. ``None`` where that is not known.
     """
 
-    prompt: int = 1
+    prompt: int | None = None
     most: int | None = None
 
 

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.policy.checks import check_number
-from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths
+from darts_server.policy.lengths import LengthEstimate, Observation, PromptStats
 
 Floats = NDArray[np.float64]
 
@@ -117,21 +117,19 @@ class LengthProfile:
         return np.asarray(ratios + wait * beyond, dtype=np.float64)
 
 
-def ratios_to_mean(observations: Sequence[Observation], earlier: PromptStats | None) -> list[tuple[float, bool]]:
+def ratios_to_mean(
+    observations: Sequence[Observation], estimate: LengthEstimate, earlier: PromptStats | None
+) -> list[tuple[float, bool]]:
     """Return the length of each candidate of a group over its prompt's mean, and whether it is censored. See above.
 
-    ``earlier``: statistics of the prompt before this group; without them, the mean is that of the group's other
-    candidates, and a single candidate, which has none, is left out.
-
-    Raises:
-        ValueError: no candidate generated anything.
+    ``estimate``: `estimate_lengths` of the group. ``earlier``: statistics of the prompt before this group; without
+    them, the mean is that of the group's other candidates, and a single candidate, which has none, is left out.
     """
-    latest = estimate_lengths(observations)
     finished = 0
     for o in observations:
         finished += not o.censored
     finished = max(finished, 1)  # a stopped candidate adds little to what is known about the mean
-    std, mean = (latest.std, latest.mean) if earlier is None else (earlier.std_ema, earlier.mean_ema)
+    std, mean = (estimate.std, estimate.mean) if earlier is None else (earlier.std_ema, earlier.mean_ema)
     variation = ((std or 0.0) / mean) ** 2
     ratios = []
     for o in observations:

@@ -24,6 +24,8 @@ find. Only a sampled candidate can find it; it makes all of this milder.
 """
 
 import math
+import re
+import reprlib
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -52,6 +54,10 @@ EMA_ALPHA = 0.3
 """Weight of the newest group in a prompt's averages: the value of the paper's public code."""
 WINDOW_STEPS = 10
 """Steps over which the data set's spread is averaged: the value of the paper's public code."""
+KEPT_LENGTHS = 256
+"""Candidates of a prompt's last group whose lengths are kept: more say little, and a document holds 64 KiB."""
+KEPT = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LENGTHS - 1}}}")
+"""Form of `PromptStats.lengths`."""
 
 
 # --- one group --------------------------------------------------------------
@@ -254,8 +260,13 @@ class PromptStats:
     """One prompt's length statistics. Plain fields: ``PromptStats(**json)`` restores it.
 
     ``std_ema``, ``mean_ema``: exponential moving averages over the prompt's groups, in tokens; ``std_ema`` is ``None``
-    until a group had two candidates. ``groups``, ``candidates``: how many they come from. ``weight_version``: of the
-    last group.
+    until a group had two candidates. Both are estimates of what the lengths would be if no candidate was stopped or
+    truncated. ``groups``, ``candidates``: how many they come from.
+
+    The other fields describe the last group as it was seen. Documents of earlier versions have only the weight version.
+    ``max_tokens``: limit of a candidate's tokens, ``None`` if it is not known. ``prompt_tokens``: ``None`` if that is
+    not known. ``lengths``: tokens of its candidates, such as ``"40 96+"``; a plus marks a candidate that was stopped or
+    truncated there.
     """
 
     std_ema: float | None
@@ -263,6 +274,9 @@ class PromptStats:
     groups: int
     candidates: int
     weight_version: int | None
+    max_tokens: int | None = None
+    prompt_tokens: int | None = None
+    lengths: str = ""
 
     def __post_init__(self) -> None:
         if self.std_ema is not None:
@@ -272,6 +286,25 @@ class PromptStats:
         check_count("candidates", self.candidates)
         if self.weight_version is not None:
             check_count("weight_version", self.weight_version)
+        for name in ("max_tokens", "prompt_tokens"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), 1)
+        if self.lengths == "":
+            return
+        if not isinstance(self.lengths, str) or not KEPT.fullmatch(self.lengths):
+            raise ValueError(f"lengths must be at most {KEPT_LENGTHS} token counts, got {reprlib.repr(self.lengths)}")
+        longest = max(map(int, self.lengths.replace("+", "").split()))
+        if self.max_tokens is not None and longest > self.max_tokens:
+            raise ValueError(f"lengths must be at most max_tokens, {self.max_tokens}, got {longest}")
+
+    @property
+    def observations(self) -> list[Observation]:
+        """Lengths of the last group's candidates as they were seen; empty if they are not known."""
+        return [Observation(int(each.rstrip("+")), censored=each.endswith("+")) for each in self.lengths.split()]
+
+    def is_truncated(self, observation: Observation) -> bool:
+        """Whether a candidate of the last group ended at the limit of its tokens."""
+        return observation.censored and observation.tokens == self.max_tokens
 
     @property
     def candidates_of_mean(self) -> float:
@@ -283,25 +316,41 @@ class PromptStats:
 
 
 def update_stats(
-    stats: PromptStats | None, observations: Sequence[Observation], weight_version: int | None
+    stats: PromptStats | None,
+    observations: Sequence[Observation],
+    estimate: LengthEstimate,
+    weight_version: int | None,
+    max_tokens: int | None = None,
+    prompt_tokens: int | None = None,
 ) -> PromptStats:
     """Return the statistics after one more group. The first group counts fully, later ones with weight `EMA_ALPHA`.
 
-    Raises:
-        ValueError: no candidate generated anything.
+    ``estimate``: `estimate_lengths` of the ``observations``. ``max_tokens``: limit of a candidate's tokens, ``None`` if
+    it is not known.
     """
-    latest = estimate_lengths(observations)
-    if stats is None:
-        return PromptStats(latest.std, latest.mean, 1, len(observations), weight_version)
-    std = latest.std if stats.std_ema is None else stats.std_ema
-    if stats.std_ema is not None and latest.std is not None:
-        std = EMA_ALPHA * latest.std + (1 - EMA_ALPHA) * stats.std_ema
+    mean = estimate.mean
+    std = estimate.std
+    groups = 1
+    candidates = len(observations)
+    if stats is not None:
+        mean = EMA_ALPHA * mean + (1 - EMA_ALPHA) * stats.mean_ema
+        if std is None:
+            std = stats.std_ema
+        elif stats.std_ema is not None:
+            std = EMA_ALPHA * std + (1 - EMA_ALPHA) * stats.std_ema
+        groups = min(stats.groups + 1, LARGEST)
+        candidates = min(stats.candidates + candidates, LARGEST)
+        prompt_tokens = stats.prompt_tokens if prompt_tokens is None else prompt_tokens
+    seen = [o for o in observations if o.tokens > 0][:KEPT_LENGTHS]
     return PromptStats(
         std_ema=std,
-        mean_ema=EMA_ALPHA * latest.mean + (1 - EMA_ALPHA) * stats.mean_ema,
-        groups=min(stats.groups + 1, LARGEST),
-        candidates=min(stats.candidates + len(observations), LARGEST),
+        mean_ema=mean,
+        groups=groups,
+        candidates=candidates,
         weight_version=weight_version,
+        max_tokens=max_tokens,
+        prompt_tokens=prompt_tokens,
+        lengths=" ".join(f"{o.tokens}{'+' * o.censored}" for o in seen),
     )
 
 

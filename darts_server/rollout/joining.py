@@ -217,7 +217,13 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         """Whether no further request may join."""
         self._timer: asyncio.TimerHandle | None = None
         spec = GroupSpec(
-            first.plan, first.request, self.group_id, first.prompt_key, early=True, on_abort=OnAbort.ANSWER
+            first.plan,
+            first.request,
+            self.group_id,
+            first.prompt_key,
+            early=True,
+            on_abort=OnAbort.ANSWER,
+            tokens=first.tokens,
         )
         self._ticket = first.ticket.split(0)
         self.run = joiner.collect(spec, self.closed.set, self._ticket)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from darts_server.engine.port import Engine, OutputT, RequestT
+from darts_server.engine.port import UNKNOWN_TOKENS, Engine, OutputT, RequestT, RequestTokens
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupEvents
 from darts_server.policy.allocation import Brownout, reduce_candidates
@@ -249,17 +249,34 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Number of running groups."""
         return len(self.runs)
 
-    def learn_unshaped(self, prompt_key: str, ends: Sequence[tuple[int, FinishReason]]) -> None:
+    def learn_unshaped(
+        self,
+        prompt_key: str,
+        ends: Sequence[tuple[int, FinishReason]],
+        request: RequestTokens = UNKNOWN_TOKENS,
+    ) -> None:
         """Learn the lengths of a request that the engine has served by itself, as those of a group.
 
-        ``ends``: tokens of each trajectory, and how it ended.
+        ``ends``: tokens of each trajectory, and how it ended. ``request``: tokens that it takes.
         """
         now, version = self._context.clock(), self.engine.weight_version
         candidates = [
             CandidateRecord(i, tokens, reason, SelectedAs.SHORT, None, False, now, now, version, version)
             for i, (tokens, reason) in enumerate(ends)
         ]
-        record = GroupRecord("", prompt_key, OFF, len(ends), Outcome.COMPLETED, candidates, now, now, None)
+        record = GroupRecord(
+            "",
+            prompt_key,
+            OFF,
+            len(ends),
+            Outcome.COMPLETED,
+            candidates,
+            now,
+            now,
+            None,
+            prompt_tokens=request.prompt,
+            max_tokens=request.most,
+        )
         self.statistics.group_ended(record)
 
     # --- ending groups ------------------------------------------------------

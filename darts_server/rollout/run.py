@@ -399,6 +399,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                 chosen=None if cohort is None else cohort.record.chosen,
                 restarted_from=group.restarted_from,
                 owner=self.owner,
+                prompt_tokens=spec.tokens.prompt,
+                max_tokens=spec.tokens.most,
             )
             self._observer.group_ended(self.record)
         finally:  # an observer that fails must not make others wait

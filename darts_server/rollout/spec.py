@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Generic
 
-from darts_server.engine.port import Engine, OutputT, RequestT
+from darts_server.engine.port import UNKNOWN_TOKENS, Engine, OutputT, RequestT, RequestTokens
 from darts_server.observers import GroupEvents
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
@@ -45,6 +45,7 @@ class GroupSpec(Generic[RequestT]):
         early: deliver each trajectory as soon as it is known to belong to the group.
         on_abort: what its caller gets if it is aborted.
         quota: shared by the groups of a batch that carries over what its groups have generated.
+        tokens: that its request takes, as far as that is known before it runs.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class GroupSpec(Generic[RequestT]):
     early: bool = field(default=False, kw_only=True)
     on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
     quota: Quota | None = field(default=None, kw_only=True)
+    tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

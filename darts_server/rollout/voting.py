@@ -282,7 +282,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 # Scored by quality, if its votes are weighted by it; as all candidates are needed, none is pruned.
                 scored = replace(UNSHAPED, pruning=Pruning()) if vote.uses_quality else UNSHAPED
                 key, seed = vote.prompt.key or self._renderer.prompt_key(request), self._renderer.tail_seed(request)
-                spec = GroupSpec(Plan(POLICY, scored, vote.n), request, vote_id, key, seed, early=True)
+                plan, tokens = Plan(POLICY, scored, vote.n), self._renderer.tokens(request)
+                spec = GroupSpec(plan, request, vote_id, key, seed, early=True, tokens=tokens)
                 run = self._rollouts.collect(spec, ticket=ticket.split(vote.n))
                 run.open(InOrder(vote.n), Allocation(vote.n))
                 box = BallotBox(vote, run, calibrate)

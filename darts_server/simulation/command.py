@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.policy.auto.chooser import MARGIN
 from darts_server.simulation.baselines import baselines
-from darts_server.simulation.policies import DEFAULT, NAMES, parse_policy, split_policies
+from darts_server.simulation.policies import DEFAULT, NAMES, Policy, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
 from darts_server.simulation.summary import LEGEND, Summary, relative_to, summarise, table
 from darts_server.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_auto, run_policy
-from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
+from darts_server.simulation.workload import Format, TracedWorkload, Workload, describe, read_traces
 from darts_server.types import OFF
 
 DESCRIPTION = """\
@@ -25,18 +26,20 @@ engines and trainer, with the lengths of a trace or of a preset. Needs neither v
 
 EPILOG = f"""\
 A trace has one prompt a line: {{"step": 0, "prompt_tokens": 112, "lengths": [450, 396, 274], "cap": 10112}}, with the
-lengths of its samples in tokens and the longest that they may become. Without a preset, a trace runs on the machine of
-dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md says how, and what the model leaves out.
+lengths of its samples in tokens and the longest that they may become: a sample of that length counts as truncated.
+Without a preset, a trace runs on the machine of dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md
+says how, and what the model leaves out.
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
 Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
 quantile and bound (of the deadline), start (prompts that are started, over those that are returned), carry (restart,
 or resume: prompts that are left over go on from what they have, for {MAX_STALENESS} steps at most), rounds (all, or
 long: they wait until they fill a step), order (given, or long: those first that were left over, then those with the
-longest earlier groups). Of auto: start (default 1.5: what it may start) and stale (--most-stale of the server); or
-allow (some of uniform, darts, cut, cap and limit, joined by +), lost, bias, price and exploration, which are
---most-lost, --most-bias, --tokens-price and --exploration of the server, max_redundancy and longest. It learns for
-{LEARNING} batches before those that are measured.
+longest earlier groups). Of auto, which is auto,allow=resume: start (default 1.5: what it may start) and stale
+(--most-stale of the server). With allow=some of uniform, darts, cut, cap and limit, joined by +, prompts are not
+carried over, and its options are lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price
+and --exploration of the server, max_redundancy and longest. It learns for {LEARNING} batches before those that are
+measured.
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
@@ -59,8 +62,11 @@ def main(argv: Sequence[str]) -> int:
     machine = with_engines(preset.machine, options.replicas or preset.machine.replicas)
     size, steps, prompts = options.group_size, options.steps, options.prompts or preset.prompts
     workload: Workload = preset.workload
+    about = ""
     if options.trace:
-        workload = TracedWorkload(*read_traces(options.trace, options.format, options.max_tokens), options.seed)
+        traced, limit = read_traces(options.trace, options.format, options.max_tokens)
+        workload = TracedWorkload(traced, limit, options.seed)
+        about = f"{describe(traced, limit)}\n"
         name = f"{', '.join(path.name for path in options.trace)} on the machine of {name}"
     policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
     most = max(2 * size, *(policy.max_candidates(size) for policy in policies))
@@ -94,9 +100,20 @@ def main(argv: Sequence[str]) -> int:
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
         f"\n{name}: {steps} steps of {prompts} prompts x {size}, "
-        f"at most {workload.max_tokens} tokens, {machine.replicas} engines\n{LEGEND}\n\n{table(summaries)}"
+        f"at most {workload.max_tokens} tokens, {machine.replicas} engines\n{about}{advice(policies, summaries)}"
+        f"{LEGEND}\n\n{table(summaries)}"
     )
     return 0
+
+
+def advice(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
+    """Return a line that says what carry-over brings, if a policy was simulated that carries prompts over."""
+    speeds = {each.name: row["step_speedup"] for each, row in zip(policies, summaries, strict=False) if each.resumes}
+    if not speeds:
+        return ""
+    best = max(speeds, key=lambda name: speeds[name])
+    said = "it gains next to nothing on these lengths, " if speeds[best] < 1 + MARGIN else ""
+    return f"Carry-over: {said}at best {speeds[best]:.2f} times as fast as off ({best}).\n"
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -109,7 +126,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--preset", choices=PRESETS, metavar="NAME", help="lengths and machine, or with --trace the machine alone")
     add("--trace", action="append", type=Path, metavar="FILE", help="lengths from a file; may be repeated")
     add("--format", type=Format, choices=list(Format), default=Format.JSONL, help="of the traces (default: jsonl)")
-    limit = "length limit of a trace (default: its cap; of several, the smallest that a sample reaches)"
+    limit = "length limit, at most the smallest cap that a sample of the trace reaches, which is the default"
     add("--max-tokens", type=int, metavar="N", help=limit)
     add("--replicas", type=int, metavar="N", help="engines, whose GPUs also train (default: the preset's)")
     add("--prompts", type=int, metavar="N", help="prompts of a step, a group each (default: the preset's)")

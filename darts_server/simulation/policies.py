@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, build_auto
+from darts_server.policy.auto.options import RESUME, RULES, Auto, AutoLimits, Option, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.removed import value_remedy
@@ -72,7 +72,11 @@ def parse_policy(text: str, size: int) -> Policy:
             raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
-    known = OPTIONS if name != AUTO else AUTO_RULES if "allow" in options else AUTO_OPTIONS
+    known: tuple[str, ...] = OPTIONS
+    # `auto` as the server runs it by default: prompts go on later from what they have, and no group is shaped.
+    resumes = options.get("allow", RESUME) == RESUME
+    if name == AUTO:
+        known = AUTO_OPTIONS if resumes else AUTO_RULES
     for option in options:
         if option not in known:
             raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(known)}")
@@ -94,20 +98,22 @@ def parse_policy(text: str, size: int) -> Policy:
         return value == second
 
     limits, longest = AutoLimits(), int(number("longest", 1, 0, size - 1))
-    if name == AUTO and "allow" not in options:  # by default it changes no distribution
+    if name == AUTO and resumes:
         most_stale = number("stale", limits.most_stale, 0.0, 1.0)
         return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
     if name == AUTO:
         allow = tuple(options["allow"].split("+"))
         if not set(allow) <= set(RULES):  # nothing is deferred here
-            raise InvalidSetting(f"--policies: {text}: allow must be some of {', '.join(RULES)}, joined by +")
+            raise InvalidSetting(
+                f"--policies: {text}: allow must be {RESUME}, or some of {', '.join(RULES)}, joined by +"
+            )
         shares = (("lost", limits.most_lost), ("bias", limits.most_bias), ("exploration", limits.exploration))
         lost, bias, exploration = (number(option, default, 0.0, 1.0) for option, default in shares)
         limits = AutoLimits(allow, lost, bias, number("price", 0.0, 0.0, 1000.0), exploration)
         base = Shaping(max_redundancy=number("max_redundancy", 2.0, 1.0, 8.0), num_longest=longest)
         return Policy(text, auto=build_auto(base, Deadline(exploration=0.0), limits))
 
-    start, resumes = number("start", 1.0, 1.0, 4.0), is_second("carry", "restart", "resume")
+    start, resumes = number("start", 1.0, 1.0, 4.0), is_second("carry", "restart", RESUME)
     policy = Policy(text, None, start, resumes, is_second("rounds", "all", "long"), is_second("order", "given", "long"))
     if policy.long_rounds and start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")

@@ -112,7 +112,7 @@ class Candidates:
             lengths = self.workload.lengths(number, self.size, rng, attempt=1).tolist()
             most = self.workload.max_tokens
             observed = [Observation(min(tokens, most), censored=tokens >= most) for tokens in lengths]
-            self._earlier[number] = update_stats(None, observed, 0)
+            self._earlier[number] = update_stats(None, observed, estimate_lengths(observed), 0)
         return self._earlier[number]
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -265,8 +265,9 @@ class AutoRun:
         for row, prompt in enumerate(prompts):
             pairs = zip(rollout.generated[row], ended[row], strict=True)
             observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
-            self.profile.observe(ratios_to_mean(observed, self.candidates.earlier(prompt.number)))
-            means.append(estimate_lengths(observed).mean)
+            estimate = estimate_lengths(observed)
+            self.profile.observe(ratios_to_mean(observed, estimate, self.candidates.earlier(prompt.number)))
+            means.append(estimate.mean)
         lengths = rollout.lengths
         measured = chooser.Measured(
             rollout.seconds,

@@ -138,14 +138,30 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
     such a sample would have become is not known; without any, the longest trajectory.
 
     Raises:
-        InvalidSetting: a file cannot be read, or a line is not as it must be.
+        InvalidSetting: a file cannot be read, a line is not as it must be, or samples are truncated below
+            ``max_tokens``.
     """
     found = [each for path in paths for each in _read(path, form)]
     if not found:
         raise InvalidSetting(f"--trace: there are no prompts in {', '.join(map(str, paths))}")
     reached = [cap for prompt, cap in found if cap is not None and max(prompt.lengths) >= cap]
+    if max_tokens is not None and reached and max_tokens > min(reached):
+        raise InvalidSetting(
+            f"--max-tokens: samples are truncated at {min(reached)} tokens, and what they would have become is not "
+            "known; lower it, or leave it out"
+        )
     longest = max(max(*prompt.lengths, cap or 0) for prompt, cap in found)
     return [prompt for prompt, _ in found], max_tokens or min(reached, default=longest)
+
+
+def describe(prompts: Sequence[TracedPrompt], max_tokens: int) -> str:
+    """Say in a line what the lengths of a trace are where trajectories end at ``max_tokens``."""
+    lengths = np.minimum(np.concatenate([prompt.lengths for prompt in prompts]), max_tokens)
+    truncated = float((lengths == max_tokens).mean())
+    return (
+        f"The trace has {lengths.size} lengths of {len(prompts)} prompts: mean {lengths.mean():.1f} tokens, longest "
+        f"{lengths.max()}, {truncated:.0%} at the limit"
+    )
 
 
 def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
@@ -180,7 +196,10 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
         tokens, lengths = _count(line, of_prompt, place), line.get(of_lengths)
         if not isinstance(lengths, list) or not lengths:
             raise InvalidSetting(f"--trace: {of_lengths} must be a list of token counts in {place}")
-        yield TracedPrompt(tokens, tuple(_count({of_lengths: each}, of_lengths, place) for each in lengths)), cap
+        found = tuple(_count({of_lengths: each}, of_lengths, place) for each in lengths)
+        if cap is not None and max(found) > cap:
+            raise InvalidSetting(f"--trace: {of_lengths} must be at most the cap, {cap}, in {place}; got {max(found)}")
+        yield TracedPrompt(tokens, found), cap
     for samples in groups.values():
         contexts, tokens_generated, caps = zip(*samples, strict=True)
         cap = min((cap for cap in caps if cap is not None), default=None)

@@ -225,7 +225,7 @@ class ShapingLLM(ControlledLLM):
         # Lengths are learned of all trajectories that the request has, or of none.
         if len(ends) == request.params.n and {reason for _, reason in ends.values()} <= set(FinishReason):
             lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
-            rollouts.learn_unshaped(generation.prompt_key, lengths)
+            rollouts.learn_unshaped(generation.prompt_key, lengths, request.tokens)
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does, a later turn on the engine that has its prefix."""
@@ -260,10 +260,20 @@ class ShapingLLM(ControlledLLM):
         assert rollouts is not None
         streaming = request.params.output_kind is RequestOutputKind.DELTA
         seed = request.tail_seed
-        spec = GroupSpec(plan, request, request.request_id, prompt_key, seed, early=streaming, on_abort=OnAbort.ANSWER)
+        tokens = request.tokens
+        spec = GroupSpec(
+            plan,
+            request,
+            request.request_id,
+            prompt_key,
+            seed,
+            early=streaming,
+            on_abort=OnAbort.ANSWER,
+            tokens=tokens,
+        )
         async with self.gate.enter():
             aborts = rollouts.aborts
-            allocation = await rollouts.allocator.allocate(plan, prompt_key, request.tokens)
+            allocation = await rollouts.allocator.allocate(plan, prompt_key, tokens)
             allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
             run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
             if rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort

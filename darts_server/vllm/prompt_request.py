@@ -86,9 +86,9 @@ class PromptRequest:
 
     @property
     def tokens(self) -> RequestTokens:
-        """Tokens of the prompt, 1 if it has none, as one of embeddings; and those that a candidate may have."""
+        """Tokens of the prompt, and those that a candidate may have. A prompt of embeddings has no tokens."""
         prompt = self.prompt.get("prompt_token_ids") if isinstance(self.prompt, dict) else None
-        return RequestTokens(max(1, len(prompt or ())), self.params.max_tokens)
+        return RequestTokens(len(prompt) if prompt else None, self.params.max_tokens)
 
     @cached_property
     def tail_seed(self) -> Sequence[int] | None:

@@ -1,8 +1,9 @@
 """Our routes on an app of their own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,9 +16,9 @@ from darts_server.http.body import BodyLimits
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.policy.lengths import update_stats
+from darts_server.policy.lengths import estimate_lengths, update_stats
 from darts_server.records import GroupRecord, TrajectoryRecord
-from darts_server.rollout.learned.statistics import KIND, Statistics, observations
+from darts_server.rollout.learned.statistics import KIND, Statistics, length_limit, observations
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.settings import load
@@ -41,12 +42,15 @@ def our_routes(
 
 
 @contextmanager
-def client(updates: Updates | None = None) -> Iterator[TestClient]:
+def client(
+    updates: Updates | None = None, known: Mapping[str, GroupRecord | None] = MappingProxyType({})
+) -> Iterator[TestClient]:
     """A caller of this machine. The prompts ``p`` and ``gsm8k/7`` are known, and the groups ``cmpl-a-…``.
 
     These are of ``p`` and have returned candidates 0 (tokens 0 to 9) and 1 (0 to 19) of a prompt that is their number.
 
-    ``updates``: behind the routes of weights.
+    ``updates``: behind the routes of weights. ``known``: other prompts by key, each with its group; ``None`` for
+    statistics of an earlier version.
     """
     with Store() as store:
         statistics, provenance = Statistics(store), Provenance()
@@ -54,8 +58,17 @@ def client(updates: Updates | None = None) -> Iterator[TestClient]:
         reward_matcher = RewardMatcher(rewards, Mock(), Mock())
 
         def learn(key: str, ended: GroupRecord) -> None:
-            store.put(KIND, key, asdict(update_stats(prompts.load(key), observations(ended), 4)))
+            observed = observations(ended)
+            seen = length_limit(ended), ended.prompt_tokens
+            stats = update_stats(prompts.load(key), observed, estimate_lengths(observed), 4, *seen)
+            store.put(KIND, key, asdict(stats))
 
+        for key, group in known.items():
+            if group is None:
+                old = {"mean_ema": 20.0, "std_ema": 10.0, "groups": 1, "candidates": 3, "weight_version": 4}
+                store.put(KIND, key, old)
+            else:
+                learn(key, group)
         for group_id in ("cmpl-a-0", "cmpl-a-1"):
             ended = replace(record(*FINISHED), group_id=group_id)
             learn("p", ended)

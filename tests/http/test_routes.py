@@ -1,6 +1,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import get_ident
 
 import pytest
@@ -12,7 +13,9 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from darts_server.http.routes import PAUSE, SharedAnswers, share_answers
+from darts_server.types import FinishReason
 from tests.http.serving import client
+from tests.rollout.learned.test_prompts import FINISHED, record
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using `httpx`")
 
@@ -42,7 +45,25 @@ def test_a_responses_id_gives_all_its_groups(opened: TestClient) -> None:
 def test_a_prompts_statistics_are_found_by_the_key_that_its_groups_tell(opened: TestClient) -> None:
     key = opened.get("/darts/v1/groups/cmpl-a-0").json()["groups"][0]["prompt_key"]
     stats = opened.get(f"/darts/v1/prompts/{key}").json()
-    assert (stats["mean_ema"], stats["std_ema"], stats["groups"], stats["candidates"]) == (20, 10, 2, 6)
+    assert (stats["estimated_mean_tokens"], stats["estimated_std_tokens"]) == (20, 10)
+    assert (stats["groups"], stats["candidates"]) == (2, 6)
+
+
+def test_a_prompts_statistics_tell_what_was_seen_apart_from_what_is_estimated() -> None:
+    ended = [replace(FINISHED[0], index=i, tokens=96, finish_reason=FinishReason.LENGTH) for i in range(4)]
+    with client(known={"truncated": replace(record(*ended), max_tokens=96, prompt_tokens=7)}) as opened:
+        stats = opened.get("/darts/v1/prompts/truncated").json()
+    assert stats["estimated_mean_tokens"] > 96
+    assert (stats["mean_generated_tokens"], stats["max_tokens"], stats["prompt_tokens"]) == (96, 96, 7)
+    assert (stats["finished"], stats["truncated"], stats["stopped"]) == (0, 4, 0)
+
+
+def test_what_an_earlier_version_has_not_kept_of_a_prompt_is_null() -> None:
+    with client(known={"old": None}) as opened:
+        stats = opened.get("/darts/v1/prompts/old").json()
+    assert stats["estimated_mean_tokens"] == 20
+    names = ("mean_generated_tokens", "finished", "truncated", "stopped", "max_tokens", "prompt_tokens")
+    assert [stats[name] for name in names] == [None] * len(names)
 
 
 @pytest.mark.parametrize("path", ["prompts/gsm8k%2F7", "prompts/gsm8k/7"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from darts_server.policy.length_profile import EDGES, MEMORY, LengthProfile, ratios_to_mean
-from darts_server.policy.lengths import Observation, PromptStats, update_stats
+from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths, update_stats
 
 Floats = NDArray[np.float64]
 Drawing = Callable[[np.random.Generator, tuple[int, ...]], Floats]
@@ -137,9 +137,13 @@ def test_old_ratios_fade() -> None:
     assert profile.quantiles(3) is None
 
 
+def ratios(observed: list[Observation], earlier: PromptStats | None = None) -> list[tuple[float, bool]]:
+    return ratios_to_mean(observed, estimate_lengths(observed), earlier)
+
+
 def test_candidates_without_tokens_are_ignored() -> None:
     group = [Observation(20), Observation(30), Observation(10, censored=True)]
-    assert ratios_to_mean([*group, *[Observation(0, censored=True)] * 50], None) == ratios_to_mean(group, None)
+    assert ratios([*group, *[Observation(0, censored=True)] * 50]) == ratios(group)
 
 
 def test_a_group_without_candidates_changes_nothing() -> None:
@@ -207,9 +211,9 @@ def errors(world: str, drawn: bool, groups: int, corrected: bool = True) -> list
         mean, stats = float(rng.lognormal(6.5, 0.6)), cast(PromptStats | None, None)
         for _ in range(groups):
             observed = observe(mean * draw(world, rng, count), drawn, rng)
-            earlier, stats = stats, update_stats(stats, observed, 0)
+            earlier, stats = stats, update_stats(stats, observed, estimate_lengths(observed), 0)
             fully = [(o.tokens / stats.mean_ema, o.censored) for o in observed]
-            profile.observe(ratios_to_mean(observed, earlier) if corrected else fully)
+            profile.observe(ratios(observed, earlier) if corrected else fully)
     found, truth = profile.quantiles(4000), draw(world, np.random.default_rng(9), 400_000)
     assert found is not None
     pairs = [(f(found), f(truth)) for f in (np.mean, lambda x: np.quantile(x, 0.9), lambda x: np.quantile(x, 0.99))]
@@ -251,7 +255,7 @@ def test_where_most_are_stopped_the_errors_are_those_of_the_table(
 
 
 def values(observed: list[Observation], earlier: PromptStats | None) -> list[float]:
-    return [ratio for ratio, _ in ratios_to_mean(observed, earlier)]
+    return [ratio for ratio, _ in ratios(observed, earlier)]
 
 
 def test_the_ratio_by_hand() -> None:
@@ -266,8 +270,8 @@ def test_the_ratio_by_hand() -> None:
 
 def test_a_stopped_candidate_adds_to_the_tokens_of_the_mean_and_not_to_its_candidates() -> None:
     group = [Observation(20), Observation(20), Observation(20, censored=True)]
-    *_, (stopped, censored) = ratios_to_mean(group, None)
-    (finished, _), *_ = ratios_to_mean(group, None)
+    *_, (stopped, censored) = ratios(group)
+    (finished, _), *_ = ratios(group)
     assert censored
     assert stopped > finished
     earlier = PromptStats(std_ema=None, mean_ema=20.0, groups=1, candidates=9, weight_version=None)
@@ -275,7 +279,7 @@ def test_a_stopped_candidate_adds_to_the_tokens_of_the_mean_and_not_to_its_candi
 
 
 def test_a_single_candidate_has_no_others_to_be_compared_with() -> None:
-    assert ratios_to_mean([Observation(20)], None) == []
+    assert ratios([Observation(20)]) == []
     earlier = PromptStats(std_ema=None, mean_ema=40.0, groups=1, candidates=1, weight_version=None)
     assert values([Observation(20)], earlier) == pytest.approx([1.5 * 20 / 50])
     assert len(values([Observation(0), Observation(20)], earlier)) == 1
@@ -283,7 +287,7 @@ def test_a_single_candidate_has_no_others_to_be_compared_with() -> None:
 
 def test_groups_without_an_end_have_ratios_too() -> None:
     group = [Observation(20, censored=True), Observation(30, censored=True)]
-    assert all(ratio > 0 and censored for ratio, censored in ratios_to_mean(group, None))
+    assert all(ratio > 0 and censored for ratio, censored in ratios(group))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5, 40])

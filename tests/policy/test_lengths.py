@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from darts_server.policy.lengths import (
+    KEPT_LENGTHS,
     WINDOW_STEPS,
     DatasetStats,
     FittedShape,
@@ -261,19 +262,59 @@ def test_statistics_that_are_not_finite_numbers_are_rejected(wrong: dict[str, An
 # --- stats -------------------------------------------------------------------
 
 
+def updated(stats: PromptStats | None, observations: list[Observation], version: int = 1, **seen: int) -> PromptStats:
+    return update_stats(stats, observations, estimate_lengths(observations), version, **seen)
+
+
 def test_the_first_group_counts_fully_and_later_ones_are_averaged() -> None:
-    first = update_stats(None, ended(10, 20), 1)
-    assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1)
-    second = update_stats(first, ended(30, 30, 30), 4)
-    assert second == PromptStats(0.7 * math.sqrt(50), 0.3 * 30 + 0.7 * 15, 2, 5, 4)
+    first = updated(None, ended(10, 20), 1)
+    assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1, lengths="10 20")
+    second = updated(first, ended(30, 30, 30), 4)
+    assert second == PromptStats(0.7 * math.sqrt(50), 0.3 * 30 + 0.7 * 15, 2, 5, 4, lengths="30 30 30")
 
 
 def test_a_group_of_one_does_not_change_the_std() -> None:
-    first = update_stats(None, ended(10), 1)
+    first = updated(None, ended(10))
     assert first.std_ema is None
-    second = update_stats(first, ended(10, 20), 1)
+    second = updated(first, ended(10, 20))
     assert second.std_ema == pytest.approx(math.sqrt(50))
-    assert update_stats(second, ended(99), 1).std_ema == second.std_ema
+    assert updated(second, ended(99)).std_ema == second.std_ema
+
+
+def test_the_lengths_of_the_last_group_are_kept_as_they_were_seen() -> None:
+    observed = ended(40, 96) + stopped(96, 31, 0)
+    first = updated(None, observed, max_tokens=96, prompt_tokens=7)
+    assert (first.max_tokens, first.prompt_tokens, first.lengths) == (96, 7, "40 96 96+ 31+")
+    assert first.observations == observed[:-1]
+    assert [first.is_truncated(o) for o in first.observations] == [False, False, True, False]
+    second = updated(first, ended(5))
+    assert (second.max_tokens, second.prompt_tokens, second.lengths) == (None, 7, "5")
+    many = updated(None, ended(*[3] * 2 * KEPT_LENGTHS))
+    assert len(many.observations) == KEPT_LENGTHS
+
+
+def test_statistics_of_an_earlier_version_have_seen_nothing() -> None:
+    stats = PromptStats(std_ema=1.0, mean_ema=2.0, groups=3, candidates=8, weight_version=None)
+    assert (stats.max_tokens, stats.prompt_tokens, stats.observations) == (None, None, [])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lengths": "4 -1"}, "lengths must be at most 256 token counts"),
+        ({"lengths": "4,5"}, "lengths must be at most 256 token counts"),
+        ({"lengths": None}, "lengths must be at most 256 token counts"),
+        ({"lengths": "4 5\n"}, "lengths must be at most 256 token counts"),
+        ({"lengths": " ".join(["1"] * 257)}, "lengths must be at most 256 token counts"),
+        ({"lengths": "40 97+", "max_tokens": 96}, "lengths must be at most max_tokens, 96, got 97"),
+        ({"max_tokens": 0}, "max_tokens must be a whole number in"),
+        ({"prompt_tokens": 1.5}, "prompt_tokens must be a whole number in"),
+    ],
+)
+def test_lengths_that_cannot_have_been_seen_are_rejected(wrong: dict[str, Any], message: str) -> None:
+    right = {"std_ema": 1.0, "mean_ema": 2.0, "groups": 3, "candidates": 8, "weight_version": None}
+    with pytest.raises(ValueError, match=message):
+        PromptStats(**(right | wrong))
 
 
 def test_the_data_set_averages_stds_over_ten_steps_and_takes_the_last_mean() -> None:
@@ -296,7 +337,7 @@ def test_a_step_without_stds_keeps_the_window_and_an_empty_one_changes_nothing()
 
 
 def test_statistics_survive_json() -> None:
-    prompt = update_stats(None, ended(10, 20) + stopped(20), 3)
+    prompt = updated(None, ended(10, 20) + stopped(20), 3, max_tokens=20, prompt_tokens=3)
     dataset = DatasetStats().with_step([LengthEstimate(10, 3)]).with_step([LengthEstimate(11, 4.5)])
     assert PromptStats(**json.loads(json.dumps(asdict(prompt)))) == prompt
     assert DatasetStats(**json.loads(json.dumps(asdict(dataset)))) == dataset

@@ -40,6 +40,23 @@ def test_the_table_comes_last_and_the_file_has_its_figures(tmp_path: Path, capsy
     assert written["workload"] == "lengths.jsonl on the machine of tiny"
 
 
+def test_it_says_how_long_a_trace_is_and_that_carry_over_gains_nothing_where_it_is_truncated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "lengths.jsonl"
+    lines = [{"prompt_tokens": 20, "lengths": [96, 96, 40, 96], "cap": 96} for _ in range(16)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    flags = ["--trace", str(trace), "--preset", "tiny", "--policies", "off,start=1.5,carry=resume", "auto", *SMALL]
+    assert main(["simulate", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "The trace has 64 lengths of 16 prompts: mean 82.0 tokens, longest 96, 75% at the limit" in said
+    assert "Carry-over: it gains next to nothing on these lengths, at best 1.0" in said
+    assert main(["simulate", "--preset", "search-r1-7b", "--policies", "auto,allow=resume", *SMALL]) == 0
+    said = capsys.readouterr().out
+    assert "Carry-over: at best 1." in said
+    assert "The trace" not in said
+
+
 def test_a_picture_shows_one_step_under_each_policy(tmp_path: Path) -> None:
     picture = tmp_path / "steps.png"
     flags = ["--preset", "tiny", "--picture", str(picture), "--policies", "uniform", "off,start=1.5"]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from darts_server.exceptions import InvalidSetting
@@ -44,6 +46,7 @@ def test_auto_has_the_limits_of_the_server() -> None:
 
 def test_auto_by_default_changes_no_distribution() -> None:
     auto = parse_policy("auto,stale=0.25", 8)
+    assert parse_policy("auto,allow=resume,stale=0.25", 8) == replace(auto, name="auto,allow=resume,stale=0.25")
     assert (auto.shaping, auto.auto) == (None, None)
     assert (auto.start, auto.resumes, auto.long_first, auto.most_stale) == (1.5, True, True, 0.25)
 
@@ -57,7 +60,9 @@ def test_auto_by_default_changes_no_distribution() -> None:
         ("uniform,longest=8", "longest must be a number from 0 to 7"),
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
-        ("auto,allow=cut+arrol", "allow must be some of uniform, darts, cut, cap, limit, joined by"),
+        ("auto,allow=cut+arrol", "allow must be resume, or some of uniform, darts, cut, cap, limit, joined by"),
+        ("auto,allow=resume,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
+        ("auto,allow=resume+cut", "allow must be resume, or some of"),
         ("auto,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
         ("off,redundancy=2", "off has no option but start, carry, rounds, order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),

@@ -121,6 +121,26 @@ class RunawaysAfterTheFirstStep:
         return np.full(count, self.max_tokens if runs_away else 100)
 
 
+class NearlyAllTruncated:
+    """Nine of ten trajectories reach the limit."""
+
+    max_tokens = 96
+
+    def prompt_tokens(self, number: int) -> int:
+        return 10
+
+    def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
+        return np.where(rng.random(count) < 0.9, self.max_tokens, rng.integers(20, self.max_tokens, count))
+
+
+def test_auto_runs_nothing_ahead_where_nearly_all_trajectories_are_truncated() -> None:
+    for machine in (TINY_MACHINE, PRESETS["dapo-32b"].machine):
+        drawn = Candidates(NearlyAllTruncated(), machine, 8, 32, 24, 8)
+        steps = run_policy(parse_policy("auto", 8), drawn)
+        assert [len(step.batch.lengths) for step in steps] == [32] * 24
+        assert sum(step.stale_tokens for step in steps) == 0
+
+
 def test_deadlines_are_remembered_from_step_to_step() -> None:
     drawn = Candidates(RunawaysAfterTheFirstStep(), TINY_MACHINE, 4, 12, 2, 4)
     first, second = (step.rollout for step in run_policy(parse_policy("cap", 4), drawn))

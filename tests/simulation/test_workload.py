@@ -9,7 +9,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.policy.simulation.batch import Ints
 from darts_server.simulation import presets
 from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.workload import Format, TracedPrompt, TracedWorkload, read_traces
+from darts_server.simulation.workload import Format, TracedPrompt, TracedWorkload, describe, read_traces
 
 SEEN = np.random.default_rng(5)
 
@@ -137,7 +137,18 @@ TRUNCATED, LONGER = LINE | {"lengths": [20, 3]}, LINE | {"lengths": [25, 40], "c
 def test_the_limit_is_the_smallest_cap_that_a_sample_reaches(lines: list[Any], limit: int, tmp_path: Path) -> None:
     path = write(tmp_path, *lines)
     assert read_traces([path], Format.JSONL)[1] == limit
-    assert read_traces([path], Format.JSONL, 60)[1] == 60
+    assert read_traces([path], Format.JSONL, 15)[1] == 15
+
+
+def test_no_limit_is_simulated_beyond_where_samples_were_truncated(tmp_path: Path) -> None:
+    assert read_traces([write(tmp_path, LINE, UNCAPPED)], Format.JSONL, 60)[1] == 60
+    with pytest.raises(InvalidSetting, match="--max-tokens: samples are truncated at 20 tokens"):
+        read_traces([write(tmp_path, TRUNCATED, LONGER)], Format.JSONL, 21)
+
+
+def test_a_trace_is_described_as_it_is_simulated() -> None:
+    said = "The trace has 3 lengths of 2 prompts: mean 12.3 tokens, longest 20, 33% at the limit"
+    assert describe([TracedPrompt(5, (7, 30)), TracedPrompt(5, (10,))], 20) == said
 
 
 SAMPLE = {
@@ -171,6 +182,7 @@ def test_samples_of_a_group_end_at_their_smallest_cap(tmp_path: Path) -> None:
         ("{", "line 2 is no JSON"),
         ([1], "line 2 is no JSON object"),
         (LINE | {"prompt_tokens": "5"}, "prompt_tokens must be a whole number of at least 1 in"),
+        (LINE | {"lengths": [7, 21]}, "lengths must be at most the cap, 20, in .*line 2; got 21"),
         (LINE | {"lengths": []}, "lengths must be a list of token counts in"),
         (SAMPLE | {"turns": [{"generated": -1}]}, "generated must be a whole number of at least 0"),
         (SAMPLE | {"turns": 3}, "turns must be a list of objects"),

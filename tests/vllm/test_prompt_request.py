@@ -32,12 +32,12 @@ TEMPLATES = sorted((Path(_trl.origin).parent / "chat_templates").glob("*.jinja")
     ("prompt", "tokens"),
     [
         ({"prompt_token_ids": [5, 6, 7]}, 3),
-        ({"prompt_token_ids": []}, 1),
-        ({"prompt_embeds": "a tensor"}, 1),
-        ("a text that is not rendered yet", 1),
+        ({"prompt_token_ids": []}, None),
+        ({"prompt_embeds": "a tensor"}, None),
+        ("a text that is not rendered yet", None),
     ],
 )
-def test_a_prompt_counts_by_its_tokens_as_far_as_these_are_known(prompt: Any, tokens: int) -> None:
+def test_a_prompt_counts_by_its_tokens_as_far_as_these_are_known(prompt: Any, tokens: int | None) -> None:
     assert PromptRequest(prompt, SamplingParams(max_tokens=9), "r").tokens == RequestTokens(tokens, 9)
 
 

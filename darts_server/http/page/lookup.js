@@ -53,8 +53,11 @@ class Lookup {
   #known(known) {
     const rewards = known.rewards;
     const facts = [
-      ["Mean length", `${known.mean_ema.toFixed(1)} tokens`],
-      ["Standard deviation", known.std_ema == null ? "unknown" : `${known.std_ema.toFixed(1)} tokens`],
+      ["Last group", known.mean_generated_tokens == null ? "unknown" : `mean ${known.mean_generated_tokens.toFixed(1)} tokens`],
+      ["Finished, truncated, stopped", [known.finished, known.truncated, known.stopped].map((each) => each ?? "–").join(", ")],
+      ["Limit", known.max_tokens == null ? "unknown" : `${count(known.max_tokens)} tokens`],
+      ["Estimated mean", `${known.estimated_mean_tokens.toFixed(1)} tokens without stops and limit`],
+      ["Estimated deviation", known.estimated_std_tokens == null ? "unknown" : `${known.estimated_std_tokens.toFixed(1)} tokens`],
       ["Groups, candidates", `${count(known.groups)}, ${count(known.candidates)}`],
       ["Weights of the last group", known.weight_version == null ? "–" : `version ${known.weight_version}`],
       ["Rewards", rewards ? `${count(rewards.rewarded)}, correct ${percent(rewards.pass_rate)}` : "none reported"],

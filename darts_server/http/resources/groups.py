@@ -19,7 +19,7 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import from_header
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.statistics import Statistics, summarize
+from darts_server.rollout.learned.statistics import Statistics, summarize, summarize_lengths
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import GroupRewards, RewardMatcher
 from darts_server.serving.admission import caller
@@ -149,14 +149,32 @@ class PromptRewardsAnswer(BaseModel):
 
 
 class PromptAnswer(BaseModel):
-    """Statistics of a prompt's lengths, in tokens. Stopped candidates count as at least as long as they were."""
+    """Statistics of a prompt's lengths in tokens: estimates over its groups, and what was seen in the last group.
+
+    A server that has restored the state of an earlier version has seen nothing of the last group.
+    """
 
     prompt_key: str
-    mean_ema: float
-    std_ema: float | None = Field(description="Null while no group had two candidates.")
+    estimated_mean_tokens: float = Field(
+        description="Estimated mean length if no candidate was stopped or truncated, so it may be above max_tokens. "
+        "A moving average over groups."
+    )
+    estimated_std_tokens: float | None = Field(
+        description="Estimated standard deviation of these lengths. Null while no group had two candidates."
+    )
     groups: int
-    candidates: int
+    candidates: int = Field(description="Candidates of all groups.")
     weight_version: int | None = Field(description="Weight version of the last group.")
+    mean_generated_tokens: float | None = Field(
+        description="Mean number of tokens that the last group's candidates have generated. Null if it is not known."
+    )
+    finished: int | None = Field(description="Candidates of the last group that ended by themselves.")
+    truncated: int | None = Field(description="Candidates of the last group that ended at max_tokens.")
+    stopped: int | None = Field(description="Candidates of the last group that were stopped or cut before their end.")
+    max_tokens: int | None = Field(
+        description="Limit of a candidate's tokens in the last group. Null if it is not known."
+    )
+    prompt_tokens: int | None = Field(description="Tokens of the prompt. Null if they are not known.")
     rewards: PromptRewardsAnswer | None = Field(description="Null while no trajectory has a reward.")
 
 
@@ -183,4 +201,4 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
             )
         reward_stats = summarize(statistics.rewards.prompts.load(prompt_key))
         answer = None if reward_stats is None else PromptRewardsAnswer(**reward_stats)
-        return PromptAnswer(prompt_key=prompt_key, **asdict(stats), rewards=answer)
+        return PromptAnswer(prompt_key=prompt_key, **summarize_lengths(stats), rewards=answer)

@@ -189,6 +189,9 @@ def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int, los
     are tokens of older weights among those that are returned, and larger batches with more to prefill, which brings
     nothing where nearly all trajectories are of the same length. So a few batches run more than are needed, and if they
     are not clearly faster than the model says of `OFF`, that is measured, too, and the faster chosen: `learn_resuming`.
+
+    Where so many groups end together with the last one that the needed groups are not complete before, as where nearly
+    all have an answer that is truncated, no group is a straggler. Then nothing runs ahead, whatever was measured.
     ``state``: of batches of this kind alone. ``lost``: tokens that earlier batches have generated for these prompts,
     and that none can go on from.
     """
@@ -196,7 +199,10 @@ def choose_resuming(auto: Auto, state: AutoState, needed: int, offered: int, los
     if RESUME in limits.allow:
         ahead = state.ahead if limits.most_stale else 0.0
         begun = min(offered, needed + round(ahead * max(0, offered - needed)))
-        if begun > needed:
+        if begun > needed and (1 - state.ending_last) * offered < needed:
+            begun = needed
+            why = f"; {state.ending_last:.0%} of the groups end together, so that running ahead saves nothing"
+        elif begun > needed:
             best = AHEAD
             if state.count(AHEAD) >= MIN_AHEAD:
                 longer = state.expect("error", AHEAD) - (state.expect("error", OFF) if state.count(OFF) else 0.0)
@@ -225,6 +231,9 @@ def learn_resuming(state: AutoState, choice: Choice, measured: MeasuredResuming,
     ``ahead``, the share to start of what the next batch offers beyond the needed prompts, follows the share of older
     tokens, so that it stays below the user's limit on average over batches. All are started at first.
 
+    ``ending_last`` follows the share of groups that are complete together with the last one, within `MARGIN`, where all
+    returned groups start and end in one batch, as the model says.
+
     The seconds of a generated token are compared with those that the model says for the same trajectories where their
     groups start and end in one batch: batches differ by much more in what they return than in that ratio. What a start
     costs is left out of the model, as it is learned later than the rest.
@@ -243,15 +252,19 @@ def learn_resuming(state: AutoState, choice: Choice, measured: MeasuredResuming,
     if name == AHEAD or not more:
         factor = min(max(most_stale * tokens / stale, LEAST_CHANGE), MOST_CHANGE) if stale else MOST_CHANGE
         state = replace(state, ahead=min(max(state.ahead * factor, FEWEST_AHEAD), 1.0))
-    # What was carried over makes a batch quick that runs no more than it needs, and the first that runs more has none.
-    if ran != name or not (measured.seconds and measured.generated and machine):
+    if machine is None:
         return state
     lengths = np.asarray(sorted(measured.returned, key=sum, reverse=True))
     prompts, size = np.full(len(lengths), measured.prompt_tokens), lengths.shape[1]
     batch = Batch(prompts, lengths, np.zeros_like(lengths, np.float64), LONGEST)
     machine = replace(machine, step_time=replace(machine.step_time, per_start=0.0))
-    off_seconds = simulate(batch, BatchPlan(size, [size] * len(lengths)), machine).seconds
-    error = log(measured.seconds / max(1, measured.generated - choice.lost) * tokens / off_seconds)
+    off = simulate(batch, BatchPlan(size, [size] * len(lengths)), machine)
+    ending_last = float((off.completed_at >= (1 - MARGIN) * off.seconds).mean())
+    state = replace(state, ending_last=(state.ending_last + ending_last) / 2)
+    # What was carried over makes a batch quick that runs no more than it needs, and the first that runs more has none.
+    if ran != name or not (measured.seconds and measured.generated):
+        return state
+    error = log(measured.seconds / max(1, measured.generated - choice.lost) * tokens / off.seconds)
     return state.with_measured(MeasuredErrors(state.batches, name, min(max(error, -MOST), MOST), 0.0))
 
 

@@ -70,7 +70,8 @@ class AutoState:
     much as the next. ``measured``: `MEASURED` batches at most, oldest first. ``spare_bias``, ``spare_lost``: by which
     share of the user's limits batches were below them so far, times their groups; negative: above them. ``ahead``: of
     the prompts that are offered beyond those that are needed, the share to start, see `chooser.learn_resuming`.
-    ``ran``: whether the last of these batches was `AHEAD` or `OFF`.
+    ``ran``: whether the last of these batches was `AHEAD` or `OFF`. ``ending_last``: share of a batch's groups that end
+    together with its last one, each batch counting half as much as the next.
     """
 
     batches: int = 0
@@ -85,6 +86,7 @@ class AutoState:
     spare_lost: float = 0.0
     ahead: float = 1.0
     ran: str = OFF
+    ending_last: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("batches", "explored"):
@@ -112,6 +114,7 @@ class AutoState:
             check_count("max_tokens", self.max_tokens, 1)
         check_number("truncated", self.truncated, 0.0, 1.0)
         check_number("ahead", self.ahead, 0.0, 1.0)
+        check_number("ending_last", self.ending_last, 0.0, 1.0)
 
     def count(self, name: str) -> int:
         """Return how many of the batches in `measured` were under an option."""

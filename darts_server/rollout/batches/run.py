@@ -330,6 +330,7 @@ class BatchRun:
                 early=early,
                 on_abort=self._on_abort,
                 quota=self._quota,
+                tokens=self._renderer.tokens(group.request),
             )
             held = self._ticket.split(group.allocation.candidates)
             carried = () if resumed is None else resumed.candidates

@@ -98,6 +98,22 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
     return observed
 
 
+def length_limit(record: GroupRecord) -> int | None:
+    """Return the limit of a candidate's tokens in a group; ``None`` if it is not known.
+
+    The limit is the length at which candidates were truncated, which the model's context may have made shorter than the
+    request's ``max_tokens``. It is ``max_tokens`` if no candidate was truncated.
+    """
+    reached = []
+    longest = 0
+    for c in record.candidates[record.restarted_from :]:
+        longest = max(longest, c.tokens)
+        if c.finish_reason is FinishReason.LENGTH and not c.cut:
+            reached.append(c.tokens)
+    limit = max(reached, default=record.max_tokens)
+    return None if limit is None or limit < longest else limit
+
+
 class Dataset:
     """Aggregate lengths over all prompts and keep the result in ``documents``.
 
@@ -128,10 +144,16 @@ class Dataset:
         self.flush()
         return self._profiles.load(KEY) or LengthProfile()
 
-    def learn(self, observed: Sequence[Observation], version: int, earlier: PromptStats | None) -> None:
+    def learn(
+        self,
+        observed: Sequence[Observation],
+        estimate: LengthEstimate,
+        version: int,
+        earlier: PromptStats | None,
+    ) -> None:
         """Learn the lengths of a completed group. ``earlier``: statistics of its prompt before this group."""
-        generation = self._documents.generation
-        self._groups.append((generation, version, estimate_lengths(observed), ratios_to_mean(observed, earlier)))
+        ratios = ratios_to_mean(observed, estimate, earlier)
+        self._groups.append((self._documents.generation, version, estimate, ratios))
         self._write_later.request()
 
     def _write(self) -> None:
@@ -241,6 +263,33 @@ class Rewards:
             self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
 
 
+def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
+    """Summarize a prompt's lengths as JSON values, in tokens. What was not seen of the last group is ``None``."""
+    seen = stats.observations
+    mean = None
+    finished = None
+    truncated = None
+    stopped = None
+    if seen:
+        mean = sum(o.tokens for o in seen) / len(seen)
+        finished = sum(not o.censored for o in seen)
+        truncated = sum(stats.is_truncated(o) for o in seen)
+        stopped = len(seen) - finished - truncated
+    return {
+        "estimated_mean_tokens": stats.mean_ema,
+        "estimated_std_tokens": stats.std_ema,
+        "groups": stats.groups,
+        "candidates": stats.candidates,
+        "weight_version": stats.weight_version,
+        "mean_generated_tokens": mean,
+        "finished": finished,
+        "truncated": truncated,
+        "stopped": stopped,
+        "max_tokens": stats.max_tokens,
+        "prompt_tokens": stats.prompt_tokens,
+    }
+
+
 def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
     """Summarize statistics as JSON values, with lengths in tokens; ``None`` without any reward.
 
@@ -275,7 +324,12 @@ class LengthBias:
 
     def group_ended(self, record: GroupRecord) -> None:
         if record.outcome is Outcome.COMPLETED:
-            self._generated.append(complete_sample(observations(record, beyond_limit=False)))
+            sample = complete_sample(observations(record, beyond_limit=False))
+            # A stopped candidate is expected to become longer, but not longer than its request allows.
+            limit = length_limit(record)
+            if limit is not None:
+                sample = [(weight, min(length, limit)) for weight, length in sample]
+            self._generated.append(sample)
             self._returned.append(record.selected)
 
     def mean(self, kind: str) -> float | None:
@@ -322,11 +376,14 @@ class Statistics:
         if record.outcome is not Outcome.COMPLETED or not observed:
             return
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
+        estimate = estimate_lengths(observed)
         earlier = None
         if (key := record.prompt_key) is not None:
             earlier = self.prompts.load(key)
-            self.documents.put(KIND, key, asdict(update_stats(earlier, observed, version)))
-        self.dataset.learn(observed, version, earlier)
+            limit = length_limit(record)
+            stats = update_stats(earlier, observed, estimate, version, limit, record.prompt_tokens)
+            self.documents.put(KIND, key, asdict(stats))
+        self.dataset.learn(observed, estimate, version, earlier)
 
     def expect(
         self,
@@ -362,4 +419,4 @@ class Statistics:
 
 def mean_prompt(tokens: Sequence[RequestTokens]) -> int:
     """Return the tokens of a prompt, on average; 1 if nothing is known."""
-    return max(1, round(fmean(one.prompt for one in tokens))) if tokens else 1
+    return max(1, round(fmean(one.prompt or 1 for one in tokens))) if tokens else 1

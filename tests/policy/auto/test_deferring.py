@@ -135,12 +135,18 @@ def test_deferring_that_loses_is_given_up_and_all_groups_are_waited_for() -> Non
 # --- prompts that go on later from what they have ------------------------------
 
 
+STRAGGLING = [[94] * 4] * 15 + [[190] * 4]
+"""Lengths of 16 groups of 4: 6,400 tokens."""
+TOGETHER = [[100] * 4] * 16
+
+
 @dataclass
 class Training:
     """Batches of which 16 of 24 groups of 4 are needed, one after the other.
 
-    One that runs what is needed takes 1 second, one that runs more ``ahead`` seconds; all return 100 tokens each. Of
-    those ``stale`` are of older weights, for each prompt that ran ahead.
+    A batch that runs what is needed takes as long as the model says for ``returned``, the lengths that all batches
+    return. A batch that runs more takes ``ahead`` times as long. Of the returned tokens ``stale`` are of older weights,
+    for each prompt that ran ahead.
     """
 
     ahead: float
@@ -149,6 +155,8 @@ class Training:
     noise: float = 0.0
     offered: int = 24
     lost: int = 0
+    returned: list[list[int]] = field(default_factory=lambda: STRAGGLING)
+    machine: Machine = EMPTY
     state: AutoState = field(default_factory=AutoState)
     choices: list[Choice] = field(default_factory=list)
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
@@ -160,9 +168,10 @@ class Training:
             choice = choose_resuming(Auto(self.limits, ()), self.state, 16, self.offered, self.lost)
             self.choices.append(choice)
             more = int(choice.begun or 0) - 16
-            seconds = (self.ahead if more else 1.0) * exp(self.noise * self.rng.standard_normal())
-            measured = MeasuredResuming([[100] * 4] * 16, 1, self.stale * more, 6400, seconds)
-            self.state = learn_resuming(self.state, choice, measured, EMPTY)
+            seconds = 0.01 * max(map(max, self.returned)) * exp(self.noise * self.rng.standard_normal())
+            seconds *= self.ahead if more else 1.0
+            measured = MeasuredResuming(self.returned, 1, self.stale * more, 6400, seconds)
+            self.state = learn_resuming(self.state, choice, measured, self.machine)
         return "".join(str(int(choice.begun != 16)) for choice in self.choices)
 
 
@@ -188,6 +197,31 @@ def test_what_is_faster_runs_but_for_what_is_explored(ahead: float) -> None:
     training = Training(ahead, noise=0.02)
     training.run(6)
     assert training.run(60).count("0" if ahead < 1 else "1") <= 4
+
+
+@pytest.mark.parametrize("ahead", [0.7, 0.97, 1.03])
+def test_nothing_runs_ahead_where_groups_end_together_whatever_was_measured(ahead: float) -> None:
+    training = Training(ahead, noise=0.03, returned=TOGETHER)
+    assert training.run(60) == "1" + 59 * "0"
+    reason = "16 of 24 prompts run, and the first 16 groups are returned; 100% of the groups end together, "
+    assert training.choices[-1].reason == f"{reason}so that running ahead saves nothing"
+    assert not any(choice.explores for choice in training.choices)
+    training.returned = STRAGGLING
+    training.run(4)
+    assert training.run(2) == "11"
+
+
+@pytest.mark.parametrize(("long", "ahead"), [(5, "1"), (6, "0")])
+def test_groups_that_end_last_are_stragglers_while_enough_others_are_complete_before(long: int, ahead: str) -> None:
+    """Of 24 groups that run, 16 are needed: so at most a third may end last."""
+    training = Training(0.5, returned=[[50] * 4] * (16 - long) + [[50, 50, 50, 100]] * long)
+    training.run(12)
+    assert training.run(4) == 4 * ahead
+
+
+def test_groups_of_the_same_length_do_not_end_together_where_they_queue() -> None:
+    training = Training(0.5, returned=TOGETHER, machine=replace(EMPTY, max_num_seqs=16))
+    assert training.run(8) == 8 * "1"
 
 
 def test_what_is_near_is_measured_again_in_two_batches_of_which_the_second_counts() -> None:

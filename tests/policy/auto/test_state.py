@@ -19,6 +19,7 @@ STATE = AutoState(
     measured=(MeasuredErrors(6, "off", 0.1, -0.2, more_truncated=0.1), MeasuredErrors(7, "cap at 0.9", 0.2, 0.3, 0.01)),
     spare_bias=0.05,
     spare_lost=-0.1,
+    ending_last=0.5,
 )
 
 

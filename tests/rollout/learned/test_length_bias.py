@@ -41,6 +41,12 @@ def test_lengths_of_stopped_candidates_are_estimated() -> None:
     assert (bias.quantile("generated", 0.9) or 0) > 14
 
 
+def test_no_length_is_estimated_beyond_what_the_request_allows() -> None:
+    stopped = group(10, 12, 14, stopped=(14, 14, 14))
+    assert (bias_of(stopped).quantile("generated", 1.0) or 0) > 16
+    assert bias_of(replace(stopped, max_tokens=16)).quantile("generated", 1.0) == 16
+
+
 def test_a_truncated_trajectory_counts_with_its_length() -> None:
     bias = bias_of(record(candidate(0, 256, FinishReason.LENGTH, SelectedAs.FILL)))
     assert bias.mean("generated") == bias.mean("returned") == 256

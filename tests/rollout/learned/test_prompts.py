@@ -1,9 +1,11 @@
+import sys
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from darts_server.policy.lengths import Observation, PromptStats
+from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.statistics import Statistics, key_of, observations
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
@@ -52,6 +54,52 @@ def test_lengths_are_censored_of_candidates_that_would_have_been_longer() -> Non
     stopped = [Observation(tokens, censored=True) for tokens in (20, 15, 12)]
     assert observations(ended) == [*known, *stopped, Observation(30, censored=True)]
     assert observations(ended, beyond_limit=False) == [*known, *stopped, Observation(30)]
+
+
+TRUNCATED = candidate(5, 30, FinishReason.LENGTH, SelectedAs.FILL)
+CUT = replace(candidate(6, 12, FinishReason.LENGTH, SelectedAs.SHORT), cut=True)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "allowed", "limit"),
+    [
+        (FINISHED, 96, 96),
+        (FINISHED, None, None),
+        ((*FINISHED, CUT), 96, 96),
+        ((*FINISHED, TRUNCATED), None, 30),
+        # The model's context ended the candidate before its request did.
+        ((*FINISHED, TRUNCATED), 96, 30),
+        (FINISHED, 29, None),
+    ],
+)
+async def test_the_limit_is_where_candidates_were_truncated_or_what_the_request_allows(
+    candidates: tuple[CandidateRecord, ...], allowed: int | None, limit: int | None
+) -> None:
+    stats = learned(replace(record(*candidates), max_tokens=allowed, prompt_tokens=7))
+    assert (stats.max_tokens, stats.prompt_tokens) == (limit, 7)
+
+
+async def test_a_group_that_is_truncated_is_learned_as_truncated() -> None:
+    stats = learned(replace(record(*[replace(TRUNCATED, index=i, tokens=96) for i in range(4)]), max_tokens=96))
+    assert stats.mean_ema > 96, "an estimate of what the lengths would be without the limit"
+    assert stats.lengths == "96+ 96+ 96+ 96+"
+    assert all(stats.is_truncated(o) for o in stats.observations)
+
+
+async def test_the_lengths_of_a_group_are_estimated_once() -> None:
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code is estimate_lengths.__code__
+
+    statistics = Statistics(Documents())
+    sys.setprofile(count)
+    try:
+        statistics.group_ended(record(*FINISHED))
+    finally:
+        sys.setprofile(None)
+    assert calls == 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from darts_server.policy.lengths import Observation
+from darts_server.policy.lengths import Observation, estimate_lengths
 from darts_server.rollout.learned.statistics import Dataset, Latency
 from tests.rollout.helpers import Documents
 
@@ -11,7 +11,8 @@ pytestmark = pytest.mark.anyio
 
 def learned(dataset: Dataset, length: int, groups: int = 3) -> Dataset:
     for version in range(groups):
-        dataset.learn([Observation(length - 1), Observation(length + 1)], version, None)
+        observed = [Observation(length - 1), Observation(length + 1)]
+        dataset.learn(observed, estimate_lengths(observed), version, None)
     return dataset
 
 
@@ -41,8 +42,9 @@ async def test_what_is_learned_does_not_depend_on_when_it_is_written() -> None:
     for version in range(6):
         for _ in range(8):
             observed = [Observation(tokens) for tokens in (10, 20, 40, 80)]
-            together.learn(observed, version, None)
-            apart.learn(observed, version, None)
+            estimate = estimate_lengths(observed)
+            together.learn(observed, estimate, version, None)
+            apart.learn(observed, estimate, version, None)
             apart.flush()
     together.flush()
     assert at_once.kept == one_by_one.kept
