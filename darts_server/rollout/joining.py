@@ -359,9 +359,8 @@ class Member:
             self._end(max(tokens, self.generated()), None, reason)
 
     def _end(self, tokens: int, finish_reason: FinishReason | None, reason: DiscardReason | None) -> None:
-        selected_as = None
-        if finish_reason is not None:
-            selected_as = SelectedAs.FILL if finish_reason is FinishReason.LENGTH else SelectedAs.SHORT
+        # A truncated trajectory counts like the others: nothing is selected in a counted group by how it finished.
+        selected_as = None if finish_reason is None else SelectedAs.SHORT
         groups = self.group.groups
         version = groups.weight_version()
         self.record = CandidateRecord(
@@ -392,6 +391,7 @@ class _CountedGroup:
     policy: str
     prompt_key: str | None
     owner: str | None
+    tokens: RequestTokens
     started_at: float
     request_ids: tuple[str, ...] = ()
     members: list[Member] = field(default_factory=list)
@@ -443,6 +443,8 @@ class _CountedGroup:
                 tail_wait=None,
                 request_ids=self.request_ids,
                 owner=self.owner,
+                prompt_tokens=self.tokens.prompt,
+                max_tokens=self.tokens.most,
             )
         )
 
@@ -485,6 +487,7 @@ class CountedGroups:
         join_key: str,
         name: str | None,
         generated: Callable[[], int],
+        tokens: RequestTokens = UNKNOWN_TOKENS,
     ) -> Member:
         """Add a request to a group. Its `Member` must finish or leave."""
         groups = self._groups.setdefault(join_key, [])
@@ -498,6 +501,7 @@ class CountedGroups:
                 policy=plan.policy,
                 prompt_key=prompt_key,
                 owner=caller.get().name,
+                tokens=tokens,
                 started_at=self.clock(),
                 request_ids=() if name is None else (name,),
                 is_over_at_rest=self.draining,

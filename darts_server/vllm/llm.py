@@ -132,7 +132,9 @@ class ShapingLLM(ControlledLLM):
         if rollouts is not None and plan is not None and is_counted:
             join_key = self._join_key(generation, plan)
             generated = partial(self._count_tokens, request_id)
-            member = rollouts.joiner.counted.join(request_id, plan, prompt_key, join_key, group_name, generated)
+            member = rollouts.joiner.counted.join(
+                request_id, plan, prompt_key, join_key, group_name, generated, request.tokens
+            )
             generation.member = member
             route.groups.append(member.group.group_id)
         outputs, loop = self._serve(generation), asyncio.get_running_loop()

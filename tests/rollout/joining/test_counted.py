@@ -69,7 +69,7 @@ async def test_a_full_group_is_recorded_when_the_last_request_of_it_has_finished
     assert (record.group_id, record.outcome, record.size, record.policy) == ("group-r0", Outcome.COMPLETED, 3, "off")
     assert record.request_ids == ("g", "r0", "r1", "r2")
     assert [c.tokens for c in record.candidates] == [4, 2, 9]
-    assert [c.selected_as for c in record.candidates] == [SelectedAs.SHORT, SelectedAs.SHORT, SelectedAs.FILL]
+    assert [c.selected_as for c in record.candidates] == [SelectedAs.SHORT, SelectedAs.SHORT, SelectedAs.SHORT]
     assert {c.weight for c in record.candidates} == {1.0}
     assert [(each.index, len(each.token_ids)) for each in harness.recorder.returned] == [(0, 4), (2, 9), (1, 2)]
     assert {each.started_at for each in harness.recorder.returned} == {record.started_at}
