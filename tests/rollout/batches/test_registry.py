@@ -144,6 +144,25 @@ async def test_ended_batches_are_kept_for_a_time_and_the_oldest_are_dropped_firs
     assert await server.registry.open(batch_request(1), WHOLE, idempotency_key("c")) not in opened
 
 
+async def test_no_ended_batch_is_kept_if_none_may_be() -> None:
+    server = new_server(lengths(5), retention=BatchRetention(kept_batches=0))
+    batch = await server.registry.open(batch_request(1), WHOLE, idempotency_key())
+    await server.engine.run()
+    await settle()
+    assert batch.end is not None
+    assert not is_kept(server, batch)
+
+
+async def test_ended_batches_of_one_caller_push_out_none_of_another(server: Server) -> None:
+    opened = []
+    for number, owner in enumerate(("victim", "flooder", "flooder", "flooder")):
+        key = idempotency_key(str(number), owner=owner)
+        opened.append(await server.registry.open(batch_request(1), WHOLE, key))
+        await server.engine.run()
+        await settle()
+    assert [is_kept(server, batch) for batch in opened] == [True, False, False, True]
+
+
 async def test_cancelling_stops_a_batch_once_and_raises_in_its_callers(server: Server) -> None:
     for key in (idempotency_key(), None):
         batch = await server.registry.open(batch_request(2), WHOLE, key)
