@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 KEY_HEADER = "Idempotency-Key"
 SEND_LESS = "send less per request, or without that header"
+BATCH_BYTES = 5000
+"""Memory of a batch without its groups."""
 CANDIDATE_BYTES = 300
 """Memory of a candidate's record."""
 CLOSE_SECONDS = 5.0
@@ -257,11 +260,19 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
-        batch.task.add_done_callback(lambda _: self._running.pop(batch.batch_id))
+        batch.task.add_done_callback(partial(self._handle_task_end, batch.batch_id))
         if durable is not None:
             durable.batch = batch
             self._handle_idle(durable, batch)
         return batch
+
+    def _handle_task_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        del self._running[batch_id]
+        if task.cancelled():
+            # A batch that is kept has its task, whose error has frames with everything that was generated. It lets go
+            # of the error when it has raised it.
+            with suppress(asyncio.CancelledError):
+                task.exception()
 
     def _handle_idle(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
         """Cancel a batch that has no listener: now, or if it is durable after a while."""
@@ -334,18 +345,17 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
 def kept_bytes(batch: BatchRun) -> int:
     """Return about how much memory a batch takes after its end."""
-    size = GROUP_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
+    size = BATCH_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
+    if batch.feed is not None:
+        size += batch.feed.kept_bytes
     if not isinstance(batch.end, BatchDone):
         return size
-    copies = 2 if batch.answer_format.stream is StreamMode.TOKENS else 1  # its deltas can be sent again
     size += sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
     handed_back = (prompt.group for prompt in batch.end.unfinished if prompt.group is not None)
     for group in (*batch.end.results, *handed_back):
         candidates = 0 if group.record is None else len(group.record.candidates)
         size += GROUP_BYTES + CANDIDATE_BYTES * candidates + len(group.metadata or b"")
-        samples = [(sample, copies) for sample in group.samples.values()]
-        samples += [(aborted.sample, 1) for aborted in (group.aborted or {}).values()]
-        for sample, times in samples:
-            size += times * (sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs))
-            size += sys.getsizeof(sample.text)
+        samples = [*group.samples.values(), *(aborted.sample for aborted in (group.aborted or {}).values())]
+        for sample in samples:
+            size += sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs) + sys.getsizeof(sample.text)
     return size
