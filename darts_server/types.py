@@ -67,6 +67,7 @@ class SelectedAs(StrEnum):
     """Why a trajectory was selected: from which end of the group's length order it comes, if from any."""
 
     SHORT = "short"
+    """Among the shortest; in a group that is not shaped, every trajectory, however it finished."""
     LONG = "long"
     LONG_TRUNCATED = "long_truncated"
     """Sampled for the tail, and reached its token limit."""

@@ -196,8 +196,9 @@ class InOrderSelector(Selector):
     """The first candidates by index are in the group, however they finish."""
 
     def select(self) -> dict[int, SelectedAs]:
-        ends = {index: SelectedAs.SHORT for _, index in self.valid} | {i: SelectedAs.FILL for _, i in self.invalid}
-        return {index: ends[index] for index in sorted(ends)[: self.rule.size]}
+        finished = sorted(index for _, index in (*self.valid, *self.invalid))
+        # A truncated one, too: it takes no other's place, as nothing is selected by how it finished.
+        return dict.fromkeys(finished[: self.rule.size], SelectedAs.SHORT)
 
     def stops(self) -> dict[int, DiscardReason]:
         # A running candidate may still fail, and then a later one takes its place. So later ones are stopped only when

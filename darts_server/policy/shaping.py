@@ -8,7 +8,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.policy.deadline import ROUNDING, Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, DualEnd, SampledSurvivors, SelectionRule
+from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 
 
 class Tail(StrEnum):
@@ -139,6 +139,9 @@ class Shaping:
                 f"the tail alone takes num_longest = {longest} trajectories, so n must be larger than that, "
                 f"got {size}; raise n, or lower --num-longest",
             )
+        # No candidate more than is returned, and none that is stopped or cut: nothing is selected by its length.
+        if longest == 0 and self.bounds(size)[1] == size and self.deadline is None and self.pruning is None:
+            return InOrder(size)
         # The tail of a saturated prompt is so long that only the shortest are returned (DARTS, variance-guided tail
         # pruning). With a deadline this is not needed, since the wait for any tail is bounded.
         if longest == 0 or (saturated and self.deadline is None):

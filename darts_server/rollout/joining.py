@@ -32,8 +32,8 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec, OnAbort
-from darts_server.rollout.turns import Kept
 from darts_server.serving.admission import Ticket, caller
+from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 logger = logging.getLogger(__name__)
@@ -415,8 +415,7 @@ class _CountedGroup:
         if len(records) < len(self.members):
             return
         if not (is_full or self.is_over_at_rest):
-            dropped = groups.resting.put(self.owner or "", self, None)
-            if dropped is not None:
+            for dropped, _ in groups.resting.put(self.owner, self, None):
                 dropped.expire()
             return
         groups.forget(self)
@@ -507,7 +506,7 @@ class CountedGroups:
                 is_over_at_rest=self.draining,
             )
             groups.append(group)
-        self.resting.pop(group.owner or "", group)
+        self.resting.pop(group.owner, group)
         member = Member(group, len(group.members), generated)
         group.members.append(member)
         group.request_ids += (request_id,)
@@ -535,7 +534,7 @@ class CountedGroups:
 
     def forget(self, group: _CountedGroup) -> None:
         """Let no further request join a group that has ended."""
-        self.resting.pop(group.owner or "", group)
+        self.resting.pop(group.owner, group)
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:
             del self._groups[group.join_key]

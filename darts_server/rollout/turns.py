@@ -17,14 +17,14 @@ requests of its group were: then the group is formed again.
 import logging
 import time
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.serving.kept import Kept
 from darts_server.types import TurnKind
 
 KEPT_ANSWERS = 65_536
@@ -46,49 +46,8 @@ BUCKET_SHIFT = np.uint64(64 - BUCKET_BITS)
 FIRST_WEIGHTS = 4096
 
 Hashes = NDArray[np.uint64]
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 logger = logging.getLogger(__name__)
-
-
-class Kept(Generic[K, V]):
-    """The newest ``limit`` entries of all callers together.
-
-    Of too many, the oldest of the caller that has most is dropped: no caller loses its entries to one that has more.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.size = 0
-        self._of: dict[str, OrderedDict[K, V]] = {}
-
-    def of(self, caller: str) -> Mapping[K, V]:
-        """Return a caller's entries, the oldest first."""
-        return self._of.get(caller, {})
-
-    def put(self, caller: str, key: K, value: V) -> K | None:
-        """Add or renew an entry; returns the key of the one that is dropped for it, if any."""
-        own = self._of.setdefault(caller, OrderedDict())
-        self.size += key not in own
-        own[key] = value
-        own.move_to_end(key)
-        if self.size <= self._limit:
-            return None
-        largest = max(self._of, key=lambda each: len(self._of[each]))
-        oldest = next(iter(self._of[largest]))
-        self.pop(largest, oldest)
-        return oldest
-
-    def pop(self, caller: str, key: K) -> V | None:
-        """Remove an entry and return it; ``None`` without one."""
-        if key not in self.of(caller):
-            return None
-        self.size -= 1
-        value = self._of[caller].pop(key)
-        if not self._of[caller]:
-            del self._of[caller]
-        return value
 
 
 class Known(NamedTuple):
@@ -141,11 +100,13 @@ class TokenIndex:
         earlier = self._known.of(caller).get(key)
         is_answer = is_answer or (earlier is not None and earlier.is_answer)
         dropped = self._known.put(caller, key, Known(is_answer, rank))
-        for changed, change in ((key if earlier is None else None, 1), (dropped, -1)):
-            if changed is not None:
-                bucket = changed >> (64 - BUCKET_BITS)
-                self._counts[bucket] = int(self._counts[bucket]) + change
-                self._mixed[bucket] ^= np.uint64(changed)
+        changes = [(old, -1) for old, _ in dropped]
+        if earlier is None:
+            changes.append((key, 1))
+        for changed, change in changes:
+            bucket = changed >> (64 - BUCKET_BITS)
+            self._counts[bucket] = int(self._counts[bucket]) + change
+            self._mixed[bucket] ^= np.uint64(changed)
 
     def known_prefixes(self, caller: str, hashes: Hashes) -> Iterator[tuple[int, Known]]:
         """Yield the prefixes among these that are known for a caller, the longest first, each with its length."""

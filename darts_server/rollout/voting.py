@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing
@@ -39,6 +38,7 @@ from darts_server.rollout.pruning.scoring import VOTE_BLOBS, DetectionPoint, Sco
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.kept import Kept
 from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome, VoteWeights
 
 logger = logging.getLogger(__name__)
@@ -71,26 +71,25 @@ class Confidence:
     def __init__(
         self, documents: DocumentStore, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION
     ) -> None:
-        self._kept = kept
         blobs = BlobStore(documents, VOTE_BLOBS)
         self.points: Mapping[str, DetectionPoint] = {
             kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
         }
         """Calibration of each kind of score."""
-        self._scores: OrderedDict[GroupKey, Mapping[int, Mapping[str, float]]] = OrderedDict()
+        self._scores: Kept[str, Mapping[int, Mapping[str, float]]] = Kept(kept)  # by group id
         self._save_soon = Debounce(SAVE_SECONDS, lambda: self._load(save=True))
         self._load()
 
     def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
         """Store the `logprob_scores` of a vote's trajectories, by candidate index, until their rewards come."""
         self._load()
-        self._scores[group] = scores
-        while len(self._scores) > self._kept:
-            self._scores.popitem(last=False)
+        owner, group_id = group
+        self._scores.put(owner, group_id, scores)
 
     def learn_reward(self, group: GroupKey, index: int, _: float, correct: bool) -> None:
         """Learn whether a trajectory is correct from its first reward; its value does not count."""
-        for kind, score in self._scores.get(group, {}).get(index, {}).items():
+        owner, group_id = group
+        for kind, score in self._scores.of(owner).get(group_id, {}).get(index, {}).items():
             self.points[kind].add(Label(score, float(correct)))
             self._save_soon.request()
 

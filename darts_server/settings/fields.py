@@ -149,7 +149,8 @@ class Settings(BaseModel):
     """Maximum ended batches kept, with all their tokens; the oldest are dropped first."""
     kept_bytes: int = Field(1 << 30, ge=0)
     """Maximum memory for batches with an Idempotency-Key, running ones counted by the size of their requests. The
-    oldest ended ones are dropped first. One API key has half of it, and as much for prompts carried over."""
+    oldest ended one of the key that has most is dropped first. One API key has half of it, and as much for prompts
+    carried over."""
     carried_prompts: int = Field(4096, ge=0, le=1_000_000)
     """Maximum prompts carried over from batch to batch, for each API key; the oldest are dropped first."""
     carried_tokens: int = Field(1 << 22, ge=0)

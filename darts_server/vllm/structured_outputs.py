@@ -25,8 +25,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.v1.structured_output import backend_guidance, backend_outlines, backend_xgrammar
 
 from darts_server.exceptions import InvalidRequest, Overloaded
-from darts_server.rollout.turns import Kept
 from darts_server.serving.admission import RETRY_SECONDS, caller
+from darts_server.serving.kept import Kept
 
 FIELD = "structured_outputs"
 MAX_SAMPLING_BYTES = 64 * 1024

@@ -88,11 +88,7 @@ def deadline(fates: Fates, size: int, limit: int | None) -> int | None:
 
 
 def _first_by_index(fates: Fates, size: int) -> dict[int, SelectedAs]:
-    return {
-        i: SelectedAs.SHORT if fate.valid else SelectedAs.FILL
-        for i, fate in fates.items()
-        if sum(other < i for other in fates) < size
-    }
+    return {i: SelectedAs.SHORT for i in fates if sum(other < i for other in fates) < size}
 
 
 def _both_ends(fates: Fates, short: int, longest: int) -> dict[int, SelectedAs]:

@@ -105,7 +105,7 @@ FEW_VALID = [
 @pytest.mark.parametrize(
     ("rule", "finished", "selection"),
     [
-        (InOrder(2), [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)], {0: FILL, 1: SHORT}),
+        (InOrder(2), [ended(2, 1), ended(0, 9, valid=False), ended(1, 5)], {0: SHORT, 1: SHORT}),
         (DualEnd(3), MIXED, {0: SHORT, 2: SHORT, 3: FILL}),
         (DualEnd(1), [ended(2, 4), ended(1, 4), ended(3, 4)], {1: SHORT}),
         (DualEnd(1, 3), ONE_TRUNCATED, {1: SHORT, 2: LONG, 0: LONG, 3: FILL}),

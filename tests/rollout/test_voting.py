@@ -283,6 +283,14 @@ async def test_scores_of_the_newest_votes_are_remembered() -> None:
     assert len(confidence.points["logprob"].calibrator.labels) == 2
 
 
+async def test_votes_of_one_caller_push_out_no_scores_of_another() -> None:
+    confidence = Confidence(Documents(), kept=3)
+    for owner, name in (("victim", "vote"), *(("flooder", f"vote-{number}") for number in range(9))):
+        confidence.remember((owner, name), {0: {"logprob": 0.5}})
+    confidence.learn_reward(("victim", "vote"), 0, 1.0, True)
+    assert len(confidence.points["logprob"].calibrator.labels) == 1
+
+
 def scored_voter(length: int, answer: str | None, quality: float, lag: int = 0, delay: int = 0) -> Voter:
     return Voter(length, answer, script=Script(length, delay=delay, hidden=lambda _: (quality, SURVIVAL), lag=lag))
 

@@ -11,8 +11,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from darts_server.exceptions import InvalidRequest, Overloaded
-from darts_server.rollout.turns import Kept
 from darts_server.serving.admission import RETRY_SECONDS, Caller, caller
+from darts_server.serving.kept import Kept
 from darts_server.vllm import structured_outputs
 from darts_server.vllm.sampling import REFUSALS
 from darts_server.vllm.structured_outputs import MAX_BRACKETS, MAX_DEPTH, MAX_SAMPLING_BYTES, Waits, limit_checks

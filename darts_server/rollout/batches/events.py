@@ -2,11 +2,14 @@
 
 import asyncio
 import logging
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from darts_server.engine.port import TokenSlice
 from darts_server.records import GroupRecord, VersionSpans
@@ -18,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 MAX_POLL_SHARE = 0.1
 """Largest share of time spent on polling: for a very large batch one poll takes longer than the interval."""
+
+
+CURSOR_BYTES = 350
+"""Memory of a candidate's cursor and of its last event, without the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +156,8 @@ Event = BatchStarted | TokenDelta | TrajectorySelected | CandidateDiscarded | Gr
 BatchEnd = BatchDone | BatchFailed
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRange:
-    """A reference to a delta that was sent: tokens ``start`` to ``stop`` of a candidate."""
+class TokenRange(NamedTuple):
+    """A reference to a delta: tokens ``start`` to ``stop`` of a candidate."""
 
     candidate: "CandidateCursor"
     start: int
@@ -164,8 +170,11 @@ _Entry = TokenRange | Event
 class CandidateCursor:
     """Create the events of one candidate from what it has generated when `advance` is called.
 
-    The tokens of its deltas are kept, to be sent again, until it is discarded: 12 bytes each with log-probs.
+    The tokens of its deltas are kept, to be sent again, until it is discarded: 12 bytes each with log-probs. Once it is
+    selected, they are those of its sample, of which there is no second copy.
     """
+
+    __slots__ = ("_end", "_end_sent", "_index", "_logprobs", "_number", "_run", "_sent", "_token_ids", "trajectory_id")
 
     def __init__(self, run: GroupRun[Any, Any], trajectory_id: str, number: int, index: int) -> None:
         self.trajectory_id = trajectory_id
@@ -174,14 +183,17 @@ class CandidateCursor:
         self._run: GroupRun[Any, Any] | None = run
         self._end: TrajectorySelected | CandidateDiscarded | None = None
         self._end_sent = False
-        self._token_ids = array("i")
-        self._logprobs: array[float] | None = None
+        self._sent = 0  # tokens of its deltas so far
+        self._token_ids: Sequence[int] = array("i")
+        self._logprobs: Sequence[float] | None = None
 
     def select(self, sample: Sample) -> None:
         """Record that the candidate belongs to its group."""
         assert self._run is not None
         cut = self._run.candidates[self._index].cut
         self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut)
+        if self._sent <= len(sample.token_ids):
+            self._token_ids, self._logprobs = sample.token_ids, sample.logprobs
 
     def close(self) -> None:
         """End the candidate: discard it unless it was selected. One that has no reason of its own was cancelled."""
@@ -189,6 +201,11 @@ class CandidateCursor:
             reason = self._run.candidates[self._index].reason or DiscardReason.CANCELLED
             length = self._run.runner.count_tokens(self._index)
             self._end = CandidateDiscarded(self.trajectory_id, self._number, length, reason)
+            self._token_ids, self._logprobs = array("i"), None
+        self._run = None
+
+    def drop_run(self) -> None:
+        """Let go of the run of a candidate that gets no more events."""
         self._run = None
 
     def advance(self, chunk: int) -> Iterator[_Entry]:
@@ -199,38 +216,54 @@ class CandidateCursor:
         if self._end_sent:
             return
         if self._end is None and self._run is not None:
-            state, start = self._run.candidates[self._index], len(self._token_ids)
+            state = self._run.candidates[self._index]
             if state.reason is not None:
                 self.close()
-            elif self._run.runner.count_tokens(self._index) - start >= (chunk if state.running else 1):
-                yield from self._add_tokens(self._run.runner.read_tokens(self._index, start))
+            elif self._run.runner.count_tokens(self._index) - self._sent >= (chunk if state.running else 1):
+                yield from self._add_tokens(self._run.runner.read_tokens(self._index, self._sent))
         if self._end is None:  # it may have ended since these tokens were added
             return
-        if isinstance(self._end, TrajectorySelected):
-            start, sample = len(self._token_ids), self._end.sample
-            logprobs = None if sample.logprobs is None else sample.logprobs[start:]
-            yield from self._add_tokens(TokenSlice(sample.token_ids[start:], logprobs))
-        else:
-            self._token_ids, self._logprobs = array("i"), None
+        if isinstance(self._end, TrajectorySelected) and self._sent < len(self._token_ids):
+            yield self._next_range(len(self._token_ids))
         self._end_sent = True
         yield self._end
 
     def _add_tokens(self, generated: TokenSlice | None) -> Iterator[TokenRange]:
         if generated is None or not generated.token_ids:
             return
-        start = len(self._token_ids)
+        assert isinstance(self._token_ids, array)
         self._token_ids.extend(generated.token_ids)
         if generated.logprobs is not None:
-            self._logprobs = self._logprobs or array("d")
+            if self._logprobs is None:
+                self._logprobs = array("d")
+            assert isinstance(self._logprobs, array)
             self._logprobs.extend(generated.logprobs)
-        yield TokenRange(self, start, len(self._token_ids))
+        yield self._next_range(len(self._token_ids))
+
+    def _next_range(self, stop: int) -> TokenRange:
+        start = self._sent
+        self._sent = stop
+        return TokenRange(self, start, stop)
 
     def delta(self, start: int, stop: int) -> TokenDelta | None:
         """The delta with these tokens; ``None`` once the candidate was discarded."""
         if stop > len(self._token_ids):
             return None
-        logprobs = None if self._logprobs is None else self._logprobs[start:stop].tolist()
-        return TokenDelta(self.trajectory_id, self._number, start, self._token_ids[start:stop].tolist(), logprobs)
+        logprobs = None if self._logprobs is None else _listed(self._logprobs[start:stop])
+        return TokenDelta(self.trajectory_id, self._number, start, _listed(self._token_ids[start:stop]), logprobs)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that it takes, without its sample, which its group has too."""
+        size = CURSOR_BYTES
+        if isinstance(self._end, TrajectorySelected) and self._token_ids is self._end.sample.token_ids:
+            return size
+        return size + sys.getsizeof(self._token_ids) + sys.getsizeof(self._logprobs)
+
+
+def _listed(values: Sequence[Any]) -> list[Any]:
+    """Return the values as Python's own numbers."""
+    return values.tolist() if isinstance(values, array | np.ndarray) else list(values)
 
 
 @dataclass(slots=True)
@@ -262,7 +295,7 @@ class EventFeed:
 
     Events are created lazily: tokens are read when a listener has taken all events so far. So a stalled listener costs
     nothing, and then gets everything since in a few large deltas. The log holds references to tokens, not copies of
-    them, so that events can be replayed.
+    them, so that events can be replayed. A delta takes 16 bytes of it.
 
     Args:
         first: the first event.
@@ -280,9 +313,13 @@ class EventFeed:
         self._chunk = chunk
         self._interval = interval
         self._replayable = replayable
-        self._log: list[_Entry] = [first]
+        # A delta is in the log as its candidate, with its first token and the one after its last in `_ranges`; an
+        # object for each delta would take 90 bytes, and a delta may be a single token.
+        self._log: list[CandidateCursor | Event] = [first]
+        self._ranges = array("i", (0, 0))
         self._dropped = 0  # events that were removed from the front of the log
         self._groups: dict[int, _GroupCursor] = {}
+        self._cursors: list[list[CandidateCursor]] = []  # of each group that has run, if events are kept
         self._due: dict[int, None] = {}  # numbers of groups that may have new events, in order
         self._end: BatchEnd | None = None
         self._is_complete = False
@@ -296,7 +333,9 @@ class EventFeed:
 
     def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
         """Follow the group of prompt ``number``."""
-        self._groups[number] = _GroupCursor(number, f"{self._batch_id}-{number}", run)
+        group = self._groups[number] = _GroupCursor(number, f"{self._batch_id}-{number}", run)
+        if self._replayable:
+            self._cursors.append(group.cursors)
 
     def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
         """Record that candidate ``index`` is known to belong to its group."""
@@ -315,6 +354,9 @@ class EventFeed:
         """Record the batch's end, after which nothing more is recorded."""
         self._end = end
         if isinstance(end, BatchFailed):
+            for group in self._groups.values():
+                for candidate in group.cursors:
+                    candidate.drop_run()
             self._groups.clear()
         for group in self._groups.values():
             group.close()
@@ -325,6 +367,12 @@ class EventFeed:
         self._due.update(dict.fromkeys(numbers))
         self._changed.set()
         self._changed = asyncio.Event()
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how much memory it takes after the end of its batch, without what the batch's results have too."""
+        log = sys.getsizeof(self._log) + sys.getsizeof(self._ranges)
+        return log + sum(cursor.kept_bytes for cursors in self._cursors for cursor in cursors)
 
     # --- called by listeners ------------------------------------------------
 
@@ -337,11 +385,14 @@ class EventFeed:
         """The event that follows event ``number``, with its own number; ``None`` if there is none yet."""
         while number < self.last_number or self._create_entry():
             number += 1
-            entry = self._log[number - self._dropped - 1]
+            place = number - self._dropped - 1
+            entry = self._log[place]
+            start, stop = self._ranges[2 * place : 2 * place + 2]
+            event = entry.delta(start, stop) if isinstance(entry, CandidateCursor) else entry
             if not self._replayable:
                 self._dropped += len(self._log)
                 self._log.clear()
-            event = entry.candidate.delta(entry.start, entry.stop) if isinstance(entry, TokenRange) else entry
+                del self._ranges[:]
             if event is not None:
                 return number, event
         return None
@@ -375,7 +426,12 @@ class EventFeed:
         self._seconds_spent += self._clock() - started_at
         if entry is None:
             return False
-        self._log.append(entry)
+        if isinstance(entry, TokenRange):
+            self._log.append(entry.candidate)
+            self._ranges.extend((entry.start, entry.stop))
+        else:
+            self._log.append(entry)
+            self._ranges.extend((0, 0))
         self._is_complete = isinstance(entry, BatchDone | BatchFailed)
         return True
 

@@ -5,7 +5,9 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic
@@ -18,11 +20,14 @@ from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.serving.admission import RETRY_SECONDS, caller
+from darts_server.serving.kept import Kept
 
 logger = logging.getLogger(__name__)
 
 KEY_HEADER = "Idempotency-Key"
 SEND_LESS = "send less per request, or without that header"
+BATCH_BYTES = 5000
+"""Memory of a batch without its groups."""
 CANDIDATE_BYTES = 300
 """Memory of a candidate's record."""
 CLOSE_SECONDS = 5.0
@@ -50,7 +55,8 @@ class BatchRetention:
     """How long durable batches are kept.
 
     ``resume_seconds``: while running without a listener. ``kept_seconds``, ``kept_batches``: after the end.
-    ``kept_bytes``: of all durable batches, running ones by the size of their requests; one caller has half of it.
+    ``kept_bytes``: of all durable batches, running ones by the size of their requests; one caller has half of it. At
+    these limits, the oldest ended batch of the caller that has most is dropped.
     """
 
     resume_seconds: float = 60.0
@@ -63,11 +69,10 @@ class BatchRetention:
 class _DurableBatch:
     """A batch that can be found again: from its request on by its key, once it has opened by its id.
 
-    ``bytes``: what it counts for. ``timer``: for what happens to it next, which is to cancel or to drop it.
+    ``timer``: for what happens to it next, which is to cancel or to drop it.
     """
 
     key: IdempotencyKey
-    bytes: int
     opening: asyncio.Task[BatchRun] | None = None
     batch: BatchRun | None = None
     has_ended: bool = False
@@ -117,7 +122,10 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._saved = saved
         self._has_initial_weights = has_initial_weights
         self._running: dict[str, BatchRun] = {}  # by id, until they have given back what they had taken
-        self._durable: dict[IdempotencyKey, _DurableBatch] = {}  # those that have ended in the order in which they did
+        self._durable: dict[IdempotencyKey, _DurableBatch] = {}
+        # The durable batches that have ended.
+        self._ended: Kept[IdempotencyKey, _DurableBatch] = Kept(self._retention.kept_batches)
+        self._request_bytes: Counter[str | None] = Counter()  # of durable batches that have not ended, by owner
 
     async def open(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
@@ -136,7 +144,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         durable = self._durable.get(key)
         if durable is None:
             self._make_room(key.owner, key.body_bytes)
-            durable = self._durable[key] = _DurableBatch(key, key.body_bytes)
+            durable = self._durable[key] = _DurableBatch(key)
+            self._request_bytes[key.owner] += key.body_bytes
             durable.opening = asyncio.get_running_loop().create_task(self._open(request, answer_format, durable))
             # Its failure is then known to asyncio, also if no caller waits for it any more.
             durable.opening.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -238,7 +247,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             prepared = await prepare_batch(request, *parts, self._new_planner, self._carried)
         except BaseException:
             if durable is not None:  # its key is free again, also if its caller has left
-                del self._durable[durable.key]
+                self._drop(durable)
             raise
         batch = BatchRun(
             prepared,
@@ -251,11 +260,19 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
-        batch.task.add_done_callback(lambda _: self._running.pop(batch.batch_id))
+        batch.task.add_done_callback(partial(self._handle_task_end, batch.batch_id))
         if durable is not None:
             durable.batch = batch
             self._handle_idle(durable, batch)
         return batch
+
+    def _handle_task_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        del self._running[batch_id]
+        if task.cancelled():
+            # A batch that is kept has its task, whose error has frames with everything that was generated. It lets go
+            # of the error when it has raised it.
+            with suppress(asyncio.CancelledError):
+                task.exception()
 
     def _handle_idle(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
         """Cancel a batch that has no listener: now, or if it is durable after a while."""
@@ -271,64 +288,74 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         durable.schedule(self._retention.resume_seconds, cancel_if_idle)
 
     def _handle_end(self, durable: _DurableBatch, batch: BatchRun) -> None:
-        """Keep a batch for a while, in place of the oldest ones if there are too many."""
-        durable.has_ended, durable.bytes = True, kept_bytes(batch)
+        """Keep a batch for a while. If there are too many, the oldest of the key that has most is dropped."""
+        durable.has_ended = True
+        self._request_bytes[durable.key.owner] -= durable.key.body_bytes
         durable.schedule(self._retention.kept_seconds, self._drop)
-        self._durable[durable.key] = self._durable.pop(durable.key)
-        ended = [each for each in self._durable.values() if each.has_ended]
-        if len(ended) > self._retention.kept_batches:
-            self._drop(ended[0])
+        for _, dropped in self._ended.put(durable.key.owner, durable.key, durable, kept_bytes(batch)):
+            self._drop(dropped)
+        if not self._retention.kept_batches:
+            self._drop(durable)
         self._make_room(durable.key.owner)
 
     def _make_room(self, owner: str | None, more: int = 0) -> None:
-        """Drop ended batches, the oldest first, until there is room for the others and ``more`` bytes of a new one.
+        """Drop ended batches until there is room for the others and ``more`` bytes of a new one.
+
+        First the oldest ones of the owner, until it has no more than its half. Then the oldest of the owner that has
+        most, until all have no more than the whole.
 
         Raises:
             TooLarge, QuotaReached, Overloaded: that would not suffice; none was dropped.
         """
-        most, kept = self._retention.kept_bytes, list(self._durable.values())
-        of_owner = [each for each in kept if each.key.owner == owner]
-        shares = (most // 2, of_owner, QuotaReached, "this key's"), (most, kept, Overloaded, "all")
-        for limit, counted, error, whose in shares:
-            if more > limit:
-                raise TooLarge("body", f"must have at most {limit} bytes with {KEY_HEADER} (--kept-bytes); {SEND_LESS}")
-            running = sum(each.bytes for each in counted if not each.has_ended)
+        whole = self._retention.kept_bytes
+        half = whole // 2
+        if more > half:
+            raise TooLarge("body", f"must have at most {half} bytes with {KEY_HEADER} (--kept-bytes); {SEND_LESS}")
+        of_owner = self._request_bytes[owner]
+        of_all = self._request_bytes.total()
+        for limit, running, error, whose in (
+            (half, of_owner, QuotaReached, "this key's"),
+            (whole, of_all, Overloaded, "all"),
+        ):
             if running + more > limit:
                 raise error(
                     f"{whose} running batches with {KEY_HEADER} have {running} bytes, and {more} more would exceed "
                     f"{limit} (--kept-bytes); retry when some have ended",
                     RETRY_SECONDS,
                 )
-        for limit, counted, *_ in shares:
-            counted = [each for each in counted if each.key in self._durable]
-            excess = sum(each.bytes for each in counted) + more - limit
-            for durable in counted:
-                if excess > 0 and durable.has_ended:
-                    excess -= durable.bytes
-                    self._drop(durable)
+        while self._ended.weight_of(owner) + of_owner + more > half:
+            self._drop(next(iter(self._ended.of(owner).values())))
+        for _, dropped in self._ended.shrink(whole - of_all - more):
+            self._drop(dropped)
 
     def _drop(self, durable: _DurableBatch) -> None:
         """Drop a batch; harmless if it was dropped before, also if another one has its key now."""
-        if self._durable.get(durable.key) is durable:
-            del self._durable[durable.key]
-            if durable.timer is not None:
-                durable.timer.cancel()
+        key = durable.key
+        if self._durable.get(key) is not durable:
+            return
+        del self._durable[key]
+        self._ended.pop(key.owner, key)
+        if not durable.has_ended:
+            self._request_bytes[key.owner] -= key.body_bytes
+        if not self._request_bytes[key.owner]:
+            del self._request_bytes[key.owner]
+        if durable.timer is not None:
+            durable.timer.cancel()
 
 
 def kept_bytes(batch: BatchRun) -> int:
     """Return about how much memory a batch takes after its end."""
-    size = GROUP_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
+    size = BATCH_BYTES + len(json.dumps(batch.sampling, default=repr))  # a caller may have sent as much as fits
+    if batch.feed is not None:
+        size += batch.feed.kept_bytes
     if not isinstance(batch.end, BatchDone):
         return size
-    copies = 2 if batch.answer_format.stream is StreamMode.TOKENS else 1  # its deltas can be sent again
     size += sum(GROUP_BYTES + len(prompt.metadata or b"") for prompt in batch.end.unfinished)
     handed_back = (prompt.group for prompt in batch.end.unfinished if prompt.group is not None)
     for group in (*batch.end.results, *handed_back):
         candidates = 0 if group.record is None else len(group.record.candidates)
         size += GROUP_BYTES + CANDIDATE_BYTES * candidates + len(group.metadata or b"")
-        samples = [(sample, copies) for sample in group.samples.values()]
-        samples += [(aborted.sample, 1) for aborted in (group.aborted or {}).values()]
-        for sample, times in samples:
-            size += times * (sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs))
-            size += sys.getsizeof(sample.text)
+        samples = [*group.samples.values(), *(aborted.sample for aborted in (group.aborted or {}).values())]
+        for sample in samples:
+            size += sys.getsizeof(sample.token_ids) + sys.getsizeof(sample.logprobs) + sys.getsizeof(sample.text)
     return size

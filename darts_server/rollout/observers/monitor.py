@@ -1,16 +1,16 @@
 """Running and recently ended groups, for viewers of the server's monitor. Without viewers it costs nothing."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
+from darts_server.serving.kept import Kept
 
 MAX_GROUPS = 256
 """Ended groups that a new viewer gets, and likewise running ones: the last step or two."""
@@ -26,7 +26,7 @@ MaySee = Callable[[str | None], bool]
 
 
 class Monitor:
-    """Keep the records of the last groups that ended, and count what runs.
+    """Keep the records of the last groups that ended, and count what runs. At the limits, see `Kept`.
 
     Args:
         rollouts: running groups.
@@ -48,20 +48,24 @@ class Monitor:
         """Number of groups that have ended so far."""
         self.rollouts = rollouts
         self._max_candidates = max_candidates
-        self._records: deque[GroupRecord] = deque()
-        self._kept_candidates = 0
+        self._records: Kept[int, GroupRecord] = Kept(max_groups, max_candidates)  # by their place among all that ended
 
     def group_ended(self, record: GroupRecord) -> None:
         self.ended += 1
-        self._records.append(record)
-        self._kept_candidates += _shown_candidates(record)
-        limit = max(self._max_candidates, _shown_candidates(record))  # the newest group is kept in any case
-        while len(self._records) > self.max_groups or self._kept_candidates > limit:
-            self._kept_candidates -= _shown_candidates(self._records.popleft())
+        self._records.put(record.owner, self.ended, record, _shown_candidates(record))
 
-    def ended_after(self, count: int) -> list[GroupRecord]:
-        """The kept records of groups after the first ``count``, in the order in which they ended."""
-        return list(islice(self._records, max(0, len(self._records) - (self.ended - count)), None))
+    def ended_after(self, count: int, may_see: MaySee) -> list[GroupRecord]:
+        """The kept records of these owners' groups after the first ``count``, in the order in which they ended."""
+        found: list[tuple[int, GroupRecord]] = []
+        for owner, records in self._records:
+            if not may_see(owner):
+                continue
+            for place in reversed(list(records)):
+                if place <= count:
+                    break
+                found.append((place, records[place]))
+        found.sort(key=itemgetter(0))
+        return [record for _, record in found]
 
     def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Running groups of these owners, the newest first, as many as are shown."""
@@ -96,18 +100,17 @@ class Viewer:
         seconds on the runner's clock.
         """
         monitor, changes, previous, self._running = self.monitor, [], self._running, {}
-        for record in monitor.ended_after(self._groups_seen):
-            if self.may_see(record.owner):
-                now = _group(record, record) | _without_none(
-                    {
-                        "ended": record.ended_at,
-                        "outcome": record.outcome.value,
-                        "deadline": record.deadline,
-                        "error": record.error,
-                        "candidates": [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
-                    }
-                )
-                changes.append(_changes(now, previous.pop(record.group_id, None)))
+        for record in monitor.ended_after(self._groups_seen, self.may_see):
+            now = _group(record, record) | _without_none(
+                {
+                    "ended": record.ended_at,
+                    "outcome": record.outcome.value,
+                    "deadline": record.deadline,
+                    "error": record.error,
+                    "candidates": [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
+                }
+            )
+            changes.append(_changes(now, previous.pop(record.group_id, None)))
         self._groups_seen = monitor.ended
         for run in monitor.newest(self.may_see):
             group_id = run.spec.group_id

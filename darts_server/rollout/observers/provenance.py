@@ -1,9 +1,9 @@
 """Records of the last groups, by group id and by the id of the response that returned them."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from darts_server.records import GroupKey, GroupRecord
+from darts_server.serving.kept import Kept
 
 DEFAULT_KEPT = 10_000
 """Number of groups: the last dozens of training steps."""
@@ -15,26 +15,23 @@ MAX_NUMBER_DIGITS = 7
 
 
 class Provenance:
-    """Keep the records of the newest groups that have ended: at most ``kept``, with ``kept_candidates`` in all."""
+    """Keep the records of the newest groups that have ended: at most ``kept``, with ``kept_candidates`` in all.
+
+    At these limits, the server drops the oldest group of the caller that has most, see `Kept`.
+    """
 
     def __init__(self, kept: int = DEFAULT_KEPT, kept_candidates: int = DEFAULT_KEPT_CANDIDATES) -> None:
-        self._kept = kept
-        self._kept_candidates = kept_candidates
-        self._candidates = 0
-        self._records: OrderedDict[GroupKey, GroupRecord] = OrderedDict()
+        self._records: Kept[str, GroupRecord] = Kept(kept, kept_candidates)  # by id
         self._by_name: dict[str, list[GroupKey]] = {}
 
     def group_ended(self, record: GroupRecord) -> None:
-        key = record.key
-        if key in self._records:
-            self._drop(key)  # a caller has reused its request id: the newer group counts
-        self._records[key] = record
-        self._candidates += len(record.candidates)
+        reused = self._records.pop(record.owner, record.group_id)
+        if reused is not None:  # a caller has reused its request id: the newer group counts
+            self._forget_names(reused)
         for name in _names(record):
-            self._by_name.setdefault(name, []).append(key)
-        # The newest group is kept in any case.
-        while len(self._records) > self._kept or (self._candidates > self._kept_candidates and len(self._records) > 1):
-            self._drop(next(iter(self._records)))
+            self._by_name.setdefault(name, []).append(record.key)
+        for _, dropped in self._records.put(record.owner, record.group_id, record, len(record.candidates)):
+            self._forget_names(dropped)
 
     def find(self, name: str, may_see: Callable[[str | None], bool]) -> list[GroupRecord]:
         """Find the group with that id, or all groups of that response in prompt order; empty if none is kept.
@@ -43,16 +40,14 @@ class Provenance:
 
         ``may_see``: whether the groups of an owner may be returned.
         """
-        records = [self._records[key] for key in self._by_name.get(name, ()) if may_see(key[0])]
+        records = [self._records.of(owner)[each] for owner, each in self._by_name.get(name, ()) if may_see(owner)]
         same = [record for record in records if record.group_id == name]
         return same[-1:] or sorted(records, key=lambda record: _prompt_number(record, name))
 
-    def _drop(self, key: GroupKey) -> None:
-        record = self._records.pop(key)
-        self._candidates -= len(record.candidates)
+    def _forget_names(self, record: GroupRecord) -> None:
         for name in _names(record):
             keys = self._by_name[name]
-            keys.remove(key)
+            keys.remove(record.key)
             if not keys:
                 del self._by_name[name]
 

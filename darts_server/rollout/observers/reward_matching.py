@@ -5,7 +5,7 @@ Rewards may arrive in any order and more than once, for a group that still runs,
 
 import asyncio
 from array import array
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -16,6 +16,7 @@ from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
 from darts_server.serving.admission import caller
+from darts_server.serving.kept import Kept
 from darts_server.types import Outcome
 
 REWARDS_PER_TURN = 64
@@ -103,10 +104,10 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 
 
 class RewardMatcher:
-    """Match rewards to trajectories of the ``kept`` groups that ended last, and learn from them.
+    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them.
 
-    Groups with more than `DEFAULT_KEPT_CANDIDATES` candidates in all are dropped too, the oldest first. A trajectory
-    takes about 400 bytes, and the record of a candidate as much.
+    At most `DEFAULT_KEPT_CANDIDATES` candidates are kept. At these limits, the server drops the oldest group of the
+    caller that has most, see `Kept`. A trajectory takes about 400 bytes, and the record of a candidate as much.
 
     Args:
         rewards: gets statistics of rewarded trajectories.
@@ -128,9 +129,7 @@ class RewardMatcher:
         self._on_reward = tuple(on_reward)
         self._on_group_rewarded = on_group_rewarded
         self._on_report = on_report
-        self._kept = kept
-        self._candidates = 0
-        self._groups: OrderedDict[GroupKey, ReturnedGroup] = OrderedDict()
+        self._groups: Kept[str, ReturnedGroup] = Kept(kept, DEFAULT_KEPT_CANDIDATES)  # by id
         self._owners: dict[str, set[str | None]] = {}  # of the kept groups, by their ids
         self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}
 
@@ -147,10 +146,7 @@ class RewardMatcher:
         group = self._find_or_create(record.key, record.started_at, record.prompt_key)
         group.record = record
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
-        self._candidates += len(record.candidates)
-        self._groups.move_to_end(record.key)
-        while self._candidates > DEFAULT_KEPT_CANDIDATES and len(self._groups) > 1:
-            self._drop(next(iter(self._groups)))
+        self._keep(group)
         # Trajectories that were returned while it ran, and rewarded before it ended.
         is_complete = group.rewarded == group.size
         if not group.rewarded and not is_complete:
@@ -165,7 +161,7 @@ class RewardMatcher:
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
         """The rewards that were reported for that group."""
-        group = self._groups.get(record.key)
+        group = self._groups.of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
         by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
@@ -221,7 +217,7 @@ class RewardMatcher:
             owner, owners = who.name, self._owners.get(group_id, set())
             if who.is_admin and owner not in owners and len(owners) == 1:
                 [owner] = owners
-            group = self._groups.get((owner, group_id))
+            group = self._groups.of(owner).get(group_id)
             if group is not None and index in group.returned:
                 return [group.returned[index]]
         return ()
@@ -234,24 +230,30 @@ class RewardMatcher:
             self._on_group_rewarded(group.record, correct, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
-        group = self._groups.get(key)
+        group = self._groups.of(key[0]).get(key[1])
         if group is not None and group.started_at != started_at:
-            self._drop(key)  # a caller has reused its request id: the newer group counts
+            self._groups.pop(*key)  # a caller has reused its request id: the newer group counts
+            self._forget(group)
             group = None
         if group is None:
-            group = self._groups[key] = ReturnedGroup(key, started_at, prompt_key)
+            group = ReturnedGroup(key, started_at, prompt_key)
             self._owners.setdefault(key[1], set()).add(key[0])
-            while len(self._groups) > self._kept:
-                self._drop(next(iter(self._groups)))
+            self._keep(group)
         return group
 
-    def _drop(self, key: GroupKey) -> None:
-        group = self._groups.pop(key)
-        owner, group_id = key
+    def _keep(self, group: ReturnedGroup) -> None:
+        """Keep a group as the newest one of its caller, and drop what it takes the place of."""
+        owner, group_id = group.key
+        candidates = 0 if group.record is None else len(group.record.candidates)
+        for _, dropped in self._groups.put(owner, group_id, group, candidates):
+            self._forget(dropped)
+
+    def _forget(self, group: ReturnedGroup) -> None:
+        """Remove a group that is not kept any more from what finds it."""
+        owner, group_id = group.key
         self._owners[group_id].discard(owner)
         if not self._owners[group_id]:
             del self._owners[group_id]
-        self._candidates -= 0 if group.record is None else len(group.record.candidates)
         for trajectory in group.returned.values():
             same = self._by_tokens[trajectory.fingerprint]
             same.remove(trajectory)  # usually the first, as older groups are dropped first

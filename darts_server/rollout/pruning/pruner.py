@@ -30,6 +30,7 @@ from darts_server.rollout.pruning.scoring import (
     head_input,
     logprob_score,
 )
+from darts_server.serving.kept import Kept
 from darts_server.types import PruningStatus, SelectedAs
 
 logger = logging.getLogger(__name__)
@@ -128,8 +129,8 @@ class Pruner:
         self._observer = observer
         self._clock = clock
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
-        self._pending: dict[tuple[GroupKey, int], PendingLabel] = {}  # oldest first
-        self._pending_bytes = 0
+        # By group id and candidate index; by number of bytes.
+        self._pending: Kept[tuple[str, int], PendingLabel] = Kept(math.inf, settings.max_bytes)
         self._points: dict[tuple[ScoreKind, int], DetectionPoint] = {}
         self._head: RemoteHead | None = None
         self._max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
@@ -198,37 +199,35 @@ class Pruner:
         self._observer.trajectory_scored(usable=usable)
         if usable:
             self._remember(group, index, PendingScore(point, tokens, stored, trusted, calibrated))
-        if (label := self._pending.get((group, index))) is not None:
+        if (label := self._find(group, index)) is not None:
             label.is_undecided = survival < 1
         return Scored(index, quality, survival)
 
     def _remember(self, group: GroupKey, index: int, score: PendingScore) -> None:
-        """Store a score until the reward of its trajectory comes; the oldest trajectories make room."""
-        label = self._pending.get((group, index))
+        """Store a score until the reward of its trajectory comes; the oldest of the caller that has most make room."""
+        label = self._find(group, index)
         if label is not None and score.tokens <= label.scores[-1].tokens:
             self._pop(group, index)  # tokens never decrease, so a caller used its request id again
             label = None
         if label is None:
-            label = self._pending[group, index] = PendingLabel()
+            label = PendingLabel()
         label.scores.append(score)
-        size = SCORE_BYTES + (0 if score.hidden is None else score.hidden.nbytes)
-        label.size += size
-        self._pending_bytes += size
-        before = len(self._pending)
-        while self._pending_bytes > self._settings.max_bytes and len(self._pending) > 1:
-            self._pop(*next(iter(self._pending)))
-        if dropped := before - len(self._pending):
-            self._observer.pending_labels_dropped(dropped)
+        label.size += SCORE_BYTES + (0 if score.hidden is None else score.hidden.nbytes)
+        owner, group_id = group
+        if dropped := self._pending.put(owner, (group_id, index), label, label.size):
+            self._observer.pending_labels_dropped(len(dropped))
+
+    def _find(self, group: GroupKey, index: int) -> PendingLabel | None:
+        owner, group_id = group
+        return self._pending.of(owner).get((group_id, index))
 
     def _pop(self, group: GroupKey, index: int) -> PendingLabel | None:
-        label = self._pending.pop((group, index), None)
-        if label is not None:
-            self._pending_bytes -= label.size
-        return label
+        owner, group_id = group
+        return self._pending.pop(owner, (group_id, index))
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         """Record that a trajectory was kept, and with which probability it was kept so far, over all decisions."""
-        label = self._pending.get((group, index))
+        label = self._find(group, index)
         if label is not None:
             label.survival = survival
             if label.is_undecided:
@@ -285,7 +284,7 @@ class Pruner:
     def group_ended(self, record: GroupRecord) -> None:
         """Note what returned trajectories of a scored group stand for, and count missing hidden states."""
         for candidate in record.selected:
-            label = self._pending.get((record.key, candidate.index))
+            label = self._find(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
                 label.survival *= record.tail_share
         self._log_status()

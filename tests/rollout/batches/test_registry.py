@@ -1,6 +1,9 @@
 """Durable batches, which run on without their caller and are kept."""
 
 import asyncio
+import gc
+import tracemalloc
+from array import array
 
 import pytest
 
@@ -17,9 +20,10 @@ from darts_server.exceptions import (
 from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.events import BatchFailed
 from darts_server.rollout.batches.registry import BatchRetention, kept_bytes
-from darts_server.rollout.batches.run import BatchRun
-from darts_server.types import Outcome, PromptSpec
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun
+from darts_server.types import FinishReason, Outcome, PromptSpec, Sample
 from tests.rollout.batches.streams import (
+    GROUPS,
     STOPPING,
     WHOLE,
     Server,
@@ -29,7 +33,7 @@ from tests.rollout.batches.streams import (
     read_events,
     token_stream,
 )
-from tests.rollout.helpers import lengths
+from tests.rollout.helpers import Texts, lengths
 from tests.rollout.joining.joining import SteppedLoop
 
 pytestmark = pytest.mark.anyio
@@ -144,6 +148,25 @@ async def test_ended_batches_are_kept_for_a_time_and_the_oldest_are_dropped_firs
     assert await server.registry.open(batch_request(1), WHOLE, idempotency_key("c")) not in opened
 
 
+async def test_no_ended_batch_is_kept_if_none_may_be() -> None:
+    server = new_server(lengths(5), retention=BatchRetention(kept_batches=0))
+    batch = await server.registry.open(batch_request(1), WHOLE, idempotency_key())
+    await server.engine.run()
+    await settle()
+    assert batch.end is not None
+    assert not is_kept(server, batch)
+
+
+async def test_ended_batches_of_one_caller_push_out_none_of_another(server: Server) -> None:
+    opened = []
+    for number, owner in enumerate(("victim", "flooder", "flooder", "flooder")):
+        key = idempotency_key(str(number), owner=owner)
+        opened.append(await server.registry.open(batch_request(1), WHOLE, key))
+        await server.engine.run()
+        await settle()
+    assert [is_kept(server, batch) for batch in opened] == [True, False, False, True]
+
+
 async def test_cancelling_stops_a_batch_once_and_raises_in_its_callers(server: Server) -> None:
     for key in (idempotency_key(), None):
         batch = await server.registry.open(batch_request(2), WHOLE, key)
@@ -225,6 +248,51 @@ async def test_sampling_parameters_count_however_their_batch_has_ended(bounded: 
     assert batch.end is not None
     assert kept_bytes(batch) > 250_000
     assert not is_kept(bounded, batch)
+
+
+class Arrays(Texts):
+    """Create samples with arrays, as the engine does."""
+
+    async def to_sample(self, output: list[int]) -> Sample:
+        tokens, logprobs = array("i", output), array("d", [-token / 8 for token in output])
+        return Sample(tokens, logprobs, "t" * len(output), FinishReason.STOP)
+
+
+@pytest.mark.parametrize("tokens", [3, 100])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("answer_format", [WHOLE, GROUPS, token_stream(1), token_stream(100)])
+async def test_a_kept_batch_counts_for_what_it_takes(
+    answer_format: AnswerFormat, is_cancelled: bool, tokens: int
+) -> None:
+    server = new_server(lengths(tokens), texts=Arrays())
+    tracemalloc.start()
+    try:
+        batch = await server.registry.open(batch_request(8, size=8), answer_format, idempotency_key())
+        reading = asyncio.ensure_future(batch.wait() if batch.feed is None else read_events(batch))
+        with batch.listen():
+            await server.harness.steps(tokens - 1)
+            if is_cancelled:
+                server.registry.cancel(batch.batch_id)
+            await settle()
+            await server.engine.run()
+            await asyncio.wait([reading])
+            reading.exception()
+        await settle()
+        counted = kept_bytes(batch)
+        assert is_kept(server, batch)
+        # What is freed with the batch is what was kept for it.
+        del reading
+        server.harness.recorder.records.clear()
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        server.registry._drop(server.registry._durable[idempotency_key()])
+        del batch
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    kept = before - after
+    assert kept / 1.5 < counted < 1.5 * kept
 
 
 async def test_running_batches_count_by_the_size_of_their_requests(bounded: Server) -> None:

@@ -10,12 +10,13 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.exceptions import GroupAborted
 from darts_server.rollout.batches.carried import Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
-from darts_server.types import DiscardReason, Outcome
+from darts_server.types import DiscardReason, FinishReason, Outcome
 from tests.rollout.batches.streams import (
     POLICIES,
     SIZE,
     WHOLE,
     Server,
+    batch_request,
     begin,
     by_candidate,
     by_text,
@@ -268,3 +269,16 @@ async def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_t
     # What is kept of a candidate has the tokens until it answered, and its record those until it was stopped.
     late = harness.engine.stop_lag * len(kept)
     assert again <= generated <= again + sum(kept) + late
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("off", "short"), ("shortest", "fill")])
+async def test_a_truncated_trajectory_takes_no_place_of_another_in_a_group_that_is_not_shaped(
+    policy: str, expected: str
+) -> None:
+    server = new_server(lambda _, index: Script(5 + index, finish_reason=FinishReason.LENGTH), policy)
+    batch = await server.registry.open(batch_request(1), WHOLE)
+    with batch.listen():
+        [result] = (await finish(server.harness, batch)).results
+    assert result.record is not None
+    assert {candidate.selected_as for candidate in result.record.selected} == {expected}
+    assert [candidate.weight for candidate in result.record.selected] == ([1.0] * 4 if policy == "off" else [None] * 4)

@@ -1,5 +1,6 @@
 """Updates of the monitor's viewers, on the scripted engine."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -135,6 +136,18 @@ def test_of_a_very_large_group_only_the_first_candidates_are_shown() -> None:
     monitor.group_ended(record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT) for i in range(3000))))
     [group] = Viewer(monitor, EVERYTHING).next_update()["groups"]
     assert (len(group["candidates"]), group["started"]) == (MAX_CANDIDATES_PER_GROUP, 3000)
+
+
+def test_ended_groups_of_one_caller_push_out_none_of_another() -> None:
+    monitor = new_monitor(Harness(lengths(1)), max_groups=4)
+    for number, owner in enumerate(("victim", "flooder", "victim", *["flooder"] * 9)):
+        ended = record(candidate(0, 5, FinishReason.STOP, SelectedAs.SHORT))
+        monitor.group_ended(replace(ended, group_id=f"g{number}", owner=owner))
+    for owner, expected in (("victim", ["g0", "g2"]), ("flooder", ["g10", "g11"])):
+        groups = Viewer(monitor, Caller(owner).may_see).next_update()["groups"]
+        assert [group["group_id"] for group in groups] == expected
+    groups = Viewer(monitor, EVERYTHING).next_update()["groups"]
+    assert [group["group_id"] for group in groups] == ["g0", "g2", "g10", "g11"]
 
 
 async def test_a_group_that_reuses_an_id_is_sent_in_full() -> None:

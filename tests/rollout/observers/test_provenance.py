@@ -75,6 +75,18 @@ def test_a_group_is_found_by_its_owner_and_by_admins_alone() -> None:
     assert len(provenance.find("cmpl-a", admin.may_see)) == 3
 
 
+def test_groups_of_one_caller_push_out_none_of_another() -> None:
+    by_groups, by_candidates = Provenance(kept=10), Provenance(kept_candidates=60)
+    for provenance, candidates in ((by_groups, 1), (by_candidates, 10)):
+        add(provenance, "cmpl-a", owner="victim")
+        for number in range(30):
+            add(provenance, f"cmpl-b-{number}", owner="flooder", candidates=candidates)
+        assert provenance.find("cmpl-a", Caller("victim").may_see)
+        kept = [each.group_id for each in provenance.find("cmpl-b", Caller("flooder").may_see)]
+        assert kept == [f"cmpl-b-{number}" for number in range(30 - len(kept), 30)]
+        assert len(kept) == (9 if provenance is by_groups else 5)
+
+
 def test_the_groups_of_the_newest_candidates_are_kept() -> None:
     provenance, kept = Provenance(kept_candidates=10), []
     for number, candidates in enumerate((4, 4, 4, 1, 1, 30)):

@@ -135,7 +135,7 @@ def test_only_the_newest_groups_are_kept_and_others_are_dropped_completely() -> 
     for name in "de":
         replace(TWO, group_id=name, prompt="q").happens(trainer.reward_matcher)
     assert trainer.report(by_tokens([112], [1, 2], 1.0)) == RewardReport(0, 0, 1, [0])
-    assert len(trainer.reward_matcher._by_tokens) == len(trainer.reward_matcher._groups) == 2
+    assert len(trainer.reward_matcher._by_tokens) == trainer.reward_matcher._groups.size == 2
 
 
 def test_a_reused_group_id_finds_the_newer_group() -> None:
@@ -192,10 +192,20 @@ def test_a_caller_rewards_those_of_others_by_tokens_and_an_admin_by_an_id_that_i
 
 def test_an_id_of_several_callers_is_forgotten_with_their_groups() -> None:
     trainer = Trainer(kept=2)
-    for made in (ONE, OTHER, replace(TWO, group_id="h"), replace(TWO, group_id="i")):
+    for made in (ONE, OTHER, replace(ONE, group_id="h"), replace(OTHER, group_id="i")):
         made.happens(trainer.reward_matcher)
     assert report_as("one", trainer, by_id("g:0", 1.0)) == RewardReport(0, 0, 1, [0])
-    assert len(trainer.reward_matcher._owners) == len(trainer.reward_matcher._groups) == 2
+    assert len(trainer.reward_matcher._owners) == trainer.reward_matcher._groups.size == 2
+
+
+def test_groups_of_one_caller_push_out_none_of_another() -> None:
+    trainer = Trainer(kept=10)
+    ONE.happens(trainer.reward_matcher)
+    for number in range(30):
+        replace(OTHER, group_id=f"flood-{number}").happens(trainer.reward_matcher)
+    assert report_as("one", trainer, by_id("g:0", 1.0)) == RewardReport(matched=1)
+    newest = [by_id(f"flood-{number}:0", 1.0) for number in range(30)]
+    assert report_as("other", trainer, *newest) == RewardReport(9, 0, 21, list(range(21)))
 
 
 # --- any order, repetition and mixture of names -------------------------------

@@ -82,4 +82,4 @@ async def test_groups_are_complete_whether_or_not_candidates_are_pruned(policy: 
     survivals = groups.bench.head.trainer._replay._survivals[: len(groups.bench.head.trainer._replay)]
     assert 0 < survivals.min() < 1, "labels hold the survival probability of pruned groups"
     await asyncio.sleep(0)
-    assert not len(groups.bench.pruner._pending), "each was rewarded or dropped"
+    assert not groups.bench.pruner._pending.size, "each was rewarded or dropped"

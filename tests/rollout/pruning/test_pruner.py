@@ -274,10 +274,21 @@ async def test_memory_is_bounded_and_released() -> None:
     for number in range(50):
         bench.score(f"g{number}", 0, np.zeros(WIDTH))
     assert bench.counter.counts["dropped"] == 36
-    assert bench.pruner._pending_bytes == 14 * size
+    assert bench.pruner._pending.weight == 14 * size
     for number in range(50):
         bench.pruner.record_dropped((None, f"g{number}"), 0)
-    assert bench.pruner._pending_bytes == len(bench.pruner._pending) == 0
+    assert bench.pruner._pending.weight == bench.pruner._pending.size == 0
+
+
+async def test_scores_of_one_caller_push_out_none_of_another() -> None:
+    size = SCORE_BYTES + 2 * WIDTH
+    bench = Bench(replace(FAST, max_bytes=5 * size))
+    for owner, count in (("victim", 1), ("flooder", 20)):
+        for number in range(count):
+            state = HiddenState(10, np.zeros(WIDTH, np.float32))
+            bench.pruner.score((owner, f"g{number}"), 0, state, (), bench.pruning)
+    bench.pruner.learn_reward(("victim", "g0"), 0, 1.0, True)
+    assert bench.counter.counts["labels"] == 1
 
 
 async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
@@ -297,7 +308,7 @@ async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded(
         bench.pruner.score((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
     bench.pruner.learn_reward(("one", "g"), 0, 1.0, True)
     assert bench.head.trainer._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
-    assert bench.counter.counts["labels"] == len(bench.pruner._pending) == 1
+    assert bench.counter.counts["labels"] == bench.pruner._pending.size == 1
 
 
 async def test_missing_hidden_states_are_counted_for_policies_that_prune() -> None:

@@ -1,0 +1,127 @@
+"""What the server keeps for its callers, up to a limit, so that no caller loses its entries to one that has more."""
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
+from math import inf
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class _Owned(Generic[K, V]):
+    """The entries of one owner, the oldest first, and the weights of those that have one."""
+
+    __slots__ = ("entries", "weight", "weights")
+
+    def __init__(self) -> None:
+        # Ordered: the oldest key of a plain dict takes longer to find the more keys were deleted before it.
+        self.entries: OrderedDict[K, V] = OrderedDict()
+        self.weights: dict[K, int] = {}
+        self.weight = 0
+
+
+class Kept(Generic[K, V]):
+    """The newest entries of all owners together.
+
+    At a limit, the oldest entry of the owner that has most is dropped: most entries at the limit of entries, most
+    weight at the limit of weight. Of owners that have equally much, it is the one whose name comes last. Callers
+    without a key are one owner. An entry takes a few comparisons, however many entries and owners there are.
+
+    Args:
+        limit: the largest number of entries.
+        weight_limit: the largest sum of their weights, in whatever unit `put` is called with.
+    """
+
+    def __init__(self, limit: float, weight_limit: float = inf) -> None:
+        self._limit = limit
+        self._weight_limit = weight_limit
+        self.size = 0
+        """Number of entries."""
+        self.weight = 0
+        """Sum of their weights."""
+        self._owned: dict[str, _Owned[K, V]] = {}
+        # The owners in order: by their number of entries, and by their weight.
+        self._by_size: list[tuple[int, str]] = []
+        self._by_weight: list[tuple[int, str]] = []
+
+    def of(self, owner: str | None) -> Mapping[K, V]:
+        """Return an owner's entries, the oldest first."""
+        owned = self._owned.get(owner or "")
+        return {} if owned is None else owned.entries
+
+    def weight_of(self, owner: str | None) -> int:
+        """Return how much an owner's entries weigh together."""
+        owned = self._owned.get(owner or "")
+        return 0 if owned is None else owned.weight
+
+    def __iter__(self) -> Iterator[tuple[str | None, Mapping[K, V]]]:
+        """Iterate over the owners, each with its entries."""
+        return ((name or None, owned.entries) for name, owned in self._owned.items())
+
+    def put(self, owner: str | None, key: K, value: V, weight: int = 0) -> list[tuple[K, V]]:
+        """Add or renew an entry, which then is its owner's newest; return the entries that are dropped for it.
+
+        The entry itself is never dropped, not even if it is heavier than the limit.
+        """
+        name = owner or ""
+        owned = self._owned.setdefault(name, _Owned())
+        is_new = key not in owned.entries
+        owned.entries[key] = value
+        owned.entries.move_to_end(key)
+        self._count(name, owned, int(is_new), weight - owned.weights.pop(key, 0))
+        if weight:
+            owned.weights[key] = weight
+        return self._shrink(self._limit, self._weight_limit, name)
+
+    def pop(self, owner: str | None, key: K) -> V | None:
+        """Remove an entry and return it; ``None`` without one."""
+        name = owner or ""
+        owned = self._owned.get(name)
+        if owned is None or key not in owned.entries:
+            return None
+        value = owned.entries.pop(key)
+        self._count(name, owned, -1, -owned.weights.pop(key, 0))
+        return value
+
+    def shrink(self, weight_limit: float) -> list[tuple[K, V]]:
+        """Drop entries until they weigh no more than that; return them."""
+        return self._shrink(inf, weight_limit, None)
+
+    def _shrink(self, limit: float, weight_limit: float, newest: str | None) -> list[tuple[K, V]]:
+        """Drop entries beyond the limits, but not the last one of the owner ``newest``, which was added just now."""
+        dropped: list[tuple[K, V]] = []
+        while self.size > limit or self.weight > weight_limit:
+            ranking = self._by_size if self.size > limit else self._by_weight
+            name = ranking[-1][1]
+            if name == newest and len(self._owned[name].entries) == 1:
+                if len(ranking) == 1:
+                    break
+                name = ranking[-2][1]
+            key = next(iter(self._owned[name].entries))
+            value = self._owned[name].entries[key]
+            self.pop(name, key)
+            dropped.append((key, value))
+        return dropped
+
+    def _count(self, name: str, owned: _Owned[K, V], entries: int, weight: int) -> None:
+        """Note how many entries and how much weight an owner has gained."""
+        size = len(owned.entries)
+        _move(self._by_size, name, size - entries, size)
+        _move(self._by_weight, name, owned.weight, owned.weight + weight)
+        self.size += entries
+        self.weight += weight
+        owned.weight += weight
+        if not size:
+            del self._owned[name]
+
+
+def _move(ranking: list[tuple[int, str]], name: str, before: int, now: int) -> None:
+    """Move an owner in a ranking, which has only owners above 0."""
+    if before == now:
+        return
+    if before:
+        del ranking[bisect_left(ranking, (before, name))]
+    if now:
+        insort(ranking, (now, name))
