@@ -164,7 +164,7 @@ def test_only_the_end_of_a_long_text_is_searched() -> None:
 
 SLOW: list[Extractor] = [
     create_extractor("(.)(?:" + "(?:[a-z]?){999}" * 4 + "~)?"),  # each of its matches tries all of the text
-    create_extractor(["a" * length for length in range(1, 101)]),  # each place is in a longer word
+    create_extractor(["a" * length for length in range(1, 1001)]),  # each place is in a longer word
 ]
 
 
