@@ -7,7 +7,7 @@ import pytest
 from darts_server.records import GroupRecord
 from darts_server.rollout.joining import CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
-from darts_server.rollout.turns import Kept
+from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Recorder
 from tests.rollout.joining.joining import NAMED_WAIT, WAIT, SteppedLoop
