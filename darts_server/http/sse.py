@@ -1,5 +1,6 @@
 """Server-sent events, on sse-starlette."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, suppress
@@ -7,7 +8,9 @@ from typing import Any
 
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus, SendTimeoutError
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
+
+from darts_server.http.answers import SLICE_BYTES, slices
 
 MEDIA_TYPE = "text/event-stream"
 PING_SECONDS = 15.0
@@ -22,6 +25,7 @@ class EventStream(EventSourceResponse):
     """Respond with encoded events.
 
     The next chunk of ``content`` is made when the previous one was sent, so events do not queue for a slow reader.
+    Large chunks are sent in slices, so that the web server has no copy of a chunk that its reader does not read.
 
     Args:
         reader: entered while the response is sent.
@@ -43,8 +47,20 @@ class EventStream(EventSourceResponse):
         self._reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.Lock()  # or a comment would be sent in the middle of an event
+
+        async def send_slices(message: Message) -> None:
+            async with sending:
+                # All chunks but the empty one at the end have more after them.
+                if len(message.get("body", b"")) <= SLICE_BYTES:
+                    await send(message)
+                    return
+                for part in slices(message["body"]):
+                    await send({**message, "body": part})
+                    await asyncio.sleep(0)
+
         with self._reader, suppress(SendTimeoutError):
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_slices)
 
 
 def encode(name: str, data: Any, event_id: int | None = None) -> bytes:

@@ -1,16 +1,17 @@
 """Tokens and log-probs of an answer as tensors, in the form of a safetensors file."""
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from starlette.responses import StreamingResponse
+
+from darts_server.http.answers import SLICE_BYTES, HeldResponse, taking_turns
 
 MEDIA_TYPE = "application/vnd.safetensors"
-CHUNK_BYTES = 256 * 1024
+CHUNK_BYTES = SLICE_BYTES
 CHUNK_ROWS = 1024
 """Sent at a time, at most: converting them takes no more than some milliseconds, whatever they are made of."""
 I64, I32, F32 = (np.dtype(name) for name in ("<i8", "<i4", "<f4"))
@@ -35,17 +36,12 @@ class TokenTensors:
         self._logprobs.append(logprobs)
         return len(self._token_ids) - 1
 
-    def response(self) -> StreamingResponse:
-        """Create the response that sends them."""
-
-        async def sent() -> AsyncIterator[bytes]:
-            for chunk in self.chunks():  # in the event loop: a thread for each would take longer than it
-                yield chunk
-                await asyncio.sleep(0)  # sending yields to other tasks only once the socket's buffer is full
-
+    def response(self, held: ExitStack | None = None) -> HeldResponse:
+        """Create a response that sends them. ``held``: what is left when they were sent."""
         header, values = self._header()
-        length = {"Content-Length": str(len(header) + values)}
-        return StreamingResponse(sent(), media_type=MEDIA_TYPE, headers=length)
+        # In the event loop: a thread for each chunk would take longer than the chunk.
+        parts = taking_turns(self.chunks())
+        return HeldResponse(parts, MEDIA_TYPE, len(header) + values, ExitStack() if held is None else held)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file in parts."""
@@ -86,8 +82,9 @@ def _converted(rows: Iterable[Any], dtype: np.dtype[Any]) -> Iterator[bytes]:
         for start in range(0, len(row), values):
             chunk += np.asarray(row[start : start + values], dtype).tobytes()
             if len(chunk) >= CHUNK_BYTES:
-                yield bytes(chunk)
-                chunk.clear()
+                part = bytes(chunk)
+                chunk.clear()  # first: there may be many readers that do not read
+                yield part
         if number % CHUNK_ROWS == 0:
             yield bytes(chunk)
             chunk.clear()

@@ -11,6 +11,7 @@ from httpx_sse import EventSource
 from sse_starlette.sse import AppStatus
 from starlette.types import Message
 
+from darts_server.http.answers import SLICE_BYTES
 from darts_server.http.sse import EventStream, encode
 
 pytestmark = pytest.mark.anyio
@@ -94,3 +95,24 @@ def test_line_separators_in_data_do_not_split_an_event() -> None:
     response = Response(200, headers={"content-type": "text/event-stream"}, content=encode("text", data))
     [event] = EventSource(response).iter_sse()
     assert (event.event, json.loads(event.data)) == ("text", data)
+
+
+async def test_a_large_event_is_sent_in_slices_and_no_comment_comes_in_the_middle_of_it() -> None:
+    event = encode("large", "x" * (5 * SLICE_BYTES))
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield event
+        await anyio.sleep(0.05)
+        yield event
+
+    class SlowReader(Reader):
+        async def send(self, message: Message) -> None:
+            await anyio.sleep(0.01)
+            await super().send(message)
+
+    reader = SlowReader()
+    await EventStream(events(), nullcontext(), ping_seconds=0.01)(SCOPE, reader.receive, reader.send)
+    assert max(map(len, reader.sent)) == SLICE_BYTES
+    sent = b"".join(reader.sent)
+    assert sent.count(event) == 2
+    assert b": ping" in sent

@@ -1,12 +1,17 @@
 """``/darts/v1/groups`` and ``/darts/v1/prompts``: how candidates ended, and what prompts were like."""
 
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from typing import Literal, Self
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
+from starlette.responses import Response
 
 from darts_server.exceptions import NotFound
+from darts_server.http.answers import JSON, SLICE_BYTES, HeldResponse, Readers, in_thread
 from darts_server.http.resources.trajectories import (
     Cut,
     GroupFacts,
@@ -24,6 +29,9 @@ from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import GroupRewards, RewardMatcher
 from darts_server.serving.admission import caller
 from darts_server.types import FinishReason, Outcome
+
+INLINE_CANDIDATES = 256
+"""Candidates that are encoded in the event loop: they take five milliseconds."""
 
 
 class CandidateAnswer(BaseModel):
@@ -102,8 +110,7 @@ class GroupAnswer(GroupFacts):
 
     @classmethod
     def of(cls, record: GroupRecord, rewards: GroupRewards) -> Self:
-        ranked = sorted(record.selected, key=lambda c: (c.tokens, c.index))
-        ranks = {c.index: rank for rank, c in enumerate(ranked)}
+        """Return the answer without its candidates."""
         others = {
             "group_size": record.size,
             "duration": record.ended_at - record.started_at,
@@ -112,9 +119,24 @@ class GroupAnswer(GroupFacts):
             "members": list(record.request_ids),
             "chosen": None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
             "zero_variance": rewards.zero_variance,
-            "candidates": [CandidateAnswer.of(record, c, ranks.get(c.index), rewards) for c in record.candidates],
+            "candidates": [],
         }
         return cls(**shared_fields(cls, record) | others)
+
+
+def encoded_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
+    """Yield a group's answer as JSON, in parts of about `SLICE_BYTES`."""
+    head, place, tail = GroupAnswer.of(record, rewards).model_dump_json().encode().rpartition(b'"candidates":[')
+    ranked = sorted(record.selected, key=lambda c: (c.tokens, c.index))
+    ranks = {c.index: rank for rank, c in enumerate(ranked)}
+    part = bytearray(head + place)
+    for number, candidate in enumerate(record.candidates):
+        answer = CandidateAnswer.of(record, candidate, ranks.get(candidate.index), rewards)
+        part += b"," * (number > 0) + answer.model_dump_json().encode()
+        if len(part) >= SLICE_BYTES:
+            yield bytes(part)
+            part.clear()
+    yield bytes(part + tail)
 
 
 class GroupsAnswer(BaseModel):
@@ -179,8 +201,21 @@ class PromptAnswer(BaseModel):
 
 
 def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, reward_matcher: RewardMatcher) -> None:
-    @api.get("/groups/{group_id:path}")  # callers' own request ids may have slashes
-    async def groups(group_id: str) -> GroupsAnswer:
+    readers = Readers("provenance of many candidates")
+
+    async def parts_of(records: Sequence[GroupRecord]) -> AsyncIterator[bytes]:
+        """Encode groups in a thread, each when those before it were sent. Rewards change in the event loop alone."""
+        yield b'{"groups":['
+        for number, record in enumerate(records):
+            if number:
+                yield b","
+            parts = encoded_group(record, reward_matcher.group_rewards(record))
+            while (part := await in_thread(partial(next, parts, None))) is not None:
+                yield part
+        yield b"]}"
+
+    @api.get("/groups/{group_id:path}", response_model=GroupsAnswer)  # callers' own request ids may have slashes
+    async def groups(group_id: str) -> Response:
         """Return the provenance of a group, or of all groups of a response: how every candidate ended."""
         may_see = caller.get().may_see
         records = provenance.find(group_id, may_see) or provenance.find(from_header(group_id), may_see)
@@ -188,7 +223,12 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
             raise NotFound(
                 "group_id", f"there is no group {group_id!r} of yours; only the latest shaped groups are kept"
             )
-        return GroupsAnswer(groups=[GroupAnswer.of(record, reward_matcher.group_rewards(record)) for record in records])
+        if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
+            with ExitStack() as held:
+                held.enter_context(readers.counted())
+                return HeldResponse(parts_of(records), JSON, None, held.pop_all())
+        encoded = (b"".join(encoded_group(each, reward_matcher.group_rewards(each))) for each in records)
+        return Response(b'{"groups":[' + b",".join(encoded) + b"]}", media_type=JSON)
 
     @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
     async def prompt(prompt_key: str) -> PromptAnswer:

@@ -8,20 +8,21 @@ import asyncio
 import hashlib
 import json
 import re
-from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from reprlib import repr as shortened
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-import msgspec
-import numpy as np
 from fastapi import APIRouter, Header, Request
 from msgspec import Raw
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from darts_server.exceptions import InvalidRequest, NotAcceptable
+from darts_server.http.answers import JSON, SLICE_BYTES, Readers, SharedEncodings, encode_json, respond
 from darts_server.http.body import converted, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import (
@@ -67,12 +68,14 @@ LAST = Header(
     description="Of a stream: the number of the last event that was received.",
     json_schema_extra={"pattern": f"^[0-9]{{1,{MAX_EVENT_DIGITS}}}$"},
 )
-JSON = "application/json"
 TOKEN_LISTS = ("aborted", "trajectories")
 """Fields of a group, and of an unfinished prompt, whose items have tokens."""
-CHUNK_BYTES = 64 * 1024
-"""About what the web server buffers for a reader before it waits for it to read."""
+INLINE_VALUES = 8192
+"""Tokens, with or without log-probs, that are encoded in the event loop: they take two milliseconds."""
+VALUES_PER_CANDIDATE = 32
+"""Tokens that take as long as a candidate without its tokens."""
 SENT_IN_DELTAS = {"trajectories": {"__all__": {"token_ids", "logprobs"}}}
+T = TypeVar("T")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 _RANGE = re.compile(r"\s*([^\s;,/]+/[^\s;,/]+)\s*((?:;[^,]*)?)$")
 _WEIGHT = re.compile(r";\s*q\s*=\s*(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)\s*(?:;|$)", re.IGNORECASE)
@@ -95,7 +98,34 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What connections that read batches share.
+
+    ``answers``: the whole answers, and ``events``: the large events, that are being sent.
+    """
+
+    readers: Readers = field(default_factory=lambda: Readers("batches that have ended or that others read, too"))
+    answers: SharedEncodings[bytes | TokenTensors] = field(default_factory=SharedEncodings)
+    events: SharedEncodings[bytes] = field(default_factory=SharedEncodings)
+
+    @contextmanager
+    def listen(self, batch: BatchRun) -> Iterator[None]:
+        """Listen to a batch while the block runs.
+
+        The first connection that reads a running batch is not counted: the batch counts by its candidates.
+
+        Raises:
+            QuotaReached
+        """
+        is_counted = batch.end is not None or batch.listeners > 0
+        with self.readers.counted() if is_counted else nullcontext(), batch.listen():
+            yield
+
+
 def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
+    reading = Reading()
+
     @api.post("/rollouts", response_model=RolloutsOut, responses=ANSWERS, openapi_extra=json_body(RolloutsIn))
     async def rollouts(request: Request, idempotency_key: Annotated[str | None, KEY] = None) -> Response:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
@@ -110,7 +140,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
         media_type = choose_form(request.headers, streams=answer_format.stream is not StreamMode.OFF)
         batch = await batches.open(await converted(RolloutsIn.request, body, raw), answer_format, key)
-        return await _respond(request, batch, 0, media_type)
+        return await _respond(request, batch, 0, media_type, reading)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(batch_id: str, request: Request, last_event_id: Annotated[str | None, LAST] = None) -> Response:
@@ -125,7 +155,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
             raise InvalidRequest(
                 LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
             )
-        return await _respond(request, batch, after, media_type)
+        return await _respond(request, batch, after, media_type, reading)
 
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
@@ -163,21 +193,35 @@ def choose_form(headers: Headers, *, streams: bool) -> str:
     raise NotAcceptable("Accept", f'this answer can be {forms}; {other} "stream" in the request it has another form')
 
 
-async def _respond(request: Request, batch: BatchRun, after: int, media_type: str) -> Response:
+async def _respond(request: Request, batch: BatchRun, after: int, media_type: str, reading: Reading) -> Response:
     if batch.feed is not None:
-        return EventStream(event_chunks(batch.feed, after, batch.answer_format.stream), batch.listen())
-    with batch.listen():
+        events = event_chunks(batch.feed, after, batch.answer_format.stream, reading.events)
+        return EventStream(events, reading.listen(batch))
+
+    with ExitStack() as held:
+        held.enter_context(reading.listen(batch))
         done = await while_connected(request, batch.wait())
         errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
         if errors and len(errors) == len(done.results) and not done.unfinished:  # nothing to return
             raise errors[0]
-        tensors = TokenTensors() if media_type == SAFETENSORS else None
+
+        def encode() -> bytes | TokenTensors:
+            if media_type == JSON:
+                return encode_answer(batch, done)
+            tensors = TokenTensors()
+            tensors.answer = encode_answer(batch, done, tensors)
+            return tensors
+
         # In a thread: a large answer takes long. The interpreter is free for the event loop between two trajectories.
-        answer = await while_connected(request, asyncio.to_thread(encode_answer, batch, done, tensors))
-    if tensors is None:
-        return Response(answer, media_type=JSON)
-    tensors.answer = answer
-    return tensors.response()
+        encoding = held.enter_context(reading.answers.use((batch, media_type), encode))
+        answer = await while_connected(request, _result_of(encoding))
+        # The encoding is kept until the answer was sent.
+        kept = held.pop_all()
+    return answer.response(kept) if isinstance(answer, TokenTensors) else respond(answer, JSON, kept)
+
+
+async def _result_of(future: asyncio.Future[T]) -> T:
+    return await future
 
 
 def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None = None) -> bytes:
@@ -222,15 +266,44 @@ def take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
             item["token_ids"], item["logprobs"] = row, None if item["logprobs"] is None else row
 
 
-async def event_chunks(feed: EventFeed, number: int, stream: StreamMode) -> AsyncGenerator[bytes, None]:
-    """Encode the events of a batch after event ``number``; those that came while a chunk was sent go out together."""
+async def event_chunks(
+    feed: EventFeed, number: int, stream: StreamMode, shared: SharedEncodings[bytes]
+) -> AsyncGenerator[bytes, None]:
+    """Encode the events of a batch after event ``number``; those that came while a chunk was sent go out together.
+
+    Large events are encoded in a thread, once for all that read them at the time, and sent by themselves.
+    """
     while (found := await feed.next(number)) is not None:
-        number, event = found
-        chunk = encode_event(number, event, stream)
-        while len(chunk) < CHUNK_BYTES and (found := feed.next_after(number)) is not None:
-            number, event = found
-            chunk += encode_event(number, event, stream)
-        yield chunk
+        chunk = b""
+        while found is not None and not is_large(found[1]):
+            number = found[0]
+            chunk += encode_event(*found, stream)
+            found = feed.next_after(number) if len(chunk) < SLICE_BYTES else None
+        if found is None:
+            yield chunk
+            continue
+        number = found[0]
+        with shared.use((feed, number), partial(encode_event, *found, stream)) as encoding:
+            found = None  # a reader that does not read keeps no tokens of its own
+            if chunk:
+                yield chunk
+            yield await encoding
+
+
+def is_large(event: Event) -> bool:
+    """Whether it takes too long to encode an event in the event loop."""
+    match event:
+        case TokenDelta():
+            return len(event.token_ids) > INLINE_VALUES
+        case GroupResult():
+            candidates = 0 if event.record is None else len(event.record.candidates)
+            samples = [*event.samples.values(), *(each.sample for each in (event.aborted or {}).values())]
+            return VALUES_PER_CANDIDATE * candidates + sum(len(each.token_ids) for each in samples) > INLINE_VALUES
+        case BatchDone():
+            groups = [prompt.group for prompt in event.unfinished if prompt.group is not None]
+            return bool(groups) or VALUES_PER_CANDIDATE * len(event.unfinished) > INLINE_VALUES
+        case _:
+            return False
 
 
 def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
@@ -262,25 +335,7 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
     return encode(name, data, number)
 
 
-def encode_json(value: Any) -> bytes:
-    """Encode a value, in which sequences of numbers may be arrays. Numbers that JSON does not have are null.
-
-    Integers of more than 64 bits are refused: what callers chose is put in as `msgspec.Raw`.
-    """
-    return _encoder.encode(value)
-
-
 def encode_ascii(value: Any) -> str:
     """Encode a value as `encode_json` does, with all other characters escaped."""
     text = encode_json(value).decode()
     return text if text.isascii() else _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
-
-
-def _encode_array(value: Any) -> Any:
-    # One after the other, each by itself: the encoder does not let other threads run meanwhile.
-    if isinstance(value, array | np.ndarray):
-        return value.tolist()
-    raise TypeError(f"cannot encode a {type(value).__name__}")
-
-
-_encoder = msgspec.json.Encoder(enc_hook=_encode_array)

@@ -1,11 +1,14 @@
 """``/darts/v1/state``: learned state as one file, to save and restore with a training checkpoint."""
 
+from contextlib import ExitStack
+
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
+from darts_server.http.answers import Readers, respond
 from darts_server.http.body import read_body
 from darts_server.http.openapi import BYTES, binary_body
 from darts_server.rollout.learned.statistics import KIND, Statistics
@@ -15,6 +18,10 @@ MAX_FILE_BYTES = 1024**3
 """The store's own limit for decompressed files, so no valid file is larger."""
 
 
+MAX_STATE_READERS = 4
+"""Of one key: each has a copy of the whole state until it was sent. A trainer needs one at a time."""
+
+
 class StateAnswer(BaseModel):
     """Learned state after a restore."""
 
@@ -22,6 +29,7 @@ class StateAnswer(BaseModel):
 
 
 def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> None:
+    readers = Readers("the learned state", MAX_STATE_READERS)
     restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
 
     def replace(data: bytes) -> int:
@@ -34,14 +42,14 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
     @api.get("/state", response_class=Response, responses={200: {"content": BYTES}})
     async def save() -> Response:
         """Return learned state as one file."""
-        async with exporting:
-            statistics.flush()
-            data = await run_sync(store.export)
-        return Response(
-            data,
-            media_type="application/octet-stream",
-            headers={"Content-Disposition": 'attachment; filename="darts-state"'},
-        )
+        with ExitStack() as held:
+            held.enter_context(readers.counted())
+            async with exporting:
+                statistics.flush()
+                data = await run_sync(store.export)
+            response = respond(data, "application/octet-stream", held.pop_all())
+        response.headers["Content-Disposition"] = 'attachment; filename="darts-state"'
+        return response
 
     @api.put("/state", openapi_extra=binary_body("A saved file."))
     async def restore(request: Request) -> StateAnswer:

@@ -1,12 +1,16 @@
 """``POST /darts/v1/vote``: answer a question by a vote of several trajectories."""
 
+import json
+from functools import partial
 from typing import Annotated, Any, Self
 
 import msgspec
 from fastapi import APIRouter, Request
+from msgspec import Raw
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator, model_validator
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
+from darts_server.http.answers import JSON, encode_json, in_thread, respond
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import ChatOptionsIn, Messages, TokenIds
@@ -153,10 +157,19 @@ class VoteOut(BaseModel):
         )
 
 
+def encode_vote(result: VoteResult) -> bytes:
+    """Encode the result of a vote, its arrays of tokens as they are."""
+    fields = VoteOut.of(result).model_dump()
+    # Callers choose its numbers, which may be any that JSON has.
+    fields["sampling"] = Raw(json.dumps(fields["sampling"], separators=(",", ":")).encode())
+    return encode_json(fields)
+
+
 def add_routes(api: APIRouter, votes: VoteRunner[Any, Any]) -> None:
     @api.post("/vote", response_model=VoteOut, openapi_extra=json_body(VoteIn, *EXAMPLES))
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
         result = await while_connected(request, votes.run(body.question))
-        return JSONResponse(VoteOut.of(result).model_dump(mode="json"))
+        # In a thread: with many trajectories it takes long.
+        return respond(await while_connected(request, in_thread(partial(encode_vote, result))), JSON)

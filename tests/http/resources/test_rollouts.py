@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import tracemalloc
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, aclosing, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -16,25 +17,26 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
+from starlette.types import Message, Scope
 
 from darts_server.engine.scripted import Script, settle
-from darts_server.exceptions import EngineRefused, GroupAborted, NotAcceptable
+from darts_server.exceptions import EngineRefused, GroupAborted, NotAcceptable, QuotaReached
 from darts_server.http import errors
+from darts_server.http.answers import JSON, MAX_READERS, SLICE_BYTES, SharedEncodings, encode_json
 from darts_server.http.resources.rollouts import (
-    CHUNK_BYTES,
-    JSON,
+    Reading,
     _respond,
     add_routes,
     choose_form,
     encode_ascii,
     encode_event,
-    encode_json,
     event_chunks,
 )
 from darts_server.http.token_tensors import MEDIA_TYPE as TENSORS
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import BatchRegistry
-from darts_server.rollout.batches.run import BatchRun, StreamMode
+from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
+from darts_server.serving.admission import Caller, caller
 from tests.rollout.batches.conftest import anyio_backend
 from tests.rollout.batches.streams import (
     batch_request,
@@ -178,7 +180,7 @@ def by_text(text: str, index: int) -> Script:
 async def answer_of(batch: BatchRun, media_type: str = JSON) -> Any:
     """Return the response to a caller that stays connected."""
     caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
-    return await _respond(caller, batch, 0, media_type)
+    return await _respond(caller, batch, 0, media_type, Reading())
 
 
 async def read_answer(batch: BatchRun) -> dict[str, Any]:
@@ -258,7 +260,7 @@ async def test_events_that_come_between_two_reads_are_sent_together() -> None:
     batch = await new_registry(harness, "off").open(batch_request(1, size=2), token_stream(4))
     assert batch.feed is not None
     with batch.listen():
-        async with aclosing(event_chunks(batch.feed, 0, StreamMode.TOKENS)) as stream:
+        async with aclosing(event_chunks(batch.feed, 0, StreamMode.TOKENS, SharedEncodings())) as stream:
             began = parse_events(await anext(stream))
             for _ in range(20):
                 await harness.engine.step()
@@ -279,9 +281,115 @@ async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
     await harness.engine.run()
     assert batch.feed is not None
     with batch.listen():
-        sizes = [len(text) async for text in event_chunks(batch.feed, 0, StreamMode.TOKENS)]
+        sizes = [len(text) async for text in event_chunks(batch.feed, 0, StreamMode.TOKENS, SharedEncodings())]
     assert len(sizes) > 10
-    assert max(sizes) < 3 * CHUNK_BYTES
+    assert max(sizes) < 3 * SLICE_BYTES
+
+
+# --- many readers of what is kept -------------------------------------------
+
+
+class Connection:
+    """A connection whose caller reads the first parts of its answer, and then no more until ``is_read`` is set."""
+
+    scope: ClassVar[Scope] = {"type": "http", "method": "GET", "asgi": {"spec_version": "2.3"}}
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.parts: list[bytes] = []
+        self.is_read = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            self.parts.append(message["body"])
+            if len(self.parts) >= self.first:
+                await self.is_read.wait()
+
+
+async def kept_batch(stream: StreamMode = StreamMode.OFF) -> BatchRun:
+    """Run a batch of one group, whose answer has about a megabyte."""
+    harness = Harness(lengths(9000))
+    registry = new_registry(harness, "off")
+    batch = await registry.open(batch_request(1, size=8), AnswerFormat(stream), idempotency_key())
+    await finish(harness, batch)
+    return batch
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("stream", "media_type"), [(StreamMode.OFF, JSON), (StreamMode.OFF, TENSORS), (StreamMode.GROUPS, "")]
+)
+async def test_readers_that_do_not_read_share_one_encoding_and_cost_a_slice_each(
+    stream: StreamMode, media_type: str
+) -> None:
+    batch = await kept_batch(stream)
+    reading = Reading()
+    connections = [Connection(1 if stream is StreamMode.OFF else 2) for _ in range(40)]
+
+    async def answer(connection: Connection) -> None:
+        caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
+        response = await _respond(caller, batch, 0, media_type, reading)
+        await response(connection.scope, connection.receive, connection.send)
+
+    with traced():
+        sending = [asyncio.create_task(answer(connection)) for connection in connections]
+        for connection in connections:
+            while len(connection.parts) < connection.first:
+                await asyncio.sleep(0)
+        taken, _ = tracemalloc.get_traced_memory()
+    assert len(reading.answers) + len(reading.events) == 1
+    for connection in connections:
+        connection.is_read.set()
+    await asyncio.gather(*sending)
+    bodies = {b"".join(connection.parts) for connection in connections}
+    assert len(bodies) == 1
+    [body] = bodies
+    assert len(body) > 5 * SLICE_BYTES
+    assert max(len(part) for part in connections[0].parts) <= 2 * SLICE_BYTES
+    assert taken < 3 * len(body) + 40 * 3 * SLICE_BYTES, "forty encodings would be much more"
+    assert len(reading.answers) == len(reading.events) == batch.listeners == 0
+
+
+async def test_connections_of_a_key_that_read_kept_batches_are_limited() -> None:
+    batch = await kept_batch()
+    reading = Reading()
+    with ExitStack() as open_now:
+        for _ in range(MAX_READERS):
+            open_now.enter_context(reading.listen(batch))
+        with pytest.raises(QuotaReached, match="connections of this key read batches"), reading.listen(batch):
+            pass
+        token = caller.set(Caller("other"))
+        with reading.listen(batch):
+            pass
+        caller.reset(token)
+    with reading.listen(batch):
+        assert batch.listeners == 1
+
+
+async def test_the_first_reader_of_a_running_batch_is_not_counted() -> None:
+    harness = Harness(lengths(5))
+    registry = new_registry(harness, "off")
+    reading = Reading()
+    with ExitStack() as open_now:
+        for number in range(MAX_READERS + 10):
+            batch = await registry.open(batch_request(1), AnswerFormat(), idempotency_key(str(number)))
+            open_now.enter_context(reading.listen(batch))
+        for _ in range(MAX_READERS):
+            open_now.enter_context(reading.listen(batch))
+        with pytest.raises(QuotaReached), reading.listen(batch):
+            pass
 
 
 floats = st.floats(allow_nan=False, allow_infinity=False)
