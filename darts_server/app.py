@@ -1,5 +1,6 @@
 """Build all rooms from the settings and connect them: engine, rooms, app, in this order."""
 
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.exceptions import InvalidSetting
+from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects import Controls
@@ -50,10 +51,19 @@ from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine, start_fleet
-from darts_server.vllm.shutdown import Shutdown, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
+from darts_server.vllm.shutdown import (
+    STATE_LOST,
+    Shutdown,
+    exit_code,
+    exit_on_signals,
+    handle_sighup,
+    set_grace_seconds,
+)
 from darts_server.weights.port import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
+
+logger = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
@@ -69,9 +79,21 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    # Closed after the event loop, whose last tasks may still write.
-    with Store(settings.state_dir, check=check_document) as store, Staging(settings.weights_staging) as staging:
-        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
+    with Store(settings.state_dir, check=check_document) as store:
+        with Staging(settings.weights_staging) as staging:
+            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
+        # After the event loop, whose last tasks may still write.
+        return close_store(store, code)
+
+
+def close_store(store: Store, code: int) -> int:
+    """Write what was learned, and return the exit code of a server that ends with ``code``: what was lost shows in it."""
+    try:
+        store.close()
+    except StateError as error:
+        logger.critical("what was learned last is lost: %s", error)
+        return code or STATE_LOST
+    return code
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
