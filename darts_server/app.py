@@ -22,7 +22,7 @@ from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
-from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics
+from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics, hide_creation_times
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
 from darts_server.observers import UpdateEvents
@@ -73,6 +73,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         InvalidSetting
         StateError: the state folder cannot be read; it was not touched.
     """
+    hide_creation_times()
     args = server.parse(vllm_argv)
     if failed := [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]:
         raise InvalidSetting("\n".join(failed))
@@ -87,7 +88,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
 
 
 def close_store(store: Store, code: int) -> int:
-    """Write what was learned, and return the exit code of a server that ends with ``code``: what was lost shows in it."""
+    """Write what was learned, and return the exit code of a server that ends with ``code``: 3 where that fails."""
     try:
         store.close()
     except StateError as error:
@@ -166,8 +167,8 @@ async def _serve(
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
             reads: Reads = {
                 "darts_engines_up": lambda: engine.up,
-                "darts_engines_lost": lambda: engine.lost,
-                "darts_decode_steps": lambda: engine.llm.held.steps,
+                "darts_engines_lost_total": lambda: engine.lost,
+                "darts_decode_steps_total": lambda: engine.llm.held.steps,
             }
             metrics = ServingMetrics(engine.model_name, reads)
             closing.enter_context(watch_loop(metrics.loop_lagged))
@@ -209,7 +210,7 @@ def make_rooms(
     control.apply_to(rollouts)
 
     bias, provenance, monitor, confidence = LengthBias(), Provenance(), Monitor(rollouts), Confidence(store)
-    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias))
+    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias, lambda: batches))
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
@@ -308,7 +309,7 @@ def extend(
     )
 
 
-def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias) -> Reads:
+def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias, batches: Callable[[], VllmBatches]) -> Reads:
     statistics, deadlines = rollouts.statistics, rollouts.allocator.deadlines
     rewards = statistics.rewards
 
@@ -318,8 +319,10 @@ def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias) -> Rea
     return {
         "darts_prompts_tracked": lambda: store.count(KIND),
         "darts_store_fault": lambda: store.fault is not None,
+        "darts_carried_prompts": lambda: batches().carried_prompts,
+        "darts_carried_tokens": lambda: batches().carried_tokens,
         "darts_redundancy_scale": rollouts.redundancy_scale,
-        "darts_observer_failures": lambda: rollouts.observers.failures,
+        "darts_observer_failures_total": lambda: rollouts.observers.failures,
         "darts_step_seconds": statistics.latency.step_seconds,
         "darts_start_seconds": lambda: statistics.latency.start_seconds,
         "darts_length_tokens": length,
