@@ -21,7 +21,7 @@ from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, serve_metrics_in_the_loop
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_start, log_update
 from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics, hide_creation_times
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
@@ -157,6 +157,7 @@ async def _serve(
     lifecycle, grace = Lifecycle(), set_grace_seconds(args, settings.grace_seconds)
     watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
     with server.bound_socket(args) as sock, ExitStack() as closing:
+        log_start(args.model)
         async with _engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, store, staging, closing)
             has_files = settings.api_key_file or settings.admin_api_key_file
@@ -175,7 +176,10 @@ async def _serve(
             rooms.batches.restore()
             try:
                 shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
-                await server.serve(application, args, sock, shutdown)
+                ready = partial(
+                    log_ready, server.url_of(args, sock), engine.model_name, settings.policy, settings.group_size
+                )
+                await server.serve(application, args, sock, shutdown, ready)
             finally:
                 lost = await rooms.batches.close()
     return exit_code(engine.llm, lifecycle, lost)

@@ -32,6 +32,7 @@ logger = getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 KEY_VARIABLE = "VLLM_API_KEY"
+ROUTE_LINES = ("Available routes", "Route: ")
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -116,19 +117,46 @@ async def make_app(
     return application
 
 
-async def serve(application: FastAPI, args: Namespace, sock: socket.socket, shutdown: Shutdown) -> None:
-    """Serve the app until the server stops."""
+def url_of(args: Namespace, sock: socket.socket) -> str:
+    """Return the address of a server that listens on this socket."""
+    if getattr(args, "uds", None) is not None:
+        return f"unix:{args.uds}"
+    host, port, *_ = sock.getsockname()
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def serve(
+    application: FastAPI,
+    args: Namespace,
+    sock: socket.socket,
+    shutdown: Shutdown,
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve the app until the server stops. ``on_ready``: called once, when it answers."""
     envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
     log_config = get_uvicorn_log_config(args)
 
     def stop_http_server() -> None:
         application.state.server.should_exit = True
 
+    waiting = [on_ready]
+
+    async def notify() -> None:
+        """Called once the server answers, and from time to time afterwards."""
+        await shutdown.handle_signals()
+        while waiting:
+            waiting.pop()()
+
+    # A line for each of some fifty routes would bury all that is said before.
+    launcher = getLogger(serve_http.__module__)
+    launcher.addFilter(lambda record: not str(record.msg).startswith(ROUTE_LINES))
+
     async with shutdown.watch(stop_http_server):
         ended = await serve_http(
             application,
             sock=sock,
-            callback_notify=shutdown.handle_signals,  # once it answers, and from time to time afterwards
+            callback_notify=notify,
             timeout_graceful_shutdown=CONNECTION_SECONDS,
             enable_ssl_refresh=args.enable_ssl_refresh,
             host=args.host,
