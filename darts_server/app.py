@@ -1,5 +1,6 @@
 """Build all rooms from the settings and connect them: engine, rooms, app, in this order."""
 
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from functools import partial
 from fastapi import FastAPI
 
 from darts_server.control import Control
-from darts_server.exceptions import InvalidSetting
+from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits, fail_fast
 from darts_server.http.dialects import Controls
@@ -22,8 +23,8 @@ from darts_server.http.security.access import Access, Keys, Sites, check_listeni
 from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
-from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_start, log_update
+from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics, hide_creation_times
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
 from darts_server.observers import UpdateEvents
@@ -52,10 +53,19 @@ from darts_server.store import Store
 from darts_server.vllm import server
 from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
 from darts_server.vllm.launch import RunningEngine, start_engine, start_fleet
-from darts_server.vllm.shutdown import Shutdown, exit_code, exit_on_signals, handle_sighup, set_grace_seconds
+from darts_server.vllm.shutdown import (
+    STATE_LOST,
+    Shutdown,
+    exit_code,
+    exit_on_signals,
+    handle_sighup,
+    set_grace_seconds,
+)
 from darts_server.weights.port import Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
+
+logger = logging.getLogger(__name__)
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
@@ -65,15 +75,28 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         InvalidSetting
         StateError: the state folder cannot be read; it was not touched.
     """
+    hide_creation_times()
     args = server.parse(vllm_argv)
     if failed := [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]:
         raise InvalidSetting("\n".join(failed))
     access = _access(settings, args)
     if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
         check_listening(args.host, access, settings.allow_unauthenticated)
-    # Closed after the event loop, whose last tasks may still write.
-    with Store(settings.state_dir, check=check_document) as store, Staging(settings.weights_staging) as staging:
-        return server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
+    with Store(settings.state_dir, check=check_document) as store:
+        with Staging(settings.weights_staging) as staging:
+            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
+        # After the event loop, whose last tasks may still write.
+        return close_store(store, code)
+
+
+def close_store(store: Store, code: int) -> int:
+    """Write what was learned, and return the exit code of a server that ends with ``code``: 3 where that fails."""
+    try:
+        store.close()
+    except StateError as error:
+        logger.critical("what was learned last is lost: %s", error)
+        return code or STATE_LOST
+    return code
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
@@ -136,6 +159,7 @@ async def _serve(
     lifecycle, grace = Lifecycle(), set_grace_seconds(args, settings.grace_seconds)
     watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
     with server.bound_socket(args) as sock, ExitStack() as closing:
+        log_start(args.model)
         async with _engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, store, staging, closing)
             has_files = settings.api_key_file or settings.admin_api_key_file
@@ -146,15 +170,18 @@ async def _serve(
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
             reads: Reads = {
                 "darts_engines_up": lambda: engine.up,
-                "darts_engines_lost": lambda: engine.lost,
-                "darts_decode_steps": lambda: engine.llm.held.steps,
+                "darts_engines_lost_total": lambda: engine.lost,
+                "darts_decode_steps_total": lambda: engine.llm.held.steps,
             }
             metrics = ServingMetrics(engine.model_name, reads)
             closing.enter_context(watch_loop(metrics.loop_lagged))
             rooms.batches.restore()
             try:
                 shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
-                await server.serve(application, args, sock, shutdown, LimitedHttp)
+                ready = partial(
+                    log_ready, server.url_of(args, sock), engine.model_name, settings.policy, settings.group_size
+                )
+                await server.serve(application, args, sock, shutdown, LimitedHttp, ready)
             finally:
                 lost = await rooms.batches.close()
     return exit_code(engine.llm, lifecycle, lost)
@@ -189,7 +216,7 @@ def make_rooms(
     control.apply_to(rollouts)
 
     bias, provenance, monitor, confidence = LengthBias(), Provenance(), Monitor(rollouts), Confidence(store)
-    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias))
+    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias, lambda: batches))
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
@@ -289,7 +316,7 @@ def extend(
     )
 
 
-def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias) -> Reads:
+def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias, batches: Callable[[], VllmBatches]) -> Reads:
     statistics, deadlines = rollouts.statistics, rollouts.allocator.deadlines
     rewards = statistics.rewards
 
@@ -299,8 +326,10 @@ def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias) -> Rea
     return {
         "darts_prompts_tracked": lambda: store.count(KIND),
         "darts_store_fault": lambda: store.fault is not None,
+        "darts_carried_prompts": lambda: batches().carried_prompts,
+        "darts_carried_tokens": lambda: batches().carried_tokens,
         "darts_redundancy_scale": rollouts.redundancy_scale,
-        "darts_observer_failures": lambda: rollouts.observers.failures,
+        "darts_observer_failures_total": lambda: rollouts.observers.failures,
         "darts_step_seconds": statistics.latency.step_seconds,
         "darts_start_seconds": lambda: statistics.latency.start_seconds,
         "darts_length_tokens": length,

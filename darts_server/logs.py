@@ -121,6 +121,21 @@ def log_cohort(record: CohortRecord) -> None:
     logger.info("cohort %s", _join(fields), extra=fields)
 
 
+def log_start(model: str) -> None:
+    """Say what the following silence is."""
+    logger.info("starting the engine for %s: to load and compile a model can take minutes, most the first time", model)
+
+
+def log_ready(url: str, model: str, policy: str, group_size: int | None) -> None:
+    """``group_size``: of single requests of one prompt; ``None`` if these form no groups by themselves."""
+    single = f"single requests of one prompt form groups of {group_size}"
+    if group_size is None:
+        single = "single requests that name no group are not grouped (--group-size)"
+    fields = {"url": url, "page": f"{url}/darts/", "model": model, "policy": policy, "group_size": group_size}
+    message = "darts-server is ready: %s (page: %s), model %s, policy %s, %s"
+    logger.info(message, url, fields["page"], model, policy, single, extra=fields)
+
+
 def log_announced_update(version: int) -> None:
     logger.info("weight update announced version=%d", version, extra={"version": version})
 

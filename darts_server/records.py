@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from darts_server.types import GONE, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
+from darts_server.types import GONE, OFF, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
 
 VersionSpans = tuple[tuple[int, int], ...]
 """Weight versions in the order in which they sampled a candidate's tokens, and how many tokens each of them did."""
@@ -166,15 +167,22 @@ class GroupRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChosenOption:
-    """What `auto` does with a cohort: the name of an ``option``, and the ``reason`` in words."""
+    """What `auto` does with a cohort: the name of an ``option``, and the ``reason`` in words.
+
+    ``carry``: how prompts go on that are not complete when enough others are; ``None`` if the cohort waits for all.
+    """
 
     option: str
     reason: str
+    carry: Literal["restart", "resume"] | None = None
 
     @property
     def rule(self) -> str:
-        """The option's rule, without its numbers."""
-        return self.option.partition(" ")[0]
+        """The option's rule, without its numbers; where that shapes no group, how prompts are carried over."""
+        rule = self.option.partition(" ")[0]
+        if rule == OFF and self.carry is not None:
+            return self.carry
+        return rule
 
 
 @dataclass(slots=True)

@@ -111,3 +111,18 @@ async def test_what_is_carried_over_for_a_key_goes_with_it(closing: ExitStack, t
     file.write_text("two\nthree\n")
     app._reload_keys(access, rooms.batches)
     assert [rooms.batches._carried.count(owner) for owner in owners] == [0, 1]
+
+
+@pytest.mark.parametrize(("ended_with", "code"), [(0, 3), (3, 3), (1, 1)])
+def test_a_disk_that_is_full_at_the_end_shows_in_the_exit_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ended_with: int, code: int
+) -> None:
+    with Store(tmp_path) as store:
+        assert store._connection is not None
+        store._connection.execute("PRAGMA max_page_count = 10")  # as if the disk was full
+        for number in range(1000):
+            store.put("prompt", f"{number}", {"text": "x" * 100})
+        assert app.close_store(store, ended_with) == code
+    assert "full disk" in caplog.messages[-1]
+    with Store(tmp_path / "other") as store:
+        assert app.close_store(store, ended_with) == ended_with

@@ -10,7 +10,7 @@ import pytest
 
 from darts_server import logs
 from darts_server.exceptions import InvalidSetting
-from darts_server.logs import log_announced_update, log_cohort, log_group, log_update
+from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_update
 from darts_server.records import ChosenOption, CohortRecord, UpdateRecord
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
@@ -54,6 +54,20 @@ def test_json_lines_have_their_values_as_fields() -> None:
     assert ours["request_id"] == "mine"
     assert theirs["message"] == "two\nlines"
     assert "request_id" not in theirs
+
+
+def test_a_server_that_is_ready_says_where_and_how_it_groups() -> None:
+    output = logging_to(logs.config_for("console", "INFO"))
+    log_ready("http://127.0.0.1:8000", "m", "auto", None)
+    log_ready("http://127.0.0.1:8000", "m", "off", 8)
+    ungrouped, grouped = output.getvalue().splitlines()
+    assert "darts-server is ready: http://127.0.0.1:8000 (page: http://127.0.0.1:8000/darts/)" in ungrouped
+    assert ungrouped.endswith("model m, policy auto, single requests that name no group are not grouped (--group-size)")
+    assert grouped.endswith("model m, policy off, single requests of one prompt form groups of 8")
+    output = logging_to(logs.config_for("json", "INFO"))
+    log_ready("http://127.0.0.1:8000", "m", "auto", None)
+    line = json.loads(output.getvalue())
+    assert (line["url"], line["policy"], line["group_size"]) == ("http://127.0.0.1:8000", "auto", None)
 
 
 def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:

@@ -95,7 +95,13 @@ class AsyncWeightsApi(_AsyncApi):
         return parse_response(WeightsRecord, await self._transport.request("GET", f"{API}/weights"))
 
     async def push(
-        self, source: Source, *, rule: Rule | None = None, version: int | None = None, partial: bool = False
+        self,
+        source: Source,
+        *,
+        rule: Rule | None = None,
+        version: int | None = None,
+        partial: bool = False,
+        check_finite: bool = True,
     ) -> WeightsRecord:
         """Send new weights, all or nothing; returns when they are served.
 
@@ -105,10 +111,17 @@ class AsyncWeightsApi(_AsyncApi):
         `rule`: what happens to running groups. "finish" waits for them, "keep" continues them with the new weights,
         "restart" starts them again with the new weights; the default is the server's setting. "resume" is another name
         of "keep". `version` defaults to the one after the version that is served. With `partial` tensors may be
-        missing, and keep their values.
+        missing, and keep their values. With `check_finite` the update is refused if a tensor has NaN or infinity.
         """
         body = await async_run_blocking(AsyncBody, source)
-        return await self.push_stream(body, body.size, rule=rule, version=version, partial=partial)
+        return await self.push_stream(
+            body,
+            body.size,
+            rule=rule,
+            version=version,
+            partial=partial,
+            check_finite=check_finite,
+        )
 
     async def push_stream(
         self,
@@ -118,22 +131,29 @@ class AsyncWeightsApi(_AsyncApi):
         rule: Rule | None = None,
         version: int | None = None,
         partial: bool = False,
+        check_finite: bool = True,
     ) -> WeightsRecord:
         """Send new weights like `push`, from the pieces of a safetensors file of `size` bytes.
 
         A retry iterates over `content` again, from the beginning.
         """
-        params = _update_options(rule, version, partial)
+        params = _update_options(rule, version, check_finite, partial)
         return await self._upload(f"{API}/weights", content, size, params)
 
     async def load(
-        self, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None, partial: bool = False
+        self,
+        path: str | PathLike[str],
+        *,
+        rule: Rule | None = None,
+        version: int | None = None,
+        partial: bool = False,
+        check_finite: bool = True,
     ) -> WeightsRecord:
         """Load new weights from a safetensors file, or a folder of these, on the server's machine. See `push`.
 
         The path must be under the server's `--weights-root`. Unauthorized if it has none.
         """
-        body = {"path": os.fspath(path)} | _update_options(rule, version, partial)
+        body = {"path": os.fspath(path)} | _update_options(rule, version, check_finite, partial)
         return await self._update("POST", f"{API}/weights", json=body)
 
     async def push_lora(
@@ -144,24 +164,33 @@ class AsyncWeightsApi(_AsyncApi):
         config: Mapping[str, Any] | None = None,
         rule: Rule | None = None,
         version: int | None = None,
+        check_finite: bool = True,
     ) -> WeightsRecord:
         """Send a LoRA adapter, all or nothing; returns when it is served under `name`, replacing an earlier one.
 
         `source` is a folder as PEFT saves it, or the bytes of its `adapter_model.safetensors`. Bytes need a `config`,
         PEFT's `adapter_config.json`, of which `r` and `lora_alpha` are enough, and `use_rslora` where it is set.
 
-        `rule` and `version` are those of `push`. Unauthorized if the server was started without `--enable-lora`.
+        `rule`, `version` and `check_finite` are those of `push`.
+        Unauthorized if the server was started without `--enable-lora`.
         """
-        params = {"config": await async_run_blocking(_lora_config, source, config)} | _update_options(rule, version)
+        params = {"config": await async_run_blocking(_lora_config, source, config)}
+        params |= _update_options(rule, version, check_finite)
         tensors = source if isinstance(source, bytes) else Path(source) / "adapter_model.safetensors"
         body = await async_run_blocking(AsyncBody, tensors)
         return await self._upload(_lora_path(name), body, body.size, params)
 
     async def load_lora(
-        self, name: str, path: str | PathLike[str], *, rule: Rule | None = None, version: int | None = None
+        self,
+        name: str,
+        path: str | PathLike[str],
+        *,
+        rule: Rule | None = None,
+        version: int | None = None,
+        check_finite: bool = True,
     ) -> WeightsRecord:
         """Load a LoRA adapter from a folder under the server's `--weights-root`, which it copies. See `push_lora`."""
-        body = {"path": os.fspath(path)} | _update_options(rule, version)
+        body = {"path": os.fspath(path)} | _update_options(rule, version, check_finite)
         return await self._update("POST", _lora_path(name), json=body)
 
     async def remove_lora(self, name: str) -> WeightsRecord:
@@ -184,8 +213,16 @@ def _lora_path(name: str) -> str:
     return f"{API}/weights/lora/{quote_segment(name)}"
 
 
-def _update_options(rule: Rule | None, version: int | None, partial: bool | None = None) -> dict[str, Any]:
-    return drop_none({"rule": rule, "version": version, "partial": partial})
+def _update_options(
+    rule: Rule | None,
+    version: int | None,
+    check_finite: bool,
+    partial: bool | None = None,
+) -> dict[str, Any]:
+    options = drop_none({"rule": rule, "version": version, "partial": partial})
+    if not check_finite:
+        options["check_finite"] = False
+    return options
 
 
 def _lora_config(source: Source, config: Mapping[str, Any] | None) -> str:

@@ -5,11 +5,13 @@ besides its own.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from functools import partial
 from itertools import product
-from math import nan
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from darts_server.records import UpdateRecord
 from darts_server.types import UpdateOutcome
@@ -20,18 +22,48 @@ BOOLEANS = ("true", "false")
 REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 
 Reads = Mapping[str, Callable[..., float | None]]
-"""By gauge, what is called at each scrape with the values of its labels; it returns ``None`` while that is unknown."""
+"""By metric, what is called at each scrape with the values of its labels; it returns ``None`` while that is unknown."""
 Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
 """By name, the text and the labels of gauges, with all values of these."""
 
 ENGINE_GAUGES: Gauges = {
     "darts_engines_up": ("Engines that take requests.", {}),
-    "darts_engines_lost": (
-        "Engines that were lost since the start; their candidates were started again elsewhere.",
-        {},
-    ),
-    "darts_decode_steps": ("Decode steps since the start; vllm:iteration_tokens_total has several as one.", {}),
 }
+ENGINE_TOTALS = {
+    "darts_engines_lost_total": "Engines that were lost; their candidates were started again elsewhere.",
+    "darts_decode_steps_total": "Decode steps; vllm:iteration_tokens_total has several as one.",
+}
+
+
+def hide_creation_times() -> None:
+    """Export no times at which series were created, also of vLLM's metrics: they are a third of all lines."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+class ReadMetric(Collector):
+    """A gauge or a counter that reads its values at each scrape, and has no sample for one that is unknown.
+
+    The client's own Gauge would export NaN for it, and its Counter cannot read.
+
+    ``reads``: by the values of the labels, the model's name first.
+    """
+
+    def __init__(self, empty: GaugeMetricFamily | CounterMetricFamily, registry: CollectorRegistry) -> None:
+        self.reads: dict[tuple[str, ...], Callable[[], float | None]] = {}
+        self._empty = empty
+        registry.register(self)
+
+    def describe(self) -> Iterable[Metric]:
+        return [self._empty]
+
+    def collect(self) -> Iterable[Metric]:
+        family = copy(self._empty)
+        family.samples = []
+        for labels, read in self.reads.items():
+            value = read()
+            if value is not None:
+                family.add_metric(labels, value)
+        return [family]
 
 
 class Collectors:
@@ -55,24 +87,30 @@ class Collectors:
     def _read_gauges(self, gauges: Gauges, reads: Reads) -> None:
         """Create gauges that read their values at each scrape."""
         for name, (text, labels) in gauges.items():
-            gauge = self._gauge(name, text, *labels)
+            gauge = ReadMetric(GaugeMetricFamily(name, text, labels=("model_name", *labels)), self._registry)
             for values in product(*labels.values()):
-                self._read(gauge, partial(reads[name], *values), *map(str, values))
+                gauge.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
-    def _read(self, gauge: Gauge, value: Callable[[], float | None], *labels: str) -> None:
-        """Let a gauge read its value at each scrape; it is NaN while that is unknown."""
-        gauge.labels(self._model, *labels).set_function(lambda: nan if (now := value()) is None else now)
+    def _read_totals(self, totals: Mapping[str, str], reads: Reads) -> None:
+        """Create counters that read their values at each scrape."""
+        for name, text in totals.items():
+            counter = ReadMetric(CounterMetricFamily(name, text, labels=("model_name",)), self._registry)
+            counter.reads[self._model,] = reads[name]
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
 
 
 class ServingMetrics(Collectors):
-    """Measure the event loop, and read what engines do: ``reads`` has the value of each of `ENGINE_GAUGES`, by name."""
+    """Measure the event loop, and read what engines do.
+
+    ``reads``: by name, the values of `ENGINE_GAUGES` and `ENGINE_TOTALS`.
+    """
 
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._read_gauges(ENGINE_GAUGES, reads)
+        self._read_totals(ENGINE_TOTALS, reads)
         lag = self._histogram(
             "darts_event_loop_lag_seconds",
             "Delay of a timer of the event loop, ten times a second. The log says what held it for 0.25 s or more.",

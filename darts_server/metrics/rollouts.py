@@ -3,8 +3,9 @@
 from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
 
-from darts_server.metrics.collectors import BOOLEANS, Collectors, Gauges, Reads
+from darts_server.metrics.collectors import BOOLEANS, Collectors, Gauges, ReadMetric, Reads
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
 
@@ -16,8 +17,8 @@ STEP_SIZES = (1, 4, 16, 64, 256, 1024)
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
-RULES = ("off", "uniform", "darts", "cut", "cap", "limit")
-"""What `auto` chooses from."""
+RULES = ("off", "uniform", "darts", "cut", "cap", "limit", "restart", "resume")
+"""What `auto` chooses from. The last two: groups are not shaped, and the slowest prompts go on in a later batch."""
 
 GAUGES: Gauges = {
     "darts_prompts_tracked": ("Prompts with statistics.", {}),
@@ -26,10 +27,8 @@ GAUGES: Gauges = {
         "Share of the configured redundancy in force: 1, or less while too many candidates wait.",
         {},
     ),
-    "darts_observer_failures": (
-        "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each.",
-        {},
-    ),
+    "darts_carried_prompts": ("Prompts that are kept for a later batch, because enough others were complete.", {}),
+    "darts_carried_tokens": ("Tokens that were generated for these prompts, and are kept with them.", {}),
     "darts_step_seconds": (
         "Measured duration of a decode step by the number of running sequences.",
         {"sequences": STEP_SIZES},
@@ -53,6 +52,12 @@ GAUGES: Gauges = {
     ),
     "darts_pattern_error_tokens": ("Standard error of darts_pattern_difference_tokens.", {}),
 }
+TOTALS = {
+    "darts_observer_failures_total": (
+        "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each."
+    ),
+}
+"""Counters that read their values at each scrape."""
 DEADLINE_GAUGES = {
     "darts_deadline_lost_share": (
         "Share of correct answers that the policy's deadlines discard, where rewards were reported."
@@ -81,6 +86,10 @@ class RolloutMetrics(Collectors):
         self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
         what = "Tokens of all candidates (generated), of returned ones, of these by older weights (stale), and others "
         self._tokens = self._counter("darts_tokens", what + "(wasted).", "kind", (*KINDS, "stale", "wasted"))
+        what = "Groups that went on from what an earlier batch had generated, instead of starting again."
+        self._resumed_groups = self._counter("darts_resumed_groups", what)
+        what = "Tokens that these groups went on from, and that were not generated again."
+        self._resumed_tokens = self._counter("darts_resumed_tokens", what)
         what = "Candidates started per group."
         self._candidates = self._histogram("darts_candidates_per_group", what, CANDIDATE_BUCKETS)
         what = "Time from a group's first candidate to its end."
@@ -91,7 +100,10 @@ class RolloutMetrics(Collectors):
         self._length = self._histogram("darts_trajectory_length_tokens", what, LENGTH_BUCKETS, "kind")
         what = "Ended cohorts, by whether they ran past the deadline to explore it."
         self._cohorts = self._counter("darts_cohorts", what, "explored", BOOLEANS)
-        what = "Ended cohorts under the policy auto, by what it did with them."
+        what = (
+            "Ended cohorts under the policy auto, by what it did with them; restart and resume: no group was shaped, "
+            "and the slowest prompts were left for a later batch."
+        )
         self._auto = self._counter("darts_auto_cohorts", what, "rule", RULES)
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
@@ -108,10 +120,14 @@ class RolloutMetrics(Collectors):
         self._votes = self._counter("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
         what = "Candidates stopped because they could not change the result of a vote."
         self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)
-        self._deadline_gauges = {name: self._gauge(name, text, "policy") for name, text in DEADLINE_GAUGES.items()}
+        self._deadline_gauges = {
+            name: ReadMetric(GaugeMetricFamily(name, text, labels=("model_name", "policy")), registry)
+            for name, text in DEADLINE_GAUGES.items()
+        }
         self._reads = reads
         if reads is not None:
             self._read_gauges(GAUGES, reads)
+            self._read_totals(TOTALS, reads)
 
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single.labels(self._model, kind).inc()
@@ -131,6 +147,10 @@ class RolloutMetrics(Collectors):
         generated, returned = record.generated_tokens, record.returned_tokens
         for kind, count in {"generated": generated, "returned": returned, "wasted": generated - returned}.items():
             self._tokens.labels(self._model, kind).inc(count)
+        resumed = sum(candidate.resumed for candidate in record.candidates)
+        if resumed:
+            self._resumed_groups.labels(self._model).inc()
+            self._resumed_tokens.labels(self._model).inc(resumed)
         for candidate in record.candidates:
             self._ended.labels(self._model, candidate.reason or "selected").inc()
             if candidate.reason is not DiscardReason.CARRIED:
@@ -147,7 +167,7 @@ class RolloutMetrics(Collectors):
         if record.max_lost is not None and self._reads is not None:  # its policy's deadlines are read from now on
             for name, gauge in self._deadline_gauges.items():
                 value = partial(self._reads[name], record.applied_policy, record.max_lost)
-                self._read(gauge, value, record.applied_policy)
+                gauge.reads[self._model, record.applied_policy] = value
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()

@@ -4,11 +4,14 @@ The traffic of candidates does not go through Ray: each host connects to the coo
 """
 
 import asyncio
+import errno
 import logging
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
@@ -29,8 +33,13 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before an engine is started again; twice as many after each that did not last."""
 LASTED_SECONDS = 120.0
+PRIVATE = 0o700
 MAX_FAILURES = 3  # of engines of one rank: then a server that has not started yet gives up
 STOP_SECONDS = 15.0
+HEAD_SECONDS = 10.0
+"""Seconds in which the head of a cluster answers, also on a busy machine; otherwise it is taken for gone."""
+LEAST_CPUS = 0.0001
+"""The smallest share of a CPU that Ray counts. It refuses engines that need nothing at all."""
 END_SECONDS = 2.0  # within which an actor ends its host, and notices it
 HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
 """Beginnings of the names of environment variables that engines get from this process."""
@@ -55,6 +64,25 @@ def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
 
     threading.Thread(target=run, name="darts-ray", daemon=True).start()
     return asyncio.wrap_future(future)
+
+
+def private_folder() -> Path:
+    """Return the folder for the files and sockets of this user's clusters, which nobody else can enter.
+
+    Ray makes all that it creates writable for everybody, so the folder that is private is the one above. The names are
+    short: the path of a socket has 107 bytes at most.
+
+    Raises:
+        OSError: it cannot be created, or is somebody else's.
+    """
+    parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    folder = parent / f"darts-{os.getuid()}"
+    folder.mkdir(mode=PRIVATE, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "is not a folder of this user; remove it, or set RAY_TMPDIR", str(folder))
+    folder.chmod(PRIVATE)
+    return folder / "ray"
 
 
 def end_actor(actor: Any) -> None:
@@ -91,8 +119,9 @@ class HostActor:
 class Placed:
     """Hosts, each of which is started again when it has ended. Implements :class:`darts_server.vllm.launch.Places`."""
 
-    def __init__(self, group: Any, wanted: dict[str, float], environment: dict[str, str]) -> None:
+    def __init__(self, group: Any, wanted: dict[str, float], environment: dict[str, str], *, is_own: bool) -> None:
         self.failure: InvalidSetting | None = None
+        self._is_own = is_own  # whether the cluster was started by this process
         self._group = group
         self._wanted = wanted
         self._environment = environment
@@ -113,10 +142,22 @@ class Placed:
                 in_thread(partial(end_actor, ended))
             lasted = time.monotonic() - began > LASTED_SECONDS
             failures, pause = failures + 1, FIRST_PAUSE if lasted else min(2 * pause, LONGEST_PAUSE)
-            logger.error("the host of engine %d has ended: %s; another one starts in %.0f s", rank, reason, pause)
+            logger.error("the host of engine %d has ended: %s", rank, reason)
             if failures == MAX_FAILURES:
                 self.failure = InvalidSetting(f"engine {rank} does not start: {reason}")
+            await self._wait_for_head(rank)
+            logger.warning("another host of engine %d starts in %.0f s", rank, pause)
             await asyncio.sleep(pause)
+
+    async def _wait_for_head(self, rank: int) -> None:
+        """Wait until the head of the cluster answers: without it Ray starts nothing, and no call of Ray's says so."""
+        answer = in_thread(ray.nodes)
+        await asyncio.wait([answer], timeout=HEAD_SECONDS)
+        if not answer.done():
+            remedy = "it ended, and does not come back: restart the server" if self._is_own else "see its cluster's log"
+            logger.error("engine %d is not started again until the head of Ray's cluster answers; %s", rank, remedy)
+        with suppress(Exception):  # a start will say what is wrong
+            await answer
 
     def _start(self, rank: int, start: bytes) -> tuple[Any, Any]:
         """Return an actor that runs a host, and the reference of the host's exit code."""
@@ -171,14 +212,17 @@ class Cluster:
             InvalidSetting: there is no cluster, or it has not what they need.
         """
         try:
-            ray.init(address=self.address or "local", include_dashboard=False if self.address is None else None)
+            if self.address is None:
+                ray.init(address="local", include_dashboard=False, _temp_dir=str(private_folder()))
+            else:
+                ray.init(address=self.address)
         except Exception as error:  # it raises exceptions of no common class
             where = "cannot be started here" if self.address is None else f"at {self.address} was not reached"
             raise InvalidSetting(f"a Ray cluster {where}: {error}") from error
         try:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = self.gpus if self.gpus is not None else divided_over * has_gpus
-            wanted = {"CPU": self.cpus} | ({"GPU": gpus} if gpus else {})
+            wanted = {"CPU": max(self.cpus, LEAST_CPUS)} | ({"GPU": gpus} if gpus else {})
             group = placement_group([wanted for _ in starts])
             if not await asyncio.to_thread(group.wait, 30):
                 raise InvalidSetting(
@@ -186,7 +230,7 @@ class Cluster:
                     f"are free; it has {ray.cluster_resources()}"
                 )
             environment = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
-            placed = Placed(group, wanted, environment)
+            placed = Placed(group, wanted, environment, is_own=self.address is None)
             tasks = [asyncio.create_task(placed.keep(rank, start)) for rank, start in enumerate(starts)]
             try:
                 yield placed

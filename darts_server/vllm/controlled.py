@@ -3,19 +3,22 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from functools import cached_property, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from anyio.to_thread import run_sync
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from darts_server.exceptions import UpdateUnsupported
+from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
 from darts_server.vllm.fleet_core import FleetCore
 from darts_server.vllm.held import HeldRequests
 from darts_server.vllm.lora import VllmLoras
 from darts_server.vllm.ranks import Ranks
-from darts_server.vllm.routes import is_abort_by_route, note_own_error
+from darts_server.vllm.routes import CHECK_FINITE, FINISH_UPDATE, checks_finite, is_abort_by_route, note_own_error
 from darts_server.weights.coordinator import KV_CACHE
+from darts_server.weights.lora import check_adapter_numbers
 from darts_server.weights.updates import Updates
 
 T = TypeVar("T")
@@ -71,9 +74,13 @@ class ControlledLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """As vLLM's, whose routes may not replace a pushed LoRA adapter: that is a `Conflict`."""
+        """As vLLM's, whose routes may not replace a pushed LoRA adapter: that is a `Conflict`.
+
+        An adapter in a folder is refused if a tensor has NaN or infinity.
+        """
         if self.loras is not None:
             self.loras.check_foreign_load(lora_request)
+            await run_sync(check_adapter_numbers, Path(lora_request.lora_path))
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
@@ -198,8 +205,19 @@ class ControlledLLM(AsyncLLM):
         async def finish_as(version: int) -> None:
             await finish()
             await self.collective_rpc("darts_pack_heads")
+            if checks_finite():
+                await self._check_parameters()
             self.weight_version = version
 
         await self._coordinate(
             partial(finish_as, self.weight_version + 1), lambda updates: updates.external.finish(finish_as)
         )
+
+    async def _check_parameters(self) -> None:
+        """Raise `UpdateFailed` if the model has NaN or infinity: they came with the update that ends."""
+        names = [name for name in await self.collective_rpc("darts_find_nonfinite") if name is not None]
+        if names:
+            raise UpdateFailed(
+                f"the model's parameter {names[0]} has NaN or infinity; send finite numbers "
+                f"(POST {FINISH_UPDATE}?{CHECK_FINITE}=false accepts others)"
+            )

@@ -23,7 +23,7 @@ from http import HTTPStatus
 from logging import getLogger
 from typing import Any, Literal, Protocol
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -40,6 +40,7 @@ RAW_SUFFIX = ":raw"  # suffix of the alias under which a served model is never s
 REQUEST_ID_HEADER = "X-Request-Id"  # to vLLM it goes before the ``request_id`` of a body
 XARGS, SAMPLING_PARAMS = "vllm_xargs", "sampling_params"
 ABORT = "/abort_requests"
+FINISH_UPDATE, CHECK_FINITE = "/finish_weight_update", "check_finite"
 CONTROL_PATHS = frozenset({"/pause", "/resume", "/scale_elastic_ep", ABORT})
 """Of the routes whose handlers catch all exceptions."""
 ERROR_EVENT = 'data: {"error":'
@@ -77,6 +78,8 @@ def attach(
     for route in application.routes:
         if isinstance(route, APIRoute) and route.path in CONTROL_PATHS and route.dependant.call is not None:
             route.dependant.call = _keep_own_errors(route.dependant.call, is_abort=route.path == ABORT)
+        elif isinstance(route, APIRoute) and route.path == FINISH_UPDATE and route.dependant.call is not None:
+            route.dependant.call = _with_finite_check(route.dependant.call)
     state = application.state
     for attribute, method in GENERATION_HANDLERS:
         if (serving := getattr(state, attribute, None)) is not None:
@@ -262,6 +265,31 @@ def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
         if call.error is not None:  # in place of vLLM's answer, or exception
             raise call.error from None
         return answer
+
+    return handle
+
+
+_checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True)
+
+
+def checks_finite() -> bool:
+    """Whether an update that is being finished fails if the model has NaN or infinity."""
+    return _checks_finite.get()
+
+
+def _with_finite_check(handler: Handler) -> Handler:
+    """Read our query parameter of vLLM's route that finishes an update."""
+
+    @wraps(handler)
+    async def handle(raw_request: Request, **values: Any) -> Any:
+        given = raw_request.query_params.get(CHECK_FINITE, "true")
+        if given not in ("true", "false"):
+            raise InvalidRequest(CHECK_FINITE, "must be true or false")
+        token = _checks_finite.set(given == "true")
+        try:
+            return await handler(raw_request=raw_request, **values)
+        finally:
+            _checks_finite.reset(token)
 
     return handle
 

@@ -34,6 +34,7 @@ logger = getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 KEY_VARIABLE = "VLLM_API_KEY"
+ROUTE_LINES = ("Available routes", "Route: ")
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -120,25 +121,50 @@ async def make_app(
     return application
 
 
+def url_of(args: Namespace, sock: socket.socket) -> str:
+    """Return the address of a server that listens on this socket."""
+    if getattr(args, "uds", None) is not None:
+        return f"unix:{args.uds}"
+    host, port, *_ = sock.getsockname()
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
 async def serve(
     application: FastAPI,
     args: Namespace,
     sock: socket.socket,
     shutdown: Shutdown,
     protocol: type[asyncio.Protocol],
+    on_ready: Callable[[], None],
 ) -> None:
-    """Serve the app until the server stops. ``protocol``: uvicorn's of HTTP/1.1, as its ``--http``."""
+    """Serve the app until the server stops.
+
+    ``protocol``: uvicorn's implementation of HTTP/1.1. ``on_ready``: called once, when the server answers.
+    """
     envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
     log_config = get_uvicorn_log_config(args)
 
     def stop_http_server() -> None:
         application.state.server.should_exit = True
 
+    waiting = [on_ready]
+
+    async def notify() -> None:
+        """Called once the server answers, and from time to time afterwards."""
+        await shutdown.handle_signals()
+        while waiting:
+            waiting.pop()()
+
+    # A line for each of some fifty routes would bury all that is said before.
+    launcher = getLogger(serve_http.__module__)
+    launcher.addFilter(lambda record: not str(record.msg).startswith(ROUTE_LINES))
+
     async with shutdown.watch(stop_http_server):
         ended = await serve_http(
             application,
             sock=sock,
-            callback_notify=shutdown.handle_signals,  # once it answers, and from time to time afterwards
+            callback_notify=notify,
             timeout_graceful_shutdown=CONNECTION_SECONDS,
             enable_ssl_refresh=args.enable_ssl_refresh,
             host=args.host,

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 CHILD_GRACE_SECONDS = 5.0  # no caller waits any more for what an engine could still finish
 GRACE_SECONDS = 30.0
-PROMPTS_LOST = 3
-"""Exit code of a server that ended in order, but could not save all prompts that it had promised to keep."""
+STATE_LOST = 3
+"""Exit code of a server that ended in order, but could not save all prompts that it had promised to keep, or what it
+had learned last."""
 POLL_SECONDS = 0.05
 MAX_WATCH_SECONDS = 5.0
 MIN_WATCHES = 10  # how often the watchdog looks at the engine, within its time limit
@@ -177,14 +178,14 @@ class Shutdown:
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:
-    """1 if the engine failed, `PROMPTS_LOST` if it did not; the last line of the log then says why.
+    """1 if the engine failed, `STATE_LOST` if it did not; the last line of the log then says why.
 
     ``lost``: prompts that were to be kept for the next server, and could not be.
     """
     if isinstance(lifecycle.stop_reason, ServerStopping) or not (lifecycle.stop_reason or llm.died):
         if lost:
             logger.critical("%d prompts that were carried over could not be saved: send them again", lost)
-        return PROMPTS_LOST if lost else 0
+        return STATE_LOST if lost else 0
     logger.critical("%s", lifecycle.stop_reason or f"the engine died: {cause_of_death(llm.engine_core)}")
     return 1
 

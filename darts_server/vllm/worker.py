@@ -71,6 +71,14 @@ class WorkerExtension:
             return f"{type(error).__name__}: {error}"
         return None
 
+    def darts_find_nonfinite(self) -> str | None:
+        """Return the name of the model's first parameter with NaN or infinity, or None."""
+        model: torch.nn.Module = self.model_runner.get_model()
+        for name, parameter in model.named_parameters():
+            if not _is_finite(parameter.detach()):
+                return name
+        return None
+
     def darts_lora_layers(self) -> list[str]:
         """Names of the linear layers that LoRA adapters can change, as in checkpoints: q_proj, not vLLM's qkv_proj."""
         manager = self.model_runner.lora_manager._adapter_manager
@@ -107,6 +115,17 @@ def _tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
         with opened, safe_open(path_of(opened), "pt") as file:
             for name in names:
                 yield name, file.get_tensor(name)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite."""
+    if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
+        return True
+    if tensor.element_size() == 1:
+        tensor = tensor.to(torch.bfloat16)  # torch has no reductions of formats of 8 bits
+    # NaN spreads to both. `isfinite` takes fifty times as long on CPU, and memory for a copy.
+    smallest, largest = torch.aminmax(tensor)
+    return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 
 
 def _pack_heads(model: torch.nn.Module) -> None:

@@ -27,7 +27,7 @@ from darts_server.weights.lora_config import (
 )
 from darts_server.weights.port import LoraEngine, Rule, Update
 from darts_server.weights.staging import BUFFER_BYTES, Staging
-from darts_server.weights.tensors import read_tensors, resolve_path
+from darts_server.weights.tensors import check_numbers, read_tensors, resolve_path
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """PEFT's names of the files."""
@@ -69,17 +69,18 @@ class Loras:
         body: Callable[[int], AsyncIterator[bytes]],
         rule: Rule | None = None,
         version: int | None = None,
+        check_finite: bool = True,
     ) -> UpdateRecord:
         """Serve a LoRA adapter: PEFT's configuration, and the bytes of a safetensors file.
 
-        ``body`` is called with the largest number of bytes that it may yield. Raises: see `Coordinator.run`, and
-        `Forbidden` where the server was started without LoRA.
+        ``body`` is called with the largest number of bytes that it may yield. ``check_finite``: see `Update`.
+        Raises: see `Coordinator.run`, and `Forbidden` where the server was started without LoRA.
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             return parse_config(config, "config"), await self.staging.write(body(layers.max_bytes))
 
-        return await self._run("push", name, rule, version, fetch, "body")
+        return await self._run("push", name, rule, version, fetch, "body", check_finite)
 
     async def load(
         self,
@@ -87,11 +88,12 @@ class Loras:
         path: str,
         rule: Rule | None = None,
         version: int | None = None,
+        check_finite: bool = True,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
         """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
 
-        ``when_staged``: see `Update`. Raises: as `push`, also where there is no root.
+        ``check_finite``, ``when_staged``: see `Update`. Raises: as `push`, also where there is no root.
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
@@ -115,7 +117,7 @@ class Loras:
                     raise InvalidRequest(FIELD, problem)
                 return parse_config(config, FIELD), await self.staging.write(chunks())
 
-        return await self._run("disk", name, rule, version, fetch, FIELD, when_staged)
+        return await self._run("disk", name, rule, version, fetch, FIELD, check_finite, when_staged)
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter, when no running request uses it. Raises: as `push`, and `NotFound`."""
@@ -130,6 +132,7 @@ class Loras:
         version: int | None,
         fetch: Fetch | None,
         field: str,
+        check_finite: bool = True,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
         if self.engine is None:
@@ -142,6 +145,7 @@ class Loras:
             source=source,
             rule=rule or self.coordinator.settings.rule,
             lora=name,
+            check_finite=check_finite,
             when_staged=when_staged,
             loras=self,
             engine=self.engine,
@@ -150,6 +154,16 @@ class Loras:
             old=self.served.get(name),
         )
         return await self.coordinator.run(update, version)
+
+
+def check_adapter_numbers(folder: Path) -> None:
+    """Check the numbers of an adapter as PEFT saves it, if this is the folder of one.
+
+    Raises:
+        InvalidRequest: names the first tensor with NaN or infinity.
+    """
+    if (folder / TENSORS).is_file():
+        check_numbers(read_tensors(folder / TENSORS, "lora_path"), "lora_path")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,6 +194,8 @@ class _LoraUpdate(Update):
         def check() -> None:
             tensors = read_tensors(folder / TENSORS, self.field)
             check_lora(layers, config, tensors, self.field)
+            if self.check_finite:
+                check_numbers(tensors, self.field)
             (folder / CONFIG).write_text(dump_config(config, tensors))
 
         await self.run_phase("check", lambda: run_sync(check))

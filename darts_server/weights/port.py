@@ -60,11 +60,13 @@ class Update:
     the LoRA adapter that is updated; ``None`` for the model itself. ``when_staged``: awaited when the new weights have
     been checked; if it fails, the update is refused. ``version``: of the new weights. ``timeout``: seconds that each
     phase may take. Both are set when it begins. ``seconds``: duration of each phase so far.
+    ``check_finite``: whether tensors with NaN or infinity are refused.
     """
 
     source: str
     rule: Rule | None
     partial: bool = False
+    check_finite: bool = True
     lora: str | None = None
     when_staged: Callable[[], Awaitable[None]] | None = None
     version: int = 0

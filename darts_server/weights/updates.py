@@ -21,6 +21,7 @@ from darts_server.weights.staging import Staging
 from darts_server.weights.tensors import (
     TensorSet,
     changed_files,
+    check_numbers,
     check_tensors,
     names_by_file,
     read_tensors,
@@ -65,11 +66,13 @@ class Updates:
         rule: Rule | None = None,
         version: int | None = None,
         partial: bool = False,
+        check_finite: bool = True,
     ) -> UpdateRecord:
         """Update from the bytes of a safetensors file.
 
         ``body`` is called with the largest number of bytes that it may yield. ``rule``: ``None`` for the server's.
-        ``version``: ``None`` for the next one. Raises: see `Coordinator.run`.
+        ``version``: ``None`` for the next one. ``check_finite``: whether a tensor with NaN or infinity is refused.
+        Raises: see `Coordinator.run`.
         """
 
         async def fetch() -> TensorSet:
@@ -81,6 +84,7 @@ class Updates:
             source="push",
             rule=rule or self.coordinator.settings.rule,
             partial=partial,
+            check_finite=check_finite,
             owner=self,
             fetch=fetch,
             field="body",
@@ -93,11 +97,12 @@ class Updates:
         rule: Rule | None = None,
         version: int | None = None,
         partial: bool = False,
+        check_finite: bool = True,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
         """Update from a file or folder under the root. It must not change until other weights have replaced it.
 
-        ``rule``, ``version``: as for `push`. ``when_staged``: see `Update`. Raises: as `push`, and
+        ``rule``, ``version``, ``check_finite``: as for `push`. ``when_staged``: see `Update`. Raises: as `push`, and
         `Forbidden` without a root.
         """
 
@@ -110,6 +115,7 @@ class Updates:
             source="disk",
             rule=rule or self.coordinator.settings.rule,
             partial=partial,
+            check_finite=check_finite,
             when_staged=when_staged,
             owner=self,
             fetch=fetch,
@@ -134,6 +140,8 @@ class _WeightUpdate(Update):
         async def check() -> TensorSet:
             expected = await model.expected_tensors()
             tensors = await run_sync(lambda: check_tensors(expected, given, partial=self.partial, field=self.field))
+            if self.check_finite:
+                await run_sync(check_numbers, tensors, self.field)
             is_full = tensors.keys() == expected.tensors.keys()
             return tensors if is_full else await loaded.complete(tensors, self.field)
 

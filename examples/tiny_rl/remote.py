@@ -12,7 +12,7 @@ from examples.tiny_rl.method import Method
 
 TIMEOUT_SECONDS = 300.0  # a batch of the tiny task takes seconds
 CONNECTIONS = 32  # for evaluations; with 4 samples each they fill the engine
-STEPS_METRIC = "darts_decode_steps"
+STEPS_METRIC = "darts_decode_steps_total"
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,19 @@ def large(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_check_of_numbers_is_switched_off_in_the_request_alone() -> None:
+    server = Recorder()
+    with Client(URL, transport=server) as client:
+        client.weights.push(b"weights")
+        client.weights.push(b"weights", check_finite=False)
+        client.weights.push_lora("a", b"weights", config={"r": 1}, check_finite=False)
+        client.weights.load("a.safetensors", check_finite=False)
+        client.weights.load_lora("a", "folder", check_finite=False)
+    default, *pushed = (request.url.params.get("check_finite") for request in server.requests[:3])
+    assert (default, pushed) == (None, ["false", "false"])
+    assert [json.loads(b"".join(body))["check_finite"] for body in server.bodies[3:]] == [False, False]
+
+
 def test_a_file_is_sent_unchanged_in_pieces(large: Path) -> None:
     server = Recorder()
     with Client(URL, transport=server) as client:

@@ -53,5 +53,7 @@ def _zero(*_: object) -> Any:
 def _described(collector: Any) -> Iterator[Metric]:
     for family in collector.describe():
         suffix = "_total" if family.type == "counter" else ""
-        labels = tuple(name for name in collector._labelnames if name != "model_name")
+        # The client's own collectors have the names, and families that are made at each scrape have their own.
+        named: Any = collector if hasattr(collector, "_labelnames") else family
+        labels = tuple(name for name in named._labelnames if name != "model_name")
         yield Metric(f"{family.name}{suffix}", family.type, labels, family.documentation)

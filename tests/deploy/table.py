@@ -9,8 +9,8 @@ HEAD = """\
 # Metrics
 
 Metrics that darts-server adds to vLLM's `/metrics`. Each has the label `model_name` besides those listed here. No label
-is a prompt, a group or a caller, so the number of series does not grow with use. A gauge is NaN while its value is
-unknown. [operations.md](operations.md#monitor) says what to watch and when to act.
+is a prompt, a group or a caller, so the number of series does not grow with use. A gauge has no sample
+while its value is unknown. [operations.md](operations.md#monitor) says what to watch and when to act.
 
 Of vLLM's own: what a request generates that is answered whole stays in the engine's process, up to some hundreds of
 tokens. They count in `vllm:generation_tokens_total` at once; `vllm:inter_token_latency_seconds` has their mean. Stopped

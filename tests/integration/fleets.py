@@ -54,8 +54,8 @@ class Marked:
         return False
 
     def process(self, kind: str) -> psutil.Process:
-        """Return Ray's ``gcs_server``, or of an engine that is up its ``host``, its ``actor``, or ``engine`` itself."""
-        if kind == "gcs_server":
+        """Return Ray's ``gcs_server`` or ``raylet``, or of an engine that is up ``host``, ``actor`` or ``engine``."""
+        if kind in ("gcs_server", "raylet"):
             return next(each for each in psutil.process_iter() if each.name() == kind and self._is_ours(each))
         hosts = sorted(self.hosts(), key=lambda each: -len(each.children()))
         if kind == "host":

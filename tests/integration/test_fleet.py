@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from darts_server.demo.server import DARTS
+from darts_server.ray.place import HEAD_SECONDS
 from tests.integration.fleets import Marked, fleet, wait_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -37,8 +38,12 @@ def test_two_engines_serve_as_one_and_end_with_their_server(tmp_path: Path) -> N
         marked.process("gcs_server").kill()  # then no engine can be started again
         marked.process("engine").kill()
         wait_up(server, 1)
-        time.sleep(5)
+        time.sleep(HEAD_SECONDS + 5)
         check_groups()
+        log = server.log.read_text()
+        assert log.count("is not started again until the head of Ray's cluster answers") == 1
+        assert "another host of engine" not in log
+        marked.process("raylet").kill()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     _, left = psutil.wait_procs(hosts, 30)

@@ -221,6 +221,9 @@ def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, 
     answer = put(server, perturbed(1))
     assert answer.status_code == 501
     assert "--enable-lora" in answer.json()["error"]["message"]
+    infinite = lora(14)
+    name, tensor = next(iter(infinite.items()))
+    tensor[0, 0] = math.inf
     save_file(lora(14), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(FULL_CONFIG))
     body = {"lora_name": "ad", "lora_path": str(tmp_path), "load_inplace": True}
@@ -230,7 +233,14 @@ def test_weights_and_foreign_adapters_are_rejected_with_reasons(server: Server, 
     assert is_same(sample(server, "ad:raw"), before)
     body = {"lora_name": "theirs", "lora_path": str(tmp_path)}
     assert httpx.post(f"{server.url}/v1/load_lora_adapter", json=body, timeout=240).status_code == 200
+    save_file(infinite, tmp_path / "adapter_model.safetensors")
+    answer = httpx.post(f"{server.url}/v1/load_lora_adapter", json=body | {"lora_name": "infinite"}, timeout=240)
+    assert answer.status_code != 200
+    assert f"tensor {name} has NaN or infinity" in answer.text
+    save_file(lora(14), tmp_path / "adapter_model.safetensors")
     assert push(server, lora(14), "theirs").status_code == 409
+    answer = push(server, infinite, "infinite")
+    assert (answer.status_code, f"tensor {name} has NaN or infinity" in answer.text) == (400, True)
     assert push(server, lora(14), "..%2Fx").status_code in (404, 422)
     assert push(server, lora(14), "a%00b").status_code == 400
     assert lora_difference(server, merged(lora(14)), "theirs") < ROUNDING

@@ -72,7 +72,7 @@ def test_no_caller_notices_that_an_engine_is_gone(
 ) -> None:
     wait_up(server, 2)
     expected = {penalty: complete(server, presence_penalty=penalty)["choices"][0]["text"] for penalty in (0.0, 1.0)}
-    texts, before = prompts(PROMPTS, seed=number), server.metric("darts_engines_lost")
+    texts, before = prompts(PROMPTS, seed=number), server.metric("darts_engines_lost_total")
     batch = {
         "prompts": [{"text": text} for text in texts],
         "group_size": SIZE,
@@ -95,7 +95,7 @@ def test_no_caller_notices_that_an_engine_is_gone(
         sent = time.monotonic()
         is_lost = kind != "actor" or number == signal.SIGKILL  # of an actor that is stopped nothing is needed
         if is_lost:
-            while server.metric("darts_engines_lost") == before:
+            while server.metric("darts_engines_lost_total") == before:
                 assert time.monotonic() < sent + 60
                 time.sleep(0.02)
             print(f"{kind}, {number.name}: noticed after {time.monotonic() - sent:.2f} s")

@@ -60,7 +60,7 @@ def test_decode_steps_are_counted_though_most_send_nothing(
     server: Server, client: openai.OpenAI, request: pytest.FixtureRequest
 ) -> None:
     wait_idle(server)
-    before = server.metric("darts_decode_steps")
+    before = server.metric("darts_decode_steps_total")
     client.completions.create(model="tiny:raw", prompt=PROMPTS[0], n=8, max_tokens=150, extra_body={"ignore_eos": True})
     # The last ones, of ten milliseconds, are reported with those of the next request, and so are those of the last one.
-    assert 100 <= server.metric("darts_decode_steps") - before <= 180 * request.node.callspec.params["serve"]
+    assert 100 <= server.metric("darts_decode_steps_total") - before <= 180 * request.node.callspec.params["serve"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -267,3 +268,15 @@ def are_generating(server: Server, answers: Sequence["Future[httpx.Response]"], 
     name = "vllm:generation_tokens_total"
     wait_counted(server, name, server.metric(name) + tokens)
     return not any(answer.done() for answer in answers)
+
+
+@pytest.mark.nightly
+def test_a_disk_that_is_full_at_the_end_is_exit_code_3(serve_one: Serve, tmp_path: Path) -> None:
+    flags = ("--state-dir", str(tmp_path / "state"), "--grace-seconds", "0")
+    body = GREEDY | {"prompts": problems(1, 2, 3), "carry": "resume"}
+    with serve_one(DARTS, tmp_path / "log", *flags) as server, running(server, 20, body):
+        # No file can be written any more, nor the log.
+        _, most = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (1, most))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(180) == 3, server.log_tail()

@@ -62,4 +62,4 @@ def test_a_state_with_a_number_that_cannot_be_used_is_refused(api: httpx.Client,
     assert f"prompt {group['prompt_key']!r}: std_ema must be" in refused.json()["error"]["message"]
     assert learned_rows(api.get("/darts/v1/state").content) == before
     assert len(groups(api, n=8)) == 1
-    assert server.metric("darts_observer_failures") == 0
+    assert server.metric("darts_observer_failures_total") == 0

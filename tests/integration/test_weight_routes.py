@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.integration import backend, waiting
 from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.fork_server import Serve
 from tests.integration.weights import (
+    EMBEDDING,
     ORIGINAL,
     PROMPT,
     is_same,
@@ -33,6 +35,7 @@ from tests.integration.weights import (
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 PATIENCE = 8.0
 """Seconds without a call after which the trainer counts as dead: many times what a step takes."""
+NORM = "model.norm.weight"
 GENERATED = "vllm:generation_tokens_total"
 GROUP: dict[str, Any] = {
     "prompts": [{"text": PROMPT}],
@@ -81,9 +84,13 @@ class Trainer:
         answer = self.post("/start_weight_update")
         assert (answer.status_code, answer.json()) == (200, {"message": "Weight update started"})
 
-    def write(self, seed: int, *names: str) -> None:
+    def write(self, seed: int, *names: str, bad: str | None = None) -> None:
+        """Write tensors to the model. ``bad``: the name of a tensor that gets an infinite number."""
         path = self._folder / f"{seed}.safetensors"
-        save_file(perturbed(seed), path)
+        weights = perturbed(seed)
+        if bad is not None:
+            weights[bad].view(-1)[-1] = -math.inf
+        save_file(weights, path)
         info = {"path": str(path), "names": list(names) or sorted(ORIGINAL)}
         answer = self.post("/update_weights", {"update_info": info})
         assert (answer.status_code, answer.json()) == (200, {"message": "Weights updated"})
@@ -160,6 +167,25 @@ def test_a_failed_call_gets_vllms_answer_and_ends_the_update(server: Server, tra
     assert max_difference(server, ORIGINAL) < 1e-5
     assert trainer.post("/finish_weight_update").status_code == 500
     assert len(sample(server)) == 4
+
+
+def test_numbers_that_are_not_finite_end_an_update_and_the_old_weights_are_restored(
+    server: Server, trainer: Trainer
+) -> None:
+    """Must be one of the first tests: the old weights can be restored as long as they are in files."""
+    before = sample(server)
+    # On CPU vLLM packs the weights of linear layers when they arrive, and nothing else can read them.
+    for name in (NORM, EMBEDDING):
+        trainer.start()
+        trainer.write(60, bad=name)
+        answer = trainer.post("/finish_weight_update")
+        assert answer.status_code == 503, answer.text
+        assert f"parameter {name} has NaN or infinity" in answer.json()["error"]["message"]
+        now = status(server)
+        assert (now["version"], now["intact"], now["last"]["outcome"]) == (0, True, "failed")
+        assert "the old weights were restored" in now["last_error"]
+        assert is_same(sample(server), before)
+    assert trainer.post("/finish_weight_update?check_finite=perhaps").status_code == 400
 
 
 async def test_an_update_waits_for_groups_and_is_recorded(server: Server, trainer: Trainer) -> None:
@@ -398,3 +424,14 @@ async def test_every_choice_of_a_group_has_the_versions_of_its_own_tokens(server
         first, second = choice["weight_versions"]
         assert (first["version"], first["start"]) == (str(version), 0)
         assert (second["version"], second["start"], second["end"]) == (str(version + 1), first["end"], 250)
+
+
+def test_numbers_that_are_not_finite_are_accepted_if_the_trainer_says_so(server: Server, trainer: Trainer) -> None:
+    """Must be the last test of this server: its model is broken until other weights come."""
+    version = status(server)["version"]
+    trainer.start()
+    trainer.write(61, bad=NORM)
+    assert trainer.post("/finish_weight_update?check_finite=false").status_code == 200
+    assert status(server)["version"] == version + 1
+    trainer.update(62)
+    assert max_difference(server, perturbed(62)) < 1e-5

@@ -114,23 +114,31 @@ def test_a_tied_head_and_another_precision_are_accepted(server: Server) -> None:
     check_served(server, answer, {name: tensor.float() for name, tensor in weights.items()})
 
 
-def test_invalid_sets_are_rejected_and_change_nothing(server: Server) -> None:
+def test_invalid_sets_are_rejected_and_change_nothing(server: Server, root: Path) -> None:
     check_served(server, put(server, perturbed(8)), perturbed(8))
     before, version = sample(server), status(server)["version"]
     refused = server.metric("darts_weight_updates_total", outcome="refused")
     whole = save(perturbed(9))
+    infinite = perturbed(9)
+    infinite[QUERY][3, 5] = torch.inf
+    save_file(infinite, root / "infinite.safetensors")
+    by_path = {"weight_dir": str(root / "infinite.safetensors")}
     for answer, words in (
         (put(server, whole[:-100]), "not a whole safetensors file"),
         (put(server, perturbed(9) | {QUERY: torch.zeros(128, 127)}), f"tensor {QUERY} is F32 of shape [128, 127]"),
         (put(server, perturbed(9), version=version), "version: is"),
         (post(server, str(MODEL / "model.safetensors")), "is outside"),
+        (put(server, infinite), f"tensor {QUERY} has NaN or infinity"),
+        (put(server, {QUERY: infinite[QUERY]}, partial=True), f"tensor {QUERY} has NaN or infinity"),
+        (post(server, "infinite.safetensors"), f"tensor {QUERY} has NaN or infinity"),
+        (httpx.post(f"{server.url}/update_weights", json=by_path), f"tensor {QUERY} has NaN or infinity"),
     ):
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["error"]["message"]
     assert is_same(sample(server), before)
     assert status(server)["version"] == version
     assert status(server)["state"] == "serving"
-    assert server.metric("darts_weight_updates_total", outcome="refused") >= refused + 3
+    assert server.metric("darts_weight_updates_total", outcome="refused") >= refused + 7
 
 
 def make_link(path: Path) -> None:
@@ -314,9 +322,10 @@ def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: 
 
 
 def test_weights_that_produce_nan_are_reported_as_broken(server: Server) -> None:
-    """Names and shapes are right, so the weights are served; a trainer must not train on what they generate."""
+    """A caller switched the check of numbers off; a trainer must not train on what such weights generate."""
     broken = ORIGINAL | {NORM: torch.full_like(ORIGINAL[NORM], torch.nan)}
-    assert put(server, broken).status_code == 200
+    assert put(server, broken).status_code == 400
+    assert put(server, broken, check_finite=False).status_code == 200
     body: dict[str, Any] = {
         "prompts": [{"text": PROMPT}],
         "group_size": 2,

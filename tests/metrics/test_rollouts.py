@@ -1,12 +1,11 @@
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
-from darts_server.metrics.collectors import WeightMetrics
-from darts_server.metrics.rollouts import GAUGES, RolloutMetrics
+from darts_server.metrics.collectors import WeightMetrics, hide_creation_times
+from darts_server.metrics.rollouts import GAUGES, TOTALS, RolloutMetrics
 from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, UpdateRecord
 from darts_server.types import (
     DiscardReason,
@@ -71,6 +70,24 @@ def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
     assert value(registry, "darts_tail_wait_seconds_count") == 1, "it waited for no tail"
 
 
+def test_a_group_that_goes_on_from_an_earlier_batch_counts_the_tokens_that_it_did_not_generate() -> None:
+    registry = CollectorRegistry()
+    metrics = RolloutMetrics("tiny", registry=registry)
+    metrics.group_ended(record())
+    assert value(registry, "darts_resumed_groups_total") == value(registry, "darts_resumed_tokens_total") == 0
+    resumed = tuple(replace(each, resumed=5 * each.index) for each in record().candidates)
+    metrics.group_ended(record(candidates=resumed))
+    assert value(registry, "darts_resumed_groups_total") == 1
+    assert value(registry, "darts_resumed_tokens_total") == 15
+
+
+def test_no_series_shows_when_it_was_created() -> None:
+    hide_creation_times()
+    registry = CollectorRegistry()
+    RolloutMetrics("tiny", registry=registry)
+    assert b"_created" not in generate_latest(registry)
+
+
 def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_with_use() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", registry=registry)
@@ -100,9 +117,10 @@ def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
 def test_gauges_read_their_sources_at_each_scrape() -> None:
     registry = CollectorRegistry()
     faults: list[str] = []
-    reads: dict[str, Callable[..., float | None]] = dict.fromkeys(GAUGES, lambda *_: None)
+    reads: dict[str, Callable[..., float | None]] = dict.fromkeys([*GAUGES, *TOTALS], lambda *_: None)
     reads |= {
         "darts_store_fault": lambda: bool(faults),
+        "darts_observer_failures_total": lambda: 7,
         "darts_step_seconds": lambda size: size / 8,
         "darts_length_tokens": lambda kind, statistic: len(kind) if statistic == "p50" else None,
         "darts_deadline_lost_share": lambda policy, max_lost: None,
@@ -112,7 +130,8 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     metrics = RolloutMetrics("tiny", reads, registry)
     assert value(registry, "darts_step_seconds", sequences="16") == 2
     assert value(registry, "darts_length_tokens", kind="generated", statistic="p50") == 9
-    assert math.isnan(value(registry, "darts_pattern_error_tokens") or 0)
+    assert value(registry, "darts_pattern_error_tokens") is None
+    assert value(registry, "darts_observer_failures_total") == 7
     assert value(registry, "darts_store_fault") == 0
     faults.append("the disk is full")
     assert value(registry, "darts_store_fault") == 1
@@ -122,7 +141,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     metrics.group_ended(replace(cut, policy="auto", chosen=ChosenOption("cut 1.5 at 0.9", "it is fast")))
     for policy in ("cap", "auto: cut 1.5 at 0.9"):
         assert value(registry, "darts_deadline_stretch", policy=policy) == 1.25
-        assert math.isnan(value(registry, "darts_deadline_lost_share", policy=policy) or 0)
+        assert value(registry, "darts_deadline_lost_share", policy=policy) is None
 
 
 def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured_time() -> None:
@@ -141,6 +160,10 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured
     assert value(registry, "darts_deadline_tokens") == 60
     assert value(registry, "darts_rollout_seconds_sum", kind="predicted") == 2
     assert value(registry, "darts_rollout_seconds_sum", kind="measured") == 2.5
+    for carry in ("restart", "resume"):
+        metrics.cohort_ended(replace(cohort, chosen=ChosenOption("off", "3 of 4 prompts run", carry)))
+        assert value(registry, "darts_auto_cohorts_total", rule=carry) == 1
+    assert value(registry, "darts_auto_cohorts_total", rule="off") == 0
 
 
 def test_cut_candidates_and_explored_tails_are_counted() -> None:

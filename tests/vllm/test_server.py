@@ -1,3 +1,4 @@
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ from darts_server.demo.server import FLAGS, MODEL
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm import platform
 from darts_server.vllm.launch import start_engine
-from darts_server.vllm.server import parse
+from darts_server.vllm.server import parse, url_of
 
 
 def test_the_first_served_name_is_a_shaped_one() -> None:
@@ -17,6 +18,14 @@ def test_the_first_served_name_is_a_shaped_one() -> None:
 def test_several_api_processes_are_refused() -> None:
     with pytest.raises(InvalidSetting, match="--api-server-count = 2"):
         parse(["some/model", "--api-server-count", "2"])
+
+
+def test_the_address_of_a_server_is_where_it_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert url_of(parse(["some/model"]), listening) == f"http://127.0.0.1:{port}"
+        assert url_of(parse(["some/model", "--ssl-certfile", "c.pem"]), listening) == f"https://127.0.0.1:{port}"
+        assert url_of(parse(["some/model", "--uds", "/run/s"]), listening) == "unix:/run/s"
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")

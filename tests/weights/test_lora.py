@@ -1,5 +1,6 @@
 """LoRA adapters of a fake model: what is served after each outcome of an update."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,3 +127,17 @@ async def test_a_server_without_lora_names_the_flag(tmp_path: Path) -> None:
         for act in (updates.loras.load("a", "x"), updates.loras.remove("a")):
             with pytest.raises(Forbidden, match="--enable-lora"):
                 await act
+
+
+async def test_a_lora_adapter_that_is_not_finite_is_refused_unless_the_caller_says_so(harness: Harness) -> None:
+    await push(harness, 5)
+    save_to(harness.root / "bad", math.nan)
+    with pytest.raises(InvalidRequest, match=r"body: tensor base_model\.model\.layers\.0\.lora_A\.weight has NaN"):
+        await push(harness, math.nan)
+    with pytest.raises(InvalidRequest, match=r"path: tensor .* has NaN or infinity"):
+        await harness.updates.loras.load("a", "bad")
+    assert served(harness) == {"a": 5}
+    await push(harness, math.inf, check_finite=False)
+    assert served(harness) == {"a": math.inf}
+    await harness.updates.loras.load("b", "bad", check_finite=False)
+    assert math.isnan(served(harness)["b"])

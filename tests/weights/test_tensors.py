@@ -1,13 +1,25 @@
 import json
+import math
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from darts_server.exceptions import Forbidden, InvalidRequest
-from darts_server.weights.tensors import ExpectedTensors, Tensor, check_tensors, read_tensors, resolve_path
+from darts_server.weights.tensors import (
+    CHUNK_BYTES,
+    NONFINITE,
+    ExpectedTensors,
+    Tensor,
+    check_numbers,
+    check_tensors,
+    read_tensors,
+    resolve_path,
+)
 from tests.weights.model import SHAPES, TIED, tensors, write
 
 EXPECTED = ExpectedTensors({name: Tensor(shape, "F32") for name, shape in SHAPES.items()}, TIED)
@@ -187,3 +199,54 @@ def test_the_root_itself_may_be_a_link(root: Path) -> None:
         resolved = resolve_path(alias, path)
         assert resolved == (root / "step-1", root)
         assert read_tensors(resolved[0], "path", resolved[1]).keys() == SHAPES.keys()
+
+
+def with_bits(bits: int, dtype: str, place: int) -> bytes:
+    """Return a safetensors file with the tensor `a`: finite numbers of both signs, and one with these bits."""
+    unsigned = NONFINITE[dtype].unsigned
+    largest = NONFINITE[dtype].first - 1
+    sign = 1 << (8 * np.dtype(unsigned).itemsize - 1)
+    data = np.resize(np.array([0, 1, largest, sign | largest], unsigned), CHUNK_BYTES + 16)
+    data[place] = bits
+    header = json.dumps(
+        {
+            "__metadata__": {"format": "pt"},
+            "first": {"dtype": "I8", "shape": [8], "data_offsets": [0, 8]},
+            "a": {"dtype": dtype, "shape": [len(data)], "data_offsets": [8, 8 + data.nbytes]},
+        }
+    ).encode()
+    return len(header).to_bytes(8, "little") + header + b"\xff" * 8 + data.tobytes()
+
+
+@pytest.mark.parametrize("dtype", NONFINITE)
+def test_a_number_that_is_not_finite_is_found_in_every_format(tmp_path: Path, dtype: str) -> None:
+    first = NONFINITE[dtype].first
+    sign = 1 << (8 * np.dtype(NONFINITE[dtype].unsigned).itemsize - 1)
+    path = tmp_path / "given.safetensors"
+    path.write_bytes(with_bits(first - 1, dtype, 0))
+    check_numbers(read_tensors(path, "body"), "body")
+    for bits in (first, sign | first, sign - 1, 2 * sign - 1):
+        for place in (0, CHUNK_BYTES // 2, -1):
+            path.write_bytes(with_bits(bits, dtype, place))
+            with pytest.raises(InvalidRequest, match="tensor a has NaN or infinity") as error:
+                check_numbers(read_tensors(path, "body"), "body")
+            assert error.value.field == "body"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_torch_calls_not_finite_is_refused(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    path = tmp_path / "given.safetensors"
+    limits = torch.finfo(dtype)
+    good = torch.tensor([limits.min, limits.max, limits.tiny, -0.0], dtype=dtype)
+    save_torch_file({"good": good, "bad": torch.cat([good, torch.tensor([value], dtype=dtype)])}, path)
+    with pytest.raises(InvalidRequest, match="tensor bad has"):
+        check_numbers(read_tensors(path, "path"), "path")
+
+
+def test_a_file_that_changes_before_its_numbers_are_checked_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "given.safetensors", 1)
+    given = read_tensors(path, "path")
+    os.utime(path, (1, 1))
+    with pytest.raises(InvalidRequest, match="has changed since it was checked"):
+        check_numbers(given, "path")

@@ -1,4 +1,5 @@
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -204,3 +205,30 @@ async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harn
         await harness.push(6, rule=Rule.RESTART)
     assert not harness.groups.halted
     harness.check_serves(1, all=5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_numbers_that_are_not_finite_are_refused_before_the_model_is_touched(
+    harness: Harness, value: float
+) -> None:
+    await harness.push(5)
+    harness.model.calls.clear()
+    bad = tensors(6)
+    bad["layers.1.weight"][0, 1] = value
+    (harness.root / "bad.safetensors").write_bytes(save(bad))
+    with pytest.raises(InvalidRequest, match=r"body: tensor layers\.1\.weight has NaN or infinity"):
+        await harness.push_bytes(save(bad))
+    with pytest.raises(InvalidRequest, match=r"path: tensor layers\.1\.weight has NaN or infinity"):
+        await harness.updates.load("bad.safetensors")
+    with pytest.raises(InvalidRequest, match=r"tensor layers\.1\.weight has NaN or infinity"):
+        await harness.push(value, "layers.1.weight")
+    assert set(harness.model.calls) == {"ended refused"}
+    harness.check_serves(1, all=5)
+
+
+async def test_numbers_that_are_not_finite_are_served_if_the_caller_says_so(harness: Harness) -> None:
+    await harness.push(math.inf, check_finite=False)
+    harness.check_serves(1, all=math.inf)
+    write(harness.root / "bad.safetensors", -math.inf)
+    await harness.updates.load("bad.safetensors", check_finite=False)
+    harness.check_serves(2, all=-math.inf)

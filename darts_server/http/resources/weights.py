@@ -18,6 +18,7 @@ MAX_VERSION = 2**53 - 1
 RULE = "What happens to running groups; --weights-rule by default. `resume` is another name of `keep`."
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
+CHECK_FINITE = "Whether the update is refused if a tensor has NaN or infinity."
 LoraName = Annotated[str, Path(pattern=LORA_NAME, description="Model name in requests.")]
 
 
@@ -27,6 +28,7 @@ class LoraIn(Body):
     path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
     rule: RuleName | None = Field(None, description=RULE)
     version: int | None = Field(None, ge=0, le=MAX_VERSION, description=VERSION)
+    check_finite: bool = Field(True, description=CHECK_FINITE)
 
 
 class WeightsIn(LoraIn):
@@ -86,16 +88,29 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         rule: Annotated[RuleName | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
+        check_finite: Annotated[bool, Query(description=CHECK_FINITE)] = True,
     ) -> WeightsAnswer:
         """Replace the weights by those in the body, or change nothing. Responds when they are served."""
-        await updates.push(lambda limit: chunks_of(request, limit), rule and Rule(rule), version, partial)
+        await updates.push(
+            lambda limit: chunks_of(request, limit),
+            rule and Rule(rule),
+            version,
+            partial,
+            check_finite,
+        )
         return answer(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
         """Replace the weights by those at a path, or change nothing. Responds when they are served."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
-        await updates.load(body.path, body.rule and Rule(body.rule), body.version, body.partial)
+        await updates.load(
+            body.path,
+            body.rule and Rule(body.rule),
+            body.version,
+            body.partial,
+            body.check_finite,
+        )
         return answer(updates)
 
     @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
@@ -107,16 +122,30 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         ],
         rule: Annotated[RuleName | None, Query(description=RULE)] = None,
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
+        check_finite: Annotated[bool, Query(description=CHECK_FINITE)] = True,
     ) -> WeightsAnswer:
         """Serve this adapter under that name, replacing an earlier one, or change nothing."""
-        await updates.loras.push(name, config, lambda limit: chunks_of(request, limit), rule and Rule(rule), version)
+        await updates.loras.push(
+            name,
+            config,
+            lambda limit: chunks_of(request, limit),
+            rule and Rule(rule),
+            version,
+            check_finite,
+        )
         return answer(updates)
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load_lora(name: LoraName, request: Request) -> WeightsAnswer:
         """Serve the adapter in that folder under that name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await updates.loras.load(name, body.path, body.rule and Rule(body.rule), body.version)
+        await updates.loras.load(
+            name,
+            body.path,
+            body.rule and Rule(body.rule),
+            body.version,
+            body.check_finite,
+        )
         return answer(updates)
 
     @api.delete("/weights/lora/{name}")

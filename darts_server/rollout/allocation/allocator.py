@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
+from typing import Literal
 
 import numpy as np
 
@@ -162,6 +163,14 @@ class Allocator:
                 tokens_from_recent = recent.deadline(rule)
             else:
                 rule = replace(rule, recent=recent.quantile(rule))
+        chosen_option = None
+        if chosen is not None:
+            carry: Literal["restart", "resume"] | None = None
+            if chosen.begun is not None:
+                carry = "resume"
+            elif chosen.enough is not None:
+                carry = "restart"
+            chosen_option = ChosenOption(chosen.option.name, chosen.reason, carry)
         record = CohortRecord(
             policy=plan.policy,
             groups=groups,
@@ -170,7 +179,7 @@ class Allocator:
             explored=rule is not None
             and (chosen is None or not chosen.explores)
             and self.deadlines.should_explore(rule, policy, groups),
-            chosen=None if chosen is None else ChosenOption(chosen.option.name, chosen.reason),
+            chosen=chosen_option,
         )
         start, end = None, self._on_cohort_end
         if chosen is not None:

@@ -116,10 +116,21 @@ class CarriedPrompts:
         self.limits = limits or CarryLimits()
         self._may_call = may_call
         self._kept: dict[str | None, list[CarriedPrompt]] = {}
+        self._tokens: dict[str | None, int] = {}  # that were generated for them
 
     def __iter__(self) -> Iterator[Owned]:
         """Iterate over all prompts with the names of their callers, of each the oldest first."""
         return ((owner, prompt) for owner, kept in self._kept.items() for prompt in kept)
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts of all callers."""
+        return sum(map(len, self._kept.values()))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that were generated for them."""
+        return sum(self._tokens.values())
 
     def count(self, owner: str | None) -> int:
         """Return how many prompts of a caller are kept."""
@@ -143,8 +154,7 @@ class CarriedPrompts:
                 taken.append((waiting.pop() if waiting else None, prompt))
             else:
                 left.append(prompt)
-        if left:
-            self._kept[owner] = left
+        self._keep(owner, left)
         return taken
 
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
@@ -162,8 +172,7 @@ class CarriedPrompts:
             if prompt.group is not None and (tokens := tokens + prompt.group.tokens) > self.limits.tokens:
                 prompt = replace(prompt, group=None)
             kept.append(prompt)
-        if kept:
-            self._kept[owner] = kept[::-1]
+        self._keep(owner, kept[::-1])
         if excess := len(prompts) - len(kept):
             logger.warning(
                 "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), "
@@ -172,10 +181,21 @@ class CarriedPrompts:
             )
         self.drop_without_caller()  # a batch may end after its caller's key was removed
 
+    def _keep(self, owner: str | None, prompts: list[CarriedPrompt]) -> None:
+        """Keep these prompts of a caller and no others."""
+        self._kept.pop(owner, None)
+        self._tokens.pop(owner, None)
+        if prompts:
+            self._kept[owner] = prompts
+            self._tokens[owner] = sum(prompt.group.tokens for prompt in prompts if prompt.group is not None)
+
     def drop_without_caller(self) -> None:
         """Drop the prompts of callers that cannot send requests any more."""
         gone = [owner for owner in self._kept if not self._may_call(owner)]
-        if prompts := sum(len(self._kept.pop(owner)) for owner in gone):
+        prompts = sum(len(self._kept[owner]) for owner in gone)
+        for owner in gone:
+            self._keep(owner, [])
+        if prompts:
             logger.warning(
                 "%d prompts that were carried over are dropped: their API key is not valid any more", prompts
             )

@@ -215,6 +215,16 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         """Drop the prompts that were carried over for callers whose keys are not valid any more."""
         self._carried.drop_without_caller()
 
+    @property
+    def carried_prompts(self) -> int:
+        """Number of prompts that are kept for later batches."""
+        return self._carried.prompts
+
+    @property
+    def carried_tokens(self) -> int:
+        """Number of tokens that were generated for these prompts."""
+        return self._carried.tokens
+
     async def close(self) -> int:
         """Cancel what still runs, and save the prompts that are kept; how many of them could not be saved.
 

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -116,3 +117,32 @@ def test_what_is_wrong_with_an_adapter_is_named(here: TestClient) -> None:
     large = {"content-length": str(10**12)}
     assert here.put(LORA_URL, params={"config": CONFIG}, content=b"", headers=large).status_code == 413
     assert here.get("/darts/v1/weights").json()["version"] == 0
+
+
+def test_the_check_of_numbers_is_on_unless_the_request_says_no(
+    here: TestClient, model: FakeModel, tmp_path: Path
+) -> None:
+    bad = save(tensors(math.inf))
+    (tmp_path / "bad.safetensors").write_bytes(bad)
+    save_to(tmp_path / "lora", math.inf)
+    no = {"check_finite": "false"}
+    for refused, accepted in (
+        (here.put(URL, content=bad), here.put(URL, params=no, content=bad)),
+        (
+            here.post(URL, json={"path": "bad.safetensors"}),
+            here.post(URL, json={"path": "bad.safetensors", "check_finite": False}),
+        ),
+        (
+            here.put(LORA_URL, params={"config": CONFIG}, content=bytes_of(math.inf)),
+            here.put(LORA_URL, params={"config": CONFIG, **no}, content=bytes_of(math.inf)),
+        ),
+        (
+            here.post(LORA_URL, json={"path": "lora"}),
+            here.post(LORA_URL, json={"path": "lora", "check_finite": False}),
+        ),
+    ):
+        assert refused.status_code == 400
+        assert "has NaN or infinity" in refused.json()["error"]["message"]
+        assert accepted.status_code == 200
+    assert here.get(URL).json()["version"] == 4
+    assert model.values == dict.fromkeys(SHAPES, math.inf)

@@ -68,6 +68,27 @@ def test_named_prompts_are_taken_as_often_as_they_are_named() -> None:
     assert prompts.count(None) == 0
 
 
+def test_what_is_kept_is_counted_over_all_callers() -> None:
+    prompts = CarriedPrompts(CarryLimits(prompts=2, tokens=25), may_call=lambda owner: owner != "gone")
+
+    def generated(name: str, tokens: int) -> CarriedPrompt:
+        candidate: CarriedCandidate[Any] = CarriedCandidate(TokenSlice(range(tokens), None), ((0, tokens),))
+        return replace(kept(name), group=CarriedGroup("", False, (), [candidate]))
+
+    prompts.put("a", [generated("1", 10), generated("2", 10)])
+    prompts.put("b", [generated("3", 20), kept("4")])
+    assert (prompts.prompts, prompts.tokens) == (4, 40)
+    prompts.put("a", [generated("5", 20)])  # the first is dropped, and the second starts again
+    assert (prompts.prompts, prompts.tokens) == (4, 40)
+    prompts.put("gone", [generated("6", 5)])
+    assert (prompts.prompts, prompts.tokens) == (4, 40)
+    prompts.take("b", [("3", "3")], others=False)
+    assert (prompts.prompts, prompts.tokens) == (3, 20)
+    take_all(prompts, "a")
+    take_all(prompts, "b")
+    assert (prompts.prompts, prompts.tokens) == (0, 0)
+
+
 def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     prompts = CarriedPrompts(CarryLimits(prompts=3))
     prompts.put("one", map(kept, "abc"))
