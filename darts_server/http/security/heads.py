@@ -5,7 +5,7 @@ from asyncio import TimerHandle
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from darts_server.http.body import STALL_SECONDS
 
@@ -48,6 +48,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_head = False
         self._head_timer: TimerHandle | None = None
         self._refusal = HTTPStatus.BAD_REQUEST
+        self._unanswered: list[RequestResponseCycle] = []
 
     def data_received(self, data: bytes) -> None:
         for begin in range(0, len(data), SLICE_BYTES):
@@ -93,6 +94,7 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_head = False
         self._cancel_timer()
         super().on_headers_complete()
+        self._unanswered = [cycle for cycle in (*self._unanswered, self.cycle) if cycle and not cycle.response_complete]
 
     def on_body(self, body: bytes) -> None:
         self._unreported = 0
@@ -104,6 +106,10 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        # uvicorn does this for the last request alone; the others would be generated, and written to a closed socket.
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:

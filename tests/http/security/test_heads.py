@@ -1,6 +1,5 @@
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,8 +33,10 @@ class Connection(asyncio.Transport):
         super().__init__()
         self.written = b""
         self.taken = 0
-        self.timers: list[tuple[float, Callable[..., object], tuple[Any, ...]]] = []
         self._is_closing = False
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.late = 0
         config = Config(self._answer, interface="asgi3", log_level="critical", access_log=False)
         config.load()
         self._protocol: asyncio.BaseProtocol = LimitedHttp(config, ServerState(), {})
@@ -48,6 +49,7 @@ class Connection(asyncio.Transport):
             message = await receive()
             size += len(message.get("body", b""))
             more = message.get("more_body", False)
+        await self.hold.wait()
         body = b"%d;" % size
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
         await send({"type": "http.response.body", "body": body})
@@ -67,7 +69,9 @@ class Connection(asyncio.Transport):
         return self.written
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._is_closing:
+        if self._is_closing:
+            self.late += 1
+        else:
             self.written += bytes(data)
 
     def close(self) -> None:
@@ -137,6 +141,16 @@ async def test_few_requests_wait_on_a_connection(waiting: int, is_refused: bool)
     answer = await connection.send(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * waiting)
     assert (b"HTTP/1.1 429" in answer) is is_refused
     assert is_refused or answer.count(b"0;") == waiting
+
+
+async def test_nothing_is_written_for_any_request_of_a_connection_that_is_lost() -> None:
+    connection = Connection()
+    connection.hold.clear()
+    await connection.send(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 3)
+    connection.get_protocol().connection_lost(None)
+    connection.hold.set()
+    assert await connection.send(b"") == b""
+    assert connection.late == 0
 
 
 async def test_a_head_that_does_not_end_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
