@@ -156,12 +156,20 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
 
 def describe(prompts: Sequence[TracedPrompt], max_tokens: int) -> str:
     """Say in a line what the lengths of a trace are where trajectories end at ``max_tokens``."""
-    lengths = np.minimum(np.concatenate([prompt.lengths for prompt in prompts]), max_tokens)
+    traced = np.concatenate([prompt.lengths for prompt in prompts])
+    lengths = np.minimum(traced, max_tokens)
     truncated = float((lengths == max_tokens).mean())
-    return (
+    about = (
         f"The trace has {lengths.size} lengths of {len(prompts)} prompts: mean {lengths.mean():.1f} tokens, longest "
         f"{lengths.max()}, {truncated:.0%} at the limit"
     )
+    cut = float((traced > max_tokens).mean())
+    if cut:
+        about += (
+            f". {cut:.0%} were longer than the limit, which is --max-tokens or the smallest cap that a sample reaches: "
+            "drop the lines with smaller caps, if they are not what you train with"
+        )
+    return about
 
 
 def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:

@@ -204,7 +204,7 @@ class ControlledLLM(AsyncLLM):
 
         async def finish_as(version: int) -> None:
             await finish()
-            await self.collective_rpc("darts_pack_heads")
+            await self.collective_rpc("darts_complete_update")
             if checks_finite():
                 await self._check_parameters()
             self.weight_version = version

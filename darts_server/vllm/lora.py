@@ -71,6 +71,8 @@ class VllmLoras:
             raise UpdateFailed(f"the engine could not load the LoRA adapter: {error}") from error
         if not is_loaded:
             raise UpdateFailed("the engine did not take the LoRA adapter")
+        # The adapter that this one replaces may have given NaN.
+        await self._llm.collective_rpc("darts_clean_caches")
         self.changes += 1
         self._registry.lora_requests[name] = self.pushed[name]
         raw = name + RAW_SUFFIX

@@ -63,7 +63,7 @@ class VllmPromptRenderer:
                 parsed = parse_model_prompt(self._llm.model_config, given)
                 (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
             except Exception as error:
-                raise _unrendered(_prompt_field(prompt), error) from error
+                raise self._unrendered(_prompt_field(prompt), error) from error
         _limit_answer(params, prompt, len(rendered.get("prompt_token_ids") or ()), self._llm.model_config.max_model_len)
         request = PromptRequest(rendered, params, request_id)
         # Check it before the first candidate starts; errors name the fields of our own API.
@@ -99,13 +99,13 @@ class VllmPromptRenderer:
             raise InvalidRequest(place.lstrip("."), first["msg"]) from error
         except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
             cause = "messages"
-            if getattr(error, "parameter", None) not in TOO_LONG:
+            if not _is_too_long(error):
                 for name in options:
                     others = {other: value for other, value in options.items() if other != name}
                     if await self._has_prompt(messages, others):
                         cause = name
                         break
-            raise _unrendered(cause, error) from error
+            raise self._unrendered(cause, error) from error
 
     async def _has_prompt(self, messages: bytes, options: Mapping[str, Any]) -> bool:
         try:
@@ -129,6 +129,19 @@ class VllmPromptRenderer:
             raise ValueError(rendered.error.message)
         return rendered[1][0]
 
+    def _unrendered(self, field: str, error: Exception) -> InvalidRequest:
+        if _is_too_long(error):
+            # vLLM stops counting at the first token that is too many, and speaks of an answer of 0 tokens.
+            limit = self._llm.model_config.max_model_len
+            return InvalidRequest(
+                field,
+                f"has more than {limit - 1} tokens, and an answer needs one or more: the model's length is {limit}; "
+                "shorten the prompt, or use a server with a larger --max-model-len",
+            )
+        if isinstance(error, REFUSALS):
+            return InvalidRequest(field, str(error))
+        return InvalidRequest(field, f"cannot be rendered for this model: {type(error).__name__}: {error}")
+
     def prompt_key(self, request: PromptRequest) -> str:
         return request.prompt_key
 
@@ -148,10 +161,8 @@ class VllmPromptRenderer:
         return Sample(tokens, logprobs, completion.text, reason)
 
 
-def _unrendered(field: str, error: Exception) -> InvalidRequest:
-    if isinstance(error, REFUSALS):
-        return InvalidRequest(field, str(error))
-    return InvalidRequest(field, f"cannot be rendered for this model: {type(error).__name__}: {error}")
+def _is_too_long(error: Exception) -> bool:
+    return getattr(error, "parameter", None) in TOO_LONG
 
 
 def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit: int) -> None:

@@ -49,7 +49,21 @@ class WorkerExtension:
             finalize_layerwise_reload(model, self.model_runner.model_config)
             return f"{type(error).__name__}: {error}"
         _pack_heads(model)
+        self.darts_clean_caches()
         return None
+
+    def darts_clean_caches(self) -> None:
+        """Replace NaN and infinity in the KV caches, which weights so far may have left there.
+
+        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN: sequences that get such
+        a block would be garbage under good weights, too.
+        """
+        caches = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
+        # A layer passes NaN on to all layers after it, so the last layer's cache has NaN if any has. Looking at it
+        # takes some milliseconds for each GiB of all caches.
+        if caches and not _is_finite(caches[-1]):
+            for cache in caches:
+                torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
 
     def darts_abandon_update(self) -> str | None:
         """End an update of vLLM's own routes. A layer that has not received all of its tensors keeps its old ones."""
@@ -94,10 +108,11 @@ class WorkerExtension:
         """Send the hidden states that requests ask for to this address. Returns why it cannot, or ``None``."""
         return install(self, address)
 
-    def darts_pack_heads(self) -> None:
-        """Complete an update of vLLM's own routes on CPU, see `_pack_heads`."""
+    def darts_complete_update(self) -> None:
+        """Complete an update of vLLM's own routes: see `_pack_heads` and `darts_clean_caches`."""
         if current_platform.is_cpu():
             _pack_heads(self.model_runner.get_model())
+        self.darts_clean_caches()
 
 
 @cache

@@ -193,6 +193,18 @@ def test_a_prompt_without_room_for_its_answer_is_named_with_its_length(
         assert httpx.post(f"{server.url}/v1/completions", json=completion, timeout=240).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [{"token_ids": [5] * 321}, {"text": "7" * 400}, {"messages": [{"role": "user", "content": "7" * 400}]}],
+)
+def test_a_prompt_that_is_longer_than_the_model_is_named_with_the_models_length(
+    server: Server, prompt: dict[str, Any]
+) -> None:
+    answer = post(server, {"prompts": [{"text": "7"}, prompt], "group_size": 2, "sampling": {"max_tokens": 16}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"prompts[1].{next(iter(prompt))}")
+    assert "has more than 319 tokens, and an answer needs one or more: the model's length is 320;" in answer.text
+
+
 def test_an_answer_may_take_all_that_its_prompt_leaves(server: Server) -> None:
     body = {"prompts": [{"token_ids": [5] * 310}], "group_size": 2, "policy": {"name": "off"}}
     for max_tokens in (10, None):

@@ -148,7 +148,9 @@ def test_no_limit_is_simulated_beyond_where_samples_were_truncated(tmp_path: Pat
 
 def test_a_trace_is_described_as_it_is_simulated() -> None:
     said = "The trace has 3 lengths of 2 prompts: mean 12.3 tokens, longest 20, 33% at the limit"
-    assert describe([TracedPrompt(5, (7, 30)), TracedPrompt(5, (10,))], 20) == said
+    assert describe([TracedPrompt(5, (7, 20)), TracedPrompt(5, (10,))], 20) == said
+    said += ". 33% were longer than the limit, which is --max-tokens or the smallest cap that a sample reaches:"
+    assert describe([TracedPrompt(5, (7, 30)), TracedPrompt(5, (10,))], 20).startswith(said)
 
 
 SAMPLE = {

@@ -261,9 +261,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
         may_see = caller.get().may_see
         records = provenance.find(group_id, may_see) or provenance.find(from_header(group_id), may_see)
         if not records:
-            raise NotFound(
-                "group_id", f"there is no group {group_id!r} of yours; only the latest shaped groups are kept"
-            )
+            raise NotFound("group_id", f"there is no group {group_id!r} of yours; only the latest groups are kept")
         if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
             with ExitStack() as held:
                 held.enter_context(readers.counted())
