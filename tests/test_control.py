@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,8 @@ from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import load
-from darts_server.types import RequestOptions
+from darts_server.simulation.policies import NAMES
+from darts_server.types import POLICIES, RequestOptions
 
 
 def shaping(planner: Planner, policy: str) -> Shaping:
@@ -67,3 +69,17 @@ def test_a_batch_cannot_raise_the_largest_group() -> None:
     assert control.new_planner({"max_group_size": 8}).limits.max_group_size == 8
     with pytest.raises(InvalidRequest, match="cannot raise it above the server's, 16"):
         control.new_planner({"max_group_size": 17})
+
+
+def test_the_settings_the_simulator_and_the_schema_name_every_policy() -> None:
+    assert list(Control(load({}, None)).planner.names()) == list(POLICIES)
+    assert [name for name in POLICIES if name not in NAMES] == ["arrol", "darts+arrol"]
+    policy = Control(load({}, None)).schema()["properties"]["policy"]  # type: ignore[index]
+    assert policy["enum"] == list(POLICIES)
+    assert all(f"{name}: {about}." in policy["description"] for name, about in POLICIES.items())
+
+
+def test_the_page_of_policies_names_every_policy() -> None:
+    page = Path("docs/policies.md").read_text(encoding="utf-8")
+    first_cells = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")}
+    assert {f"`{name}`" for name in POLICIES} <= {cell.removesuffix(" (default)") for cell in first_cells}

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.shaping import Shaping
-from darts_server.removed import value_remedy
 from darts_server.types import AUTO, OFF, RequestOptions, TurnKind
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
@@ -90,8 +89,6 @@ class Planner:
         """
         name = self.default_policy if options.policy is None else options.policy
         if name != OFF and name not in self._policies:
-            if (remedy := value_remedy("policy", name)) is not None:
-                raise InvalidRequest("policy", f"{name!r} is gone; {remedy}")
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
         limits, field, size = self.limits, "n", n
         named = options.group_id is not None or options.group_size is not None

@@ -9,7 +9,6 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.options import RULES, Auto, AutoLimits, Option, build_auto
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail, build_policies
-from darts_server.removed import value_remedy
 from darts_server.types import AUTO, OFF
 
 NAMES = (OFF, *build_policies(Shaping(), Deadline()), AUTO)
@@ -68,8 +67,6 @@ def parse_policy(text: str, size: int) -> Policy:
     """
     name, *pairs = text.split(",")
     if name not in NAMES:
-        if (remedy := value_remedy("policy", name)) is not None:
-            raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
     known = OPTIONS if name != AUTO else AUTO_RULES if "allow" in options else AUTO_OPTIONS
