@@ -80,13 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--learned", type=int, default=16, help=f"batches of {BATCH} problems to learn from (default: %(default)s)")
     add("--tested", type=int, default=12, help="batches to measure, for each kind (default: %(default)s)")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help="kinds of scores (default: all)")
-    calibration_help = "how scores are calibrated (default: %(default)s)"
-    add("--calibration", choices=("monotone", "paper"), default="monotone", help=calibration_help)
     options = parser.parse_args(argv)
     scored: dict[str, Scored] = {}
     groups: dict[str, dict[str, Groups]] = {}
     for kind in options.kinds:
-        flags = ("--detect-at", str(DETECT_AT), "--cold-steps", "0", "--calibration", options.calibration)
+        flags = ("--detect-at", str(DETECT_AT), "--cold-steps", "0")
         with (
             serving(DARTS, Path(f"out/quality/{kind}.log"), *flags, "--quality", kind) as server,
             Client(server.url, timeout=TIMEOUT_SECONDS) as client,

@@ -321,10 +321,7 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
     scoring_settings = ScoringSettings(
         detect_at=settings.detect_at,
         kind=ScoreKind(settings.quality),
-        fallback=ScoreKind.LOGPROB if settings.quality_fallback == "logprob" else None,
-        calibration=calibration.as_published if settings.calibration == "paper" else calibration,
-        reward_threshold=settings.reward_threshold,
-        soft=settings.soft_rewards,
+        calibration=calibration,
     )
 
     def predicted(name: str, prediction: str) -> float | None:
@@ -344,7 +341,7 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
             metrics.trained(report.trained_steps, report.trained_seconds, report.divergences)
             update_checkpoint(state)
 
-        return RemoteHead(width, device=settings.quality_device, on_report=on_report)
+        return RemoteHead(width, on_report=on_report)
 
     pruner = Pruner(
         scoring_settings,
@@ -359,7 +356,7 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
         if engine.probe_width is None and pruner.uses_hidden_states:
             raise InvalidSetting(
                 f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
-                "log-probs with --quality logprob, or allow that with --quality-fallback logprob"
+                "log-probs with --quality logprob"
             )
         pruner.start()
     return pruner

@@ -72,7 +72,6 @@ def make_planner(settings: Settings) -> Planner:
     """Create the policies that the settings describe."""
     uniform = Shaping(
         redundancy=settings.redundancy,
-        num_shortest=settings.num_shortest,
         num_longest=settings.num_longest,
         tail=Tail(settings.tail),
         max_redundancy=settings.max_redundancy,
@@ -80,9 +79,6 @@ def make_planner(settings: Settings) -> Planner:
     )
     deadline = Deadline(
         quantile=settings.deadline_quantile,
-        floor=settings.deadline_floor,
-        ceiling=settings.deadline_ceiling,
-        bound=settings.deadline_bound,
         exploration=settings.exploration,
         max_lost=MaxLost(settings.max_lost_share, settings.max_lost_groups),
     )
@@ -93,7 +89,7 @@ def make_planner(settings: Settings) -> Planner:
         max_survival=settings.max_survival,
     )
     return Planner(
-        build_policies(uniform, deadline, pruning, settings.refill),
+        build_policies(uniform, deadline, pruning),
         settings.policy,
         Limits(
             settings.max_group_size,

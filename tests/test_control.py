@@ -52,10 +52,9 @@ def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
 
 
 def test_pruning_follows_the_settings_and_their_changes() -> None:
-    control = Control(load({"keep_ratio": "0.4", "refill": "true"}, None))
+    control = Control(load({"keep_ratio": "0.4"}, None))
     arrol = shaping(control.planner, "arrol")
     assert arrol.pruning == Pruning(keep_ratio=0.4)
-    assert arrol.refill
     names = control.planner.names()[1:]
     assert [name for name in names if shaping(control.planner, name).prunes] == ["arrol", "darts+arrol"]
     control.change({"keep_ratio": 0.25, "min_survival": 0.2})

@@ -178,7 +178,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         """
         plan, run = spec.plan, self.collect(spec, ticket=ticket, carried=carried)
         rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
-        run.open(rule, allocation, plan.shaping.max_candidates(plan.size))
+        run.open(rule, allocation)
         return run
 
     def collect(

@@ -88,8 +88,8 @@ class Confidence:
         while len(self._scores) > self._kept:
             self._scores.popitem(last=False)
 
-    def learn_reward(self, group: GroupKey, index: int, _: float, correct: bool) -> None:
-        """Learn whether a trajectory is correct from its first reward; its value does not count."""
+    def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
+        """Learn whether a trajectory is correct."""
         for kind, score in self._scores.get(group, {}).get(index, {}).items():
             self.points[kind].add(Label(score, float(correct)))
             self._save_soon.request()

@@ -76,23 +76,16 @@ class Settings(BaseModel):
     """What sets the mean number of candidates. fixed: --redundancy. cv_log: the formula of the DARTS paper's public
     code, by the spread of lengths."""
     num_longest: Runtime[int] = Field(1, ge=0, le=1024)
-    """L: trajectories of a group that come from the tail. 0 keeps only the shortest."""
-    num_shortest: Runtime[int | None] = Field(None, ge=1, le=1024)
-    """K: shortest trajectories that are kept. Default: n - L. If set, n must be K + L."""
+    """L: trajectories of a group that come from the tail. The others are the K = n - L shortest. 0 keeps only the
+    shortest."""
     tail: Runtime[Literal["sampled", "longest"]] = "sampled"
     """How the L trajectories of the tail are chosen. sampled: at random among all candidates that are not among the K
     shortest; the rest are stopped at once. longest: the longest ones (the DARTS paper's rule; every candidate then runs
     until it finishes)."""
     deadline_quantile: Runtime[float] = Field(0.9, ge=0.1, le=1)
     """darts_cut, cap: the deadline is the length at which this share of a cohort's groups has as many finished
-    candidates as it returns. Prompts that need longer get longer."""
-    deadline_floor: Runtime[int] = Field(1, ge=1)
-    """Minimum deadline in tokens."""
-    deadline_ceiling: Runtime[int | None] = Field(None, ge=1)
-    """Maximum deadline in tokens, except for prompts that need longer."""
-    deadline_bound: Runtime[float] = Field(2.0, ge=1, le=1000)
-    """How many times as long as the deadline any candidate may become; there it is cut. Groups that still have too few
-    finished candidates are returned with truncated ones."""
+    candidates as it returns. Prompts that need longer get longer, up to twice the deadline; there every candidate is
+    cut, and groups with too few finished candidates are returned with truncated ones."""
     exploration: Runtime[float] = Field(0.05, ge=0, le=1)
     """Share of cohorts that run past the deadline, to measure what it discards. auto: also of those that try another
     option than the fastest; with 0 it may not notice that off has become faster."""
@@ -162,10 +155,10 @@ class Settings(BaseModel):
     """Folder from which new weights may be loaded. Default: weights can only be pushed."""
     weights_staging: Path | None = None
     """Folder for pushed weights, with space for two models. Default: the folder for temporary files."""
-    weights_rule: Literal["finish", "keep", "resume", "restart"] = "finish"
+    weights_rule: Literal["finish", "keep", "restart"] = "finish"
     """What happens to running groups when new weights arrive. finish: the update waits for them, and new groups wait
     for the update. keep: they pause and continue with the new weights, marked as mixed. restart: they are stopped and
-    restarted with the new weights. resume: another name of keep."""
+    restarted with the new weights."""
     weights_wait: float = Field(600.0, ge=0.001, le=86400)
     """finish: timeout of that wait in seconds; then the old weights stay."""
     weights_timeout: float = Field(300.0, ge=0.001, le=86400)
@@ -211,28 +204,14 @@ class Settings(BaseModel):
     """arrol: minimum probability of being kept. A survivor weighs at most 1 / min_survival."""
     max_survival: Runtime[float] = Field(0.9, ge=0.01, le=1)
     """arrol: maximum probability of being kept."""
-    refill: Runtime[bool] = False
-    """arrol: start a new candidate for each pruned one, up to the group's maximum."""
     quality: Literal["head", "head+logprob", "logprob", "lowest_logprob"] = "head+logprob"
     """arrol: what candidates are scored by. head: hidden states, with a head trained on rewards. logprob: the mean
     log-prob of the tokens. lowest_logprob: the lowest mean log-prob of 64 tokens in a row. head+logprob: hidden states
     and log-probs, trained on rewards."""
-    calibration: Literal["monotone", "paper"] = "monotone"
-    """arrol: how scores are mapped to probabilities of being correct. paper: by counts in bins, as in the ARRoL paper.
-    monotone: non-decreasing in the score, and corrected for the labels that pruning hides."""
-    quality_fallback: Literal["refuse", "logprob"] = "refuse"
-    """What to do if the engine cannot provide hidden states. refuse: nothing is pruned, and requests for a pruning
-    policy are refused. logprob: score by log-probs."""
-    quality_device: str = Field("cpu", min_length=1)
-    """Torch device on which the head is trained."""
     cold_steps: int = Field(20, ge=0, le=100_000)
     """arrol: steps before the first pruning. A step ends with new weights, or after 256 groups."""
     cold_labels: int = Field(256, ge=2, le=4096)
     """arrol: rewarded candidates needed before the first pruning."""
-    reward_threshold: float | None = None
-    """arrol: a reward of at least this counts as correct. Default: the reported `correct`."""
-    soft_rewards: bool = False
-    """arrol: learn from the reward itself, clipped to 0 to 1."""
 
     grace_seconds: float | None = Field(None, ge=0, le=86400)
     """Seconds that running requests may take after a stop signal; then batches get what their groups have generated,
@@ -257,32 +236,21 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        shortest, longest, size = self.num_shortest, self.num_longest, self.group_size
+        size = self.group_size
         if self.policy not in ("off", "uniform", "arrol") and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
-            )
-        if self.deadline_ceiling is not None and self.deadline_ceiling < self.deadline_floor:
-            raise ValueError(
-                f"deadline_ceiling must be at least deadline_floor = {self.deadline_floor}, got {self.deadline_ceiling}"
-            )
-        if size is not None and shortest is not None and shortest + longest != size:
-            raise ValueError(
-                f"num_shortest + num_longest must equal group_size, got {shortest} + {longest} != {size}; "
-                f"change one of the three or omit num_shortest"
             )
         if not self.min_survival <= self.keep_ratio <= self.max_survival:
             raise ValueError(
                 f"keep_ratio must be from min_survival = {self.min_survival} to max_survival = {self.max_survival}, "
                 f"got {self.keep_ratio}"
             )
-        if self.soft_rewards and self.reward_threshold is not None:
-            raise ValueError("soft_rewards and reward_threshold exclude each other; omit one")
         for folder in ("weights_root", "weights_staging"):
             if (path := getattr(self, folder)) is not None and not path.is_dir():
                 raise ValueError(f"{folder} must be an existing folder, got {path}")
-        if size is not None and longest >= size:
-            raise ValueError(f"num_longest must be smaller than group_size = {size}, got {longest}")
+        if size is not None and self.num_longest >= size:
+            raise ValueError(f"num_longest must be smaller than group_size = {size}, got {self.num_longest}")
         if size is not None and size > self.max_group_size:
             raise ValueError(f"group_size must be at most max_group_size = {self.max_group_size}, got {size}")
         return self

@@ -30,13 +30,9 @@ class Rule(StrEnum):
     RESTART = "restart"
     """Stop them, and restart them with the new weights. Groups that were partly returned already are waited for."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> "Rule | None":
-        return cls.KEEP if value == "resume" else None
 
-
-RuleName = Literal["finish", "keep", "resume", "restart"]
-"""What callers may write: ``resume`` is another name of ``keep``."""
+RuleName = Literal["finish", "keep", "restart"]
+"""The names of the rules, as callers write them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,12 @@ def test_flags_override_the_environment_which_overrides_the_file_which_overrides
         ({"redundancy": "0.5"}, ["--redundancy = 0.5", "greater than or equal to 1", "1 to 16"]),
         ({"tail": "short"}, ["--tail = short", "'sampled' or 'longest'"]),
         ({"policy": "fast"}, ["--policy = fast", "'uniform', 'darts'"]),
-        ({"group_size": "8", "num_shortest": "5"}, ["num_shortest + num_longest must equal group_size", "5 + 1 != 8"]),
         ({"group_size": "8", "num_longest": "8"}, ["num_longest must be smaller than group_size = 8"]),
         ({"group_size": "8", "max_group_size": "4"}, ["at most max_group_size = 4"]),
         ({"redundancy": "0", "tail": "x"}, ["--redundancy", "--tail"]),
         ({"policy": "darts", "redundancy": "3"}, ["redundancy must be at most max_redundancy = 2.0, got 3.0"]),
         ({"keep_ratio": "0.95"}, ["keep_ratio must be from min_survival"]),
         ({"keep_ratio": "0.2", "min_survival": "0.3"}, ["keep_ratio must be from min_survival"]),
-        ({"soft_rewards": "true", "reward_threshold": "0.5"}, ["soft_rewards and reward_threshold exclude each other"]),
     ],
 )
 def test_an_invalid_flag_is_reported_with_value_and_range(flags: dict[str, str | None], words: list[str]) -> None:

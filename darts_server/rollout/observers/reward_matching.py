@@ -25,8 +25,8 @@ FINGERPRINT_BYTES = 16
 TOKEN_TYPE = "i"
 """32 bits: more than any vocabulary needs."""
 
-OnReward = Callable[[GroupKey, int, float, bool], None]
-"""Called with a trajectory's reward: its group, its candidate's index, the reward, and whether it is correct."""
+OnReward = Callable[[GroupKey, int, bool], None]
+"""Called for a rewarded trajectory with its group, its candidate's index, and whether it is correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class RewardMatcher:
                     trajectory.reward, trajectory.correct = reward.reward, reward.correct
                     group.rewarded += 1
                     for on_reward in self._on_reward:
-                        on_reward(group.key, trajectory.index, reward.reward, reward.correct)
+                        on_reward(group.key, trajectory.index, reward.correct)
                     if group.record is not None:  # else its weight is not known yet, and it counts when the group ends
                         stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
                     if group.rewarded == group.size:

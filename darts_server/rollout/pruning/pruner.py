@@ -132,7 +132,6 @@ class Pruner:
         self._pending_bytes = 0
         self._points: dict[tuple[ScoreKind, int], DetectionPoint] = {}
         self._head: RemoteHead | None = None
-        self._max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
         self._scored: deque[Label] = deque(maxlen=settings.window)  # scores with their rewards, for metrics
         self._calibrated: deque[Label] = deque(maxlen=settings.window)  # the same of qualities
         self._logged_status: PruningStatus | None = None
@@ -142,8 +141,8 @@ class Pruner:
 
     def start(self) -> None:
         """Load what was learned before, and start the training of the head, for which the engine must have a width."""
-        inputs = LOGPROB_INPUTS if self._kind is ScoreKind.HEAD_LOGPROB else 0
-        self._ensure_points(self._kind, (self._width() or 0) + inputs)
+        inputs = LOGPROB_INPUTS if self._settings.kind is ScoreKind.HEAD_LOGPROB else 0
+        self._ensure_points(self._settings.kind, (self._width() or 0) + inputs)
         self._log_status()
 
     def close(self) -> None:
@@ -157,24 +156,24 @@ class Pruner:
 
     @property
     def uses_hidden_states(self) -> bool:
-        """Whether scores are made from hidden states, perhaps together with log-probs."""
-        return self._kind.uses_head
+        """Whether scores are made from hidden states, alone or together with log-probs."""
+        return self._settings.kind.uses_head
 
     @property
     def uses_logprobs(self) -> bool:
-        return self._kind is not ScoreKind.HEAD
+        return self._settings.kind is not ScoreKind.HEAD
 
     def score(
         self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Scored:
         """Score a trajectory, remember the score until its reward comes, and compute the survival probability.
 
-        It is scored by its hidden state and, if both are used, by the log-probs of its tokens so far, in nats; without
-        a hidden state by these alone.
+        The kind of the scores decides what a trajectory is scored by: its hidden state ``probed``, the log-probs of
+        its tokens so far, in nats, or both. ``probed`` is ``None`` where the kind uses no hidden states.
         """
         kind, stored = self._settings.kind, None
         if probed is None:
-            kind, tokens = ScoreKind.LOGPROB if kind.uses_head else kind, len(logprobs)
+            tokens = len(logprobs)
             point = self._last_point(kind, 0, tokens)
             value = logprob_score(kind, logprobs)
             score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
@@ -243,13 +242,13 @@ class Pruner:
 
     # --- learning -------------------------------------------------------------
 
-    def learn_reward(self, group: GroupKey, index: int, reward: float, correct: bool) -> None:
-        """Learn from the reward of a trajectory, if it was scored."""
+    def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
+        """Learn whether a trajectory is correct, if it was scored."""
         label = self._pop(group, index)
         if label is None:
             return
         self._reload()
-        target = self._settings.target(reward, correct)
+        target = float(correct)
         for pending in label.scores:
             value = pending.score
             if pending.hidden is not None:
@@ -299,7 +298,7 @@ class Pruner:
     @property
     def status(self) -> PruningStatus:
         """``READY`` if any detection point prunes; otherwise the reason why the first one does not."""
-        kind = self._kind
+        kind = self._settings.kind
         head = self._head if kind.uses_head else None
         if not self._points:
             return PruningStatus.UNUSED
@@ -333,21 +332,14 @@ class Pruner:
     def score_metrics(self) -> ScoreMetrics:
         """How good scores are, on labels that they were not trained on."""
         if self._head is None or not self.uses_hidden_states:
-            return evaluate(self._scored, self._max_weight)
+            return evaluate(self._scored)
         return self._head.report.metrics
 
     def calibrated_metrics(self) -> ScoreMetrics:
         """How good calibrated scores are, on labels that came after them."""
-        return evaluate(self._calibrated, self._max_weight)
+        return evaluate(self._calibrated)
 
     # --- detection points, head and store -------------------------------------
-
-    @property
-    def _kind(self) -> ScoreKind:
-        settings = self._settings
-        if settings.kind.uses_head and settings.fallback is not None and self._width() is None:
-            return settings.fallback
-        return settings.kind
 
     def _last_point(self, kind: ScoreKind, width: int, tokens: int) -> DetectionPoint:
         """Return the last detection point at or before ``tokens``."""

@@ -16,7 +16,6 @@ SETTINGS = {
     "redundancy": 1.5,
     "max_redundancy": 2.0,
     "num_longest": 1,
-    "num_shortest": None,
     "tail": "sampled",
     "group_size": None,
     "max_group_size": 1024,
