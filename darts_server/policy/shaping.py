@@ -5,10 +5,14 @@ from enum import StrEnum
 from math import ceil, floor
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.deadline import ROUNDING, Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import AllSurvivors, DualEnd, SampledSurvivors, SelectionRule
+
+REDUNDANCY = 1.5
+"""With 12 candidates for 8 places, a group does not wait for its four longest candidates."""
 
 
 class Tail(StrEnum):
@@ -50,7 +54,7 @@ class Shaping:
     * ``pruning``: how candidates are pruned; ``None`` prunes nothing.
     """
 
-    redundancy: float = 1.5
+    redundancy: float = REDUNDANCY
     num_longest: int = 1
     tail: Tail = Tail.SAMPLED
     adaptive: bool = False
@@ -87,6 +91,19 @@ class Shaping:
         """Return M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
+    def mean_candidates(self, size: int, length_std: float | None, length_mean: float | None) -> float:
+        """Return M', the mean number of candidates of a group of ``size``, at most M_up.
+
+        ``length_std``, ``length_mean``: of lengths, as in `cv_log_mean`. While one of the two is not known, every kind
+        of budget is the fixed one. If all prompts get the same fixed number, M' is a whole number.
+        """
+        mean: float = self.candidates(size)
+        if self.budget is BudgetKind.CV_LOG and length_std is not None and length_mean:
+            mean = cv_log_mean(length_std, length_mean, size)
+        elif self.adaptive:
+            mean = self.redundancy * size
+        return min(mean, self.bounds(size)[1])
+
     def is_saturated(self, size: int, candidates: int) -> bool:
         """Whether a prompt to which so many candidates were allocated is saturated: its tail is not waited for."""
         return self.adaptive and candidates >= self.bounds(size)[1] > size
@@ -98,7 +115,7 @@ class Shaping:
             InvalidRequest: the tail takes all places of the group, or no candidate can be pruned.
         """
         # A group must get more candidates than it returns, unless a keep ratio of 1 scores without pruning.
-        if self.pruning is not None and self.pruning.keep_ratio != 1:
+        if self.pruning is not None and self.pruning.prunes:
             if self.adaptive and self.bounds(size)[1] == size:
                 raise InvalidRequest(
                     "n",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.shaping import Shaping
-from darts_server.types import AUTO, OFF, RequestOptions, TurnKind
+from darts_server.types import AUTO, MAX_GROUP_SIZE, OFF, RequestOptions, TurnKind
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 """Starts and returns exactly the requested trajectories."""
@@ -50,7 +50,7 @@ class Limits:
     its first group matches.
     """
 
-    max_group_size: int
+    max_group_size: int = MAX_GROUP_SIZE
     group_size: int | None = None
     joins_later_turns: bool = False
     group_pattern: re.Pattern[str] | None = None
@@ -104,9 +104,7 @@ class Planner:
                 )
             field, size = "group size", group_size or 1
         if size > limits.max_group_size:
-            raise InvalidRequest(
-                field, f"at most {limits.max_group_size}, got {size}; lower it, or raise --max-group-size"
-            )
+            raise InvalidRequest(field, f"must be at most {limits.max_group_size}, got {size}; lower it")
         idle = name == AUTO and self._auto is not None and not self._auto.shapes and not in_batch
         if name == OFF or idle or size <= 1:
             return None

@@ -280,7 +280,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
             started_at = self._clock()
             async with self._rollouts.gate.enter():
                 # Scored by quality, if its votes are weighted by it; as all candidates are needed, none is pruned.
-                scored = replace(UNSHAPED, pruning=Pruning()) if vote.uses_quality else UNSHAPED
+                scored = replace(UNSHAPED, pruning=Pruning(keep_ratio=1.0)) if vote.uses_quality else UNSHAPED
                 key, seed = vote.prompt.key or self._renderer.prompt_key(request), self._renderer.tail_seed(request)
                 spec = GroupSpec(Plan(POLICY, scored, vote.n), request, vote_id, key, seed, early=True)
                 run = self._rollouts.collect(spec, ticket=ticket.split(vote.n))

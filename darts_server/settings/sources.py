@@ -138,4 +138,6 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         return "KEY"
     if field.annotation in (str, tuple[Dialect, ...]):
         return "NAME"
-    return "X" if field.annotation in (float, float | None) else "N"
+    if field.annotation in (float, float | None):
+        return "X"
+    return "{X,auto}" if name == "redundancy" else "N"

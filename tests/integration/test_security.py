@@ -41,7 +41,10 @@ def server(serve: Serve, keys: Path) -> Iterator[Server]:
     flags = (
         *("--api-key-file", str(keys / "use"), "--admin-api-key-file", str(keys / "admin"), "--max-num-seqs", "2"),
         *("--max-queued-candidates", str(MAX_WAITING), "--max-candidates-per-key", str(MAX_OF_A_KEY)),
-        *("--max-body-bytes", str(LARGEST), "--brownout", "1"),
+        *(
+            "--max-body-bytes",
+            str(LARGEST),
+        ),
     )
     environment = {"VLLM_API_KEY": GIVEN, "VLLM_SERVER_DEV_MODE": "1"}
     with serve(DARTS, keys / "log", *flags, env=environment) as running:

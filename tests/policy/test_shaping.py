@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
@@ -57,6 +58,15 @@ def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redunda
     assert fixed.bounds(8) == (8, 24)
     assert replace(fixed, budget=BudgetKind.CV_LOG).bounds(8) == (8, 16)
     assert replace(fixed, adaptive=True).bounds(8) == (8, 16)
+
+
+def test_the_mean_follows_the_papers_formula_once_the_spread_of_lengths_is_known() -> None:
+    auto = Shaping(adaptive=True, budget=BudgetKind.CV_LOG)
+    assert [auto.mean_candidates(3, None, None), auto.mean_candidates(3, 100.0, None)] == [4.5, 4.5]
+    assert auto.mean_candidates(8, 75.0, 300.0) == cv_log_mean(75.0, 300.0, 8)
+    assert replace(auto, max_redundancy=1.25).mean_candidates(8, 300.0, 300.0) == 10
+    assert replace(auto, adaptive=False).mean_candidates(3, None, None) == 5, "a whole number where all get the same"
+    assert Shaping(adaptive=True).mean_candidates(8, 300.0, 300.0) == 12
 
 
 def test_groups_use_cohorts_if_what_each_gets_depends_on_the_others() -> None:
@@ -120,7 +130,7 @@ def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redund
 
 
 def test_a_keep_ratio_of_one_scores_without_pruning() -> None:
-    kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0, max_survival=1.0))["arrol"]
+    kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0))["arrol"]
     assert kept.selection_rule(8) == SampledSurvivors(8)
     assert kept.candidates(8) == 8
 

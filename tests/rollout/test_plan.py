@@ -77,9 +77,9 @@ def test_a_single_request_without_a_group_is_not_shaped(group_size: int | None, 
         (None, 8, {"group_id": "a"}, "n", "must be 1 .* joins a group, got 8; leave out the group, or n"),
         (8, 8, {"group_size": 8}, "n", "must be 1 for a request that joins a group, got 8"),
         (None, 1, {"group_id": "a"}, "group size", "is unknown for group 'a'; add size=INT"),
-        (None, 1, {"group_size": 65}, "group size", "at most 64, got 65; lower it, or raise --max-group-size"),
+        (None, 1, {"group_size": 65}, "group size", "must be at most 64, got 65; lower it"),
         (65, 1, {}, "group size", "at most 64, got 65"),
-        (None, 65, {}, "n", "at most 64, got 65; lower it, or raise --max-group-size"),
+        (None, 65, {}, "n", "must be at most 64, got 65; lower it"),
     ],
 )
 def test_contradictory_options_are_refused_under_every_policy(

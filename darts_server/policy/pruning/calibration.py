@@ -32,7 +32,7 @@ from darts_server.policy.isotonic import Floats, fit_isotonic
 
 BINS = 128
 COLD_STEPS = 20
-"""The paper's values."""
+"""The paper's values. In the first steps the head and the model change fast, so a score soon means something else."""
 SMOOTHING = 0.25
 """The paper's is 1. Monotone q needs less; the better the score, the less is best. Over synthetic scores of four kinds
 and 300 to 4096 labels, the error with this was at most half as much again as with the best of 1/64 to 1."""
@@ -109,10 +109,16 @@ class Calibrator:
 
     @property
     def status(self) -> CalibrationStatus:
+        """Whether scores are calibrated well enough to prune by them."""
+        if self.labels and self.steps < self.calibration.cold_steps:
+            return CalibrationStatus.COLD
+        return self.labels_status
+
+    @property
+    def labels_status(self) -> CalibrationStatus:
+        """Whether the labels suffice to calibrate scores, in the first steps too."""
         if not self.labels:
             return CalibrationStatus.NO_LABELS
-        if self.steps < self.calibration.cold_steps:
-            return CalibrationStatus.COLD
         if len(self.labels) < self.calibration.cold_labels:
             return CalibrationStatus.FEW_LABELS
         return CalibrationStatus.ONE_CLASS if self._fit()[1] else CalibrationStatus.READY
@@ -123,8 +129,8 @@ class Calibrator:
         return self._fit()[0] if self.labels else 0.5
 
     def probability(self, score: float) -> float:
-        """Return the probability q that a trajectory with this score ends correct."""
-        if self.status is not CalibrationStatus.READY:
+        """Return the probability q that a trajectory with this score ends correct; the prior without enough labels."""
+        if self.labels_status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins
         return float(self._fit()[2][min(bins - 1, math.floor(bins * score))])

@@ -48,8 +48,8 @@ STATUS_REASONS = {
     PruningStatus.READY: "trajectories are pruned by their probability of being correct",
     PruningStatus.UNUSED: "no trajectory was scored yet",
     PruningStatus.NO_LABELS: "no reward was reported for a scored trajectory yet",
-    PruningStatus.COLD: "the first steps only learn, see --cold-steps",
-    PruningStatus.FEW_LABELS: "there are too few rewards yet, see --cold-labels",
+    PruningStatus.COLD: "the first steps only learn",
+    PruningStatus.FEW_LABELS: "there are too few rewards yet",
     PruningStatus.UNTRAINED: "the quality head is not trained yet",
     PruningStatus.ONE_CLASS: "all labels in memory are of correct trajectories, or all are of wrong ones",
     PruningStatus.DIVERGED: "the quality head's last training diverged and was undone",
@@ -185,7 +185,9 @@ class Pruner:
             score = self._head.score(hidden, tokens)
             stored = compact(hidden)
         self._log_status()
-        is_ready, calibration = score.status is PruningStatus.READY, point.calibrator.status
+        is_ready = score.status is PruningStatus.READY
+        # The cold start keeps a young head from pruning; scores that prune nothing do not wait for it.
+        calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
         trusted, calibrated = score.value if is_ready else None, None
         quality, survival = score.value, 1.0
         if is_ready and calibration is CalibrationStatus.READY:

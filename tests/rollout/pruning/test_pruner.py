@@ -172,6 +172,16 @@ async def test_all_are_kept_when_the_trainer_or_the_probe_is_lost(caplog: pytest
     assert is_logged(caplog, PruningStatus.PROBE_LOST)
 
 
+async def test_in_the_cold_start_scores_that_prune_nothing_are_calibrated_and_others_are_the_prior() -> None:
+    bench = Bench(replace(FAST, calibration=Calibration(cold_steps=100, cold_labels=64, bins=16))).warm()
+    assert bench.pruner.status is PruningStatus.COLD
+    assert len({scored.quality for scored in bench.group()[0]}) == 1
+    bench.pruning = Pruning(keep_ratio=1.0)
+    scores = bench.group(32)[0]
+    assert len({scored.quality for scored in scores}) > 2
+    assert {scored.survival for scored in scores} == {1.0}
+
+
 async def test_each_status_of_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
     assert {PruningStatus(status.value) for status in CalibrationStatus} <= set(STATUS_REASONS) == set(PruningStatus)
 
