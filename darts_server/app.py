@@ -301,8 +301,6 @@ def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias) -> Rea
         "darts_length_tokens": length,
         "darts_pass_rate": lambda: rewards.dataset.pass_rate,
         "darts_answer_length_tokens": rewards.mean_length,
-        "darts_pattern_difference_tokens": lambda: rewards.dataset.difference.tokens,
-        "darts_pattern_error_tokens": lambda: rewards.dataset.difference.error,
         "darts_deadline_lost_share": deadlines.lost_share,
         "darts_deadline_lost_groups": deadlines.lost_group_share,
         "darts_deadline_stretch": deadlines.stretch,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from darts_server.identifiers import from_header
-from darts_server.policy.reward_stats import Moments, RewardStats, single_length
+from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
@@ -261,7 +261,7 @@ class RewardMatcher:
 
 def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> RewardStats:
     length = single_length(trajectory.tokens, record.candidates[trajectory.index].weight or 1.0)
-    return RewardStats(length, Moments()) if trajectory.correct else RewardStats(Moments(), length)
+    return RewardStats(right=length) if trajectory.correct else RewardStats(wrong=length)
 
 
 def _group_stats(group: ReturnedGroup) -> RewardStats:
