@@ -11,12 +11,13 @@ import pytest
 from darts_server.demo.problems import Problem, reward, sample_problem
 from darts_server.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
-from tests.integration.weights import HEAD, ORIGINAL, put
+from tests.integration.weights import ORIGINAL, put
 
 pytestmark = pytest.mark.engine
 SIZE = 8
 GROUPS = 16
 FLAGS = ("--policy", "arrol", "--detect-at", "10")
+NORM = "model.norm.weight"
 COLD_STEPS = 20
 """Steps before the first pruning: changes of the weights with a rewarded group after each."""
 PATIENCE = 180.0
@@ -55,7 +56,7 @@ def train_step(server: Server, rng: Random, count: int = GROUPS, **policy: objec
 
 def end_cold_start(server: Server, rng: Random) -> None:
     """Make the rest of the first steps: in each, the same weights are loaded again, and one group is rewarded."""
-    weights = {HEAD: ORIGINAL[HEAD]}
+    weights = {NORM: ORIGINAL[NORM]}
     for _ in range(COLD_STEPS):
         put(server, weights, partial=True).raise_for_status()
         assert not pruned(train_step(server, rng, count=1))
@@ -80,9 +81,10 @@ def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: 
         assert not pruned(train_step(server, rng)), "at first all are kept"
         learned = server.metric("darts_quality_labels_total")
         assert learned > GROUPS * SIZE / 2, "most go past their tenth token"
-        wait_for_status(server, "cold")
-        for _ in range(2):
+        wait_for_status(server, "few_labels")
+        for _ in range(3):
             assert not pruned(train_step(server, rng))
+        wait_for_status(server, "cold")
         end_cold_start(server, rng)
         wait_for_status(server, "ready")
 

@@ -82,7 +82,7 @@ def test_the_state_survives_json(right: list[int], wrong: list[int]) -> None:
 
 
 def test_a_state_with_squared_deviations_is_still_read() -> None:
-    saved = [[3, 6.0, 2.0, 3.5, 4.25], [1, 9.0, 0.0, 1.0, 1.0], [2, 1]]
+    saved: list[list[float]] = [[3, 6.0, 2.0, 3.5, 4.25], [1, 9.0, 0.0, 1.0, 1.0], [2, 1]]
     assert restore_stats(saved) == RewardStats(MeanLength(3, 6.0, 3.5), MeanLength(1, 9.0, 1.0), 2, 1)
 
 
