@@ -188,6 +188,4 @@ def check_probe(settings: Settings, fault: str | None) -> Finding:
         return ok("probe", "available" if needed else "not needed by the default policy")
     if not needed:
         return ok("probe", f"not available ({fault}), and not needed")
-    if settings.quality_fallback == "refuse":
-        return fail("probe", f"--policy {settings.policy} needs hidden states, and {fault}; score by --quality logprob")
-    return warn("probe", f"--policy {settings.policy} falls back from hidden states to log-probs: {fault}")
+    return fail("probe", f"--policy {settings.policy} needs hidden states, and {fault}; score by --quality logprob")

@@ -8,6 +8,9 @@ from typing import Literal
 
 OFF = "off"
 AUTO = "auto"
+MAX_GROUP_SIZE = 1024
+"""Maximum trajectories of a group. Trainers use groups of 8 to 64, and 1,024 candidates of one prompt fill most
+engines. A larger n is more likely a mistake than a wish."""
 POLICIES: Mapping[str, str] = {
     OFF: "unshaped",
     "uniform": "the same number of candidates for every prompt",
@@ -153,6 +156,11 @@ class UpdateOutcome(StrEnum):
     """The old version could not be restored: nothing is served."""
 
 
+MAX_LOST_GROUPS = 0.005
+"""One group in 200, a quarter of the limit for single answers: a group that loses all its right answers teaches the
+policy that its prompt cannot be solved."""
+
+
 @dataclass(frozen=True, slots=True)
 class MaxLost:
     """What a deadline may take away.
@@ -163,7 +171,11 @@ class MaxLost:
     """
 
     answers: float = 0.02
-    groups: float = 0.005
+    groups: float = MAX_LOST_GROUPS
+
+
+NO_LIMIT = MaxLost(1.0, 1.0)
+"""The deadline may take away anything, so it is never moved."""
 
 
 @dataclass(frozen=True, slots=True)

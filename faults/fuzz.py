@@ -46,8 +46,8 @@ from tests.integration.waiting import wait_idle
 from tests.integration.weights import ORIGINAL
 
 FLAGS = (
-    *("--enable-scale-out", "--group-wait", "0.2", "--group-name-wait", "1", "--resume-seconds", "2"),
-    *("--weights-wait", "1", "--weights-timeout", "1"),  # a sequence may leave an update unfinished
+    *("--enable-scale-out", "--group-wait", "0.2", "--group-name-wait", "1"),
+    *("--weights-timeout", "1"),  # a sequence may leave an update unfinished
     *("--max-model-len", "160"),  # the longest request takes that many steps of the engine, and others wait for it
     *("--worker-extension-cls", "tests.integration.backend.Extension"),
     *("--weight-transfer-config", '{"backend": "file"}'),
@@ -55,8 +55,9 @@ FLAGS = (
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 CALLERS, MAX_STEPS, ROUND = 8, 10, 20
 """Of an example, of a caller, and examples of a round. The seed of a round repeats what is sent."""
-ANSWER_SECONDS, IDLE_SECONDS, SERVED_SECONDS, HEALTH_SECONDS = 30.0, 60.0, 2.0, 1.0
-"""For the answers of an example, until the server is idle, for a plain group then, and for /health at any time."""
+ANSWER_SECONDS, IDLE_SECONDS, SERVED_SECONDS, HEALTH_SECONDS = 30.0, 90.0, 2.0, 1.0
+"""For the answers of an example, until the server is idle, for a plain group then, and for /health at any time. A batch
+whose caller has left may run for a minute."""
 EXIT_SECONDS, SHRINK_SECONDS = 20.0, 90.0
 """In which a server whose engine is dead exits, and for which smaller examples of a failure are tried."""
 

@@ -226,7 +226,7 @@ class Stack:
             Intervals(join=0.5, join_named=6.0),
             gate=self.gate,
             bounds=Bounds(MAX_WAITING),
-            brownout=Brownout.for_queue(MAX_WAITING, CAPACITY, 0.5),
+            brownout=Brownout.for_queue(MAX_WAITING, CAPACITY),
             scorer=self.pruner,
             clock=loop.time,
         )

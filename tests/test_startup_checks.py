@@ -136,7 +136,6 @@ def test_a_policy_that_needs_hidden_states_fails_where_they_are_not_available() 
     assert check_probe(load(head, None), None).verdict is Verdict.OK
     failed = check_probe(load(head, None), fault)
     assert (failed.verdict, "--quality logprob" in failed.message) == (Verdict.FAIL, True)
-    assert check_probe(load(head | {"quality_fallback": "logprob"}, None), fault).verdict is Verdict.WARN
     assert check_probe(load({"policy": "arrol", "quality": "logprob"}, None), fault).verdict is Verdict.OK
     assert check_probe(load({}, None), fault).verdict is Verdict.OK
 

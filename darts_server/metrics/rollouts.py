@@ -43,14 +43,10 @@ GAUGES: Gauges = {
     ),
     "darts_pass_rate": ("Share of correct trajectories among rewarded ones.", {}),
     "darts_answer_length_tokens": (
-        "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones.",
+        "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones. If correct ones are longer, "
+        "long answers are worth their tokens.",
         {"answer": ANSWERS},
     ),
-    "darts_pattern_difference_tokens": (
-        "Mean length of correct minus incorrect trajectories: above 0, correct answers need more tokens.",
-        {},
-    ),
-    "darts_pattern_error_tokens": ("Standard error of darts_pattern_difference_tokens.", {}),
 }
 TOTALS = {
     "darts_observer_failures_total": (

@@ -29,6 +29,9 @@ DEBT_HORIZON = 32
 sorted by length is held as well; long against the noise of single requests."""
 MAX_DEBT = 2**24
 """Far above what any group size allows: `DEBT_HORIZON` times its candidates."""
+BROWNOUT_SHARE = 0.5
+"""Share of the queue from which redundancy falls: a short peak passes without a change of the groups, and half of the
+queue is left for what arrives until fewer candidates run."""
 RELIEF = 0.5
 """Share of ``start`` by which the queue must be shorter on the way up than on the way down. Without this gap the scale
 would flicker with every group that comes and goes."""
@@ -184,7 +187,7 @@ class Brownout:
         self.scale = 1.0
 
     @classmethod
-    def for_queue(cls, max_waiting: int, capacity: int, share: float) -> "Brownout":
+    def for_queue(cls, max_waiting: int, capacity: int, share: float = BROWNOUT_SHARE) -> "Brownout":
         """Start at ``share`` of ``max_waiting``, but not while fewer wait than the engine runs at once."""
         return cls(max(share * max_waiting, capacity), max_waiting)
 

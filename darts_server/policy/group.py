@@ -100,11 +100,8 @@ class Group:
         self._losses_left = 0  # that do not count as replacements
         self._failed_for_good = False
         self._deliver_early = deliver_early
-        self._max_candidates = 0
-        self._has_cuts = False
         self._finished_late: list[int] = []  # cut at the bound; the decision is not returned yet
         self._pending_scores: list[Scored] = []
-        self._free_places = 0  # of pruned candidates, for new ones
         self._allocated = 0
         self._owed: int | None = None  # candidates to start on `resume`; None while the group is not paused
         self._last_error: Exception | None = None
@@ -128,11 +125,8 @@ class Group:
             return []
         return [self._start(1)] if self.outcome is None else []
 
-    def open(self, rule: SelectionRule, candidates: int, max_candidates: int = 0) -> list[Decision]:
-        """Start the missing ones of ``candidates``, at least ``rule.size``, and begin to decide.
-
-        ``max_candidates``: each pruned candidate is replaced by a new one until this many were started in all.
-        """
+    def open(self, rule: SelectionRule, candidates: int) -> list[Decision]:
+        """Start the missing ones of ``candidates``, at least ``rule.size``, and begin to decide."""
         if candidates < rule.size:
             raise ValueError(f"candidates must be at least the group size {rule.size}, got {candidates}")
         if self.is_open:
@@ -140,7 +134,6 @@ class Group:
         if self.outcome is not None:
             return []
         self.rule, self.is_open = rule, True
-        self._max_candidates = max_candidates
         self._allocated = candidates
         self._replacements_left = rule.size if self._max_replacements is None else self._max_replacements
         self._losses_left = (MAX_LOSSES - 1) * rule.size if self._max_replacements is None else 0
@@ -258,10 +251,8 @@ class Group:
         for candidate in alive:
             candidate.discard(DiscardReason.RESTARTED)
         self._owed = self._allocated if self.is_open else len(alive)
-        self._max_candidates += len(self.candidates) - self.restarted_from
         self.restarted_from = len(self.candidates)
         self._begin()
-        self._free_places = 0
         self._pending_scores, self._finished_late = [], []
         return stops
 
@@ -304,7 +295,6 @@ class Group:
             if candidate.survival_draw < candidate.survival:
                 yield Keep(score.index, survival)
             else:
-                self._free_places += 1
                 self._needs_decision = True
                 yield self._stop(score.index, DiscardReason.PRUNED)
 
@@ -328,13 +318,7 @@ class Group:
             for index in sorted([*late, *(index for _, index in reached)]):
                 yield self._cut(index, self.bound)
 
-        # Pruned candidates are replaced while new ones cannot contradict an earlier decision.
         stops = selector.stops()
-        refill, self._free_places = min(self._free_places, self._max_candidates - len(self.candidates)), 0
-        is_bound = self.delivered or self._has_cuts or len(stops) == len(selector.running)
-        if refill > 0 and not is_bound:
-            yield self._start(refill)
-            stops = selector.stops()
         for index in sorted(stops):
             yield self._stop(index, stops[index])
 
@@ -376,7 +360,6 @@ class Group:
     def _cut(self, index: int, tokens: int) -> Cut:
         self.candidates[index].cut_at(tokens)
         self.standings.update(self.candidates[index])
-        self._has_cuts = True
         return Cut(index, tokens)
 
     # --- outcomes -----------------------------------------------------------

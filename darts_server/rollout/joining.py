@@ -282,7 +282,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                     if not run.has_ended:
                         allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
                 rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
-                run.open(rule, allocation, plan.shaping.max_candidates(plan.size))
+                run.open(rule, allocation)
             async for trajectory in run.trajectories():
                 free = [seat for seat in self.seats if seat.output is None]
                 candidate = run.runner.candidates[trajectory.index]

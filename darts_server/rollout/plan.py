@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto.options import Auto
 from darts_server.policy.shaping import Shaping
-from darts_server.removed import value_remedy
-from darts_server.types import AUTO, OFF, RequestOptions, TurnKind
+from darts_server.types import AUTO, MAX_GROUP_SIZE, OFF, RequestOptions, TurnKind
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 """Starts and returns exactly the requested trajectories."""
@@ -52,7 +51,7 @@ class Limits:
     its first group matches.
     """
 
-    max_group_size: int
+    max_group_size: int = MAX_GROUP_SIZE
     group_size: int | None = None
     joins_later_turns: bool = False
     group_pattern: re.Pattern[str] | None = None
@@ -91,8 +90,6 @@ class Planner:
         """
         name = self.default_policy if options.policy is None else options.policy
         if name != OFF and name not in self._policies:
-            if (remedy := value_remedy("policy", name)) is not None:
-                raise InvalidRequest("policy", f"{name!r} is gone; {remedy}")
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
         limits, field, size = self.limits, "n", n
         named = options.group_id is not None or options.group_size is not None
@@ -108,9 +105,7 @@ class Planner:
                 )
             field, size = "group size", group_size or 1
         if size > limits.max_group_size:
-            raise InvalidRequest(
-                field, f"at most {limits.max_group_size}, got {size}; lower it, or raise --max-group-size"
-            )
+            raise InvalidRequest(field, f"must be at most {limits.max_group_size}, got {size}; lower it")
         idle = name == AUTO and self._auto is not None and not self._auto.shapes and not in_batch
         if name == OFF or idle or size <= 1:
             if size > 1 and n <= 1 and options.policy != OFF and not in_batch:

@@ -102,11 +102,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.runner.own_requests.append(request)
         self._act(self._group.add_candidate())
 
-    def open(self, rule: SelectionRule, allocation: Allocation, max_candidates: int = 0) -> None:
-        """Start the missing candidates of the allocation; ``rule`` selects among all of them.
-
-        ``max_candidates``: pruned candidates are replaced until so many were started.
-        """
+    def open(self, rule: SelectionRule, allocation: Allocation) -> None:
+        """Start the missing candidates of the allocation; ``rule`` selects among all of them."""
         if self._group.outcome is not None:  # it failed while its requests were being collected
             allocation.drop()
             return
@@ -118,7 +115,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             cohort.join(self, self.set_deadline)
         if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
             self._reducible = allocation
-        self._act(self._group.open(rule, allocation.candidates, max_candidates))
+        self._act(self._group.open(rule, allocation.candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
         """Yield each trajectory of an open group once it is known to belong: as many as its rule selects.
@@ -387,7 +384,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 cohort_deadline=deadline,
                 max_lost=None if rule is None else rule.max_lost,
                 bound=bound,
-                stretch=1.0 if rule is None or deadline is None else rule.stretch_in(deadline),
+                stretch=1.0 if rule is None or deadline is None else rule.stretch,
                 completion_length=group.standings.nth_shortest(group.rule.completion_place) if group.is_open else None,
                 num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
                 sampled_from=sampled_from(group),

@@ -31,11 +31,11 @@ Without a preset, a trace runs on the machine of dapo-32b. Candidates beyond the
 says how, and what the model leaves out.
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
-Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
-quantile and bound (of the deadline), start (prompts that are started, over those that are returned), carry (restart,
-or resume: prompts that are left over go on from what they have, for {MAX_STALENESS} steps at most), rounds (all, or
-long: they wait until they fill a step), order (given, or long: those first that were left over, then those with the
-longest earlier groups). Of auto, which is auto,allow=resume: start (default 1.5: what it may start) and stale
+Options: redundancy (a number, or auto), max_redundancy, longest (places of the tail), tail (sampled or longest),
+adaptive (yes or no), quantile (of the deadline), start (prompts that are started, over those that are returned), carry
+(restart, or resume: prompts that are left over go on from what they have, for {MAX_STALENESS} steps at most), rounds
+(all, or long: they wait until they fill a step), order (given, or long: those first that were left over, then those
+with the longest earlier groups). Of auto, which is auto,allow=resume: start (default 1.5: what it may start) and stale
 (--most-stale of the server). With allow=some of uniform, darts, cut, cap and limit, joined by +, prompts are not
 carried over, and its options are lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price
 and --exploration of the server, max_redundancy and longest. It learns for {LEARNING} batches before those that are

@@ -8,13 +8,12 @@ from math import ceil
 from darts_server.exceptions import InvalidSetting
 from darts_server.policy.auto.options import RESUME, RULES, Auto, AutoLimits, Option, build_auto
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import Shaping, Tail, build_policies
-from darts_server.removed import value_remedy
+from darts_server.policy.shaping import REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
 from darts_server.types import AUTO, OFF
 
 NAMES = (OFF, *build_policies(Shaping(), Deadline()), AUTO)
 DEFERRING = ("start", "carry", "rounds", "order")
-OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)
+OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", *DEFERRING)
 AUTO_OPTIONS = ("start", "stale", "allow")
 AUTO_RULES = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
 DEFAULT = (
@@ -68,8 +67,6 @@ def parse_policy(text: str, size: int) -> Policy:
     """
     name, *pairs = text.split(",")
     if name not in NAMES:
-        if (remedy := value_remedy("policy", name)) is not None:
-            raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
     known: tuple[str, ...] = OPTIONS
@@ -87,7 +84,8 @@ def parse_policy(text: str, size: int) -> Policy:
         except ValueError:
             value = float("nan")
         if not least <= value <= most:
-            raise InvalidSetting(f"--policies: {text}: {option} must be a number from {least:g} to {most:g}")
+            or_auto = ", or auto" if option == "redundancy" else ""
+            raise InvalidSetting(f"--policies: {text}: {option} must be a number from {least:g} to {most:g}{or_auto}")
         return value
 
     def is_second(option: str, first: str, second: str) -> bool:
@@ -121,14 +119,19 @@ def parse_policy(text: str, size: int) -> Policy:
         if set(options) - set(DEFERRING):
             raise InvalidSetting(f"--policies: {text}: off has no option but {', '.join(DEFERRING)}")
         return policy
-    redundancy = number("redundancy", 1.5, 1.0, 8.0)
+    budget = BudgetKind.FIXED
+    if options.get("redundancy") == "auto":
+        budget = BudgetKind.CV_LOG
+        del options["redundancy"]
+    redundancy = number("redundancy", REDUNDANCY, 1.0, 8.0)
     base = Shaping(
         redundancy=redundancy,
         num_longest=longest,
         max_redundancy=number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
+        budget=budget,
         tail=Tail.LONGEST if is_second("tail", Tail.SAMPLED, Tail.LONGEST) else Tail.SAMPLED,
     )
-    deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), bound=number("bound", 2.0, 1.0, 100.0), exploration=0.0)
+    deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), exploration=0.0)
     shaping = build_policies(base, deadline)[name]
     if "adaptive" in options:
         shaping = replace(shaping, adaptive=not is_second("adaptive", "yes", "no"))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from statistics import fmean
 
 import numpy as np
 
@@ -201,7 +202,9 @@ def run_step(
     """
     machine, earlier = candidates.machine, [candidates.earlier(prompt.number) for prompt in prompts]
     stds = [None if stats is None else stats.std_ema for stats in earlier]
-    plan = BatchPlan.of(policy.shaping, candidates.size, stds, enough=enough)
+    means = [stats.mean_ema for stats in earlier if stats is not None]
+    mean_length = fmean(means) if means else None
+    plan = BatchPlan.of(policy.shaping, candidates.size, stds, enough=enough, mean_length=mean_length)
     counts = zip(prompts, plan.candidates, strict=True)
     plan = replace(plan, candidates=[n if prompt.carried is None else prompt.carried.size for prompt, n in counts])
     batch = candidates.batch(prompts, max(plan.candidates))

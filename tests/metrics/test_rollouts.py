@@ -130,7 +130,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     metrics = RolloutMetrics("tiny", reads, registry)
     assert value(registry, "darts_step_seconds", sequences="16") == 2
     assert value(registry, "darts_length_tokens", kind="generated", statistic="p50") == 9
-    assert value(registry, "darts_pattern_error_tokens") is None
+    assert value(registry, "darts_pass_rate") is None
     assert value(registry, "darts_observer_failures_total") == 7
     assert value(registry, "darts_store_fault") == 0
     faults.append("the disk is full")

@@ -281,7 +281,7 @@ def test_a_running_candidate_sorts_with_one_token_more() -> None:
     assert (selector.running, selector.valid) == ([(4, 0)], [(3, 1)])
 
 
-@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True), refill=True))
+@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True)))
 def test_a_group_does_at_once_all_that_its_rule_says(case: Case) -> None:
     world, early = case.world(), case.early
     group = world.group

@@ -24,11 +24,11 @@ def test_several_policies_may_be_named_at_once() -> None:
 
 
 def test_options_change_a_policy() -> None:
-    policy = parse_policy("darts_cut,redundancy=1.25,longest=2,quantile=0.8,bound=3,adaptive=no,start=1.5", 8)
+    policy = parse_policy("darts_cut,redundancy=1.25,longest=2,quantile=0.8,adaptive=no,start=1.5", 8)
     assert policy.shaping is not None
     assert policy.shaping.deadline is not None
     assert (policy.shaping.redundancy, policy.shaping.num_longest, policy.shaping.adaptive) == (1.25, 2, False)
-    assert (policy.shaping.deadline.quantile, policy.shaping.deadline.bound, policy.start) == (0.8, 3, 1.5)
+    assert (policy.shaping.deadline.quantile, policy.shaping.deadline.bound, policy.start) == (0.8, 2, 1.5)
     tail = parse_policy("uniform,tail=longest", 8).shaping
     assert tail is not None
     assert tail.tail is Tail.LONGEST
@@ -71,3 +71,12 @@ def test_auto_by_default_changes_no_distribution() -> None:
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         parse_policy(text, 8)
+
+
+def test_redundancy_auto_gives_more_candidates_where_lengths_of_a_prompt_vary_more() -> None:
+    shaping = parse_policy("uniform,redundancy=auto", 8).shaping
+    even, spread = (BatchPlan.of(shaping, 8, [std] * 4, mean_length=300.0).candidates for std in (10.0, 300.0))
+    assert (list(even), list(spread)) == ([8] * 4, [14] * 4)
+    assert list(BatchPlan.of(shaping, 8, [None] * 4).candidates) == [12] * 4
+    with pytest.raises(InvalidSetting, match="redundancy must be a number from 1 to 8, or auto"):
+        parse_policy("uniform,redundancy=more", 8)

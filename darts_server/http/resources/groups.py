@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -145,14 +145,6 @@ class GroupsAnswer(BaseModel):
     groups: list[GroupAnswer]
 
 
-class MeanAnswer(BaseModel):
-    """A mean length in tokens."""
-
-    mean: float
-    se: float | None = Field(description="Its standard error; null for a single trajectory.")
-    count: int
-
-
 class PromptRewardsAnswer(BaseModel):
     """Statistics of the rewards of a prompt's returned trajectories."""
 
@@ -161,13 +153,10 @@ class PromptRewardsAnswer(BaseModel):
     pass_rate: float
     zero_variance_groups: int = Field(description="Groups whose rewards are all equal.")
     rewarded_groups: int = Field(description="Groups whose returned trajectories all have rewards.")
-    length_right: MeanAnswer | None
-    length_wrong: MeanAnswer | None
-    pattern: Literal["I", "II", "unclear"] | None = Field(
-        description="I: correct ones are shorter than incorrect ones. II: longer. Null while there are none of a kind."
+    difference: float | None = Field(
+        description="Mean length of correct minus incorrect ones, in tokens: above 0, long answers are worth their "
+        "tokens. Null before there are ten of each."
     )
-    difference: float | None = Field(description="Mean length of correct minus incorrect ones, in tokens.")
-    difference_se: float | None
 
 
 class PromptAnswer(BaseModel):

@@ -14,12 +14,12 @@ from darts_server.policy.allocation import (
     ShadowPrice,
     allocate_by_std,
     allocate_evenly,
-    cv_log_mean,
     reduce_candidates,
     share_left,
 )
 from darts_server.policy.auto.chooser import Choice
 from darts_server.policy.auto.options import UNSHAPED as UNSHAPED_OPTION
+from darts_server.policy.lengths import DatasetStats
 from darts_server.policy.shaping import BudgetKind
 from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.records import ChosenOption, CohortRecord, applied_policy
@@ -211,8 +211,7 @@ class Allocator:
         """Return how many candidates each group of a cohort gets, before the load reduces them, and M'.
 
         M' is the mean candidates of a group, at most M_up: a request may name a policy that allows less than the
-        server's. That of a policy that gives all prompts the same number is a whole number, as where groups come one by
-        one. While there are too few statistics, every kind of budget is the fixed one.
+        server's.
         """
         shaping, size, name = plan.shaping, plan.size, f"{plan.policy}/{plan.size}"
         low, high = shaping.bounds(size)
@@ -220,11 +219,8 @@ class Allocator:
             # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
             spreads = stds if shaping.adaptive else [None] * len(stds)
             return allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds)
-        stats = self._statistics.dataset.stats if shaping.budget is BudgetKind.CV_LOG else None
-        if stats is None or stats.std is None or not stats.mean:
-            mean = min(shaping.redundancy * size if shaping.adaptive else shaping.candidates(size), high)
-        else:
-            mean = min(cv_log_mean(stats.std, stats.mean, size), high)
+        stats = self._statistics.dataset.stats if shaping.budget is BudgetKind.CV_LOG else DatasetStats()
+        mean = shaping.mean_candidates(size, stats.std, stats.mean)
         if shaping.adaptive and len(stds) < MIN_COHORT:
             price = self._prices.load(name) or ShadowPrice()
             counts = [price.candidates(std, mean, low, high) for std in stds]

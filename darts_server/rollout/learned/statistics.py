@@ -24,7 +24,7 @@ from darts_server.policy.lengths import (
     estimate_lengths,
     update_stats,
 )
-from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
+from darts_server.policy.reward_stats import RewardStats, restore_stats
 from darts_server.policy.simulation.engines import Machine, StepTime
 from darts_server.policy.simulation.forecast import RATIOS, Expectation
 from darts_server.records import CandidateRecord, GroupRecord
@@ -291,27 +291,16 @@ def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
 
 
 def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
-    """Summarize statistics as JSON values, with lengths in tokens; ``None`` without any reward.
-
-    The difference is right minus wrong. ``se``: a standard error, ``None`` for a single length.
-    """
+    """Summarize statistics as JSON values, with the difference in tokens; ``None`` without any reward."""
     if stats is None or stats.pass_rate is None:
         return None
-
-    def mean_length(lengths: Moments) -> dict[str, Any] | None:
-        return {"mean": lengths.mean, "se": lengths.error, "count": lengths.count} if lengths.count else None
-
     return {
         "rewarded": stats.rewarded,
         "right": stats.right.count,
         "pass_rate": stats.pass_rate,
         "zero_variance_groups": stats.zero_variance,
         "rewarded_groups": stats.groups,
-        "length_right": mean_length(stats.right),
-        "length_wrong": mean_length(stats.wrong),
-        "pattern": stats.difference.pattern,
-        "difference": stats.difference.tokens,
-        "difference_se": stats.difference.error,
+        "difference": stats.difference,
     }
 
 
