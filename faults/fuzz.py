@@ -40,6 +40,8 @@ from tqdm import tqdm
 
 from darts_server.demo.server import DARTS, Launch, Server, launch, serving
 from darts_server.store.archive import LIMIT_BYTES, pack, unpack
+from faults import rude
+from faults.rude import FLOOD, FLOODING_KEY, KEY, RUDE
 from faults.stopwatch import Stopwatch, processes
 from tests.integration.fork_server import Forks, ForkServer, can_fork
 from tests.integration.waiting import wait_idle
@@ -51,6 +53,7 @@ FLAGS = (
     *("--max-model-len", "160"),  # the longest request takes that many steps of the engine, and others wait for it
     *("--worker-extension-cls", "tests.integration.backend.Extension"),
     *("--weight-transfer-config", '{"backend": "file"}'),
+    *("--api-key", KEY, FLOODING_KEY, "--max-candidates-per-key", "600"),
 )
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 CALLERS, MAX_STEPS, ROUND = 8, 10, 20
@@ -58,6 +61,8 @@ CALLERS, MAX_STEPS, ROUND = 8, 10, 20
 ANSWER_SECONDS, IDLE_SECONDS, SERVED_SECONDS, HEALTH_SECONDS = 30.0, 90.0, 2.0, 1.0
 """For the answers of an example, until the server is idle, for a plain group then, and for /health at any time. A batch
 whose caller has left may run for a minute."""
+MAX_GROWTH_MIB = 400
+"""Of the server's memory in an example. A text of `RAW` that is tokenized takes 500."""
 EXIT_SECONDS, SHRINK_SECONDS = 20.0, 90.0
 """In which a server whose engine is dead exits, and for which smaller examples of a failure are tried."""
 
@@ -65,6 +70,11 @@ OURS, ROLLOUTS, BATCH = "/darts/v1/", "/darts/v1/rollouts", "/darts/v1/rollouts/
 STATE, WEIGHTS, POLICY, LIVE = "/darts/v1/state", "/darts/v1/weights", "/darts/v1/policy", "/darts/v1/live"
 COMPLETIONS, CHAT, TOKENS = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 SHAPED = (COMPLETIONS, CHAT, TOKENS, "/v1/responses", "/v1/messages")
+TEXTS = (
+    *("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/chat/completions/batch"),
+    *("/v1/completions/render", "/v1/chat/completions/render"),
+)
+"""Other routes that take text."""
 VLLMS_ERRORS = ("/start_weight_update", "/update_weights", "/finish_weight_update", "/pause", "/sleep", "/wake_up")
 """Where vLLM itself answers 500, and logs why, to calls in the wrong order, or that took too long."""
 DISRUPTIVE = (*VLLMS_ERRORS, "/abort_requests", WEIGHTS, BATCH)
@@ -121,6 +131,13 @@ SENT: list[tuple[str, str, Any]] = [
     *(("POST", TOKENS, {**TINY_TOKENS, "stream": on}) for on in (False, True)),
     ("POST", "/v1/responses", {"model": "tiny", "input": PROMPT, "max_output_tokens": 4}),
     ("POST", "/v1/messages", TINY_CHAT),
+    ("POST", "/tokenize", {"model": "tiny", "prompt": PROMPT}),
+    ("POST", "/tokenize", {"model": "tiny", "messages": MESSAGES}),
+    ("POST", "/detokenize", {"model": "tiny", "tokens": [5, 6, 7]}),
+    ("POST", "/v1/messages/count_tokens", {"model": "tiny", "messages": MESSAGES}),
+    ("POST", "/v1/chat/completions/batch", {**TINY_CHAT, "messages": [MESSAGES, MESSAGES]}),
+    ("POST", "/v1/completions/render", {"model": "tiny", "prompt": PROMPT}),
+    ("POST", "/v1/chat/completions/render", TINY_CHAT),
     *(
         ("GET", path, None)
         for path in (BATCH, BATCH, "/darts/v1/groups/{group_id}", "/darts/v1/prompts/a", LIVE, STATE)
@@ -151,7 +168,20 @@ HOSTILE: list[Any] = [
     *(None, True, False, 0, 1, 2, -1, 64, 1.0, 1.5, "", "a", [], {}, [None], [[1]], {"a": {}}, "1", [-5], ["a"]),
     *(2**31 - 1, 2**31, 2**53, 2**63, 2**64, -(2**63) - 1, 10**30, 10**400, 1e-320, 1e308, float("nan")),
     *("\n", "\0", "\ud800", "日本", "../..", "x" * 300, "(", "((a+)+)$", "(.{0,1000}){0,1000}", [2**64], ["\ud800"]),
-    *("$number", "$octal", "$deep", "$deeper", "$long", "$tokens", "$texts", "$objects", "$twice"),
+    *(
+        "$number",
+        "$octal",
+        "$deep",
+        "$deeper",
+        "$long",
+        "$tokens",
+        "$texts",
+        "$objects",
+        "$twice",
+        "$text",
+        "$text",
+        "$chat",
+    ),
     *({"5": 100}, {"-1": 1}, {"5": "x"}, {"regex": "(("}, {"regex": "(a{1000}){1000}"}, {"json": {"$ref": "#"}}),
     *({"json": {"type": "wrong"}}, {"grammar": 'root ::= "a" root'}, {"structural_tag": "x"}, {"choice": []}),
     *({"type": "json_schema", "json_schema": {"name": "a"}}, [{"role": "user"}], [{"role": "user", "content": None}]),
@@ -172,6 +202,8 @@ RAW = {
     "$texts": "[" + '"x",' * 20_000 + '"x"]',
     "$objects": "[" + '{"a":1},' * 5_000 + '{"a":1}]',
     "$twice": '{"a":1,"a":2}',
+    "$text": '"' + PROMPT * 320_000 + '"',
+    "$chat": "[" + '{"role":"user","content":"a"},' * 100_000 + '{"role":"user","content":"a"}]',
 }
 """JSON that Python cannot write, or that is too long to print. It takes the place of these names when it is sent."""
 Mutation = tuple[int, str, Any]
@@ -229,7 +261,9 @@ class Answer:
 
     def curl(self, file: Path) -> str:
         """Return a command that sends the request. ``file``: written with a body that is too long for a command."""
-        command = ["curl", "-sS", "-X", self.step.method, self.url]
+        if self.step.method == RUDE:
+            return f"# {self.step.route!r} of faults/rude.py: {self.outcome}"
+        command = ["curl", "-sS", "-X", self.step.method, self.url, "-H", f"Authorization: Bearer {KEY}"]
         command += [word for header in self.step.headers for word in ("-H", ": ".join(header))]
         command += [] if self.step.leaves is None else ["-m", f"{self.step.leaves:g}"]
         if len(self.body) < 500 and self.body.isascii() and self.body.decode().isprintable():
@@ -264,16 +298,22 @@ def examples(description: dict[str, Any], url: str) -> st.SearchStrategy[Example
     headers = st.one_of(*[st.just(())] * 4, st.lists(header, max_size=2, unique_by=lambda each: each[0]).map(tuple))
     waits, leaves = st.sampled_from([0.0, 0.0, 0.05, 0.5]), st.sampled_from([None, None, None, None, 0.001, 0.05, 0.3])
     steps = [Step(method, path.partition("?")[0], path, body) for method, path, body in SENT]
+    impolite = [Step(RUDE, name, name) for name in rude.CALLERS]
+    flood = Step(RUDE, FLOOD, FLOOD)
     of_schema = st.one_of(*_drawn(description, url))
 
     @st.composite
     def any_step(draw: st.DrawFn, is_calm: bool) -> Step:
-        if draw(st.integers(0, 5)) == 5:
+        kind = draw(st.integers(0, 17))
+        if kind >= 15:
             step: Step = draw(of_schema)
             assume(not (is_calm and step.disrupts))
+        elif kind == 14:
+            # Others may end what is sent during a flood, if the example is not calm.
+            return draw(st.sampled_from([*impolite, flood] if is_calm else impolite))
         else:
             step = draw(st.sampled_from([each for each in steps if not (is_calm and each.disrupts)]))
-            if step.route.startswith(OURS) or step.route in SHAPED:
+            if step.route.startswith(OURS) or step.route in (*SHAPED, *TEXTS):
                 step = replace(step, mutations=draw(mutations), headers=(JSON, *draw(headers)))
         return replace(step, waits=draw(waits), leaves=0.3 if step.route == LIVE else draw(leaves))
 
@@ -286,6 +326,9 @@ def examples(description: dict[str, Any], url: str) -> st.SearchStrategy[Example
 
 def _drawn(description: dict[str, Any], url: str) -> Iterator[st.SearchStrategy[Step]]:
     """Yield for each route what draws valid requests and what draws others."""
+    description = copy.deepcopy(description)
+    for operation in itertools.chain(*(methods.values() for methods in description["paths"].values())):
+        operation.pop("security", None)  # every request is sent with a key
     schema, modes = schemathesis.openapi.from_dict(description), schemathesis.GenerationMode
     for route in (each.ok() for each in schema.get_all_operations() if isinstance(each, Ok)):
         if route.path.startswith(OURS) or route.path in SHAPED:
@@ -463,6 +506,7 @@ class Fuzzer:
             HTTPError: it does not answer.
         """
         steps, server = list(itertools.chain(*example)), self._server
+        before = _peak_mib(server)
         for _ in range(2):  # the machine may be busy once
             self._sent = []
             async with _client(server) as client:
@@ -482,6 +526,8 @@ class Fuzzer:
                 break
         else:
             raise Failure("slow", f"/health took {self._longest:.1f} s; a plain group {is_served} in {served:.1f} s")
+        if (grown := _peak_mib(server) - before) > MAX_GROWTH_MIB:
+            raise Failure("memory", f"the server has grown by {grown:.0f} MiB")
         for answer in self._sent:
             check_answer(answer, any(step.disrupts for step in steps))
         with server.log.open(errors="replace") as log:
@@ -531,6 +577,12 @@ class Fuzzer:
 
     async def _send(self, client: httpx.AsyncClient, answer: Answer, ids: dict[str, str]) -> None:
         step = answer.step
+        if step.method == RUDE:
+            if step.route == FLOOD:
+                answer.status = await rude.flood(client, partial(_is_served, client))
+            else:
+                answer.status = await rude.call(str(client.base_url), step.route)
+            return
         ids["{batch_id}"], ids["{group_id}"] = ids["$batch"], ids["$group"]
 
         def fill(text: str) -> str:
@@ -604,13 +656,20 @@ class Fuzzer:
 def _client(server: Server) -> httpx.AsyncClient:
     # A kept connection would sometimes be closed by the server while a request is sent on it.
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=server.url, timeout=ANSWER_SECONDS, limits=limits, verify=False)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.AsyncClient(base_url=server.url, headers=headers, timeout=ANSWER_SECONDS, limits=limits, verify=False)
 
 
 async def _is_served(client: httpx.AsyncClient) -> bool:
     """Return whether a plain group comes back whole."""
     answer = await client.post(ROLLOUTS, json={**GROUPS, "group_size": 4})
     return answer.is_success and [len(group["trajectories"]) for group in answer.json()["groups"]] == [4, 4]
+
+
+def _peak_mib(server: Server) -> float:
+    """Return the most memory that the API process has had."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
 def check_answer(answer: Answer, is_disrupted: bool) -> None:
@@ -621,6 +680,12 @@ def check_answer(answer: Answer, is_disrupted: bool) -> None:
     """
     step, response, text = answer.step, answer.response, answer.text
     where = f"{step.method} {step.route}"
+    if step.method == RUDE:
+        if step.route == FLOOD and answer.status is None:
+            raise Failure("a key is not served while another one floods")
+        if step.route != FLOOD and answer.status not in (None, *rude.CALLERS[step.route].expected):
+            raise Failure(f"{where} status {answer.status}", is_sound=True)
+        return
     if answer.error.startswith("dropped"):
         raise Failure(f"{where} dropped", answer.error)
     if answer.status is None or response is None:

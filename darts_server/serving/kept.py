@@ -51,6 +51,11 @@ class Kept(Generic[K, V]):
         owned = self._owned.get(owner or "")
         return {} if owned is None else owned.entries
 
+    def newest(self, owner: str | None) -> Iterator[V]:
+        """Iterate over an owner's entries, the newest first."""
+        owned = self._owned.get(owner or "")
+        return iter(()) if owned is None else reversed(owned.entries.values())
+
     def weight_of(self, owner: str | None) -> int:
         """Return how much an owner's entries weigh together."""
         owned = self._owned.get(owner or "")

@@ -123,8 +123,8 @@ async def make_app(
 
 def url_of(args: Namespace, sock: socket.socket) -> str:
     """Return the address of a server that listens on this socket."""
-    if getattr(args, "uds", None) is not None:
-        return f"unix:{args.uds}"
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port, *_ = sock.getsockname()
     scheme = "https" if args.ssl_certfile else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

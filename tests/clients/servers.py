@@ -16,6 +16,7 @@ from darts_server.control import Control
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http import errors
 from darts_server.http.resources.monitor import MonitorSources
+from darts_server.http.security.heads import LimitedHttp
 from darts_server.records import UpdateRecord
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention
 from darts_server.rollout.learned.statistics import Statistics
@@ -90,9 +91,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def listening(app: ASGIApp) -> Iterator[Listener]:
-    """Serve the app on a free port."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+def listening(app: ASGIApp, protocol: type[asyncio.Protocol] = LimitedHttp) -> Iterator[Listener]:
+    """Serve the app on a free port. ``protocol``: of HTTP, the server's own by default."""
+    config = uvicorn.Config(app, port=0, http=protocol, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
     listener = Listener(server)
     thread = threading.Thread(target=listener.run)
     thread.start()

@@ -1,5 +1,6 @@
 """What the fuzzer finds in a server with a known fault, and what it sends."""
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,9 +11,12 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from darts_server.demo.server import Server
+from darts_server.http.security.heads import LimitedHttp
 from darts_server.store.archive import pack
+from faults import rude
 from faults.fuzz import Answer, Failure, Fuzzer, Step, check_answer, mutated
 from tests.clients.servers import listening
 
@@ -44,7 +48,7 @@ class ThisProcess:
 
 
 @contextmanager
-def fake_server(handle: Handler, log: Path) -> Iterator[Server]:
+def fake_server(handle: Handler, log: Path, protocol: type[asyncio.Protocol] = LimitedHttp) -> Iterator[Server]:
     """Run a server without an engine that accepts everything."""
     app = FastAPI(openapi_url=None)
     app.state.started = 0
@@ -65,7 +69,7 @@ def fake_server(handle: Handler, log: Path) -> Iterator[Server]:
         return JSONResponse(ANYTHING)
 
     log.write_text("")
-    with listening(app) as listener:
+    with listening(app, protocol) as listener:
         yield Server(ThisProcess(), int(listener.url.rpartition(":")[2]), log)
 
 
@@ -87,6 +91,44 @@ def test_an_internal_error_is_found_and_printed_as_one_command_with_the_seed(tmp
     assert "status {500}" in what
     assert len(commands) == 1
     assert "1e400" in commands[0]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", ["large URL", "large header", "many headers", "large trailer"])
+async def test_heads_without_a_limit_are_found(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rude, "ANSWER_SECONDS", 1.0)
+    step = Step(rude.RUDE, name, name)
+    with fake_server(lambda app, path, body: None, tmp_path / "log") as server:
+        check_answer(Answer(step, status=await rude.call(server.url, name)), is_disrupted=False)
+    with fake_server(lambda app, path, body: None, tmp_path / "log", HttpToolsProtocol) as server:
+        status = await rude.call(server.url, name)
+    with pytest.raises(Failure, match=f"RUDE {name} status"):
+        check_answer(Answer(step, status=status), is_disrupted=False)
+
+
+@pytest.mark.anyio
+async def test_a_key_that_is_not_served_during_a_flood_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rude, "FLOOD_SECONDS", 0.1)
+    seen: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.headers["Authorization"])
+        return httpx.Response(429)
+
+    async def is_served() -> bool:
+        return served
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://here") as client:
+        for served in (True, False):
+            status = await rude.flood(client, is_served)
+            assert status == (200 if served else None)
+            step = Answer(Step(rude.RUDE, rude.FLOOD, rude.FLOOD), status=status)
+            if served:
+                check_answer(step, is_disrupted=False)
+            else:
+                with pytest.raises(Failure, match="while another one floods"):
+                    check_answer(step, is_disrupted=False)
+    assert set(seen) == {f"Bearer {rude.FLOODING_KEY}"}
 
 
 @pytest.mark.nightly

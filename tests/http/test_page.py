@@ -59,3 +59,13 @@ def test_it_shows_ids_as_text() -> None:
     assert tags
     loading = "a|base|embed|form|frame|iframe|img|link|meta|object|script|style"
     assert not [tag for tag in tags if re.fullmatch(loading, tag)]
+
+
+def test_the_root_leads_a_browser_to_the_page_and_tells_others_where_it_is() -> None:
+    app = FastAPI()
+    page.add_routes(app.router)
+    client = TestClient(app)
+    answer = client.get("/", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "darts/")
+    assert answer.json() == {"page": "darts/", "openapi": "openapi.json", "health": "health"}
+    assert client.get("/").headers["content-type"].startswith("text/html")

@@ -110,6 +110,19 @@ def test_what_belongs_to_a_key_is_shown_to_it_and_to_admins_alone(server: Server
         assert statuses == [200, 404, 200], what
 
 
+def test_the_list_of_groups_shows_a_key_its_own(server: Server) -> None:
+    path, body = completion(4, request_id="listed", max_tokens=10)
+    assert call(server, "POST", path, json=body).status_code == 200
+    listed = {key: call(server, "GET", "/darts/v1/groups", key).json()["groups"] for key in (ONE, OTHER, ADMIN)}
+    [newest] = [group for group in listed[ONE] if group["group_id"] == "cmpl-listed-0"]
+    assert newest == listed[ONE][0] | {"ended_ago": newest["ended_ago"]}
+    assert (newest["outcome"], newest["returned"]) == ("completed", 4)
+    assert 0 <= newest["ended_ago"] < 600
+    ids = {key: {group["group_id"] for group in groups} for key, groups in listed.items()}
+    assert "cmpl-listed-0" in ids[ADMIN]
+    assert not ids[OTHER] & ids[ONE]
+
+
 def test_the_live_feed_shows_a_key_its_own_groups(server: Server) -> None:
     path, body = completion(4, request_id="seen", max_tokens=10)
     assert call(server, "POST", path, json=body).status_code == 200

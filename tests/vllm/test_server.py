@@ -1,4 +1,5 @@
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,12 +21,14 @@ def test_several_api_processes_are_refused() -> None:
         parse(["some/model", "--api-server-count", "2"])
 
 
-def test_the_address_of_a_server_is_where_it_listens() -> None:
+def test_the_address_of_a_server_is_where_it_listens(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         assert url_of(parse(["some/model"]), listening) == f"http://127.0.0.1:{port}"
         assert url_of(parse(["some/model", "--ssl-certfile", "c.pem"]), listening) == f"https://127.0.0.1:{port}"
-        assert url_of(parse(["some/model", "--uds", "/run/s"]), listening) == "unix:/run/s"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        assert url_of(parse(["some/model", "--uds", str(tmp_path / "s")]), listening) == f"unix:{tmp_path / 's'}"
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from fastapi import APIRouter, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 
 PARTS = Path(__file__).parent
 MARK = re.compile(r"/\* (\w+\.(?:css|js)) \*/")
@@ -35,6 +35,12 @@ def add_routes(api: APIRouter) -> None:
     async def page() -> Response:
         """The built-in page."""
         return Response(document, media_type="text/html", headers=headers)
+
+    @api.get("/", include_in_schema=False)
+    async def root() -> Response:
+        """Send a browser to the page, and say to any other client where it and the API's description are."""
+        places = {"page": "darts/", "openapi": "openapi.json", "health": "health"}
+        return JSONResponse(places, status_code=307, headers={"Location": "darts/"})
 
     @api.get("/darts", include_in_schema=False)
     async def slashless() -> Response:

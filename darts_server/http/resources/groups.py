@@ -1,5 +1,6 @@
 """``/darts/v1/groups`` and ``/darts/v1/prompts``: how candidates ended, and what prompts were like."""
 
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -30,6 +31,8 @@ from darts_server.rollout.observers.reward_matching import GroupRewards, RewardM
 from darts_server.serving.admission import caller
 from darts_server.types import FinishReason, Outcome
 
+LISTED_GROUPS = 100
+"""As many as a reader looks through. Each can be looked up by its id."""
 INLINE_CANDIDATES = 256
 """Candidates that are encoded in the event loop: they take five milliseconds."""
 
@@ -145,6 +148,37 @@ class GroupsAnswer(BaseModel):
     groups: list[GroupAnswer]
 
 
+class ListedGroup(BaseModel):
+    """A group in short."""
+
+    group_id: str
+    prompt_key: str | None
+    policy: str
+    outcome: Outcome
+    group_size: int
+    candidates: int = Field(description="Number of candidates.")
+    returned: int = Field(description="Number of returned trajectories.")
+    duration: float = Field(description="Seconds.")
+    ended_ago: float = Field(description="Seconds since it ended.")
+
+    @classmethod
+    def of(cls, record: GroupRecord, now: float) -> Self:
+        others = {
+            "group_size": record.size,
+            "candidates": len(record.candidates),
+            "returned": len(record.selected),
+            "duration": record.ended_at - record.started_at,
+            "ended_ago": now - record.ended_at,
+        }
+        return cls(**shared_fields(cls, record) | others)
+
+
+class ListedGroups(BaseModel):
+    """The groups that ended last, the newest first."""
+
+    groups: list[ListedGroup]
+
+
 class PromptRewardsAnswer(BaseModel):
     """Statistics of the rewards of a prompt's returned trajectories."""
 
@@ -202,6 +236,13 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
             while (part := await in_thread(partial(next, parts, None))) is not None:
                 yield part
         yield b"]}"
+
+    @api.get("/groups")
+    async def newest() -> ListedGroups:
+        """List your newest 100 groups that have ended, the newest first. Admins get those of all callers."""
+        now = time.monotonic()  # the clock of the records
+        records = provenance.newest(caller.get().may_see, LISTED_GROUPS)
+        return ListedGroups(groups=[ListedGroup.of(record, now) for record in records])
 
     @api.get("/groups/{group_id:path}", response_model=GroupsAnswer)  # callers' own request ids may have slashes
     async def groups(group_id: str) -> Response:

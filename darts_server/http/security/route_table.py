@@ -14,7 +14,8 @@ PUBLIC = {
     "/version": "GET",  # the source shows it too
     "/metrics": "GET",  # scrapers mostly send no key; it contains no prompt or caller
     "/metrics{rest:path}": ANY,  # as vLLM mounts it
-    "/darts": "GET",  # redirects to /darts/
+    "/": "GET",  # redirects to /darts/
+    "/darts": "GET",  # the same
     "/darts/": "GET",  # only the page: it asks for a key and sends it with its requests
     # The API's description, the same for everyone who has the source.
     "/openapi.json": "GET",
@@ -34,6 +35,7 @@ USE = {
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
     "/darts/v1/vote": "POST",
     "/darts/v1/rewards": "POST",
+    "/darts/v1/groups": "GET",
     "/darts/v1/groups/{group_id:path}": "GET",
     "/darts/v1/prompts/{prompt_key:path}": "GET",
     "/darts/v1/state": "GET",

@@ -1,6 +1,8 @@
 """Records of the last groups, by group id and by the id of the response that returned them."""
 
 from collections.abc import Callable
+from itertools import islice
+from operator import attrgetter
 
 from darts_server.records import GroupKey, GroupRecord
 from darts_server.serving.kept import Kept
@@ -43,6 +45,15 @@ class Provenance:
         records = [self._records.of(owner)[each] for owner, each in self._by_name.get(name, ()) if may_see(owner)]
         same = [record for record in records if record.group_id == name]
         return same[-1:] or sorted(records, key=lambda record: _prompt_number(record, name))
+
+    def newest(self, may_see: Callable[[str | None], bool], count: int) -> list[GroupRecord]:
+        """Return the records of these owners' groups that ended last, the newest first."""
+        found: list[GroupRecord] = []
+        for owner, _ in self._records:
+            if may_see(owner):
+                found += islice(self._records.newest(owner), count)
+        found.sort(key=attrgetter("ended_at"), reverse=True)
+        return found[:count]
 
     def _forget_names(self, record: GroupRecord) -> None:
         for name in _names(record):

@@ -12,10 +12,11 @@ from starlette.types import Message
 
 from darts_server.http import errors
 from darts_server.http.answers import MAX_READERS, SLICE_BYTES
-from darts_server.http.resources.groups import INLINE_CANDIDATES, add_routes
+from darts_server.http.resources.groups import INLINE_CANDIDATES, LISTED_GROUPS, add_routes
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
+from darts_server.serving.admission import Caller, caller
 from darts_server.store import Store
 from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.batches.conftest import anyio_backend
@@ -66,6 +67,34 @@ async def test_a_large_answer_has_all_candidates_and_is_made_in_parts_while_the_
         assert list(group["candidates"][0]) == list(large["candidates"][0])
         assert group["candidates"][1]["trajectory_id"] == f"{group['group_id']}:1"
         assert group["generated"] == sum(c["length"] for c in group["candidates"])
+
+
+async def test_the_newest_groups_of_a_caller_are_listed() -> None:
+    with Store() as store:
+        provenance = Provenance()
+        for number in range(3 * LISTED_GROUPS):
+            ended = record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT if i else None) for i in range(3)))
+            owner = ("one", "other", None)[number % 3]
+            provenance.group_ended(replace(ended, group_id=f"g{number}", owner=owner, ended_at=float(number)))
+        app = FastAPI()
+        statistics = Statistics(store)
+        add_routes(app.router, provenance, statistics, RewardMatcher(statistics.rewards, Mock(), Mock()))
+
+        async def listed(who: Caller) -> list[dict[str, object]]:
+            token = caller.set(who)
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                answer = (await client.get("/groups")).json()
+            caller.reset(token)
+            groups: list[dict[str, object]] = answer["groups"]
+            return groups
+
+        for place, name in enumerate(("one", "other", None)):
+            groups = await listed(Caller(name))
+            assert [group["group_id"] for group in groups] == [f"g{n}" for n in range(297 + place, -1, -3)]
+            assert (groups[0]["candidates"], groups[0]["returned"], groups[0]["outcome"]) == (3, 2, "completed")
+        groups = await listed(Caller("root", is_admin=True))
+        assert [group["group_id"] for group in groups] == [f"g{n}" for n in range(299, 199, -1)]
+        assert await listed(Caller("third")) == []
 
 
 async def test_connections_of_a_key_that_read_large_answers_are_limited(app: FastAPI) -> None:

@@ -9,6 +9,7 @@ OWNED = {
     "/darts/v1/rollouts",
     "/darts/v1/rollouts/{batch_id}",
     "/darts/v1/vote",
+    "/darts/v1/groups",
     "/darts/v1/groups/{group_id:path}",
     "/darts/v1/live",
 }
