@@ -13,10 +13,8 @@ import httpx
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.state import AutoState
 from darts_server.policy.length_profile import LengthProfile
 from darts_server.policy.lengths import PromptStats
-from darts_server.policy.simulation.forecast import RATIOS
 from darts_server.store.archive import LIMIT_BYTES, unpack
 
 DESCRIPTION = """\
@@ -38,6 +36,8 @@ examples:
   darts-server simulate --trace lengths.jsonl --preset h200-8b
 """
 API_KEY = "DARTS_API_KEY"
+RATIOS = 4096
+"""Quantiles of the ratios of lengths to their prompt's mean. The longest length of a batch is one in thousands."""
 TIMEOUT_SECONDS = 60.0
 
 
@@ -49,11 +49,13 @@ def main(argv: Sequence[str]) -> int:
         StateDamaged, StateTooNew
     """
     options = parse_arguments(argv)
-    prompts, profile, max_tokens = _read_lengths(_read_state(options))
+    prompts, profile = _read_lengths(_read_state(options))
     ratios = None if profile is None else profile.quantiles(RATIOS)
     if ratios is None or not prompts:
         raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
-    cap, rng, lines = options.cap or max_tokens, np.random.default_rng(options.seed), []
+    cap = options.cap
+    rng = np.random.default_rng(options.seed)
+    lines = []
     for prompt in prompts:
         lengths = np.maximum(1, np.ceil(prompt.mean_ema * rng.choice(ratios, options.samples)))
         if cap is not None:
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         raise InvalidSetting(f"--output: {options.output} cannot be written: {error}") from error
     print(f"{len(lines)} prompts with {options.samples} lengths each: {options.output}")
     if cap is None:
-        print("No trajectory was seen at its length limit; --cap N says what it is.")
+        print("No length limit is known: --cap N cuts the lengths at N tokens.")
     return 0
 
 
@@ -94,7 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--output", type=Path, required=True, metavar="FILE", help="the trace, as JSON lines")
     add("--samples", type=int, default=16, metavar="N", help="lengths of each prompt (default: %(default)s)")
     add("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of a prompt (default: %(default)s)")
-    add("--cap", type=int, metavar="N", help="longest that a trajectory may become (default: as auto has learned it)")
+    add("--cap", type=int, metavar="N", help="longest that a trajectory may become (default: unlimited)")
     add("--seed", type=int, default=0, metavar="N", help="of the drawn lengths (default: %(default)s)")
     options = parser.parse_args(argv)
     for flag, least in {"samples": 1, "prompt_tokens": 1, "cap": 1, "seed": 0}.items():
@@ -123,14 +125,15 @@ def _read_state(options: argparse.Namespace) -> bytes:
     return answer.content
 
 
-def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None, int | None]:
-    """Return what a saved state has learned: of each prompt, of ratios to its mean length, and of the length limit.
+def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None]:
+    """Return what a saved state has learned: of each prompt, and of ratios to its mean length.
 
     Raises:
         InvalidSetting: it contains lengths that cannot be used.
         StateDamaged, StateTooNew
     """
-    prompts, profile, max_tokens = list[PromptStats](), None, 0
+    prompts = list[PromptStats]()
+    profile = None
     for kind, key, text in unpack(data, LIMIT_BYTES):
         try:
             document = json.loads(text)
@@ -138,8 +141,6 @@ def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None,
                 prompts.append(PromptStats(**document))
             elif kind == "profile":
                 profile = LengthProfile(**json.loads(document["value"]))
-            elif kind == "auto":
-                max_tokens = max(max_tokens, AutoState(**json.loads(document["value"])).max_tokens or 0)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidSetting(f"the state's {kind} {key[:64]!r} cannot be used: {error}") from error
-    return prompts, profile, max_tokens or None
+    return prompts, profile

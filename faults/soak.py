@@ -207,7 +207,7 @@ class Stack:
         self.registry = CollectorRegistry()
         self.metrics = RolloutMetrics(MODEL, registry=self.registry)
         self.gate = Gate()
-        self.control = Control(Settings.model_validate({"auto_allow": "uniform,darts,resume"}))
+        self.control = Control(Settings.model_validate({}))
         confidence = Confidence(self.store, keep["votes"], _calibration(keep["vote_labels"], cold_steps=0))
         labels = _calibration(keep["labels"], cold_steps=1)
         self.pruner = Pruner(

@@ -19,13 +19,11 @@ from tests.clients.servers import listening
 MEANS = {"a": 100.0, "b": 1000.0, "c": 10.0}
 
 
-def state(*, cap: int | None = 2000, means: dict[str, float] = MEANS) -> bytes:
+def state(means: dict[str, float] = MEANS) -> bytes:
     profile = LengthProfile()
     ratios = np.random.default_rng(0).gamma(4.0, 0.25, 2000)
     profile.observe([(float(ratio), False) for ratio in ratios])
     rows = [("profile", "all", json.dumps({"value": json.dumps(profile.state)}))]
-    if cap is not None:
-        rows.append(("auto", "8", json.dumps({"value": json.dumps({"max_tokens": cap})})))
     for key, mean in means.items():
         stats = {"std_ema": 1.0, "mean_ema": mean, "groups": 1, "candidates": 8, "weight_version": 3}
         rows.append(("prompt", key, json.dumps(stats)))
@@ -40,25 +38,26 @@ def export(folder: Path, data: bytes, *flags: str) -> list[dict[str, object]]:
 
 
 def test_the_lengths_of_each_prompt_have_its_mean_and_end_at_the_cap(tmp_path: Path) -> None:
-    lines = export(tmp_path, state(), "--samples", "2000", "--prompt-tokens", "77")
+    flags = ["--samples", "2000", "--prompt-tokens", "77", "--cap", "2000"]
+    lines = export(tmp_path, state(), *flags)
     means = [float(np.mean(np.asarray(line["lengths"]))) for line in lines]
     assert means == pytest.approx(list(MEANS.values()), rel=0.06)
     assert {(line["step"], line["prompt_tokens"], line["cap"]) for line in lines} == {(3, 77, 2000)}
     assert max(np.asarray(lines[1]["lengths"])) == 2000
-    assert export(tmp_path, state(), "--samples", "2000", "--prompt-tokens", "77") == lines
+    assert export(tmp_path, state(), *flags) == lines
 
 
 def test_the_trace_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export(tmp_path, state())
+    export(tmp_path, state(), "--cap", "2000")
     flags = ["--prompts", "4", "--steps", "1", "--policies", "cap"]
     assert main(["simulate", "--trace", str(tmp_path / "out" / "lengths.jsonl"), "--preset", "h200-8b", *flags]) == 0
     assert "cap" in capsys.readouterr().out
 
 
-def test_a_cap_that_was_not_learned_is_said_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cap" not in export(tmp_path, state(cap=None))[0]
+def test_lengths_are_unlimited_without_a_cap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cap" not in export(tmp_path, state())[0]
     assert "--cap N" in capsys.readouterr().out
-    lines = export(tmp_path, state(cap=None), "--cap", "50")
+    lines = export(tmp_path, state(), "--cap", "50")
     assert {line["cap"] for line in lines} == {50}
     assert max(max(np.asarray(line["lengths"])) for line in lines) == 50
 

@@ -205,22 +205,6 @@ class Group:
         """Stop everything, as the caller has disconnected, or for another ``reason``."""
         return list(self._close(Outcome.CANCELLED, reason)) if self.outcome is None else []
 
-    def reduce(self, candidates: int) -> list[Decision]:
-        """Give up candidates until so many are left, but no fewer than the size: those first that were started last.
-
-        Only while nothing was generated. Then no length has had a part in it, and the group goes on as if it had been
-        opened with fewer. A group that prunes, or has lost a candidate, keeps all of them.
-        """
-        kept = max(candidates, self.rule.size)
-        if self.outcome is not None or self.is_paused or self._survival_rng is not None or kept >= self._allocated:
-            return []
-        alive = [c for c in self.candidates[self.restarted_from :] if c.reason is not DiscardReason.LOAD]
-        if not all(c.running and c.tokens == 0 for c in alive):
-            return []
-        self._allocated = kept
-        self._needs_decision = True
-        return [self._stop(candidate.index, DiscardReason.LOAD) for candidate in alive[kept:]]
-
     def carry(self) -> list[Decision]:
         """Stop everything: another group goes on with what the candidates have generated."""
         if self.outcome is not None:

@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from statistics import fmean, linear_regression, median
 from typing import Any
@@ -79,6 +80,29 @@ class LatencyCurve:
         """Return the seconds of one decode step for each of ``batches``, an array of any shape."""
         beyond = self.per_sequence * np.maximum(batches - self.batches[-1], 0.0)
         return np.asarray(np.interp(batches, self.batches, self.seconds) + beyond, dtype=np.float64)
+
+    def rollout_seconds(self, lengths: Sequence[float], capacity: int | None = None) -> float:
+        """Return the seconds until all ``lengths`` (tokens, in order of arrival) are generated.
+
+        All start together, and each running sequence gets a token in each step. With the lengths l in ascending order,
+        M' of them: T = sum over m of (l_m - l_(m-1)) PTL(M' - m + 1), as in the paper. If the engine runs at most
+        ``capacity`` sequences at once, the others queue in order of arrival, and one starts whenever one ends.
+        """
+        queued = 0.0
+        left = list(lengths)
+        if capacity is not None and len(left) > capacity:
+            # All places are taken until the last sequence starts.
+            left = left[:capacity]
+            heapify(left)
+            for length in lengths[capacity:]:
+                queued = heapreplace(left, left[0] + length)
+            left = [end - queued for end in left]
+        steps = np.diff(np.sort(np.asarray(left, dtype=np.float64)), prepend=0.0)
+        running = np.arange(len(left), 0, -1, dtype=np.float64)
+        seconds = float((steps * self.step_seconds_array(running)).sum())
+        if capacity is not None:
+            seconds += queued * self.step_seconds(capacity)
+        return seconds
 
 
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:

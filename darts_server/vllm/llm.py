@@ -224,7 +224,7 @@ class ShapingLLM(ControlledLLM):
         spec = GroupSpec(plan, request, request.request_id, prompt_key, seed, early=streaming, on_abort=OnAbort.ANSWER)
         async with self.gate.enter():
             aborts = rollouts.aborts
-            allocation = await rollouts.allocator.allocate(plan, prompt_key, request.tokens)
+            allocation = await rollouts.allocator.allocate(plan, prompt_key)
             allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
             run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
             if rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import UNSHAPED, Limits, Plan, Planner
@@ -14,7 +14,7 @@ POLICIES = {
     "eight": Shaping(num_shortest=7, num_longest=1),
     "off": Shaping(redundancy=2.0),
 }
-AUTO_OPTIONS = build_auto(Shaping(), Deadline(), AutoLimits())
+LIMITS = AutoLimits()
 
 
 def planner(group_size: int | None = None, default: str = "uniform") -> Planner:
@@ -118,8 +118,8 @@ def test_unsupported_sizes_are_refused_and_off_is_always_available(
         (Plan("uniform", POLICIES["uniform"], 8, single=True), 3, Plan("uniform", POLICIES["uniform"], 3, single=True)),
         (Plan("eight", POLICIES["eight"], 8, single=True), 8, Plan("eight", POLICIES["eight"], 8, single=True)),
         (Plan("eight", POLICIES["eight"], 8, single=True), 5, Plan("eight", UNSHAPED, 5, single=True)),
-        (Plan("auto", UNSHAPED, 8, True, AUTO_OPTIONS), 2, Plan("auto", UNSHAPED, 2, True, AUTO_OPTIONS)),
-        (Plan("auto", UNSHAPED, 8, True, AUTO_OPTIONS), 1, Plan("auto", UNSHAPED, 1, True)),
+        (Plan("auto", UNSHAPED, 8, True, LIMITS), 2, Plan("auto", UNSHAPED, 2, True, LIMITS)),
+        (Plan("auto", UNSHAPED, 8, True, LIMITS), 1, Plan("auto", UNSHAPED, 1, True)),
     ],
 )
 def test_a_group_with_missing_requests_is_shaped_by_its_actual_size_if_the_policy_supports_it(
