@@ -82,7 +82,7 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
-    names = "model_name outcome reason kind deadline explored matched full rule turn zero_variance le"
+    names = "model_name outcome reason kind deadline explored matched full turn zero_variance le"
     assert labels == set(names.split())
 
 

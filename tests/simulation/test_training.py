@@ -1,5 +1,7 @@
 """Steps of training under policies and baselines: what must hold between them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,8 @@ from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import parse_policy
 from darts_server.simulation.presets import PRESETS, TINY_MACHINE
 from darts_server.simulation.summary import relative_to, summarise
-from darts_server.simulation.training import Candidates, run_policy, run_step
+from darts_server.simulation.training import LEARNING, WARM_UP, Candidates, run_policy, run_step
+from darts_server.simulation.workload import Workload
 
 
 def candidates(prompts: int = 12, steps: int = 2, *, knows_prompts: bool = True) -> Candidates:
@@ -128,19 +131,39 @@ def test_deadlines_are_remembered_from_step_to_step() -> None:
 
 # --- auto, from nothing --------------------------------------------------------
 
-STEPS = 8
+STEPS = 24
 
 
-def seconds(policy: str, preset: str, prompts: int) -> float:
-    machine = PRESETS[preset].machine
-    drawn = Candidates(PRESETS[preset].workload, machine, 8, prompts, STEPS, 8)
-    return float(np.mean([step.seconds for step in run_policy(parse_policy(policy, 8), drawn)]))
+class EqualLengths:
+    max_tokens = 1000
+
+    def prompt_tokens(self, number: int) -> int:
+        return 10
+
+    def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
+        return np.full(count, 100)
 
 
-@pytest.mark.parametrize(("preset", "faster"), [("tiny", 1.05), ("deepcoder-14b-16k", 0.98)])
-def test_after_twenty_batches_auto_is_as_fast_as_off_with_or_without_prompts_ahead(preset: str, faster: float) -> None:
-    assert seconds("off", preset, 16) > faster * seconds("auto", preset, 16)
+def speed_up(workload: Workload) -> float:
+    """Return how many times as fast the steps after the first twenty are under `auto` as the same ones under `off`."""
+    auto = Candidates(workload, TINY_MACHINE, 8, 16, STEPS, 8)
+    off = replace(auto, steps=LEARNING - WARM_UP + STEPS)
+    seconds = [
+        float(np.mean([step.seconds for step in run_policy(parse_policy(policy, 8), drawn)[-STEPS:]]))
+        for policy, drawn in (("off", off), ("auto", auto))
+    ]
+    return seconds[0] / seconds[1]
+
+
+def test_auto_is_faster_than_off_where_a_few_answers_are_long() -> None:
+    assert speed_up(PRESETS["tiny"].workload) > 1.1
+
+
+def test_auto_is_as_fast_as_off_where_all_answers_end_together() -> None:
+    """Also where they end at their length limit."""
+    assert speed_up(EqualLengths()) > 0.99
 
 
 def test_auto_runs_no_prompt_ahead_if_no_token_may_be_stale() -> None:
-    assert seconds("auto,stale=0", "tiny", 8) == pytest.approx(seconds("auto,start=1", "tiny", 8))
+    steps = run_policy(parse_policy("auto,stale=0", 4), candidates())
+    assert [(len(step.batch.lengths), step.stale_tokens) for step in steps] == [(12, 0)] * 2
