@@ -50,7 +50,6 @@ POLICIES: Mapping[str, Method] = {
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
     "auto": Method("auto", started=1.5, carry="resume"),
-    "auto, uniform and darts": Method({"name": "auto", "auto_allow": "uniform,darts"}),
 }
 LONG_ROUNDS: Mapping[str, Policy] = {
     "off": "off",

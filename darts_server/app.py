@@ -196,7 +196,7 @@ def make_rooms(
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
     control, port, gate = Control(settings), engine.port, engine.llm.gate
-    statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
+    statistics = Statistics(store, port.capacity, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
     max_waiting = settings.max_queued_candidates

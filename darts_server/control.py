@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
@@ -90,16 +90,5 @@ def make_planner(settings: Settings) -> Planner:
             joins_later_turns=settings.later_turns == "join",
             group_pattern=re.compile(settings.group_pattern) if settings.group_pattern else None,
         ),
-        build_auto(
-            uniform,
-            deadline,
-            AutoLimits(
-                allow=tuple(filter(None, settings.auto_allow.split(","))),
-                most_lost=settings.most_lost,
-                most_bias=settings.most_bias,
-                most_stale=settings.most_stale,
-                tokens_price=settings.tokens_price,
-                exploration=settings.exploration,
-            ),
-        ),
+        AutoLimits(settings.most_stale, settings.exploration),
     )

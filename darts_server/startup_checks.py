@@ -171,12 +171,11 @@ def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) 
 
 def check_policy(settings: Settings) -> Finding:
     """Check whether a setting needs something that the default policy does not do."""
-    rules = set(settings.auto_allow.split(",")) - {"resume", "restart"}
-    if settings.policy == "auto" and not rules and settings.group_size is not None:
+    if settings.policy == "auto" and settings.group_size is not None:
         return warn(
             "policy",
-            "auto shapes no groups by default, so --group-size joins no requests: choose a policy that does, such as "
-            "--policy uniform, or name its rules in --auto-allow",
+            "auto shapes no groups, so --group-size joins no requests: choose a policy that does, such as "
+            "--policy uniform",
         )
     return ok("policy", settings.policy)
 

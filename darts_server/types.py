@@ -21,7 +21,7 @@ POLICIES: Mapping[str, str] = {
         "candidates are scored while they run, and some are pruned at random by their probability of being correct"
     ),
     "darts+arrol": "darts and arrol together",
-    AUTO: "whichever of --auto-allow is expected to make a step the fastest, off at first",
+    AUTO: "as off; in a batch whose prompts go on in the next one, it chooses how many run at once",
 }
 """The policies by name, and what each does; `policy.shaping.build_policies` says what they are composed of."""
 
@@ -58,11 +58,9 @@ class DiscardReason(StrEnum):
     """Its vote was decided without it."""
     CARRIED = "carried"
     """Its group goes on in a later batch, with what it has generated."""
-    LOAD = "load"
-    """Given up before anything of its group was generated: the engine was fuller than `auto` had expected."""
 
 
-GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED, DiscardReason.LOAD})
+GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED})
 """Of candidates that were never to be chosen from, replaced or given up before they ran: no group goes on with them."""
 
 

@@ -101,7 +101,7 @@ SENT: list[tuple[str, str, Any]] = [
     ("POST", ROLLOUTS, {**GROUPS, "prompts": [{"messages": MESSAGES}], "sampling": SAMPLED}),
     ("POST", ROLLOUTS, {**GROUPS, "policy": {"name": "darts_cut", "redundancy": 1.5}, "budget": 8, "stream": "groups"}),
     ("POST", ROLLOUTS, {**GROUPS, "policy": {"name": "auto"}}),
-    ("POST", ROLLOUTS, {**GROUPS, "min_groups": 1, "carry": "restart", "survivors": False, "stream": "groups"}),
+    ("POST", ROLLOUTS, {**GROUPS, "num_groups": 1, "carry": "restart", "survivors": False, "stream": "groups"}),
     ("POST", ROLLOUTS, {**GROUPS, "prompts": [], "carried": True, "carry": "restart"}),
     ("POST", ROLLOUTS, {**GROUPS, "sampling": LONG, "stream": "tokens", "chunk_tokens": 5}),
     ("POST", ROLLOUTS, {**ROW, "carried": False, "carry": "drop"}),

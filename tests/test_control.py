@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from darts_server.control import Control, make_planner
-from darts_server.policy.auto.options import AutoLimits
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
@@ -32,12 +32,11 @@ def test_the_planner_follows_the_settings() -> None:
 
 
 def test_auto_has_the_limits_of_the_settings() -> None:
-    flags = {"auto_allow": "cut,cap", "most_lost": "0.1", "most_bias": "0.3", "tokens_price": "2", "exploration": "0.2"}
-    plan = make_planner(load({"policy": "auto", "max_redundancy": "1.5", **flags}, None)).plan(8, RequestOptions())
+    planner = make_planner(load({"policy": "auto", "most_stale": "0.3", "exploration": "0.2"}, None))
+    plan = planner.plan(8, RequestOptions(), in_batch=True)
     assert plan is not None
-    assert plan.auto is not None
-    assert plan.auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.2)
-    assert plan.auto.max_candidates(8) == 12
+    assert plan.auto == AutoLimits(most_stale=0.3, exploration=0.2)
+    assert planner.plan(8, RequestOptions()) is None, "other requests run as under off"
 
 
 def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:

@@ -55,7 +55,6 @@ def test_a_taken_port_fails_with_the_remedy() -> None:
         ({}, Verdict.OK),
         ({"group_size": "8"}, Verdict.WARN),
         ({"group_size": "8", "policy": "uniform"}, Verdict.OK),
-        ({"group_size": "8", "auto_allow": "uniform,resume"}, Verdict.OK),
     ],
 )
 def test_a_group_size_that_no_policy_uses_is_a_warning(settings: dict[str, str], verdict: Verdict) -> None:

@@ -46,7 +46,6 @@ class Deadline:
     ``quantile``: of the groups' completion lengths, in (0, 1]. ``exploration``: share of cohorts whose tails run past
     the deadline, to see what it takes away. ``max_lost``: what that may be. ``stretch``: factor on the deadline, at
     least 1. ``bound``: how many times as long as the deadline a trajectory may become, at least 1.
-    ``tokens``: the deadline itself, before it is stretched, where it does not depend on the lengths of its cohort.
     ``recent``: the one of earlier groups, before it is stretched, for a cohort in which too few determine their own.
     """
 
@@ -55,13 +54,7 @@ class Deadline:
     max_lost: MaxLost = field(default_factory=MaxLost)
     stretch: float = 1.0
     bound: float = BOUND
-    tokens: int | None = None
     recent: int | None = None
-
-    @property
-    def fixed(self) -> int | None:
-        """The deadline in tokens where it is known from the start."""
-        return None if self.tokens is None else self._stretched(self.tokens)
 
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Compute the deadline in tokens from the lengths known so far of a cohort of ``groups``.
@@ -128,7 +121,7 @@ class CohortDeadline:
     """
 
     def __init__(self, rule: Deadline | None, groups: int, tokens: int | None = None) -> None:
-        self.tokens = rule.fixed if tokens is None and rule is not None else tokens
+        self.tokens = tokens
         """The deadline in tokens; ``None`` while it is not known."""
         self.pending_bound: int | None = None
         """In tokens: what the bound will be if all groups that have not reported their need say that they need more."""

@@ -230,22 +230,6 @@ class Group:
             return []
         return list(self._close(Outcome.CANCELLED, reason))
 
-    def reduce(self, candidates: int) -> list[Decision]:
-        """Give up candidates until ``candidates`` are left, or as many as the group returns. The latest go first.
-
-        This happens only while no candidate has generated a token. No length had a part in it then, so the group goes
-        on as if it had been opened with fewer candidates. A group that prunes, or that has lost a candidate, keeps all.
-        """
-        kept = max(candidates, self.rule.size)
-        if self.outcome is not None or self.is_paused or self._survival_rng is not None or kept >= self._allocated:
-            return []
-        alive = [c for c in self.candidates[self.restarted_from :] if c.reason is not DiscardReason.LOAD]
-        if not all(c.running and c.tokens == 0 for c in alive):
-            return []
-        self._allocated = kept
-        self._needs_decision = True
-        return [self._stop(candidate.index, DiscardReason.LOAD) for candidate in alive[kept:]]
-
     def carry(self) -> list[Decision]:
         """Stop all candidates: another group continues from what they have generated."""
         if self.outcome is not None:

@@ -278,10 +278,10 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 allocation = Allocation(plan.size)
                 if not joiner.draining:
                     joiner.report_sealed(full=full, planned=first.plan.size)
-                    allocation = await joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
+                    allocation = await joiner.allocator.allocate(plan, first.prompt_key)
                     if not run.has_ended:
                         allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-                rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
+                rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
                 run.open(rule, allocation)
             async for trajectory in run.trajectories():
                 free = [seat for seat in self.seats if seat.output is None]

@@ -99,7 +99,6 @@ class Rollouts(Generic[RequestT, OutputT]):
             clock,
             scale=self.redundancy_scale,
             opening=lambda: self.gate.opening,
-            unfinished=lambda: engine.unfinished,
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
@@ -188,7 +187,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``carried``: what its candidates have generated already, by index.
         """
         plan, run = spec.plan, self.collect(spec, ticket=ticket, carried=carried)
-        rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
+        rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
         run.open(rule, allocation)
         return run
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import place_of_need
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Decision, Deliver, Event, GiveUp, Keep, Start, Stop
@@ -89,7 +88,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._need_place = 1  # see `place_of_need`
         self._tokens_needed: int | None = None  # as reported to the cohort
         self._reported_limit: int | None = None  # the `CohortDeadline.pending_bound` for which a minimum was reported
-        self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._earlier_pass_rate = earlier_pass_rate
         self._selected: int | None = None
         self.deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()
@@ -108,13 +106,10 @@ class GroupRun(Generic[RequestT, OutputT]):
             allocation.drop()
             return
         if (cohort := allocation.cohort) is not None:
-            self._cohort = self.runner.cohort = cohort
-            cohort.running += len(self.runner.running)
+            self._cohort = cohort
             place, mean = rule.completion_place, cohort.record.mean_candidates
             self._need_place = place_of_need(place, allocation.candidates, mean)
             cohort.join(self, self.set_deadline)
-        if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
-            self._reducible = allocation
         self._act(self._group.open(rule, allocation.candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
@@ -168,20 +163,6 @@ class GroupRun(Generic[RequestT, OutputT]):
     def poll(self) -> None:
         """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
         try:
-            if (allocation := self._reducible) is not None:
-                # Give up extra candidates that the engine has no room for, until the first token of the group. Those
-                # that were given up do not count: they have no tokens any more.
-                engines = [engine for i, engine in self.runner.running.items() if self.candidates[i].running]
-                if any(engine.tokens() != 0 for engine in engines):
-                    self._reducible = None
-                else:
-                    assert allocation.share is not None
-                    kept = reduce_candidates(allocation.candidates, self._group.rule.size, allocation.share())
-                    if decisions := self._group.reduce(kept):
-                        if self._cohort is not None:
-                            place, mean = self._group.rule.completion_place, self._cohort.record.mean_candidates
-                            self._need_place = place_of_need(place, kept, mean)
-                        self._act(decisions)
             if (
                 self._cohort is not None
                 and (limit := self._cohort.deadline.pending_bound) not in (None, self._reported_limit)

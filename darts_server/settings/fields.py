@@ -28,9 +28,6 @@ Runtime = Annotated[T, RUNTIME]
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
 
-RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit|restart|resume)")
-"""What the policy auto may choose, separated by commas."""
-
 if TYPE_CHECKING:
     Policy = str
 else:
@@ -107,28 +104,15 @@ class Settings(BaseModel):
     candidates as it returns. Prompts that need longer get longer, up to twice the deadline; there every candidate is
     cut, and groups with too few finished candidates are returned with truncated ones."""
     exploration: Runtime[float] = Field(0.05, ge=0, le=1)
-    """Share of cohorts that run past the deadline, to measure what it discards. auto: also of those that try another
-    option than the fastest; with 0 it may not notice that off has become faster."""
+    """Share of cohorts that run past the deadline, to measure what it discards. auto: maximum share of batches that
+    test whether more or fewer prompts at once are faster by now."""
     max_lost_share: Runtime[float] = Field(0.02, ge=0, le=1)
     """Maximum share of correct answers that the deadline may discard, by the rewards reported for cohorts that ran past
     it. Above it, or if more than one in 200 of the groups with correct answers would lose all of them, the deadline is
     moved later. 1: the deadline is never moved."""
-    auto_allow: Runtime[str] = Field("resume", pattern=RULES)
-    """auto: what it may do besides off, separated by commas. resume (choose how many prompts of a batch with "carry":
-    "resume" run) changes no distribution. uniform, darts, cut (darts_cut with the same number of candidates for every
-    prompt), cap and limit (off with a smaller max_tokens, found from the lengths) do, and restart (end a batch that has
-    min_groups before all of its groups are complete) makes lengths shorter. cut, cap and limit return truncated
-    trajectories."""
     most_stale: Runtime[float] = Field(0.5, ge=0, le=1)
     """auto: maximum share of returned tokens that older weights have generated, on average over batches with "carry":
     "resume"."""
-    most_lost: Runtime[float] = Field(0.2, ge=0, le=1)
-    """auto: maximum share of those returned trajectories that would have ended that may be cut."""
-    most_bias: Runtime[float] = Field(0.5, ge=0, le=1)
-    """auto: maximum share by which returned trajectories may be shorter than all, on average."""
-    tokens_price: Runtime[float] = Field(0.0, ge=0, le=1000)
-    """auto: per cent of a step's time that one per cent of tokens is worth, of those that are generated and not
-    returned."""
     group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
     """The group size that your trainer uses. If set, a shaped request must have this n, and requests with n = 1 and the
     same prompt are joined into groups of this size."""

@@ -48,14 +48,11 @@ def test_the_deadline_is_stretched_and_never_0() -> None:
 
 
 def test_a_deadline_that_does_not_depend_on_lengths_is_known_from_the_start_and_stays() -> None:
-    for cohort in (
-        CohortDeadline(Deadline(tokens=50, stretch=1.4), 10),
-        CohortDeadline(None, 10, tokens=70),
-    ):
-        assert cohort.tokens == 70
-        for group in range(10):
-            cohort.report_need(group, 10)
-        assert [cohort.tokens, cohort.pending_bound] == [70, None]
+    cohort = CohortDeadline(None, 10, tokens=70)
+    assert cohort.tokens == 70
+    for group in range(10):
+        cohort.report_need(group, 10)
+    assert [cohort.tokens, cohort.pending_bound] == [70, None]
 
 
 def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:

@@ -10,7 +10,7 @@ from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, DualEnd, SampledSurvivors, SelectionRule
+from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
 from darts_server.settings.fields import Policy
 
@@ -28,6 +28,7 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
         (Shaping(num_longest=0, tail=Tail.LONGEST), DualEnd(8)),
         (Shaping(num_longest=3), SampledTail(5, 3)),
         (Shaping(deadline=Deadline(), num_longest=0), DualEnd(8)),
+        (Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0), InOrder(8)),
     ],
 )
 def test_the_options_determine_the_rule(shaping: Shaping, rule: SelectionRule) -> None:

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import UNSHAPED, Limits, Plan, Planner
@@ -14,7 +14,7 @@ POLICIES = {
     "six tails": Shaping(num_longest=6),
     "off": Shaping(redundancy=2.0),
 }
-AUTO_OPTIONS = build_auto(Shaping(), Deadline(), AutoLimits())
+LIMITS = AutoLimits()
 
 
 def planner(group_size: int | None = None, default: str = "uniform") -> Planner:
@@ -70,7 +70,7 @@ def test_a_single_request_without_a_group_is_not_shaped(group_size: int | None, 
 
 @pytest.mark.parametrize("default", ["off", "auto"])
 def test_where_nothing_is_shaped_a_group_of_single_requests_is_only_counted(default: str) -> None:
-    idle = Planner(POLICIES, default, Limits(64), AUTO_OPTIONS)
+    idle = Planner(POLICIES, default, Limits(64), LIMITS)
     counted = Plan("off", UNSHAPED, 4, single=True)
     assert idle.plan(1, RequestOptions(group_id="g", group_size=4)) == counted
     assert planner(4, "off").plan(1, RequestOptions()) == counted
@@ -135,8 +135,8 @@ def test_unsupported_sizes_are_refused_and_off_is_always_available(
             Plan("six tails", POLICIES["six tails"], 8, single=True),
         ),
         (Plan("six tails", POLICIES["six tails"], 8, single=True), 5, Plan("six tails", UNSHAPED, 5, single=True)),
-        (Plan("auto", UNSHAPED, 8, True, AUTO_OPTIONS), 2, Plan("auto", UNSHAPED, 2, True, AUTO_OPTIONS)),
-        (Plan("auto", UNSHAPED, 8, True, AUTO_OPTIONS), 1, Plan("auto", UNSHAPED, 1, True)),
+        (Plan("auto", UNSHAPED, 8, True, LIMITS), 2, Plan("auto", UNSHAPED, 2, True, LIMITS)),
+        (Plan("auto", UNSHAPED, 8, True, LIMITS), 1, Plan("auto", UNSHAPED, 1, True)),
     ],
 )
 def test_a_group_with_missing_requests_is_shaped_by_its_actual_size_if_the_policy_supports_it(

@@ -88,7 +88,7 @@ def test_a_patch_keeps_other_settings_wherever_they_came_from(config: Path, monk
         ({"group_size": True}, "group_size", "valid integer, got True"),
         ({"num_longest": 8, "group_size": 8}, "num_longest", "smaller than group_size = 8"),
         ({"state_dir": "/tmp"}, "state_dir", "cannot change while the server runs; settings that can"),
-        ({"auto_allow": "cut,fast"}, "auto_allow", "auto_allow: "),
+        ({"most_stale": 1.5}, "most_stale", "input should be less than or equal to 1, got 1.5"),
         ({"redundncy": 2}, "redundncy", "unknown setting; settings that can change are policy"),
     ],
 )

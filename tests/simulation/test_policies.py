@@ -1,9 +1,6 @@
-from dataclasses import replace
-
 import pytest
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.options import AutoLimits
 from darts_server.policy.shaping import Tail
 from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.simulation.policies import DEFAULT, parse_policy, split_policies
@@ -34,21 +31,11 @@ def test_options_change_a_policy() -> None:
     assert tail.tail is Tail.LONGEST
 
 
-def test_auto_has_the_limits_of_the_server() -> None:
-    auto = parse_policy(
-        "auto,allow=cut+cap,lost=0.1,bias=0.3,price=2,exploration=0,max_redundancy=1.5,longest=2", 8
-    ).auto
-    assert auto is not None
-    assert auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.0)
-    assert auto.max_candidates(8) == 12
-    assert {option.shaping.num_longest for option in auto.options if option.shaping is not None} == {2}
-
-
-def test_auto_by_default_changes_no_distribution() -> None:
+def test_auto_has_prompts_ahead_and_a_limit_of_stale_tokens() -> None:
     auto = parse_policy("auto,stale=0.25", 8)
-    assert parse_policy("auto,allow=resume,stale=0.25", 8) == replace(auto, name="auto,allow=resume,stale=0.25")
-    assert (auto.shaping, auto.auto) == (None, None)
+    assert auto.shaping is None
     assert (auto.start, auto.resumes, auto.long_first, auto.most_stale) == (1.5, True, True, 0.25)
+    assert parse_policy("auto", 8).most_stale == 0.5
 
 
 @pytest.mark.parametrize(
@@ -60,10 +47,9 @@ def test_auto_by_default_changes_no_distribution() -> None:
         ("uniform,longest=8", "longest must be a number from 0 to 7"),
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
-        ("auto,allow=cut+arrol", "allow must be resume, or some of uniform, darts, cut, cap, limit, joined by"),
-        ("auto,allow=resume,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
-        ("auto,allow=resume+cut", "allow must be resume, or some of"),
-        ("auto,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
+        ("auto,stale=2", "stale must be a number from 0 to 1"),
+        ("auto,redundancy=2", "unknown option 'redundancy'; known: start, stale"),
+        ("auto,allow=resume", "unknown option 'allow'; known: start, stale"),
         ("off,redundancy=2", "off has no option but start, carry, rounds, order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),
     ],

@@ -77,7 +77,7 @@ class Lookup {
     const facts = [
       ["Prompt", prompt],
       ["Policy", group.policy],
-      ...(group.chosen ? [["Chosen", `${group.chosen.option}: ${group.chosen.reason}`]] : []),
+      ...(group.chosen ? [["Chosen", group.chosen]] : []),
       ["Outcome", group.error ? `${group.outcome}: ${group.error}` : group.outcome],
       ["Selected of started", `${group.candidates.filter((each) => each.selected_as).length} of ${group.candidates.length}`],
       ["Duration", seconds(group.duration)],

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from typing import Self
 
@@ -75,13 +74,6 @@ class CandidateAnswer(BaseModel):
         return cls(**shared_fields(cls, record) | others)
 
 
-class ChosenAnswer(BaseModel):
-    """What the policy auto did with the group's cohort."""
-
-    option: str = Field(description="A rule, with its redundancy and the quantile of its deadline.")
-    reason: str = Field(description="Expected seconds of a step, and those of what else could be done.")
-
-
 class GroupAnswer(GroupFacts):
     """Provenance of one group."""
 
@@ -105,7 +97,9 @@ class GroupAnswer(GroupFacts):
     members: list[str] = Field(
         description="For a group of single requests: their ids, and the caller's name of the group."
     )
-    chosen: ChosenAnswer | None = Field(description="Under auto: what it did with the group's cohort, and why.")
+    chosen: str | None = Field(
+        description='Under auto, in a batch with `"carry": "resume"`: how many prompts of the batch have run, and why.'
+    )
     zero_variance: bool | None = Field(
         description="Whether all its rewards are equal; null until all returned trajectories have one."
     )
@@ -120,7 +114,6 @@ class GroupAnswer(GroupFacts):
             "generated": record.generated_tokens,
             "returned": record.returned_tokens,
             "members": list(record.request_ids),
-            "chosen": None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
             "zero_variance": rewards.zero_variance,
             "candidates": [],
         }

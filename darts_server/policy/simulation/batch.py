@@ -85,9 +85,9 @@ class BatchPlan:
     @property
     def deadline(self) -> Deadline | None:
         """How the groups' deadline is computed; ``None`` if the policy has none, or too few groups determine it."""
-        rule = None if self.shaping is None else self.shaping.deadline
-        is_known = rule is not None and (rule.fixed is not None or len(self.candidates) >= MIN_GROUPS)
-        return rule if is_known else None
+        if self.shaping is None or len(self.candidates) < MIN_GROUPS:
+            return None
+        return self.shaping.deadline
 
     @property
     def mean_candidates(self) -> float:
