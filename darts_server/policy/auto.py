@@ -5,7 +5,7 @@ keeps the engine full while the longest answers end, and loses nothing. Its pric
 batches, which bring nothing where answers are about equally long.
 
 Time is measured relative to the batch alone: the seconds that the returned trajectories would take if all of them
-started together and nothing else ran (`LatencyCurve.rollout_seconds`). So batches with long answers can be compared
+started together and nothing else ran (`LatencyCurve.completion_seconds`). So batches with long answers can be compared
 with batches of short ones. In a batch alone, many answers that end at the length limit together are decoded together.
 They leave the engine as full as it was, so they are no stragglers. A few long answers are: they leave it nearly empty.
 Where so many groups end together with the last one that the needed groups are not complete before, running ahead saves

@@ -66,6 +66,8 @@ def test_auto_says_how_many_prompts_of_a_batch_have_run(server: Server) -> None:
         assert {record["policy"] for record in records} == {"auto"}
         assert {record["chosen"] for record in records} == reasons
         assert {len(record["candidates"]) for record in records} == {5}
+    rest = post(server, {**body, "prompts": [], "carried": True, "carry": "resume"}).json()
+    assert (len(rest["groups"]), rest["carried"]) == (4, 0)
 
 
 def test_a_seeded_unshaped_batch_is_the_answer_of_vllms_route_in_each_form(server: Server) -> None:
