@@ -4,7 +4,7 @@
 
 For each kind of score a server of its own learns from rewards while nothing is pruned; the policy's weights never
 change. On other problems it is then measured how well the scores separate right trajectories from wrong ones (AUC; 1/2
-is a guess). After that groups are pruned by the scores, in turns with groups that are pruned at random or not at all.
+is a guess). After that groups are pruned by the scores, in turns with groups that are not pruned.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from tqdm import trange
 from benchmarks.tables import markdown
 from darts_client import Client, Group
 from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
-from darts_server.demo.server import DARTS, serving
+from darts_server.demo.server import DARTS, MODEL, serving
 from darts_server.policy.pruning.score_metrics import auc, brier_score, calibration_error
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.train import score
@@ -32,14 +32,15 @@ DETECT_AT = 10
 SIZE = 8
 BATCH = 32
 """Prompts in a batch."""
-UNPRUNED = {"name": "arrol", "keep_ratio": 1.0, "max_survival": 1.0}
+UNPRUNED = {"name": "arrol", "keep_ratio": 1.0}
 """Score all candidates, prune none."""
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "none": {"name": "off"},
-    "at random": {"name": "arrol", "balance_strength": 0.0},
     "paper": {"name": "arrol"},
     "darts+arrol": {"name": "darts+arrol", "redundancy": 3.0, "max_redundancy": 4.0},
 }
+COLD_STEPS = 20
+"""Steps before the first pruning: changes of the weights with a rewarded group after each."""
 RESAMPLES = 400
 
 
@@ -80,18 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--learned", type=int, default=16, help=f"batches of {BATCH} problems to learn from (default: %(default)s)")
     add("--tested", type=int, default=12, help="batches to measure, for each kind (default: %(default)s)")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="NAME", help="kinds of scores (default: all)")
-    calibration_help = "how scores are calibrated (default: %(default)s)"
-    add("--calibration", choices=("monotone", "paper"), default="monotone", help=calibration_help)
     options = parser.parse_args(argv)
     scored: dict[str, Scored] = {}
     groups: dict[str, dict[str, Groups]] = {}
     for kind in options.kinds:
-        flags = ("--detect-at", str(DETECT_AT), "--cold-steps", "0", "--calibration", options.calibration)
+        flags = ("--detect-at", str(DETECT_AT))
         with (
             serving(DARTS, Path(f"out/quality/{kind}.log"), *flags, "--quality", kind) as server,
             Client(server.url, timeout=TIMEOUT_SECONDS) as client,
         ):
             learn(client, options.learned, kind)
+            end_cold_start(client)
             if server.metric("darts_quality_status", status="ready") != 1:
                 sys.exit(f"{kind}: not ready after {options.learned} batches; see out/quality/{kind}.log")
             scored[kind] = test(client, options.tested, kind)
@@ -124,6 +124,14 @@ def learn(client: Client, count: int, kind: str) -> None:
     for number, problems in zip(trange(count, desc=f"{kind}: learning"), batches(count, seed=1), strict=True):
         groups, _ = rollouts(client, problems, UNPRUNED, seed=1_000_000 + number * 10_000)
         client.rewards(groups, [rewards(problem, group) for problem, group in zip(problems, groups, strict=True)])
+
+
+def end_cold_start(client: Client) -> None:
+    """Make the first steps: in each, the same weights are loaded again, and one group is rewarded."""
+    for number, problems in enumerate(batches(COLD_STEPS, seed=4)):
+        client.weights.push(MODEL / "model.safetensors")
+        groups, _ = rollouts(client, problems[:1], UNPRUNED, seed=4_000_000 + number)
+        client.rewards(groups, [rewards(problems[0], groups[0])])
 
 
 def test(client: Client, count: int, kind: str) -> Scored:

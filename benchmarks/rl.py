@@ -52,8 +52,8 @@ from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.train import Progress, Recipe, train
 from examples.tiny_rl.train_log import Entry, read_log
 
-# Answers have some 30 tokens and runs some 30 steps, so pruning begins earlier than for a large model.
-PRUNING_FLAGS = ("--detect-at", "10", "--cold-steps", "4")
+PRUNING_FLAGS = ("--detect-at", "10")
+"""Answers have some 30 tokens. Runs must be longer than the 20 steps before the first pruning."""
 STARTED = Path(__file__).parent / "rl_starts"
 """Models of starts: runs of several sittings, and on several machines, begin with the same weights."""
 EVALUATED = 3  # steps from one evaluation to the next

@@ -37,7 +37,7 @@ STARTS: Mapping[str, Start] = {
 
 # A cap that chooses itself: as many right answers are lost as it takes, so that three quarters of the answers to most
 # prompts end before it, with twice as many tokens for the other prompts.
-UNGUARDED: Mapping[str, object] = {"max_lost_share": 1.0, "max_lost_groups": 1.0, "exploration": 0.0}
+UNGUARDED: Mapping[str, object] = {"max_lost_share": 1.0, "exploration": 0.0}
 
 POLICIES: Mapping[str, Method] = {
     "uniform": Method("uniform"),
@@ -50,7 +50,6 @@ POLICIES: Mapping[str, Method] = {
     "arrol": Method("arrol"),
     "darts+arrol": Method("darts+arrol"),
     "auto": Method("auto", started=1.5, carry="resume"),
-    "auto, uniform and darts": Method({"name": "auto", "auto_allow": "uniform,darts"}),
 }
 LONG_ROUNDS: Mapping[str, Policy] = {
     "off": "off",

@@ -29,7 +29,6 @@ from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
 from darts_server.observers import UpdateEvents
 from darts_server.policy.allocation import Brownout
-from darts_server.policy.pruning.calibration import Calibration
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import TrainerReport
 from darts_server.records import GroupRecord
@@ -61,7 +60,7 @@ from darts_server.vllm.shutdown import (
     handle_sighup,
     set_grace_seconds,
 )
-from darts_server.weights.port import Rule, UpdateSettings
+from darts_server.weights.port import WAIT_FACTOR, Rule, UpdateSettings
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 
@@ -148,7 +147,7 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
         return start_engine(args)
     from darts_server.ray.place import Cluster  # imports Ray
 
-    cluster = Cluster(settings.ray_address, settings.gpus_per_replica, settings.cpus_per_replica)
+    cluster = Cluster(settings.ray_address, settings.gpus_per_replica)
     return start_fleet(args, argv, settings.replicas, cluster.place, cluster.host, settings.engine_watchdog)
 
 
@@ -197,7 +196,7 @@ def make_rooms(
 ) -> Rooms:
     """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
     control, port, gate = Control(settings), engine.port, engine.llm.gate
-    statistics = Statistics(store, port.capacity, port.kv_tokens, port.engines)
+    statistics = Statistics(store, port.capacity, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
     max_waiting = settings.max_queued_candidates
@@ -207,10 +206,10 @@ def make_rooms(
         port,
         control.planner,
         statistics,
-        Intervals(settings.poll_interval, settings.cohort_window, settings.group_wait, settings.group_name_wait),
+        Intervals(allocation=settings.cohort_window, join=settings.group_wait, join_named=settings.group_name_wait),
         gate=gate,
         bounds=Bounds(max_waiting, settings.max_candidates_per_key),
-        brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0, settings.brownout),
+        brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
     )
     control.apply_to(rollouts)
@@ -241,11 +240,9 @@ def make_rooms(
     events.scored_group_ended.add(pruner.group_ended)
     events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
-    retention = BatchRetention(
-        settings.resume_seconds, settings.kept_seconds, settings.kept_batches, settings.kept_bytes
-    )
+    retention = BatchRetention(kept_bytes=settings.kept_bytes)
     carry_limits = CarryLimits(
-        settings.carried_prompts, settings.kept_bytes // 2, settings.carried_tokens, settings.max_staleness
+        settings.carried_prompts, prompt_bytes=settings.kept_bytes // 2, staleness=settings.max_staleness
     )
     batches: VllmBatches = BatchRegistry(
         rollouts,
@@ -261,7 +258,8 @@ def make_rooms(
     closing.callback(searches.shutdown, cancel_futures=True)  # waits for a search, for 3 seconds at most
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics.vote_ended, searches)
 
-    limits = UpdateSettings(Rule(settings.weights_rule), settings.weights_wait, settings.weights_timeout)
+    timeout = settings.weights_timeout
+    limits = UpdateSettings(Rule(settings.weights_rule), wait_timeout=WAIT_FACTOR * timeout, step_timeout=timeout)
     update_events = UpdateEvents()
     update_events.announced.add(log_announced_update)
     update_events.ended.add(WeightMetrics(engine.model_name).update_ended, log_update)
@@ -335,8 +333,6 @@ def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias, batche
         "darts_length_tokens": length,
         "darts_pass_rate": lambda: rewards.dataset.pass_rate,
         "darts_answer_length_tokens": rewards.mean_length,
-        "darts_pattern_difference_tokens": lambda: rewards.dataset.difference.tokens,
-        "darts_pattern_error_tokens": lambda: rewards.dataset.difference.error,
         "darts_deadline_lost_share": deadlines.lost_share,
         "darts_deadline_lost_groups": deadlines.lost_group_share,
         "darts_deadline_stretch": deadlines.stretch,
@@ -349,15 +345,7 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
     Raises:
         InvalidSetting: the default policy prunes, and nothing can be scored.
     """
-    calibration = Calibration(cold_steps=settings.cold_steps, cold_labels=settings.cold_labels)
-    scoring_settings = ScoringSettings(
-        detect_at=settings.detect_at,
-        kind=ScoreKind(settings.quality),
-        fallback=ScoreKind.LOGPROB if settings.quality_fallback == "logprob" else None,
-        calibration=calibration.as_published if settings.calibration == "paper" else calibration,
-        reward_threshold=settings.reward_threshold,
-        soft=settings.soft_rewards,
-    )
+    scoring_settings = ScoringSettings(settings.detect_at, ScoreKind(settings.quality))
 
     def predicted(name: str, prediction: str) -> float | None:
         metrics_now = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
@@ -376,7 +364,7 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
             metrics.trained(report.trained_steps, report.trained_seconds, report.divergences)
             update_checkpoint(state)
 
-        return RemoteHead(width, device=settings.quality_device, on_report=on_report)
+        return RemoteHead(width, on_report=on_report)
 
     pruner = Pruner(
         scoring_settings,
@@ -391,7 +379,7 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
         if engine.probe_width is None and pruner.uses_hidden_states:
             raise InvalidSetting(
                 f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
-                "log-probs with --quality logprob, or allow that with --quality-fallback logprob"
+                "log-probs with --quality logprob"
             )
         pruner.start()
     return pruner

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 
-from darts_server import logs, removed, settings, startup_checks
+from darts_server import logs, settings, startup_checks
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.ray import prepare_cluster
 
@@ -63,9 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="store_true", help="the same as the command")
     if arguments[:1] == ["--version"]:  # argparse would insist on a command
         return _version([])
-    if arguments and (remedy := removed.COMMANDS.get(arguments[0])) is not None:
-        print(f"darts-server: the command {arguments[0]} is gone; {remedy}", file=sys.stderr)
-        return USAGE_ERROR
     # The remaining arguments have parsers of their own: ours first, then vLLM's.
     run, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
@@ -148,7 +145,6 @@ def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tupl
         return None
     ours, vllm_argv = parser.parse_known_args(argv)
     flags = vars(ours)
-    settings.refuse_removed_flags(vllm_argv)
     return settings.load(flags, flags.pop("darts_config")), vllm_argv
 
 

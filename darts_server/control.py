@@ -4,16 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
+from darts_server.policy.shaping import REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.settings import Settings, apply_patch
 from darts_server.settings.sources import RUNTIME_NAMES
-from darts_server.types import MaxLost
+from darts_server.types import NO_LIMIT, MaxLost
 
 
 class Control:
@@ -62,55 +61,34 @@ class Control:
             InvalidRequest: names the key that cannot be changed so.
         """
         patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
-        settings, limit = apply_patch(self.settings, patch), self.settings.max_group_size
-        if settings.max_group_size > limit:
-            raise InvalidRequest("max_group_size", f"a batch cannot raise it above the server's, {limit}; leave it out")
-        return make_planner(settings)
+        return make_planner(apply_patch(self.settings, patch))
 
 
 def make_planner(settings: Settings) -> Planner:
     """Create the policies that the settings describe."""
+    if settings.redundancy == "auto":
+        redundancy, budget = min(REDUNDANCY, settings.max_redundancy), BudgetKind.CV_LOG
+    else:
+        redundancy, budget = settings.redundancy, BudgetKind.FIXED
     uniform = Shaping(
-        redundancy=settings.redundancy,
-        num_shortest=settings.num_shortest,
+        redundancy=redundancy,
         num_longest=settings.num_longest,
         tail=Tail(settings.tail),
         max_redundancy=settings.max_redundancy,
-        budget=BudgetKind(settings.budget),
+        budget=budget,
     )
     deadline = Deadline(
         quantile=settings.deadline_quantile,
-        floor=settings.deadline_floor,
-        ceiling=settings.deadline_ceiling,
-        bound=settings.deadline_bound,
         exploration=settings.exploration,
-        max_lost=MaxLost(settings.max_lost_share, settings.max_lost_groups),
-    )
-    pruning = Pruning(
-        keep_ratio=settings.keep_ratio,
-        balance_strength=settings.balance_strength,
-        min_survival=settings.min_survival,
-        max_survival=settings.max_survival,
+        max_lost=NO_LIMIT if settings.max_lost_share == 1 else MaxLost(settings.max_lost_share),
     )
     return Planner(
-        build_policies(uniform, deadline, pruning, settings.refill),
+        build_policies(uniform, deadline, Pruning(settings.keep_ratio)),
         settings.policy,
         Limits(
-            settings.max_group_size,
-            settings.group_size,
+            group_size=settings.group_size,
             joins_later_turns=settings.later_turns == "join",
             group_pattern=re.compile(settings.group_pattern) if settings.group_pattern else None,
         ),
-        build_auto(
-            uniform,
-            deadline,
-            AutoLimits(
-                allow=tuple(filter(None, settings.auto_allow.split(","))),
-                most_lost=settings.most_lost,
-                most_bias=settings.most_bias,
-                most_stale=settings.most_stale,
-                tokens_price=settings.tokens_price,
-                exploration=settings.exploration,
-            ),
-        ),
+        AutoLimits(settings.most_stale, settings.exploration),
     )

@@ -115,8 +115,7 @@ def log_cohort(record: CohortRecord) -> None:
         "seconds": round(record.measured_seconds, 3),
         "deadline": record.deadline,
         "explored": record.explored,
-        "chosen": None if record.chosen is None else record.chosen.option,
-        "reason": None if record.chosen is None else record.chosen.reason,
+        "chosen": record.chosen,
     }
     logger.info("cohort %s", _join(fields), extra=fields)
 

@@ -2,20 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from darts_server.types import GONE, OFF, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
+from darts_server.types import GONE, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
 
 VersionSpans = tuple[tuple[int, int], ...]
 """Weight versions in the order in which they sampled a candidate's tokens, and how many tokens each of them did."""
 
 GroupKey = tuple[str | None, str]
 """Owner and id of a group: callers choose ids, so two of them may have chosen the same."""
-
-
-def applied_policy(policy: str, option: str) -> str:
-    """Return the name of what `auto`, under the name ``policy``, does by that option."""
-    return f"{policy}: {option}"
 
 
 def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans:
@@ -100,8 +94,8 @@ class GroupRecord:
     """Length at which enough of its candidates had finished, as reported to its cohort; ``None`` if not reported."""
     request_ids: tuple[str, ...] = ()
     """Ids of the requests that it answered, and the response ids that it can be looked up by."""
-    chosen: "ChosenOption | None" = None
-    """What `auto` did with its cohort, and why; ``None`` under other policies."""
+    chosen: str | None = None
+    """How many prompts of its batch `auto` has run, and why, in words; ``None`` where `auto` had no choice."""
     restarted_from: int = 0
     """Index of the first candidate since its last restart: earlier ones were generated with older weights."""
     owner: str | None = None
@@ -129,11 +123,6 @@ class GroupRecord:
         object.__setattr__(self, "selected", selected)
         object.__setattr__(self, "generated_tokens", generated)
         object.__setattr__(self, "returned_tokens", returned)
-
-    @property
-    def applied_policy(self) -> str:
-        """Its policy; under `auto` with the option that was chosen."""
-        return self.policy if self.chosen is None else applied_policy(self.policy, self.chosen.option)
 
     @property
     def deadline(self) -> int | None:
@@ -165,26 +154,6 @@ class GroupRecord:
         return len(versions) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenOption:
-    """What `auto` does with a cohort: the name of an ``option``, and the ``reason`` in words.
-
-    ``carry``: how prompts go on that are not complete when enough others are; ``None`` if the cohort waits for all.
-    """
-
-    option: str
-    reason: str
-    carry: Literal["restart", "resume"] | None = None
-
-    @property
-    def rule(self) -> str:
-        """The option's rule, without its numbers; where that shapes no group, how prompts are carried over."""
-        rule = self.option.partition(" ")[0]
-        if rule == OFF and self.carry is not None:
-            return self.carry
-        return rule
-
-
 @dataclass(slots=True)
 class CohortRecord:
     """How groups that were allocated together ended; reported to observers when the last of them has ended.
@@ -192,17 +161,12 @@ class CohortRecord:
     It is filled by `add` until then, and does not change any more.
 
     ``mean_candidates``: M', the mean number of candidates per group. ``deadline``: in tokens; ``None`` if it was never
-    set. Seconds are measured from the start of the first group to the end of the last one; ``predicted_seconds`` is
-    ``None`` where `auto` has forecast nothing. Tokens are summed over all candidates, and over the returned ones;
-    ``stale_tokens``: those of the latter that other weights have generated than the last of their group.
+    set. ``measured_seconds``: from the start of the first group to the end of the last one. Tokens are summed over all
+    candidates, and over the returned ones. ``stale_tokens``: returned tokens that other weights have generated than the
+    last of their group. ``new_tokens``: generated tokens without those that candidates went on from.
 
-    ``chosen``: what `auto` did with it, and why; ``None`` under other policies. ``candidates``: that were started.
-    ``completed``: groups. ``interrupted``: whether a group was restarted, or ran under several weight versions.
-    ``reduced``: whether a group gave up candidates because of the load. ``returned``, ``cut``: returned trajectories,
-    and those of them that were cut at the deadline; ``truncated``: those that reached their token limit.
-    ``max_tokens``: of the candidates that did, the most tokens; ``None`` if none did. ``longest``: of any candidate.
-    ``new_tokens``: without those that candidates went on from. ``returned_lengths``: tokens of the returned
-    trajectories of each group that returned any.
+    ``chosen``: see `GroupRecord`. ``completed``: number of complete groups. ``returned_lengths``: tokens of the
+    returned trajectories of each group that returned any.
     """
 
     policy: str
@@ -210,20 +174,11 @@ class CohortRecord:
     mean_candidates: float
     deadline: int | None = None
     explored: bool = False
-    predicted_seconds: float | None = None
     measured_seconds: float = 0.0
     generated_tokens: int = 0
     returned_tokens: int = 0
-    chosen: "ChosenOption | None" = None
-    candidates: int = 0
+    chosen: str | None = None
     completed: int = 0
-    interrupted: bool = False
-    reduced: bool = False
-    returned: int = 0
-    cut: int = 0
-    truncated: int = 0
-    max_tokens: int | None = None
-    longest: int = 0
     stale_tokens: int = 0
     new_tokens: int = 0
     returned_lengths: list[list[int]] = field(default_factory=list)
@@ -233,25 +188,16 @@ class CohortRecord:
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
         self.completed += group.outcome is Outcome.COMPLETED
-        self.interrupted |= group.restarted_from > 0 or group.mixed_versions
         newest = 0  # of the weights that its candidates have run with
         for c in group.candidates:
-            self.reduced |= c.reason is DiscardReason.LOAD
-            self.candidates += c.reason is not DiscardReason.LOAD
             self.new_tokens += c.tokens - c.resumed
-            self.longest = max(self.longest, c.tokens)
-            if c.finish_reason is FinishReason.LENGTH and not c.cut:
-                self.max_tokens = max(self.max_tokens or 0, c.tokens)
             newest = max([newest, *dict(c.version_spans)])
         # What was returned, and how much of it is of older weights than the newest.
         lengths: list[int] = []
         for c in group.selected:
             lengths.append(c.tokens)
-            self.cut += c.cut
-            self.truncated += c.finish_reason is FinishReason.LENGTH and not c.cut
             for version, tokens in c.version_spans:
                 self.stale_tokens += 0 if version == newest else tokens
-        self.returned += len(lengths)
         if lengths:
             self.returned_lengths.append(lengths)
 

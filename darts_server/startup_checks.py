@@ -171,12 +171,11 @@ def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) 
 
 def check_policy(settings: Settings) -> Finding:
     """Check whether a setting needs something that the default policy does not do."""
-    rules = set(settings.auto_allow.split(",")) - {"resume", "restart"}
-    if settings.policy == "auto" and not rules and settings.group_size is not None:
+    if settings.policy == "auto" and settings.group_size is not None:
         return warn(
             "policy",
-            "auto shapes no groups by default, so --group-size joins no requests: choose a policy that does, such as "
-            "--policy uniform, or name its rules in --auto-allow",
+            "auto shapes no groups, so --group-size joins no requests: choose a policy that does, such as "
+            "--policy uniform",
         )
     return ok("policy", settings.policy)
 
@@ -188,6 +187,4 @@ def check_probe(settings: Settings, fault: str | None) -> Finding:
         return ok("probe", "available" if needed else "not needed by the default policy")
     if not needed:
         return ok("probe", f"not available ({fault}), and not needed")
-    if settings.quality_fallback == "refuse":
-        return fail("probe", f"--policy {settings.policy} needs hidden states, and {fault}; score by --quality logprob")
-    return warn("probe", f"--policy {settings.policy} falls back from hidden states to log-probs: {fault}")
+    return fail("probe", f"--policy {settings.policy} needs hidden states, and {fault}; score by --quality logprob")

@@ -14,11 +14,9 @@ import httpx
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.state import AutoState
 from darts_server.policy.length_profile import LengthProfile
 from darts_server.policy.lengths import Observation, PromptStats
 from darts_server.policy.simulation.batch import Floats
-from darts_server.policy.simulation.forecast import RATIOS
 from darts_server.store.archive import LIMIT_BYTES, unpack
 
 DESCRIPTION = """\
@@ -43,6 +41,8 @@ examples:
   darts-server simulate --trace lengths.jsonl --preset h200-8b
 """
 API_KEY = "DARTS_API_KEY"
+RATIOS = 4096
+"""Quantiles of the ratios of lengths to their prompt's mean. The longest length of a batch is one in thousands."""
 TIMEOUT_SECONDS = 60.0
 
 
@@ -68,14 +68,14 @@ def main(argv: Sequence[str]) -> int:
         StateDamaged, StateTooNew
     """
     options = parse_arguments(argv)
-    prompts, profile, learned_cap = _read_lengths(_read_state(options))
+    prompts, profile = _read_lengths(_read_state(options))
     _check_flags(options, prompts)
     ratios = None if profile is None else profile.quantiles(RATIOS)
     rng = np.random.default_rng(options.seed)
     traced: list[TracedLengths] = []
     lines: list[str] = []
     for prompt in prompts:
-        found = _trace(prompt, ratios, rng, options.samples, options.cap, learned_cap)
+        found = _trace(prompt, ratios, rng, options.samples, options.cap)
         if not found.lengths:
             continue
         traced.append(found)
@@ -124,14 +124,10 @@ def _trace(
     rng: np.random.Generator,
     samples: int,
     cap_flag: int | None,
-    learned_cap: int | None,
 ) -> TracedLengths:
     """Return the lengths that were seen of a prompt. Lengths that were not seen are drawn, if ``ratios`` are known."""
     seen = prompt.observations or [Observation(0, censored=True)] * samples
-    longest = max(o.tokens for o in seen)
     cap = prompt.max_tokens
-    if cap is None and learned_cap is not None and learned_cap >= longest:
-        cap = learned_cap
     if cap_flag is not None:
         cap = cap_flag if cap is None else min(cap, cap_flag)
     lengths: list[int] = []
@@ -222,14 +218,15 @@ def _read_state(options: argparse.Namespace) -> bytes:
     return answer.content
 
 
-def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None, int | None]:
-    """Return what a saved state has learned: of each prompt, of ratios to its mean length, and the limit known to auto.
+def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None]:
+    """Return what a saved state has learned: of each prompt, and of ratios to its mean length.
 
     Raises:
         InvalidSetting: it contains lengths that cannot be used.
         StateDamaged, StateTooNew
     """
-    prompts, profile, max_tokens = list[PromptStats](), None, 0
+    prompts = list[PromptStats]()
+    profile = None
     for kind, key, text in unpack(data, LIMIT_BYTES):
         try:
             document = json.loads(text)
@@ -237,8 +234,6 @@ def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None,
                 prompts.append(PromptStats(**document))
             elif kind == "profile":
                 profile = LengthProfile(**json.loads(document["value"]))
-            elif kind == "auto":
-                max_tokens = max(max_tokens, AutoState(**json.loads(document["value"])).max_tokens or 0)
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidSetting(f"the state's {kind} {key[:64]!r} cannot be used: {error}") from error
-    return prompts, profile, max_tokens or None
+    return prompts, profile

@@ -8,6 +8,9 @@ from typing import Literal
 
 OFF = "off"
 AUTO = "auto"
+MAX_GROUP_SIZE = 1024
+"""Maximum trajectories of a group. Trainers use groups of 8 to 64, and 1,024 candidates of one prompt fill most
+engines. A larger n is more likely a mistake than a wish."""
 POLICIES: Mapping[str, str] = {
     OFF: "unshaped",
     "uniform": "the same number of candidates for every prompt",
@@ -18,7 +21,7 @@ POLICIES: Mapping[str, str] = {
         "candidates are scored while they run, and some are pruned at random by their probability of being correct"
     ),
     "darts+arrol": "darts and arrol together",
-    AUTO: "whichever of --auto-allow is expected to make a step the fastest, off at first",
+    AUTO: "as off; in a batch whose prompts go on in the next one, it chooses how many run at once",
 }
 """The policies by name, and what each does; `policy.shaping.build_policies` says what they are composed of."""
 
@@ -55,11 +58,9 @@ class DiscardReason(StrEnum):
     """Its vote was decided without it."""
     CARRIED = "carried"
     """Its group goes on in a later batch, with what it has generated."""
-    LOAD = "load"
-    """Given up before anything of its group was generated: the engine was fuller than `auto` had expected."""
 
 
-GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED, DiscardReason.LOAD})
+GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED})
 """Of candidates that were never to be chosen from, replaced or given up before they ran: no group goes on with them."""
 
 
@@ -153,6 +154,11 @@ class UpdateOutcome(StrEnum):
     """The old version could not be restored: nothing is served."""
 
 
+MAX_LOST_GROUPS = 0.005
+"""One group in 200, a quarter of the limit for single answers: a group that loses all its right answers teaches the
+policy that its prompt cannot be solved."""
+
+
 @dataclass(frozen=True, slots=True)
 class MaxLost:
     """What a deadline may take away.
@@ -163,7 +169,11 @@ class MaxLost:
     """
 
     answers: float = 0.02
-    groups: float = 0.005
+    groups: float = MAX_LOST_GROUPS
+
+
+NO_LIMIT = MaxLost(1.0, 1.0)
+"""The deadline may take away anything, so it is never moved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,8 @@ from tests.integration.waiting import wait_idle
 from tests.integration.weights import ORIGINAL
 
 FLAGS = (
-    *("--enable-scale-out", "--group-wait", "0.2", "--group-name-wait", "1", "--resume-seconds", "2"),
-    *("--weights-wait", "1", "--weights-timeout", "1"),  # a sequence may leave an update unfinished
+    *("--enable-scale-out", "--group-wait", "0.2", "--group-name-wait", "1"),
+    *("--weights-timeout", "1"),  # a sequence may leave an update unfinished
     *("--max-model-len", "160"),  # the longest request takes that many steps of the engine, and others wait for it
     *("--worker-extension-cls", "tests.integration.backend.Extension"),
     *("--weight-transfer-config", '{"backend": "file"}'),
@@ -58,8 +58,9 @@ FLAGS = (
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 CALLERS, MAX_STEPS, ROUND = 8, 10, 20
 """Of an example, of a caller, and examples of a round. The seed of a round repeats what is sent."""
-ANSWER_SECONDS, IDLE_SECONDS, SERVED_SECONDS, HEALTH_SECONDS = 30.0, 60.0, 2.0, 1.0
-"""For the answers of an example, until the server is idle, for a plain group then, and for /health at any time."""
+ANSWER_SECONDS, IDLE_SECONDS, SERVED_SECONDS, HEALTH_SECONDS = 30.0, 90.0, 2.0, 1.0
+"""For the answers of an example, until the server is idle, for a plain group then, and for /health at any time. A batch
+whose caller has left may run for a minute."""
 MAX_GROWTH_MIB = 400
 """Of the server's memory in an example. A text of `RAW` that is tokenized takes 500."""
 EXIT_SECONDS, SHRINK_SECONDS = 20.0, 90.0
@@ -101,7 +102,7 @@ SENT: list[tuple[str, str, Any]] = [
     ("POST", ROLLOUTS, {**GROUPS, "prompts": [{"messages": MESSAGES}], "sampling": SAMPLED}),
     ("POST", ROLLOUTS, {**GROUPS, "policy": {"name": "darts_cut", "redundancy": 1.5}, "budget": 8, "stream": "groups"}),
     ("POST", ROLLOUTS, {**GROUPS, "policy": {"name": "auto"}}),
-    ("POST", ROLLOUTS, {**GROUPS, "min_groups": 1, "carry": "restart", "survivors": False, "stream": "groups"}),
+    ("POST", ROLLOUTS, {**GROUPS, "num_groups": 1, "carry": "restart", "survivors": False, "stream": "groups"}),
     ("POST", ROLLOUTS, {**GROUPS, "prompts": [], "carried": True, "carry": "restart"}),
     ("POST", ROLLOUTS, {**GROUPS, "sampling": LONG, "stream": "tokens", "chunk_tokens": 5}),
     ("POST", ROLLOUTS, {**ROW, "carried": False, "carry": "drop"}),

@@ -59,7 +59,7 @@ from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
 from darts_server.store.store import MAX_IN_MEMORY
-from darts_server.types import OFF, FinishReason, PromptSpec, RequestOptions, Sample
+from darts_server.types import AUTO, OFF, FinishReason, PromptSpec, RequestOptions, Sample
 from tests.rollout.helpers import AtOnce
 
 MODEL, CAPACITY, MAX_WAITING, WIDTH = "scripted", 256, 1024, 16
@@ -76,7 +76,7 @@ CANCELLED, ABORTED, FAILING = 0.06, 0.01, 0.005
 REPEATED_PROMPTS, UNIQUE = 512, 0.3
 """Number of prompts that are used again and again, and the share of requests with a prompt of their own."""
 SIZES = (2, 3, 4, 6)
-CARRYING = (OFF, "uniform", "darts", "darts_cut", "cap", "auto")
+CARRYING = (OFF, "uniform", "darts", "darts_cut", "cap", AUTO)
 """Policies whose batches with enough groups carry the others over: those that prune cannot go on with a group."""
 CALLERS, ROUNDS, MIN_ROUNDS = 96, 50, 6
 """``MIN_ROUNDS``: needed to fit a line through the second half of them."""
@@ -207,7 +207,7 @@ class Stack:
         self.registry = CollectorRegistry()
         self.metrics = RolloutMetrics(MODEL, registry=self.registry)
         self.gate = Gate()
-        self.control = Control(Settings.model_validate({"auto_allow": "uniform,darts,resume"}))
+        self.control = Control(Settings.model_validate({}))
         confidence = Confidence(self.store, keep["votes"], _calibration(keep["vote_labels"], cold_steps=0))
         labels = _calibration(keep["labels"], cold_steps=1)
         self.pruner = Pruner(
@@ -226,7 +226,7 @@ class Stack:
             Intervals(join=0.5, join_named=6.0),
             gate=self.gate,
             bounds=Bounds(MAX_WAITING),
-            brownout=Brownout.for_queue(MAX_WAITING, CAPACITY, 0.5),
+            brownout=Brownout.for_queue(MAX_WAITING, CAPACITY),
             scorer=self.pruner,
             clock=loop.time,
         )
@@ -307,7 +307,7 @@ class Callers:
         self.longest_wait = 0.0
         self._stack = stack
         self._rng = Random(seed)
-        self._policies = [name for name in stack.control.planner.names() if name != OFF]
+        self._policies = [name for name in stack.control.planner.names() if name not in (OFF, AUTO)]
         self._background: set[asyncio.Task[None]] = set()
 
     async def work(self, numbers: Iterator[int]) -> None:
@@ -404,7 +404,7 @@ class Callers:
     async def _batch(self, number: int, numbers: Iterator[int]) -> str:
         """Request a batch through our own API, with or without an idempotency key, streamed or in one answer."""
         prompts = [number, *islice(numbers, self._rng.randint(0, 7))]
-        policy = self._rng.choice([OFF, *self._policies])
+        policy = self._rng.choice([OFF, AUTO, *self._policies])
         num_groups = max(1, len(prompts) - 2) if self._rng.random() < 0.2 else None
         carries = num_groups is not None and policy in CARRYING
         request = BatchRequest(

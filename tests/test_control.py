@@ -1,16 +1,17 @@
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from darts_server.control import Control, make_planner
-from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.options import AutoLimits
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.shaping import Shaping, Tail
+from darts_server.policy.shaping import BudgetKind, Shaping, Tail
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import load
-from darts_server.types import RequestOptions
+from darts_server.simulation.policies import NAMES
+from darts_server.types import POLICIES, MaxLost, RequestOptions
 
 
 def shaping(planner: Planner, policy: str) -> Shaping:
@@ -26,17 +27,16 @@ def test_the_planner_follows_the_settings() -> None:
     assert (uniform.redundancy, uniform.num_longest) == (2, 3)
     assert uniform.tail is Tail.LONGEST
     assert [shaping(planner, name).adaptive for name in ("uniform", "darts")] == [False, True]
-    assert (planner.default_policy, planner.limits) == ("off", Limits(1024, 16))
+    assert (planner.default_policy, planner.limits) == ("off", Limits(group_size=16))
     assert make_planner(load({"group_pattern": "(.+)_[0-9]+"}, None)).limits.group_name("17_3") == "17"
 
 
 def test_auto_has_the_limits_of_the_settings() -> None:
-    flags = {"auto_allow": "cut,cap", "most_lost": "0.1", "most_bias": "0.3", "tokens_price": "2", "exploration": "0.2"}
-    plan = make_planner(load({"policy": "auto", "max_redundancy": "1.5", **flags}, None)).plan(8, RequestOptions())
+    planner = make_planner(load({"policy": "auto", "most_stale": "0.3", "exploration": "0.2"}, None))
+    plan = planner.plan(8, RequestOptions(), in_batch=True)
     assert plan is not None
-    assert plan.auto is not None
-    assert plan.auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.2)
-    assert plan.auto.max_candidates(8) == 12
+    assert plan.auto == AutoLimits(most_stale=0.3, exploration=0.2)
+    assert planner.plan(8, RequestOptions()) is None, "other requests run as under off"
 
 
 def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
@@ -50,20 +50,50 @@ def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
 
 
 def test_pruning_follows_the_settings_and_their_changes() -> None:
-    control = Control(load({"keep_ratio": "0.4", "refill": "true"}, None))
+    control = Control(load({"keep_ratio": "0.4"}, None))
     arrol = shaping(control.planner, "arrol")
     assert arrol.pruning == Pruning(keep_ratio=0.4)
-    assert arrol.refill
     names = control.planner.names()[1:]
     assert [name for name in names if shaping(control.planner, name).prunes] == ["arrol", "darts+arrol"]
-    control.change({"keep_ratio": 0.25, "min_survival": 0.2})
+    control.change({"keep_ratio": 0.25})
     changed = shaping(control.planner, "arrol")
-    assert changed.pruning == Pruning(keep_ratio=0.25, min_survival=0.2)
+    assert changed.pruning == Pruning(keep_ratio=0.25)
     assert changed.candidates(8) == 32
 
 
-def test_a_batch_cannot_raise_the_largest_group() -> None:
-    control = Control(load({"max_group_size": "16"}, None))
-    assert control.new_planner({"max_group_size": 8}).limits.max_group_size == 8
-    with pytest.raises(InvalidRequest, match="cannot raise it above the server's, 16"):
-        control.new_planner({"max_group_size": 17})
+@pytest.mark.parametrize("keep_ratio", ["0.1", "0.9", "1"])
+def test_every_keep_ratio_that_the_settings_allow_can_be_used(keep_ratio: str) -> None:
+    pruning = shaping(Control(load({"keep_ratio": keep_ratio}, None)).planner, "arrol").pruning
+    assert pruning is not None
+    assert pruning.prunes == (keep_ratio != "1")
+
+
+def test_redundancy_auto_is_the_papers_formula_and_starts_with_the_default() -> None:
+    control = Control(load({"redundancy": "auto"}, None))
+    uniform = shaping(control.planner, "uniform")
+    assert (uniform.budget, uniform.redundancy) == (BudgetKind.CV_LOG, 1.5)
+    assert shaping(control.new_planner({"max_redundancy": 1.25}), "darts").redundancy == 1.25
+    fixed = shaping(control.new_planner({"redundancy": 1.75}), "uniform")
+    assert (fixed.budget, fixed.redundancy) == (BudgetKind.FIXED, 1.75)
+    assert shaping(Control(load({}, None)).new_planner({"redundancy": "auto"}), "uniform") == uniform
+
+
+@pytest.mark.parametrize(("share", "limits"), [("0.1", MaxLost(0.1, 0.005)), ("1", MaxLost(1.0, 1.0))])
+def test_a_share_of_one_lets_the_deadline_take_away_anything(share: str, limits: MaxLost) -> None:
+    deadline = shaping(Control(load({"max_lost_share": share}, None)).planner, "cap").deadline
+    assert deadline is not None
+    assert deadline.max_lost == limits
+
+
+def test_the_settings_the_simulator_and_the_schema_name_every_policy() -> None:
+    assert list(Control(load({}, None)).planner.names()) == list(POLICIES)
+    assert [name for name in POLICIES if name not in NAMES] == ["arrol", "darts+arrol"]
+    policy = Control(load({}, None)).schema()["properties"]["policy"]  # type: ignore[index]
+    assert policy["enum"] == list(POLICIES)
+    assert all(f"{name}: {about}." in policy["description"] for name, about in POLICIES.items())
+
+
+def test_the_page_of_policies_names_every_policy() -> None:
+    page = Path("docs/policies.md").read_text(encoding="utf-8")
+    first_cells = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")}
+    assert {f"`{name}`" for name in POLICIES} <= {cell.removesuffix(" (default)") for cell in first_cells}

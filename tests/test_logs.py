@@ -11,7 +11,7 @@ import pytest
 from darts_server import logs
 from darts_server.exceptions import InvalidSetting
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_update
-from darts_server.records import ChosenOption, CohortRecord, UpdateRecord
+from darts_server.records import CohortRecord, UpdateRecord
 from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
 from tests.metrics.test_rollouts import record
@@ -73,16 +73,15 @@ def test_a_server_that_is_ready_says_where_and_how_it_groups() -> None:
 def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:
     output = logging_to(logs.config_for("console", "INFO"))
     log_group(record())
-    log_cohort(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.0, 2.5, 1000, 600))
-    chosen = ChosenOption("cap at 0.9", "2 s a step, off 3 s")
-    log_cohort(CohortRecord("auto", 8, 8.0, 60, False, 2.0, 2.5, 1000, 1000, chosen))
+    log_cohort(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.5, 1000, 600))
+    log_cohort(CohortRecord("auto", 8, 8.0, None, False, 2.5, 1000, 1000, "6 of 8 prompts run"))
     log_announced_update(7)
     for outcome in UpdateOutcome:
         log_update(UpdateRecord(7, outcome, "push", "finish", False, {"load": 1.0}))
     lines = [line.partition("] ")[2] for line in output.getvalue().splitlines()]
     events = [line.partition("=")[0] for line in lines]
     assert events == ["cohort policy", "cohort policy", "weight update announced version", "weight update version"]
-    assert lines[1].endswith(" chosen=cap at 0.9 reason=2 s a step, off 3 s")
+    assert lines[1].endswith(" chosen=6 of 8 prompts run")
 
 
 def test_vllm_gets_the_same_configuration_in_its_own_variables() -> None:

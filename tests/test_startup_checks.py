@@ -55,7 +55,6 @@ def test_a_taken_port_fails_with_the_remedy() -> None:
         ({}, Verdict.OK),
         ({"group_size": "8"}, Verdict.WARN),
         ({"group_size": "8", "policy": "uniform"}, Verdict.OK),
-        ({"group_size": "8", "auto_allow": "uniform,resume"}, Verdict.OK),
     ],
 )
 def test_a_group_size_that_no_policy_uses_is_a_warning(settings: dict[str, str], verdict: Verdict) -> None:
@@ -136,7 +135,6 @@ def test_a_policy_that_needs_hidden_states_fails_where_they_are_not_available() 
     assert check_probe(load(head, None), None).verdict is Verdict.OK
     failed = check_probe(load(head, None), fault)
     assert (failed.verdict, "--quality logprob" in failed.message) == (Verdict.FAIL, True)
-    assert check_probe(load(head | {"quality_fallback": "logprob"}, None), fault).verdict is Verdict.WARN
     assert check_probe(load({"policy": "arrol", "quality": "logprob"}, None), fault).verdict is Verdict.OK
     assert check_probe(load({}, None), fault).verdict is Verdict.OK
 

@@ -20,13 +20,11 @@ from tests.clients.servers import listening
 MEANS = {"a": 100.0, "b": 1000.0, "c": 10.0}
 
 
-def state(*, cap: int | None = 2000, means: dict[str, float] = MEANS) -> bytes:
+def state(means: dict[str, float] = MEANS) -> bytes:
     profile = LengthProfile()
     ratios = np.random.default_rng(0).gamma(4.0, 0.25, 2000)
     profile.observe([(float(ratio), False) for ratio in ratios])
     rows = [("profile", "all", json.dumps({"value": json.dumps(profile.state)}))]
-    if cap is not None:
-        rows.append(("auto", "8", json.dumps({"value": json.dumps({"max_tokens": cap})})))
     for key, mean in means.items():
         stats = {"std_ema": 1.0, "mean_ema": mean, "groups": 1, "candidates": 8, "weight_version": 3}
         rows.append(("prompt", key, json.dumps(stats)))
@@ -42,7 +40,7 @@ def export(folder: Path, data: bytes, *flags: str) -> list[dict[str, Any]]:
 
 def seen(*prompts: dict[str, Any], profile: bool = False) -> bytes:
     """A state with prompts as they were seen, and with ``profile`` a distribution of lengths around their means."""
-    rows = [row for row in unpack(state(cap=None, means={}), LIMIT_BYTES) if profile]
+    rows = [row for row in unpack(state(means={}), LIMIT_BYTES) if profile]
     for number, fields in enumerate(prompts):
         stats = {"std_ema": 9.0, "mean_ema": 300.0, "groups": 1, "candidates": 4, "weight_version": 3} | fields
         rows.append(("prompt", f"p{number}", json.dumps(stats)))
@@ -115,27 +113,27 @@ OLD = ("--prompt-tokens", "77")
 
 
 def test_the_lengths_of_each_prompt_have_its_mean_and_end_at_the_cap(tmp_path: Path) -> None:
-    lines = export(tmp_path, state(), "--samples", "2000", *OLD)
+    lines = export(tmp_path, state(), "--samples", "2000", "--cap", "2000", *OLD)
     means = [float(np.mean(line["lengths"])) for line in lines]
     assert means == pytest.approx(list(MEANS.values()), rel=0.06)
     assert {(line["step"], line["prompt_tokens"], line["cap"]) for line in lines} == {(3, 77, 2000)}
     assert max(lines[1]["lengths"]) == 2000
-    assert export(tmp_path, state(), "--samples", "2000", *OLD) == lines
+    assert export(tmp_path, state(), "--samples", "2000", "--cap", "2000", *OLD) == lines
 
 
 def test_the_trace_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export(tmp_path, state(), *OLD)
+    export(tmp_path, state(), "--cap", "2000", *OLD)
     flags = ["--prompts", "4", "--steps", "1", "--policies", "cap"]
     assert main(["simulate", "--trace", str(tmp_path / "out" / "lengths.jsonl"), "--preset", "h200-8b", *flags]) == 0
     assert "cap" in capsys.readouterr().out
 
 
-def test_a_cap_that_was_not_learned_is_said_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cap" not in export(tmp_path, state(cap=None), *OLD)[0]
+def test_a_cap_that_was_not_seen_is_said_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cap" not in export(tmp_path, state(), *OLD)[0]
     said = capsys.readouterr().out
     assert "The limit of 3 prompts is not known; --cap N says what it is." in said
     assert "48 lengths are drawn by estimates" in said
-    lines = export(tmp_path, state(cap=None), "--cap", "50", *OLD)
+    lines = export(tmp_path, state(), "--cap", "50", *OLD)
     assert {line["cap"] for line in lines} == {50}
     assert max(max(line["lengths"]) for line in lines) == 50
 

@@ -7,7 +7,6 @@ from time import monotonic
 
 import numpy as np
 
-from benchmarks.cost_model import rollout_seconds
 from benchmarks.gpu.traces import Prompt, Trace
 from darts_server.policy.allocation import allocate_by_std
 from darts_server.policy.candidate import Candidate, State
@@ -149,7 +148,7 @@ def make_plan(
         if count not in tokens:  # the replays take seconds
             tokens[count] = {policy: predict_tokens(policy, part) for policy in (*must, *may)}
         times = {
-            policy: rollout_seconds(curve, [length / divisor for length in lengths], capacity)
+            policy: curve.rollout_seconds([length / divisor for length in lengths], capacity)
             for policy, lengths in tokens[count].items()
         }
         plan = Plan(part.shortened(divisor), times)

@@ -42,7 +42,6 @@ from ._prompts import RolloutPrompt as RolloutPrompt
 from ._prompts import RolloutPrompts as RolloutPrompts
 from ._records import CandidateRecord as CandidateRecord
 from ._records import GroupRecord as GroupRecord
-from ._records import LengthEstimate as LengthEstimate
 from ._records import LoraRecord as LoraRecord
 from ._records import PromptRecord as PromptRecord
 from ._records import PromptRewards as PromptRewards

@@ -34,7 +34,7 @@ from ._votes import Score, Vote, Weights, check_vote
 
 ItemT = TypeVar("ItemT")
 STREAM_BATCHES = 4
-NOT_OF_A_STREAM = {"num_groups", "min_groups", "carry", "carried", "idempotency_key"}
+NOT_OF_A_STREAM = {"num_groups", "carry", "carried", "idempotency_key"}
 
 
 class _Cancelled(WireModel):
@@ -158,7 +158,6 @@ class AsyncClient:
         policy: str | Mapping[str, Any] | None = None,
         budget: int | None = None,
         num_groups: int | None = None,
-        min_groups: int | None = None,
         survivors: bool | None = None,
         carry: Carry | None = None,
         carried: bool = False,
@@ -183,9 +182,8 @@ class AsyncClient:
         A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. With `max_tokens=None` an answer
         may take as many tokens as its prompt leaves of the model's length. `policy` is a name, or a mapping
         with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
-        With `num_groups` the batch ends with the first that many groups; with `min_groups` the policy `auto` chooses
-        how many, at least so many, which needs `carry="restart"`. With `survivors`, the default of `arrol`,
-        a group has all trajectories that were not pruned, more or fewer than `group_size`. Any other of vLLM's sampling
+        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol`, a
+        group has all trajectories that were not pruned, more or fewer than `group_size`. Any other of vLLM's sampling
         parameters is passed on.
 
         With `carry="restart"` the server keeps the prompts that are left undecided. They start first in a
@@ -213,7 +211,6 @@ class AsyncClient:
             policy=policy,
             budget=budget,
             num_groups=num_groups,
-            min_groups=min_groups,
             survivors=survivors,
             carry=carry,
             carried=carried,

@@ -16,7 +16,7 @@ from ._prompts import drop_none
 from ._records import GroupRecord, PromptRecord, WeightsRecord
 from ._requests import API, quote_segment
 
-Rule = Literal["finish", "keep", "resume", "restart"]
+Rule = Literal["finish", "keep", "restart"]
 
 
 class _Groups(WireModel):
@@ -109,9 +109,9 @@ class AsyncWeightsApi(_AsyncApi):
         memory; it must not change meanwhile.
 
         `rule`: what happens to running groups. "finish" waits for them, "keep" continues them with the new weights,
-        "restart" starts them again with the new weights; the default is the server's setting. "resume" is another name
-        of "keep". `version` defaults to the one after the version that is served. With `partial` tensors may be
-        missing, and keep their values. With `check_finite` the update is refused if a tensor has NaN or infinity.
+        "restart" starts them again with the new weights; the default is the server's setting. `version` defaults to
+        the one after the version that is served. With `partial` tensors may be missing, and keep their values. With
+        `check_finite` the update is refused if a tensor has NaN or infinity.
         """
         body = await async_run_blocking(AsyncBody, source)
         return await self.push_stream(

@@ -66,19 +66,11 @@ class GroupRecord(WireModel):
         return tuple(candidate for candidate in self.candidates if candidate.selected_as is not None)
 
 
-class LengthEstimate(WireModel):
-    """Mean length in tokens of `count` trajectories, and its standard error."""
-
-    mean: float
-    se: float | None
-    count: int
-
-
 class PromptRewards(WireModel):
     """Statistics of the rewards of a prompt's trajectories.
 
-    `pattern` "I": correct ones are shorter than wrong ones; "II": longer; "unclear"; None while there are too few.
-    `difference` is the mean length of correct ones minus that of wrong ones, in tokens.
+    `difference` is the mean length of correct ones minus that of wrong ones, in tokens: above 0, long answers are worth
+    their tokens. It is None before there are ten of each.
     """
 
     rewarded: int
@@ -86,11 +78,7 @@ class PromptRewards(WireModel):
     pass_rate: float | None
     zero_variance_groups: int
     rewarded_groups: int
-    length_right: LengthEstimate | None
-    length_wrong: LengthEstimate | None
-    pattern: str | None
     difference: float | None
-    difference_se: float | None
 
 
 class PromptRecord(WireModel):

@@ -15,7 +15,7 @@ from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 Stream = Literal["groups", "tokens"] | None
 """How a batch is answered; None for one answer."""
 Carry = Literal["drop", "restart", "resume"]
-"""What happens to prompts that are not decided when `num_groups` others are, or as many as `min_groups` allows."""
+"""What happens to prompts that are not decided when `num_groups` others are."""
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
 """Token ids and their log-probs."""
 
@@ -90,7 +90,6 @@ def rollouts_request(
     policy: str | Mapping[str, Any] | None = None,
     budget: int | None = None,
     num_groups: int | None = None,
-    min_groups: int | None = None,
     survivors: bool | None = None,
     carry: Carry | None = None,
     carried: bool = False,
@@ -115,7 +114,6 @@ def rollouts_request(
         "policy": {"name": policy} if isinstance(policy, str) else policy,
         "budget": budget,
         "num_groups": num_groups,
-        "min_groups": min_groups,
         "survivors": survivors,
         "carry": carry,
         "carried": carried or None,

@@ -127,10 +127,6 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Maximum number of candidates that run at once, ``None`` if unlimited. More than that wait in its queue."""
 
     @property
-    def kv_tokens(self) -> int | None:
-        """Tokens for which its KV caches have room; ``None`` if unknown."""
-
-    @property
     def engines(self) -> int:
         """How many engines are behind this port. Each has an equal part of both, and a batch of its own."""
 

@@ -133,7 +133,6 @@ class ScriptedEngine:
         self.slots: int | None = None
         """How many candidates run at once; the others wait. ``None``: all run."""
         self.has_priorities = False
-        self.kv_tokens: int | None = None
         self.engines = 1
         self.probe_width: int | None = None
         self.started: list[ScriptedCandidate] = []

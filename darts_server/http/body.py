@@ -21,7 +21,6 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge
-from darts_server.removed import FIELDS, PARAMETERS
 from darts_server.serving.admission import Caller
 
 STALL_SECONDS = 60.0
@@ -116,7 +115,7 @@ class Body(BaseModel):
     def _check_unknown(self) -> Self:
         if self.__pydantic_extra__:
             name = next(iter(self.__pydantic_extra__))
-            raise PydanticCustomError(UNKNOWN, "unknown", {"name": name, "of": type(self).__name__})
+            raise PydanticCustomError(UNKNOWN, "unknown", {"name": name})
         return self
 
 
@@ -257,18 +256,13 @@ def _validated(validate: Callable[[Any], ValidatedT], value: object, place: tupl
         return validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        if first["type"] == "missing" and len(first["loc"]) == 1:  # perhaps in its place one that is gone was sent
-            for name in error.errors(include_url=False)[0]["input"]:
-                if (remedy := FIELDS.get((error.title, name))) is not None:
-                    raise InvalidRequest(name, f"is gone; {remedy}") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "json_invalid":
             message = message.partition(" at line ")[0] if place else message
         parts = [part for part in (*place, *first["loc"]) if part != ""]  # an empty part is the tag of a union
         if first["type"] == UNKNOWN:
-            remedy = FIELDS.get((first["ctx"]["of"], first["ctx"]["name"]))
-            message = "is unknown; remove it" if remedy is None else f"is gone; {remedy}"
-            parts = [*parts, first["ctx"]["name"][:MAX_NAME_CHARS]]
+            message = "is unknown; remove it"
+            parts.append(first["ctx"]["name"][:MAX_NAME_CHARS])
         field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
         raise InvalidRequest(field or "body", message) from None  # the cause would keep the whole body
 
@@ -349,17 +343,6 @@ async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STA
             raise IncompleteBody
         is_complete = not message.get("more_body", False)
         yield message.get("body", b"")
-
-
-async def refuse_removed_parameters(request: Request) -> None:
-    """
-    Raises:
-        InvalidRequest: the query has a parameter that the route does not have any more.
-    """
-    route = f"{request.method} {request.scope['route'].path}"
-    for name in request.query_params:
-        if (remedy := PARAMETERS.get((route, name))) is not None:
-            raise InvalidRequest(name, f"is gone; {remedy}")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

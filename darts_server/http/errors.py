@@ -9,7 +9,6 @@ from starlette.exceptions import HTTPException
 
 from darts_server import exceptions
 from darts_server.exceptions import DartsError, EngineRefused, InvalidRequest, Unauthorized
-from darts_server.removed import route_remedy
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
     InvalidRequest: HTTPStatus.BAD_REQUEST,
@@ -81,11 +80,8 @@ def install(app: FastAPI) -> None:
         return JSONResponse({"error": fields_of(error)}, status_code=status_of(error).value, headers=headers_of(error))
 
     @app.exception_handler(HTTPException)
-    async def respond_to_http_exception(request: Request, error: Exception) -> JSONResponse:
+    async def respond_to_http_exception(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        status, message = HTTPStatus(error.status_code), error.detail
-        is_unknown = status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)  # it may look like another route
-        if is_unknown and (remedy := route_remedy(request.url.path)) is not None:
-            message = f"this route is gone; {remedy}"
-        body = {"message": message, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
+        status = HTTPStatus(error.status_code)
+        body = {"message": error.detail, "type": TYPES.get(status, status.phrase), "param": None, "code": status.value}
         return JSONResponse({"error": body}, status_code=status.value, headers=error.headers)

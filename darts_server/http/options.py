@@ -9,10 +9,8 @@ from typing import Any
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.identifiers import RULE, is_name
-from darts_server.types import RequestOptions
+from darts_server.types import MAX_GROUP_SIZE, RequestOptions
 
-MAX_GROUP_SIZE = 16384
-"""The maximum of ``--max-group-size``."""
 _NAMES = {
     "policy": "the name of a policy",
     "prompt_key": "a key of the caller's choice for the prompt",

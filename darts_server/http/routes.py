@@ -12,7 +12,6 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from darts_server.http.body import refuse_removed_parameters
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.resources import groups, monitor, policy, rewards, rollouts, state, vote, weights
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -41,7 +40,7 @@ def router(
     needs_key: bool,
 ) -> APIRouter:
     """Create the routes. ``needs_key``: whether their description names a key, which `SecurityMiddleware` checks."""
-    dependencies = [Depends(refuse_removed_parameters), *([Depends(BEARER)] if needs_key else [])]
+    dependencies = [Depends(BEARER)] if needs_key else []
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
     groups.add_routes(api, provenance, statistics, reward_matcher)

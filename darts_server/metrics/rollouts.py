@@ -17,8 +17,6 @@ STEP_SIZES = (1, 4, 16, 64, 256, 1024)
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
-RULES = ("off", "uniform", "darts", "cut", "cap", "limit", "restart", "resume")
-"""What `auto` chooses from. The last two: groups are not shaped, and the slowest prompts go on in a later batch."""
 
 GAUGES: Gauges = {
     "darts_prompts_tracked": ("Prompts with statistics.", {}),
@@ -43,14 +41,10 @@ GAUGES: Gauges = {
     ),
     "darts_pass_rate": ("Share of correct trajectories among rewarded ones.", {}),
     "darts_answer_length_tokens": (
-        "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones.",
+        "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones. If correct ones are longer, "
+        "long answers are worth their tokens.",
         {"answer": ANSWERS},
     ),
-    "darts_pattern_difference_tokens": (
-        "Mean length of correct minus incorrect trajectories: above 0, correct answers need more tokens.",
-        {},
-    ),
-    "darts_pattern_error_tokens": ("Standard error of darts_pattern_difference_tokens.", {}),
 }
 TOTALS = {
     "darts_observer_failures_total": (
@@ -100,15 +94,10 @@ class RolloutMetrics(Collectors):
         self._length = self._histogram("darts_trajectory_length_tokens", what, LENGTH_BUCKETS, "kind")
         what = "Ended cohorts, by whether they ran past the deadline to explore it."
         self._cohorts = self._counter("darts_cohorts", what, "explored", BOOLEANS)
-        what = (
-            "Ended cohorts under the policy auto, by what it did with them; restart and resume: no group was shaped, "
-            "and the slowest prompts were left for a later batch."
-        )
-        self._auto = self._counter("darts_auto_cohorts", what, "rule", RULES)
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
-        what = "Time from the start of a cohort's first group to the end of its last, measured and predicted by auto."
-        self._rollout = self._histogram("darts_rollout_seconds", what, SECONDS_BUCKETS, "kind")
+        what = "Time from the start of a cohort's first group to the end of its last."
+        self._rollout = self._histogram("darts_rollout_seconds", what, SECONDS_BUCKETS)
         what = "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it."
         self._explored = self._counter("darts_explored_candidates", what, "deadline", ("beyond", "within"))
         what = "Tokens of explored tail candidates beyond the deadline."
@@ -166,20 +155,16 @@ class RolloutMetrics(Collectors):
                 self._explored_tokens.labels(self._model).inc(beyond)
         if record.max_lost is not None and self._reads is not None:  # its policy's deadlines are read from now on
             for name, gauge in self._deadline_gauges.items():
-                value = partial(self._reads[name], record.applied_policy, record.max_lost)
-                gauge.reads[self._model, record.applied_policy] = value
+                value = partial(self._reads[name], record.policy, record.max_lost)
+                gauge.reads[self._model, record.policy] = value
 
     def cohort_ended(self, record: CohortRecord) -> None:
         self._cohorts.labels(self._model, str(record.explored).lower()).inc()
         self._tokens.labels(self._model, "stale").inc(record.stale_tokens)
-        if record.chosen is not None:
-            self._auto.labels(self._model, record.chosen.rule).inc()
         self._mean_candidates.labels(self._model).set(record.mean_candidates)
         if record.deadline is not None:
             self._deadline.labels(self._model).set(record.deadline)
-        if record.predicted_seconds is not None:
-            self._rollout.labels(self._model, "predicted").observe(record.predicted_seconds)
-            self._rollout.labels(self._model, "measured").observe(record.measured_seconds)
+        self._rollout.labels(self._model).observe(record.measured_seconds)
 
     def rewards_reported(self, matched: int, unknown: int) -> None:
         self._rewards.labels(self._model, "true").inc(matched)

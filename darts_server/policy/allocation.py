@@ -4,9 +4,7 @@ Part a is the mean number of candidates per prompt (`cv_log_mean`). Part b share
 their lengths: `allocate` for a cohort, `ShadowPrice` for requests that come one at a time.
 
 Under load extra candidates are given up before a request has to be refused (`Brownout`, an extension of ours), since
-they shorten a group only if the engine has room for them. So they are while a batch runs under `auto`, which has
-expected to have the engine to itself: groups of which nothing was generated yet keep the share of their extra
-candidates that the batch has of the engine (`share_left`).
+they shorten a group only if the engine has room for them.
 """
 
 import math
@@ -29,6 +27,9 @@ DEBT_HORIZON = 32
 sorted by length is held as well; long against the noise of single requests."""
 MAX_DEBT = 2**24
 """Far above what any group size allows: `DEBT_HORIZON` times its candidates."""
+BROWNOUT_SHARE = 0.5
+"""Share of the queue from which redundancy falls: a short peak passes without a change of the groups, and half of the
+queue is left for what arrives until fewer candidates run."""
 RELIEF = 0.5
 """Share of ``start`` by which the queue must be shorter on the way up than on the way down. Without this gap the scale
 would flicker with every group that comes and goes."""
@@ -184,7 +185,7 @@ class Brownout:
         self.scale = 1.0
 
     @classmethod
-    def for_queue(cls, max_waiting: int, capacity: int, share: float) -> "Brownout":
+    def for_queue(cls, max_waiting: int, capacity: int, share: float = BROWNOUT_SHARE) -> "Brownout":
         """Start at ``share`` of ``max_waiting``, but not while fewer wait than the engine runs at once."""
         return cls(max(share * max_waiting, capacity), max_waiting)
 
@@ -196,17 +197,6 @@ class Brownout:
             greatest = min(max((self._end - waiting) / width, 0.0), 1.0)
             self.scale = min(max(self.scale, least), greatest)
         return self.scale
-
-
-def share_left(capacity: int | None, unfinished: int, own: int) -> float:
-    """Return the share of an engine that others leave to a batch, from 1 (all of it, or nothing queues) to 0.
-
-    ``capacity``: sequences that run at once; ``None`` for any number. ``unfinished``: those that run or queue, with the
-    batch's ``own``.
-    """
-    if capacity is None or unfinished <= capacity:
-        return 1.0
-    return min(max((capacity - (unfinished - own)) / capacity, 0.0), 1.0)
 
 
 def reduce_candidates(candidates: int, size: int, scale: float) -> int:

@@ -9,19 +9,22 @@ from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 
 class State(Enum):
+    """The state of a candidate."""
+
     REQUESTED = auto()
-    """Sent to the engine, which has not confirmed it yet."""
+    """The engine has not confirmed the candidate yet."""
     RUNNING = auto()
     FINISHED = auto()
-    """Finished or cut; neither selected nor discarded yet."""
+    """The candidate finished or was cut, and is neither selected nor discarded yet."""
     SELECTED = auto()
     DISCARDED = auto()
 
 
 CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
 
-# The events that are legal in each state, and the state after each. Stopping a candidate is asynchronous: events that
-# were on their way when it was discarded still arrive, and change nothing. So do scores and progress of a finished one.
+# The state after each event that is legal in a state. An engine stops a candidate asynchronously, so events that were
+# sent before the stop still arrive afterwards: they change nothing. The same holds for scores and progress of a
+# candidate that has finished.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
     (State.RUNNING, Progress): State.RUNNING,
@@ -35,13 +38,14 @@ MOVES: dict[tuple[State, type], State] = {
 
 @dataclass(slots=True)
 class Candidate:
-    """State of one candidate.
+    """One candidate.
 
-    ``tail_draw``: random number in [0, 1), drawn before the candidate starts; the lowest ones of a group win the places
-    of a sampled tail. ``tokens``: its length once it has finished, a lower bound of it before. ``quality``: probability
-    to end correct by the latest score; ``None`` without one. ``survival_draw``: random number in [0, 1); the candidate
-    is pruned as soon as ``survival`` is not above it. ``survival``: product of the probabilities with which it was
-    kept.
+    ``tail_draw``: random number in [0, 1), drawn before the candidate starts. The lowest draws of a group win the
+    places of a sampled tail.
+    ``tokens``: number of generated tokens; a lower bound of it while the candidate runs.
+    ``quality``: probability to end correct by the latest score, or None without a score.
+    ``survival_draw``: random number in [0, 1). The candidate is pruned as soon as ``survival`` is at or below it.
+    ``survival``: product of the probabilities with which the group kept the candidate.
     """
 
     index: int
@@ -58,17 +62,17 @@ class Candidate:
 
     @property
     def running(self) -> bool:
-        """Whether it may still generate tokens."""
+        """Whether the candidate may still generate tokens."""
         return self.state in (State.REQUESTED, State.RUNNING)
 
     @property
     def alive(self) -> bool:
-        """Whether it is in the group or may still be."""
+        """Whether the candidate is in the group, or may still be."""
         return self.state is not State.DISCARDED
 
     @property
     def valid(self) -> bool:
-        """Whether it finished at a stop token rather than at a length limit."""
+        """Whether the candidate finished at a stop token and not at a length limit."""
         return self.finish_reason is FinishReason.STOP
 
     def apply(self, event: CandidateEvent) -> None:
@@ -78,10 +82,12 @@ class Candidate:
             IllegalMove: the event cannot happen in this state.
         """
         if self.cut:
-            return  # stopped by the group: the tokens it was cut to stand, whatever the engine still reports
+            # The group has cut the candidate: its tokens are final, whatever the engine still reports.
+            return
         following = MOVES.get((self.state, type(event)))
         if following is None:
             raise IllegalMove(f"candidate {self.index} is {self.state.name}, where {event} cannot happen")
+
         if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored)):
             match event:
                 case Progress(tokens=tokens):
@@ -92,9 +98,12 @@ class Candidate:
                 case Scored(quality=quality):
                     self.quality = quality
         self.state = following
+
         if isinstance(event, Failed | Lost) and self.reason is None:
-            by_caller = isinstance(event, Lost) and event.by_caller
-            self.reason = DiscardReason.ABORTED if by_caller else DiscardReason.FAILED
+            if isinstance(event, Lost) and event.by_caller:
+                self.reason = DiscardReason.ABORTED
+            else:
+                self.reason = DiscardReason.FAILED
 
     def select(self, selected_as: SelectedAs) -> None:
         self.state = State.SELECTED
@@ -105,7 +114,7 @@ class Candidate:
         self.reason = reason
 
     def cut_at(self, tokens: int) -> None:
-        """Keep the first ``tokens`` tokens, as if that had been the length limit."""
+        """Keep the first ``tokens`` tokens, as if that number had been the length limit."""
         self.tokens = tokens
         self.finish_reason = FinishReason.LENGTH
         self.cut = True

@@ -21,6 +21,10 @@ EXPLORATION = 0.05
 ROUNDING = 1e-9
 """Taken off a rank before rounding up: in floating point 0.55 * 100 is 55 and a little."""
 BOUND = 2.0
+"""How many times as long as the deadline any candidate may become. Nine in ten groups are complete at the deadline, so
+twice as long is enough for most of the others, and a batch whose last groups run away ends after two deadlines."""
+MIN_DEADLINE = 1
+"""Tokens: what a candidate lost or kept is measured relative to the deadline, so the deadline cannot be 0."""
 MIN_KNOWN = 0.75
 """Share of a cohort's groups without which they do not determine their deadline alone. Of DeepCoder-14B's prompts 19 %
 have too few answers that end before the length limit."""
@@ -39,28 +43,18 @@ WINDOW = 256
 class Deadline:
     """How a cohort's deadline is computed.
 
-    ``quantile``: of the groups' completion lengths, in (0, 1]. ``floor``, ``ceiling``: bounds on the cohort's deadline
-    in tokens; a group whose own M-th shortest is longer still waits for that. ``exploration``: share of cohorts whose
-    tails run past the deadline, to see what it takes away. ``max_lost``: what that may be. ``stretch``: factor on the
-    deadline, at least 1. ``bound``: how many times as long as the deadline a trajectory may become, at least 1.
-    ``tokens``: the deadline itself, before it is stretched, where it does not depend on the lengths of its cohort.
+    ``quantile``: of the groups' completion lengths, in (0, 1]. ``exploration``: share of cohorts whose tails run past
+    the deadline, to see what it takes away. ``max_lost``: what that may be. ``stretch``: factor on the deadline, at
+    least 1. ``bound``: how many times as long as the deadline a trajectory may become, at least 1.
     ``recent``: the one of earlier groups, before it is stretched, for a cohort in which too few determine their own.
     """
 
     quantile: float = QUANTILE
-    floor: int = 1
-    ceiling: int | None = None
     exploration: float = EXPLORATION
     max_lost: MaxLost = field(default_factory=MaxLost)
     stretch: float = 1.0
     bound: float = BOUND
-    tokens: int | None = None
     recent: int | None = None
-
-    @property
-    def fixed(self) -> int | None:
-        """The deadline in tokens where it is known from the start."""
-        return None if self.tokens is None else self.clip(ceil(self.stretch * self.tokens))
 
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Compute the deadline in tokens from the lengths known so far of a cohort of ``groups``.
@@ -69,7 +63,7 @@ class Deadline:
         ``None`` while too few are known.
         """
         tokens = self.quantile_of(completion_lengths, groups)
-        return None if tokens is None else self.clip(ceil(self.stretch * tokens))
+        return None if tokens is None else self._stretched(tokens)
 
     def quantile_of(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Return the quantile that the deadline is, before it is stretched; see `from_lengths`."""
@@ -91,21 +85,15 @@ class Deadline:
         tokens = max(self.recent, self.quantile_of(completion_lengths, known) or 0)
         least = MIN_KNOWN / MAX_EXTENSION ** (1 / EXTENSION_POWER)
         extension = max(1.0, float((MIN_KNOWN / max(known / (known + others), least)) ** EXTENSION_POWER))
-        return self.clip(ceil(self.stretch * extension * tokens))
+        return self._stretched(tokens, extension)
 
     def bound_of(self, tokens: int) -> int:
         """Return the length at which every candidate is cut, for a deadline of ``tokens``."""
         return ceil(self.bound * tokens - ROUNDING)
 
-    def stretch_in(self, tokens: int) -> float:
-        """Return by which factor a deadline of ``tokens``, computed by this rule, is later than without a stretch.
-
-        That is less than ``stretch`` where `floor` holds it. Where `ceiling` does, it is taken to be there in any case.
-        """
-        return 1.0 if tokens == self.ceiling else max(1.0, min(self.stretch, tokens / self.floor))
-
-    def clip(self, tokens: int) -> int:
-        return max(self.floor, tokens if self.ceiling is None else min(tokens, self.ceiling))
+    def _stretched(self, tokens: int, extension: float = 1.0) -> int:
+        """Return the deadline for what it is before it is stretched; ``extension`` is a further factor."""
+        return max(MIN_DEADLINE, ceil(self.stretch * extension * tokens))
 
 
 # --- a cohort, and groups that come one at a time ----------------------------
@@ -133,7 +121,7 @@ class CohortDeadline:
     """
 
     def __init__(self, rule: Deadline | None, groups: int, tokens: int | None = None) -> None:
-        self.tokens = rule.fixed if tokens is None and rule is not None else tokens
+        self.tokens = tokens
         """The deadline in tokens; ``None`` while it is not known."""
         self.pending_bound: int | None = None
         """In tokens: what the bound will be if all groups that have not reported their need say that they need more."""

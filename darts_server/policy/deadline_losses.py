@@ -3,10 +3,11 @@
 It decides by which factor deadlines are stretched.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, log
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -62,8 +63,48 @@ Histogram = Sequence[float]
 EMPTY: Histogram = (0.0,) * (LAST_BIN + 1)
 
 
+class Losses(ABC):
+    """What a deadline takes away, as a histogram of how long right answers, or groups with one, would have become.
+
+    The two kinds of losses differ in how they estimate the histogram from what was seen. Both are read alike.
+    """
+
+    __slots__ = ()
+    whole_bins: ClassVar[bool]
+    """Whether no part of a bin is given up. Otherwise the weight in a bin is spread evenly in the logarithm of the
+    length."""
+
+    @abstractmethod
+    def _expected(self) -> Sequence[float] | None:
+        """Return the histogram as if nothing had been cut; ``None`` while too few are known."""
+
+    def share(self, stretch: float) -> float | None:
+        """Return the share beyond a deadline with that stretch; ``None`` while too few are known."""
+        weights = self._expected()
+        if weights is None:
+            return None
+        place = _bin(stretch) if self.whole_bins else log(stretch) / log(RATIO_STEP)
+        whole = floor(place)
+        beyond = sum(weights[whole + 1 :]) - (place - whole) * sum(weights[whole + 1 : whole + 2])
+        return beyond / sum(weights)
+
+    def stretch(self, max_share: float) -> float:
+        """Return the smallest factor on the deadline, from 1 to `MAX_STRETCH`, that takes at most ``max_share``."""
+        weights = self._expected()
+        if weights is None or max_share >= 1:
+            return 1.0
+        allowed = max_share * sum(weights)
+        beyond = 0.0
+        for number in range(LAST_BIN, 0, -1):
+            if beyond + weights[number] > allowed:
+                part = 0.0 if self.whole_bins else (allowed - beyond) / weights[number]
+                return float(min(RATIO_STEP ** (number - part), MAX_STRETCH))
+            beyond += weights[number]
+        return 1.0
+
+
 @dataclass(frozen=True, slots=True)
-class DeadlineLosses:
+class DeadlineLosses(Losses):
     """How many right answers deadlines take away, by reported rewards.
 
     Recent groups show how many answers are right before their deadline, and how many are cut there. Explored groups,
@@ -78,6 +119,8 @@ class DeadlineLosses:
     these groups' right answers and all answers. ``is_rewarded``: whether rewards of a group with a deadline were
     reported. ``first_groups``: those that were to explore for want of right answers.
     """
+
+    whole_bins = False
 
     right: Histogram = EMPTY
     cut: Histogram = EMPTY
@@ -127,22 +170,6 @@ class DeadlineLosses:
             explored_all=_added(self.explored_all, ((_bin(a.relative_length), a.weight) for a in answers), fade),
         )
 
-    def share(self, stretch: float) -> float | None:
-        """Share of right answers beyond a deadline with that stretch; ``None`` before there are `MIN_RIGHT` of them."""
-        weights = self._expected()
-        if weights is None:
-            return None
-        place = log(stretch) / log(RATIO_STEP)
-        whole = floor(place)
-        # Within a bin, answers are taken to be spread evenly in the logarithm of their length.
-        beyond = sum(weights[whole + 1 :]) - (place - whole) * sum(weights[whole + 1 : whole + 2])
-        return beyond / sum(weights)
-
-    def stretch(self, max_share: float) -> float:
-        """Return the smallest factor on the deadline, from 1 to `MAX_STRETCH`, that takes at most ``max_share``."""
-        weights = self._expected()
-        return 1.0 if weights is None else _smallest_factor(weights, max_share, whole_bins=False)
-
     def _expected(self) -> list[float] | None:
         """Return the right answers of recent groups as if nothing had been cut; ``None`` while too few were explored.
 
@@ -166,7 +193,7 @@ class DeadlineLosses:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLosses:
+class GroupLosses(Losses):
     """How many of the groups with right answers deadlines take all right answers from, by reported rewards.
 
     A group's place is the length of its shortest right answer, relative to the bound without a stretch. Groups that
@@ -181,6 +208,9 @@ class GroupLosses:
     ``right``, ``wrong``, ``cut``: groups with a right answer, by their place; without one, by their longest answer;
     and those of the latter that were cut, by where they were; older ones less. ``GroupLosses(**json)`` restores it.
     """
+
+    whole_bins = True
+    """Answers to the same prompt are often equally long, so a part of a bin is often all groups of one prompt."""
 
     right: Histogram = EMPTY
     wrong: Histogram = EMPTY
@@ -203,25 +233,6 @@ class GroupLosses:
             for name in ("right", "wrong", "cut")
         }
         return GroupLosses(**added)
-
-    def share(self, stretch: float) -> float | None:
-        """Share of the groups that lose all right answers with that stretch, at the end of whose bin the deadline lies.
-
-        ``None`` before there are `MIN_RIGHT_GROUPS` with a right answer.
-        """
-        expected = self._expected()
-        return None if expected is None else sum(expected[_bin(stretch) + 1 :]) / sum(expected)
-
-    def stretch(self, max_share: float) -> float:
-        """Return the smallest factor on the deadline with which at most ``max_share`` of the groups lose all.
-
-        It is from 1 to `MAX_STRETCH`, and the end of a bin: answers to the same prompt are often equally long, so no
-        part of a bin is given up.
-        """
-        expected = self._expected()
-        if expected is None or max_share >= 1:
-            return 1.0
-        return _smallest_factor(expected, max_share, whole_bins=True)
 
     def _expected(self) -> list[float] | None:
         """Return the groups with a right answer as if none had been cut; ``None`` while too few are known."""
@@ -246,20 +257,6 @@ def _check_histogram(name: str, value: Any) -> None:
     are_numbers = weights.shape == (LAST_BIN + 1,) and weights.dtype.kind in "if"
     if not are_numbers or not ((weights >= 0) & (weights <= LARGEST)).all():
         raise ValueError(f"{name} must be {LAST_BIN + 1} numbers in [0, {LARGEST:g}]")
-
-
-def _smallest_factor(weights: Sequence[float], max_share: float, whole_bins: bool) -> float:
-    """Return the smallest factor, from 1 to `MAX_STRETCH`, beyond which there is at most ``max_share``.
-
-    ``whole_bins``: only ends of bins. Otherwise the weight in a bin is spread evenly in the logarithm of the length.
-    """
-    allowed, beyond = max_share * sum(weights), 0.0
-    for number in range(LAST_BIN, 0, -1):
-        if beyond + weights[number] > allowed:
-            part = 0.0 if whole_bins else (allowed - beyond) / weights[number]
-            return float(min(RATIO_STEP ** (number - part), MAX_STRETCH))
-        beyond += weights[number]
-    return 1.0
 
 
 def _added(histogram: Histogram, answers: Iterable[tuple[int, float]], fade: float) -> Histogram:

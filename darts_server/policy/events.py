@@ -1,7 +1,6 @@
-"""Input of a group (events) and its output (decisions). Values only.
+"""Events, which are the input of a group, and decisions, which are its output. Values only.
 
-A candidate is named by its index within the group, from 0 in the order of starting. Token counts include the stop
-token.
+A candidate is named by its index in the group, from 0 in the order of starting. Token counts include the stop token.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A running candidate has generated ``tokens`` tokens so far, and will generate more."""
+    """A running candidate has generated ``tokens`` tokens so far, and will generate at least one more."""
 
     index: int
     tokens: int
@@ -31,8 +30,8 @@ class Progress:
 class Scored:
     """A candidate was scored.
 
-    ``quality``: its probability to end correct, in [0, 1]. ``survival``: the probability with which to keep it; 1 for a
-    score that prunes nothing.
+    ``quality``: its probability to end correct, in [0, 1]. ``survival``: the probability with which the group keeps
+    the candidate; 1 for a score that prunes nothing.
     """
 
     index: int
@@ -60,7 +59,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A candidate was aborted that the group had not stopped. ``by_caller``: not by the engine."""
+    """A candidate was aborted although the group had not stopped it.
+
+    ``by_caller``: whether the caller aborted the candidate, and not the engine.
+    """
 
     index: int
     by_caller: bool = False
@@ -68,9 +70,9 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineSet:
-    """The deadline of the group's cohort is ``tokens``. Only rules with a deadline use it.
+    """The group's cohort has a deadline of ``tokens`` tokens. Rules without a deadline ignore it.
 
-    ``bound``: length in tokens, at least ``tokens``, at which every candidate is cut; ``None`` for no such length.
+    ``bound``: length in tokens, at least ``tokens``, at which every candidate is cut, or None if nothing is cut there.
     """
 
     tokens: int
@@ -84,14 +86,14 @@ Event = Started | Progress | Scored | Finished | Failed | Lost | DeadlineSet
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start these candidates."""
+    """Start the candidates with these indices."""
 
     indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop a running candidate: it can no longer be in the group."""
+    """Stop a running candidate, because it can no longer be in the group."""
 
     index: int
     reason: DiscardReason
@@ -99,9 +101,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Let a scored candidate run on.
+    """Let a scored candidate continue.
 
-    ``survival``: the probability with which it was kept: that of the score, or 1 if the group needs the candidate.
+    ``survival``: the probability with which the group kept the candidate: the score's survival, or 1 if the group could
+    not do without the candidate.
     """
 
     index: int
@@ -110,9 +113,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Stop a candidate if it still runs, and keep exactly its first ``tokens`` tokens.
+    """Stop a candidate if it is running, and keep exactly its first ``tokens`` tokens.
 
-    One that is cut at the bound may turn out not to belong to the group, or be cut again, to fewer tokens.
+    A candidate that was cut at the bound may be cut again, to fewer tokens, or may turn out not to be in the group.
     """
 
     index: int
@@ -121,7 +124,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Return a trajectory before the group is complete: it is certain to belong to the group."""
+    """Return a trajectory before the group is complete, because it is certain to be in the group."""
 
     index: int
 
@@ -135,7 +138,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Report ``error`` to the caller: too few candidates can finish, and all have been stopped."""
+    """Report ``error`` to the caller: too few candidates can finish, and all of them were stopped."""
 
     error: Exception
 

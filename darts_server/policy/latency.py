@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from itertools import accumulate
 from statistics import fmean, linear_regression, median
 from typing import Any
@@ -79,6 +80,34 @@ class LatencyCurve:
         """Return the seconds of one decode step for each of ``batches``, an array of any shape."""
         beyond = self.per_sequence * np.maximum(batches - self.batches[-1], 0.0)
         return np.asarray(np.interp(batches, self.batches, self.seconds) + beyond, dtype=np.float64)
+
+    def rollout_seconds(self, lengths: Sequence[float], capacity: int | None = None) -> float:
+        """Return the seconds until all ``lengths`` are generated, as `completion_seconds` has them; 0 without any."""
+        return float(self.completion_seconds(lengths, capacity).max(initial=0.0))
+
+    def completion_seconds(self, lengths: Sequence[float], capacity: int | None = None) -> Floats:
+        """Return the seconds until each of the ``lengths`` (tokens, in order of arrival) is generated.
+
+        All start together, and each running sequence gets a token in each step. With the lengths l in ascending order,
+        M' of them: the last one takes the sum over m of (l_m - l_(m-1)) PTL(M' - m + 1), as in the paper. If the engine
+        runs at most ``capacity`` sequences at once, the others queue in order of arrival, and one starts whenever one
+        ends.
+        """
+        ends = [float(length) for length in lengths]
+        running = np.arange(len(ends), 0, -1, dtype=np.float64)
+        if capacity is not None and len(ends) > capacity:
+            # Each queued sequence starts with the step after the first end of those that run.
+            places = ends[:capacity]
+            heapify(places)
+            for index in range(capacity, len(ends)):
+                ends[index] += places[0]
+                heapreplace(places, ends[index])
+            running = np.minimum(running, capacity)
+        order = np.argsort(ends, kind="stable")
+        steps = np.diff(np.asarray(ends)[order], prepend=0.0)
+        seconds = np.empty(len(ends))
+        seconds[order] = np.cumsum(steps * self.step_seconds_array(running))
+        return seconds
 
 
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:

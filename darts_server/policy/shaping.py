@@ -5,10 +5,14 @@ from enum import StrEnum
 from math import ceil, floor
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.deadline import ROUNDING, Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
+
+REDUNDANCY = 1.5
+"""With 12 candidates for 8 places, a group does not wait for its four longest candidates."""
 
 
 class Tail(StrEnum):
@@ -38,7 +42,7 @@ class Shaping:
 
     Which ones are returned:
 
-    * ``num_longest``: L; ``num_shortest``: K, where ``None`` means M - L; ``tail``: who gets the L places.
+    * ``num_longest``: L, so that the other K = M - L places are for the shortest; ``tail``: who gets the L places.
     * ``deadline``: at which the tail, then a sampled one, is cut; ``None`` waits for all of it.
     * ``completion_share``: returns all candidates, cut at the deadline, which is at least the length of the shortest at
       this share of them; ``None`` returns some, with a deadline of at least the M-th shortest length.
@@ -48,11 +52,9 @@ class Shaping:
     Pruning:
 
     * ``pruning``: how candidates are pruned; ``None`` prunes nothing.
-    * ``refill``: starts a new candidate for each pruned one, up to M_up in all.
     """
 
-    redundancy: float = 1.5
-    num_shortest: int | None = None
+    redundancy: float = REDUNDANCY
     num_longest: int = 1
     tail: Tail = Tail.SAMPLED
     adaptive: bool = False
@@ -61,7 +63,6 @@ class Shaping:
     deadline: Deadline | None = None
     completion_share: float | None = None
     pruning: Pruning | None = None
-    refill: bool = False
     sample_survivors: bool = False
     return_survivors: bool = False
 
@@ -90,9 +91,18 @@ class Shaping:
         """Return M' = redundancy * M, rounded half up."""
         return max(size, floor(self.redundancy * size + 0.5))
 
-    def max_candidates(self, size: int) -> int:
-        """Return how many candidates may be started in all to replace pruned ones; 0 if none are replaced."""
-        return self.bounds(size)[1] if self.prunes and self.refill else 0
+    def mean_candidates(self, size: int, length_std: float | None, length_mean: float | None) -> float:
+        """Return M', the mean number of candidates of a group of ``size``, at most M_up.
+
+        ``length_std``, ``length_mean``: of lengths, as in `cv_log_mean`. While one of the two is not known, every kind
+        of budget is the fixed one. If all prompts get the same fixed number, M' is a whole number.
+        """
+        mean: float = self.candidates(size)
+        if self.budget is BudgetKind.CV_LOG and length_std is not None and length_mean:
+            mean = cv_log_mean(length_std, length_mean, size)
+        elif self.adaptive:
+            mean = self.redundancy * size
+        return min(mean, self.bounds(size)[1])
 
     def is_saturated(self, size: int, candidates: int) -> bool:
         """Whether a prompt to which so many candidates were allocated is saturated: its tail is not waited for."""
@@ -102,10 +112,10 @@ class Shaping:
         """Build the selection rule for a group of ``size``. ``saturated``: see `is_saturated`.
 
         Raises:
-            InvalidRequest: K + L is not the group size, or no candidate can be pruned.
+            InvalidRequest: the tail takes all places of the group, or no candidate can be pruned.
         """
         # A group must get more candidates than it returns, unless a keep ratio of 1 scores without pruning.
-        if self.pruning is not None and self.pruning.keep_ratio != 1:
+        if self.pruning is not None and self.pruning.prunes:
             if self.adaptive and self.bounds(size)[1] == size:
                 raise InvalidRequest(
                     "n",
@@ -126,13 +136,7 @@ class Shaping:
             place = ceil(self.completion_share * size - ROUNDING)
             return CutTail(place, size - place, place)
         longest = self.num_longest
-        shortest = size - longest if self.num_shortest is None else self.num_shortest
-        if shortest + longest != size:
-            raise InvalidRequest(
-                "n",
-                f"the server returns the {shortest} shortest and {longest} from the tail, which needs "
-                f"n = {shortest + longest}, got {size}; change n, or start the server without --num-shortest",
-            )
+        shortest = size - longest
         if shortest < 1:
             raise InvalidRequest(
                 "n",
@@ -151,9 +155,7 @@ class Shaping:
         return (SampledTail if self.tail is Tail.SAMPLED else DualEnd)(shortest, longest)
 
 
-def build_policies(
-    base: Shaping, deadline: Deadline, pruning: Pruning | None = None, refill: bool = False
-) -> dict[str, Shaping]:
+def build_policies(base: Shaping, deadline: Deadline, pruning: Pruning | None = None) -> dict[str, Shaping]:
     """Build all policies except ``off`` and ``auto``, by name. ``base`` is ``uniform``, from which others are derived.
 
     Without ``pruning`` the policies that prune are left out.
@@ -168,9 +170,7 @@ def build_policies(
     if pruning is not None:
         policies |= {
             # So many candidates that as many as are returned are left after pruning, on average.
-            "arrol": replace(
-                fixed, redundancy=1 / pruning.keep_ratio, sample_survivors=True, pruning=pruning, refill=refill
-            ),
-            "darts+arrol": replace(darts, pruning=pruning, refill=refill),
+            "arrol": replace(fixed, redundancy=1 / pruning.keep_ratio, sample_survivors=True, pruning=pruning),
+            "darts+arrol": replace(darts, pruning=pruning),
         }
     return policies

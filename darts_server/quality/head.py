@@ -32,7 +32,6 @@ class Head:
     Args:
         width: of the model's hidden states.
         clock: seconds; bounds the duration of a training.
-        device: torch's name of the device to train on.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Head:
         width: int,
         settings: HeadSettings,
         clock: Callable[[], float] = time.monotonic,
-        device: str = "cpu",
     ) -> None:
         self.settings = settings
         self.width = width
@@ -48,7 +46,7 @@ class Head:
         self._replay = ReplayBuffer(width + 1, settings)
         self._scored: deque[Label] = deque(maxlen=settings.window)
         self._standardiser = Standardiser.blank(width + 1)
-        self._network = Network(width + 1, settings, device)
+        self._network = Network(width + 1, settings)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
         self._report = TrainerReport()  # the counts and the loss alone
@@ -79,7 +77,7 @@ class Head:
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         """Add the label of a trajectory with this hidden state after ``position`` tokens, which must be finite.
 
-        ``target``: 1 correct, 0 wrong, or in between. ``survival``: the probability with which pruning kept it.
+        ``target``: 1 correct, 0 wrong. ``survival``: the probability with which pruning kept it.
         """
         feature = assemble_feature(hidden, position)
         assert feature is not None
@@ -192,20 +190,19 @@ class Network:
     """Linear, ReLU, linear, to one logit; binary cross-entropy and Adam.
 
     The initial weights come from the seed alone. Torch's global generator is not used, because an engine in the same
-    process may rely on its state. ``device``: torch's name of the device to compute on.
+    process may rely on its state. It computes on the CPU: GPUs are for the engine, and a training takes a second.
     """
 
-    def __init__(self, width: int, settings: HeadSettings, device: str = "cpu") -> None:
+    def __init__(self, width: int, settings: HeadSettings) -> None:
         generator = torch.Generator().manual_seed(settings.seed)
         hidden = settings.hidden
-        self._device = torch.device(device)
         initial = {
             "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
             "hidden_bias": torch.zeros(hidden),
             "out_weight": torch.zeros(1, hidden),  # so that all initial scores are a half
             "out_bias": torch.zeros(1),
         }
-        self._parameters = {name: x.to(self._device).requires_grad_() for name, x in initial.items()}
+        self._parameters = {name: x.requires_grad_() for name, x in initial.items()}
         self._optimiser = torch.optim.Adam(
             self._parameters.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
@@ -213,7 +210,7 @@ class Network:
     def fit(self, features: Single, targets: Single, weights: Single) -> float:
         """Make one step on standardised features; return the loss before the step, in nats."""
         p = self._parameters
-        x, y, w = (torch.from_numpy(a).to(self._device) for a in (features, targets, weights))
+        x, y, w = (torch.from_numpy(a) for a in (features, targets, weights))
         hidden = functional.relu(functional.linear(x, p["hidden_weight"], p["hidden_bias"]))
         logits = functional.linear(hidden, p["out_weight"], p["out_bias"]).squeeze(1)
         loss = functional.binary_cross_entropy_with_logits(logits, y, weight=w)
@@ -225,12 +222,12 @@ class Network:
 
     def arrays(self) -> dict[str, Single]:
         """Copy everything learned, by the names of `snapshot.shapes`."""
-        arrays = {name: p.detach().cpu().numpy().copy() for name, p in self._parameters.items()}
+        arrays = {name: p.detach().numpy().copy() for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
             adam = self._optimiser.state.get(p, {})
             for m in MOMENTS:
                 initial = torch.zeros(()) if m == "step" else torch.zeros_like(p)
-                arrays[f"{name}.{m}"] = adam.get(m, initial).cpu().numpy().copy()
+                arrays[f"{name}.{m}"] = adam.get(m, initial).numpy().copy()
         return arrays
 
     def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
@@ -240,6 +237,4 @@ class Network:
             with torch.no_grad():
                 p.copy_(torch.from_numpy(arrays[name]))
             if moments:
-                tensors = {m: torch.from_numpy(arrays[f"{name}.{m}"].copy()) for m in MOMENTS}
-                # Adam keeps its step counter on the CPU.
-                self._optimiser.state[p] = {m: x if m == "step" else x.to(self._device) for m, x in tensors.items()}
+                self._optimiser.state[p] = {m: torch.from_numpy(arrays[f"{name}.{m}"].copy()) for m in MOMENTS}

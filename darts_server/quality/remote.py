@@ -39,7 +39,6 @@ class RemoteHead:
 
     Args:
         width: of the model's hidden states.
-        device: see `head.Head`.
         on_report: called in a thread of its own with each report, and with the new state where there is one.
     """
 
@@ -48,14 +47,13 @@ class RemoteHead:
         width: int,
         settings: HeadSettings | None = None,
         *,
-        device: str = "cpu",
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
     ) -> None:
         self.settings = settings = settings or HeadSettings()
         self.width = width
         self.is_lost = False
         """Whether training has stopped for good, because the process died too often."""
-        self._train = partial(trainer.train, width, settings, device)
+        self._train = partial(trainer.train, width, settings)
         self._on_report = on_report
         # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
         self._current: tuple[TrainerReport, Snapshot | None] = TrainerReport(), None

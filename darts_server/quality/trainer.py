@@ -38,7 +38,7 @@ def _end_with_server() -> None:
 
 
 def train(
-    width: int, settings: HeadSettings, device: str, restored: bytes | None, examples: list[Example]
+    width: int, settings: HeadSettings, restored: bytes | None, examples: list[Example]
 ) -> tuple[TrainerReport, bytes]:
     """Restore the head if ``restored`` is given, learn the examples, and train.
 
@@ -52,7 +52,7 @@ def train(
 
     torch.set_num_threads(1)
     if _head is None or restored == b"":  # a restore without a head replaces all that was learned by nothing
-        _head = Head(width, settings, device=device)
+        _head = Head(width, settings)
     if restored:
         _head.restore(restored)
     for example in examples:

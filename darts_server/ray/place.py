@@ -38,9 +38,12 @@ MAX_FAILURES = 3  # of engines of one rank: then a server that has not started y
 STOP_SECONDS = 15.0
 HEAD_SECONDS = 10.0
 """Seconds in which the head of a cluster answers, also on a busy machine; otherwise it is taken for gone."""
-LEAST_CPUS = 0.0001
-"""The smallest share of a CPU that Ray counts. It refuses engines that need nothing at all."""
 END_SECONDS = 2.0  # within which an actor ends its host, and notices it
+CPUS_WITH_GPU = 1.0
+"""CPUs that Ray reserves for an engine with a GPU, whose loop keeps one core busy."""
+CPUS_WITHOUT_GPU = 0.1
+"""The same for an engine without a GPU. Such an engine uses all cores of its node, however many Ray reserves: a whole
+CPU for each would only limit the number of engines."""
 HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
 """Beginnings of the names of environment variables that engines get from this process."""
 
@@ -197,7 +200,6 @@ class Cluster:
 
     address: str | None
     gpus: float | None
-    cpus: float
 
     @property
     def host(self) -> str:
@@ -222,12 +224,12 @@ class Cluster:
         try:
             has_gpus = ray.cluster_resources().get("GPU", 0) > 0
             gpus = self.gpus if self.gpus is not None else divided_over * has_gpus
-            wanted = {"CPU": max(self.cpus, LEAST_CPUS)} | ({"GPU": gpus} if gpus else {})
+            wanted = {"CPU": CPUS_WITH_GPU, "GPU": gpus} if gpus else {"CPU": CPUS_WITHOUT_GPU}
             group = placement_group([wanted for _ in starts])
             if not await asyncio.to_thread(group.wait, 30):
                 raise InvalidSetting(
-                    f"Ray's cluster has not {len(starts)} x ({gpus:g} GPUs, {self.cpus:g} CPUs) on single nodes that "
-                    f"are free; it has {ray.cluster_resources()}"
+                    f"Ray's cluster has not {len(starts)} x ({gpus:g} GPUs, {wanted['CPU']:g} CPUs) on single nodes "
+                    f"that are free; it has {ray.cluster_resources()}"
                 )
             environment = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
             placed = Placed(group, wanted, environment, is_own=self.address is None)

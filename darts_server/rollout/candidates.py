@@ -13,7 +13,6 @@ from darts_server.policy.candidate import Candidate
 from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.policy.group import Group
 from darts_server.records import CandidateRecord, VersionSpans, extend_spans
-from darts_server.rollout.allocation.cohort import Cohort
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import StartingOrder
@@ -144,8 +143,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._engine, self._starts, self._clock = context.engine, context.starts, context.clock
         self._group, self._ticket, self._order = group, ticket, order
         self._on_events, self._on_bug = on_events, on_bug
-        self.cohort: Cohort | None = None
-        """Counts them while they run, unless the group was allocated alone."""
         self._request = spec.request
         self.own_requests: deque[RequestT] = deque()
         """Of the candidates that start next, instead of the shared one."""
@@ -346,8 +343,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 finally:
                     self._ticket.mark_started(1)
                 self.running[index] = running
-                if self.cohort is not None:
-                    self.cohort.running += 1
                 candidate.mark_started(self._clock(), self._engine.weight_version, carried)
                 if state.running:
                     events: list[Event] = [Started(index)]
@@ -371,8 +366,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             else:
                 self._handle_result(candidate, result, self._engine.weight_version)
             finally:
-                if self.running.pop(index, None) is not None and self.cohort is not None:
-                    self.cohort.running -= 1
+                self.running.pop(index, None)
         except Exception as error:  # a bug: nothing awaits this task
             self._fail_output(candidate, error)
             self._on_bug(error)

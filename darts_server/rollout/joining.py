@@ -278,11 +278,11 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                 allocation = Allocation(plan.size)
                 if not joiner.draining:
                     joiner.report_sealed(full=full, planned=first.plan.size)
-                    allocation = await joiner.allocator.allocate(plan, first.prompt_key, first.tokens)
+                    allocation = await joiner.allocator.allocate(plan, first.prompt_key)
                     if not run.has_ended:
                         allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-                rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
-                run.open(rule, allocation, plan.shaping.max_candidates(plan.size))
+                rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
+                run.open(rule, allocation)
             async for trajectory in run.trajectories():
                 free = [seat for seat in self.seats if seat.output is None]
                 candidate = run.runner.candidates[trajectory.index]

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.options import Auto
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.shaping import Shaping
-from darts_server.removed import value_remedy
-from darts_server.types import AUTO, OFF, RequestOptions, TurnKind
+from darts_server.types import AUTO, MAX_GROUP_SIZE, OFF, RequestOptions, TurnKind
 
 UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 """Starts and returns exactly the requested trajectories."""
@@ -19,14 +18,14 @@ class Plan:
     """The policy of a group of ``size``. ``single``: the group joins requests for one trajectory each. Under `OFF` the
     group is only counted, see `CountedGroups`.
 
-    ``auto``: what is chosen from when the group is allocated; its shaping then takes the place of ``shaping``.
+    ``auto``: limits of `AUTO`; ``None`` under other policies.
     """
 
     policy: str
     shaping: Shaping
     size: int
     single: bool = False
-    auto: Auto | None = None
+    auto: AutoLimits | None = None
 
     def shrunk(self, size: int) -> "Plan":
         """Adapt the plan to a group that got fewer requests than planned.
@@ -52,7 +51,7 @@ class Limits:
     its first group matches.
     """
 
-    max_group_size: int
+    max_group_size: int = MAX_GROUP_SIZE
     group_size: int | None = None
     joins_later_turns: bool = False
     group_pattern: re.Pattern[str] | None = None
@@ -73,9 +72,9 @@ class Planner:
     """Choose the policy of each request."""
 
     def __init__(
-        self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits, auto: Auto | None = None
+        self, policies: Mapping[str, Shaping], default_policy: str, limits: Limits, auto: AutoLimits | None = None
     ) -> None:
-        """``auto``: what `AUTO` chooses from; ``None`` where there is no such policy."""
+        """``auto``: limits of `AUTO`; ``None`` where there is no such policy."""
         self.default_policy = default_policy
         self.limits = limits
         self._policies = policies if auto is None else {**policies, AUTO: UNSHAPED}
@@ -84,15 +83,13 @@ class Planner:
     def plan(self, n: int, options: RequestOptions, *, in_batch: bool = False) -> Plan | None:
         """Plan a request for ``n`` trajectories of one prompt; ``None``: unshaped, by the engine alone.
 
-        ``in_batch``: whether it is one of a batch, where `auto` may do something without shaping groups.
+        ``in_batch``: whether it is one of a batch. Other requests run under `AUTO` as under `OFF`.
 
         Raises:
             InvalidRequest: unknown policy, or a size that the policy or the limits do not allow.
         """
         name = self.default_policy if options.policy is None else options.policy
         if name != OFF and name not in self._policies:
-            if (remedy := value_remedy("policy", name)) is not None:
-                raise InvalidRequest("policy", f"{name!r} is gone; {remedy}")
             raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
         limits, field, size = self.limits, "n", n
         named = options.group_id is not None or options.group_size is not None
@@ -108,11 +105,9 @@ class Planner:
                 )
             field, size = "group size", group_size or 1
         if size > limits.max_group_size:
-            raise InvalidRequest(
-                field, f"at most {limits.max_group_size}, got {size}; lower it, or raise --max-group-size"
-            )
-        idle = name == AUTO and self._auto is not None and not self._auto.shapes and not in_batch
-        if name == OFF or idle or size <= 1:
+            raise InvalidRequest(field, f"must be at most {limits.max_group_size}, got {size}; lower it")
+        is_idle = name == AUTO and not in_batch
+        if name == OFF or is_idle or size <= 1:
             if size > 1 and n <= 1 and options.policy != OFF and not in_batch:
                 return Plan(OFF, UNSHAPED, size, single=True)
             return None

@@ -36,16 +36,21 @@ KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL}
 """Of documents that are used here; of other kinds, by nothing."""
 
 
+POLL_SECONDS = 0.02
+"""About as long as one step of an engine: a candidate that is no longer needed generates one or two tokens more, and
+the API process has nothing to do for each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Seconds.
+    """Intervals in seconds.
 
-    ``poll``: between two polls of token counts. ``allocation``: within which groups are allocated together.
-    ``join``: without a further request, after which a group of single requests is closed. ``join_named``: the same
-    for one that has a name; at least ``join``.
+    ``poll``: time between two polls of token counts. ``allocation``: time within which groups are allocated together.
+    ``join``: time without a further request after which a group of single requests is closed. ``join_named``: the same
+    for a group that has a name; at least ``join``.
     """
 
-    poll: float = 0.02
+    poll: float = POLL_SECONDS
     allocation: float = 0.02
     join: float = 5.0
     join_named: float = 60.0
@@ -94,7 +99,6 @@ class Rollouts(Generic[RequestT, OutputT]):
             clock,
             scale=self.redundancy_scale,
             opening=lambda: self.gate.opening,
-            unfinished=lambda: engine.unfinished,
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
@@ -183,8 +187,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``carried``: what its candidates have generated already, by index.
         """
         plan, run = spec.plan, self.collect(spec, ticket=ticket, carried=carried)
-        rule = (allocation.shaping or plan.shaping).selection_rule(plan.size, allocation.saturated)
-        run.open(rule, allocation, plan.shaping.max_candidates(plan.size))
+        rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
+        run.open(rule, allocation)
         return run
 
     def collect(

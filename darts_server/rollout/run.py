@@ -10,7 +10,6 @@ import numpy as np
 
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.candidate import Candidate
 from darts_server.policy.deadline import place_of_need
 from darts_server.policy.events import Complete, Cut, DeadlineSet, Decision, Deliver, Event, GiveUp, Keep, Start, Stop
@@ -89,7 +88,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._need_place = 1  # see `place_of_need`
         self._tokens_needed: int | None = None  # as reported to the cohort
         self._reported_limit: int | None = None  # the `CohortDeadline.pending_bound` for which a minimum was reported
-        self._reducible: Allocation | None = None  # while some of its candidates may be given up
         self._earlier_pass_rate = earlier_pass_rate
         self._selected: int | None = None
         self.deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()
@@ -102,23 +100,17 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.runner.own_requests.append(request)
         self._act(self._group.add_candidate())
 
-    def open(self, rule: SelectionRule, allocation: Allocation, max_candidates: int = 0) -> None:
-        """Start the missing candidates of the allocation; ``rule`` selects among all of them.
-
-        ``max_candidates``: pruned candidates are replaced until so many were started.
-        """
+    def open(self, rule: SelectionRule, allocation: Allocation) -> None:
+        """Start the missing candidates of the allocation; ``rule`` selects among all of them."""
         if self._group.outcome is not None:  # it failed while its requests were being collected
             allocation.drop()
             return
         if (cohort := allocation.cohort) is not None:
-            self._cohort = self.runner.cohort = cohort
-            cohort.running += len(self.runner.running)
+            self._cohort = cohort
             place, mean = rule.completion_place, cohort.record.mean_candidates
             self._need_place = place_of_need(place, allocation.candidates, mean)
             cohort.join(self, self.set_deadline)
-        if not self.runner.carried and allocation.share is not None and allocation.candidates > rule.size:
-            self._reducible = allocation
-        self._act(self._group.open(rule, allocation.candidates, max_candidates))
+        self._act(self._group.open(rule, allocation.candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
         """Yield each trajectory of an open group once it is known to belong: as many as its rule selects.
@@ -171,20 +163,6 @@ class GroupRun(Generic[RequestT, OutputT]):
     def poll(self) -> None:
         """Feed the progress of candidates that reached a count at which it matters, and scores of others."""
         try:
-            if (allocation := self._reducible) is not None:
-                # Give up extra candidates that the engine has no room for, until the first token of the group. Those
-                # that were given up do not count: they have no tokens any more.
-                engines = [engine for i, engine in self.runner.running.items() if self.candidates[i].running]
-                if any(engine.tokens() != 0 for engine in engines):
-                    self._reducible = None
-                else:
-                    assert allocation.share is not None
-                    kept = reduce_candidates(allocation.candidates, self._group.rule.size, allocation.share())
-                    if decisions := self._group.reduce(kept):
-                        if self._cohort is not None:
-                            place, mean = self._group.rule.completion_place, self._cohort.record.mean_candidates
-                            self._need_place = place_of_need(place, kept, mean)
-                        self._act(decisions)
             if (
                 self._cohort is not None
                 and (limit := self._cohort.deadline.pending_bound) not in (None, self._reported_limit)
@@ -387,7 +365,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 cohort_deadline=deadline,
                 max_lost=None if rule is None else rule.max_lost,
                 bound=bound,
-                stretch=1.0 if rule is None or deadline is None else rule.stretch_in(deadline),
+                stretch=1.0 if rule is None or deadline is None else rule.stretch,
                 completion_length=group.standings.nth_shortest(group.rule.completion_place) if group.is_open else None,
                 num_shortest=group.rule.num_shortest if weights and group.rule.samples_rest else None,
                 sampled_from=sampled_from(group),

@@ -86,8 +86,8 @@ class Confidence:
         owner, group_id = group
         self._scores.put(owner, group_id, scores)
 
-    def learn_reward(self, group: GroupKey, index: int, _: float, correct: bool) -> None:
-        """Learn whether a trajectory is correct from its first reward; its value does not count."""
+    def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
+        """Learn whether a trajectory is correct."""
         owner, group_id = group
         for kind, score in self._scores.of(owner).get(group_id, {}).get(index, {}).items():
             self.points[kind].add(Label(score, float(correct)))
@@ -279,7 +279,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
             started_at = self._clock()
             async with self._rollouts.gate.enter():
                 # Scored by quality, if its votes are weighted by it; as all candidates are needed, none is pruned.
-                scored = replace(UNSHAPED, pruning=Pruning()) if vote.uses_quality else UNSHAPED
+                scored = replace(UNSHAPED, pruning=Pruning(keep_ratio=1.0)) if vote.uses_quality else UNSHAPED
                 key, seed = vote.prompt.key or self._renderer.prompt_key(request), self._renderer.tail_seed(request)
                 plan, tokens = Plan(POLICY, scored, vote.n), self._renderer.tokens(request)
                 spec = GroupSpec(plan, request, vote_id, key, seed, early=True, tokens=tokens)

@@ -91,11 +91,6 @@ class Ticket:
         self._hold(int(min(more, max(0, self._admission.room(self._name)))))
         return self.candidates
 
-    @property
-    def room(self) -> float:
-        """How many candidates it could hold instead."""
-        return self.candidates + self._admission.room(self._name)
-
     def split(self, candidates: int) -> "Ticket":
         """Move so many of its candidates to a ticket of their own, which may be released later than this one."""
         part = Ticket(self._admission, self._name, None)

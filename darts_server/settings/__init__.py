@@ -1,6 +1,6 @@
 """Settings: validated here, once, at start. Other rooms get plain values."""
 
 from darts_server.settings.fields import Settings
-from darts_server.settings.sources import add_flags, apply_patch, load, refuse_removed_flags
+from darts_server.settings.sources import add_flags, apply_patch, load
 
-__all__ = ["Settings", "add_flags", "apply_patch", "load", "refuse_removed_flags"]
+__all__ = ["Settings", "add_flags", "apply_patch", "load"]

@@ -4,9 +4,20 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
-from darts_server.types import POLICIES
+from darts_server.types import MAX_GROUP_SIZE, POLICIES
 
 ENV_PREFIX = "DARTS_"
 RUNTIME = object()
@@ -16,9 +27,6 @@ Runtime = Annotated[T, RUNTIME]
 
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
 """A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
-
-RULES = r"^R(,R)*$".replace("R", "(uniform|darts|cut|cap|limit|restart|resume)")
-"""What the policy auto may choose, separated by commas."""
 
 if TYPE_CHECKING:
     Policy = str
@@ -49,6 +57,17 @@ def _detection_points(value: Any) -> object:
     return tuple(sorted(set(points)))
 
 
+def _redundancy(value: object, parse: ValidatorFunctionWrapHandler) -> object:
+    """Report one error for a value that is neither a number in the range nor ``auto``."""
+    try:
+        return parse(value)
+    except ValidationError as error:
+        raise ValueError("must be a number from 1 to 16, or auto") from error
+
+
+Redundancy = Annotated[Annotated[float, Field(ge=1, le=16)] | Literal["auto"], WrapValidator(_redundancy)]
+
+
 def _group_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
@@ -68,57 +87,33 @@ class Settings(BaseModel):
         "auto",
         description=f"How groups are shaped. {' '.join(f'{name}: {about}.' for name, about in POLICIES.items())}",
     )
-    redundancy: Runtime[float] = Field(1.5, ge=1, le=16)
-    """Candidates started per returned trajectory; on average, except for uniform."""
+    redundancy: Runtime[Redundancy] = 1.5
+    """Candidates started per returned trajectory, 1 to 16; on average, except for uniform. auto: the formula of the
+    DARTS paper's public code, by the spread of lengths; 1.5 until that is known."""
     max_redundancy: Runtime[float] = Field(2.0, ge=1, le=16)
     """Maximum candidates per trajectory for one prompt. Not used by uniform."""
-    budget: Runtime[Literal["fixed", "cv_log"]] = "fixed"
-    """What sets the mean number of candidates. fixed: --redundancy. cv_log: the formula of the DARTS paper's public
-    code, by the spread of lengths."""
     num_longest: Runtime[int] = Field(1, ge=0, le=1024)
-    """L: trajectories of a group that come from the tail. 0 keeps only the shortest."""
-    num_shortest: Runtime[int | None] = Field(None, ge=1, le=1024)
-    """K: shortest trajectories that are kept. Default: n - L. If set, n must be K + L."""
+    """L: trajectories of a group that come from the tail. The others are the K = n - L shortest. 0 keeps only the
+    shortest."""
     tail: Runtime[Literal["sampled", "longest"]] = "sampled"
     """How the L trajectories of the tail are chosen. sampled: at random among all candidates that are not among the K
     shortest; the rest are stopped at once. longest: the longest ones (the DARTS paper's rule; every candidate then runs
     until it finishes)."""
     deadline_quantile: Runtime[float] = Field(0.9, ge=0.1, le=1)
     """darts_cut, cap: the deadline is the length at which this share of a cohort's groups has as many finished
-    candidates as it returns. Prompts that need longer get longer."""
-    deadline_floor: Runtime[int] = Field(1, ge=1)
-    """Minimum deadline in tokens."""
-    deadline_ceiling: Runtime[int | None] = Field(None, ge=1)
-    """Maximum deadline in tokens, except for prompts that need longer."""
-    deadline_bound: Runtime[float] = Field(2.0, ge=1, le=1000)
-    """How many times as long as the deadline any candidate may become; there it is cut. Groups that still have too few
-    finished candidates are returned with truncated ones."""
+    candidates as it returns. Prompts that need longer get longer, up to twice the deadline; there every candidate is
+    cut, and groups with too few finished candidates are returned with truncated ones."""
     exploration: Runtime[float] = Field(0.05, ge=0, le=1)
-    """Share of cohorts that run past the deadline, to measure what it discards. auto: also of those that try another
-    option than the fastest; with 0 it may not notice that off has become faster."""
+    """Share of cohorts that run past the deadline, to measure what it discards. auto: maximum share of batches that
+    test whether more or fewer prompts at once are faster by now."""
     max_lost_share: Runtime[float] = Field(0.02, ge=0, le=1)
     """Maximum share of correct answers that the deadline may discard, by the rewards reported for cohorts that ran past
-    it. Above it, the deadline is moved later."""
-    max_lost_groups: Runtime[float] = Field(0.005, ge=0, le=1)
-    """Maximum share of the groups with correct answers from which the deadline may take all of them. It protects
-    prompts that need much longer answers than others."""
-    auto_allow: Runtime[str] = Field("resume", pattern=RULES)
-    """auto: what it may do besides off, separated by commas. resume (choose how many prompts of a batch with "carry":
-    "resume" run) changes no distribution. uniform, darts, cut (darts_cut with the same number of candidates for every
-    prompt), cap and limit (off with a smaller max_tokens, found from the lengths) do, and restart (end a batch that has
-    min_groups before all of its groups are complete) makes lengths shorter. cut, cap and limit return truncated
-    trajectories."""
+    it. Above it, or if more than one in 200 of the groups with correct answers would lose all of them, the deadline is
+    moved later. 1: the deadline is never moved."""
     most_stale: Runtime[float] = Field(0.5, ge=0, le=1)
     """auto: maximum share of returned tokens that older weights have generated, on average over batches with "carry":
     "resume"."""
-    most_lost: Runtime[float] = Field(0.2, ge=0, le=1)
-    """auto: maximum share of those returned trajectories that would have ended that may be cut."""
-    most_bias: Runtime[float] = Field(0.5, ge=0, le=1)
-    """auto: maximum share by which returned trajectories may be shorter than all, on average."""
-    tokens_price: Runtime[float] = Field(0.0, ge=0, le=1000)
-    """auto: per cent of a step's time that one per cent of tokens is worth, of those that are generated and not
-    returned."""
-    group_size: Runtime[int | None] = Field(None, ge=2, le=1024)
+    group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
     """The group size that your trainer uses. If set, a shaped request must have this n, and requests with n = 1 and the
     same prompt are joined into groups of this size."""
     later_turns: Runtime[Literal["alone", "join"]] = "alone"
@@ -132,29 +127,16 @@ class Settings(BaseModel):
     group_pattern: Annotated[str, AfterValidator(_group_pattern)] = ""
     """Regular expression for sessions whose name contains that of their group: what its parentheses match, so
     (.+)_[0-9]+ for SkyRL's. Default: sessions name no groups."""
-    max_group_size: Runtime[int] = Field(1024, ge=1, le=16384)
-    """Maximum n of a request."""
     cohort_window: float = Field(0.02, ge=0, le=1)
     """Seconds within which groups form a cohort: they share one budget and one deadline."""
     state_dir: Path | None = None
     """Folder for learned state, so that it survives a restart. Default: it is kept in memory."""
-    poll_interval: float = Field(0.02, ge=0.001, le=1)
-    """Seconds between two polls of running candidates' token counts."""
-    resume_seconds: float = Field(60.0, ge=1, le=86400)
-    """Seconds that a batch with an Idempotency-Key keeps running without a connected caller, so that the caller can
-    reconnect; then it is cancelled."""
-    kept_seconds: float = Field(600.0, ge=0, le=604800)
-    """Seconds that such a batch is kept after it has ended, to be fetched again."""
-    kept_batches: int = Field(64, ge=0, le=65536)
-    """Maximum ended batches kept, with all their tokens; the oldest are dropped first."""
     kept_bytes: int = Field(1 << 30, ge=0)
     """Maximum memory for batches with an Idempotency-Key, running ones counted by the size of their requests. The
     oldest ended one of the key that has most is dropped first. One API key has half of it, and as much for prompts
     carried over."""
     carried_prompts: int = Field(4096, ge=0, le=1_000_000)
     """Maximum prompts carried over from batch to batch, for each API key; the oldest are dropped first."""
-    carried_tokens: int = Field(1 << 22, ge=0)
-    """Maximum tokens that are carried over with them, for each API key. Beyond it the oldest prompts start again."""
     max_staleness: int = Field(4, ge=0, le=1_000_000)
     """Weight versions after which tokens that were carried over are dropped, and their prompt starts again. 0: only
     under the weights that generated them."""
@@ -163,14 +145,13 @@ class Settings(BaseModel):
     """Folder from which new weights may be loaded. Default: weights can only be pushed."""
     weights_staging: Path | None = None
     """Folder for pushed weights, with space for two models. Default: the folder for temporary files."""
-    weights_rule: Literal["finish", "keep", "resume", "restart"] = "finish"
+    weights_rule: Literal["finish", "keep", "restart"] = "finish"
     """What happens to running groups when new weights arrive. finish: the update waits for them, and new groups wait
     for the update. keep: they pause and continue with the new weights, marked as mixed. restart: they are stopped and
-    restarted with the new weights. resume: another name of keep."""
-    weights_wait: float = Field(600.0, ge=0.001, le=86400)
-    """finish: timeout of that wait in seconds; then the old weights stay."""
+    restarted with the new weights."""
     weights_timeout: float = Field(300.0, ge=0.001, le=86400)
-    """Timeout in seconds of each other step of an update."""
+    """Timeout in seconds of each step of an update. The wait for running groups may take twice as long; then the old
+    weights stay."""
 
     dialect: Annotated[tuple[Dialect, ...], BeforeValidator(_names)] = ()
     """Trainers whose own routes are served too, as aliases of ours: areal, nemo-rl, prime-rl, skyrl, separated by
@@ -194,46 +175,20 @@ class Settings(BaseModel):
     max_body_bytes: int = Field(64 * 1024 * 1024, ge=1)
     """Maximum size of a request body, except for pushed weights and states."""
     max_queued_candidates: int | None = Field(None, ge=1)
-    """Maximum candidates that wait for the engine; requests with more get status 429. Default: 64 times as many as run
-    at once, at least 65,536."""
+    """Maximum candidates that wait for the engine; requests with more get status 429. From half of it, redundancy is
+    reduced, down to none when the queue is full. Default: 64 times as many as run at once, at least 65,536."""
     max_candidates_per_key: int | None = Field(None, ge=1)
     """Maximum candidates in flight for one API key, with those that shaping adds."""
-    brownout: float = Field(0.5, ge=0, le=1)
-    """Share of --max-queued-candidates from which redundancy is reduced, down to none when the queue is full. 1
-    disables it."""
 
     detect_at: Annotated[tuple[int, ...], BeforeValidator(_detection_points)] = (512,)
     """arrol: numbers of generated tokens at which candidates are scored, such as 128,512."""
-    keep_ratio: Runtime[float] = Field(0.5, ge=0.05, le=1)
-    """arrol: share of the scored candidates that is kept at each of these points."""
-    balance_strength: Runtime[float] = Field(0.5, ge=0, le=100)
-    """arrol: how strongly survival depends on the score. 0 prunes at random."""
-    min_survival: Runtime[float] = Field(0.1, ge=0.01, le=1)
-    """arrol: minimum probability of being kept. A survivor weighs at most 1 / min_survival."""
-    max_survival: Runtime[float] = Field(0.9, ge=0.01, le=1)
-    """arrol: maximum probability of being kept."""
-    refill: Runtime[bool] = False
-    """arrol: start a new candidate for each pruned one, up to the group's maximum."""
+    keep_ratio: Runtime[float] = Field(0.5, ge=0.1, le=1)
+    """arrol: share of the scored candidates that is kept at each of these points, 0.1 to 0.9, or 1: candidates are
+    scored, and none is pruned."""
     quality: Literal["head", "head+logprob", "logprob", "lowest_logprob"] = "head+logprob"
     """arrol: what candidates are scored by. head: hidden states, with a head trained on rewards. logprob: the mean
     log-prob of the tokens. lowest_logprob: the lowest mean log-prob of 64 tokens in a row. head+logprob: hidden states
     and log-probs, trained on rewards."""
-    calibration: Literal["monotone", "paper"] = "monotone"
-    """arrol: how scores are mapped to probabilities of being correct. paper: by counts in bins, as in the ARRoL paper.
-    monotone: non-decreasing in the score, and corrected for the labels that pruning hides."""
-    quality_fallback: Literal["refuse", "logprob"] = "refuse"
-    """What to do if the engine cannot provide hidden states. refuse: nothing is pruned, and requests for a pruning
-    policy are refused. logprob: score by log-probs."""
-    quality_device: str = Field("cpu", min_length=1)
-    """Torch device on which the head is trained."""
-    cold_steps: int = Field(20, ge=0, le=100_000)
-    """arrol: steps before the first pruning. A step ends with new weights, or after 256 groups."""
-    cold_labels: int = Field(256, ge=2, le=4096)
-    """arrol: rewarded candidates needed before the first pruning."""
-    reward_threshold: float | None = None
-    """arrol: a reward of at least this counts as correct. Default: the reported `correct`."""
-    soft_rewards: bool = False
-    """arrol: learn from the reward itself, clipped to 0 to 1."""
 
     grace_seconds: float | None = Field(None, ge=0, le=86400)
     """Seconds that running requests may take after a stop signal; then batches get what their groups have generated,
@@ -249,8 +204,6 @@ class Settings(BaseModel):
     with the server."""
     gpus_per_replica: float | None = Field(None, ge=0)
     """GPUs that Ray reserves for an engine. Default: as many as the model is divided over."""
-    cpus_per_replica: float = Field(1.0, ge=0)
-    """CPUs that Ray reserves for an engine."""
     log_format: Literal["console", "json"] = "console"
     """Format of all log lines, including vLLM's."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] | None = None
@@ -258,34 +211,22 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        shortest, longest, size = self.num_shortest, self.num_longest, self.group_size
-        if self.policy not in ("off", "uniform", "arrol") and self.redundancy > self.max_redundancy:
+        size = self.group_size
+        is_limited = self.policy not in ("off", "uniform", "arrol")
+        if is_limited and self.redundancy != "auto" and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
             )
-        if self.deadline_ceiling is not None and self.deadline_ceiling < self.deadline_floor:
+        # A candidate survives with a probability from 0.1 to 0.9, as in the ARRoL paper.
+        if 0.9 < self.keep_ratio < 1:
             raise ValueError(
-                f"deadline_ceiling must be at least deadline_floor = {self.deadline_floor}, got {self.deadline_ceiling}"
+                f"keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none, got {self.keep_ratio}"
             )
-        if size is not None and shortest is not None and shortest + longest != size:
-            raise ValueError(
-                f"num_shortest + num_longest must equal group_size, got {shortest} + {longest} != {size}; "
-                f"change one of the three or omit num_shortest"
-            )
-        if not self.min_survival <= self.keep_ratio <= self.max_survival:
-            raise ValueError(
-                f"keep_ratio must be from min_survival = {self.min_survival} to max_survival = {self.max_survival}, "
-                f"got {self.keep_ratio}"
-            )
-        if self.soft_rewards and self.reward_threshold is not None:
-            raise ValueError("soft_rewards and reward_threshold exclude each other; omit one")
         for folder in ("weights_root", "weights_staging"):
             if (path := getattr(self, folder)) is not None and not path.is_dir():
                 raise ValueError(f"{folder} must be an existing folder, got {path}")
-        if size is not None and longest >= size:
-            raise ValueError(f"num_longest must be smaller than group_size = {size}, got {longest}")
-        if size is not None and size > self.max_group_size:
-            raise ValueError(f"group_size must be at most max_group_size = {self.max_group_size}, got {size}")
+        if size is not None and self.num_longest >= size:
+            raise ValueError(f"num_longest must be smaller than group_size = {size}, got {self.num_longest}")
         return self
 
 

@@ -6,7 +6,7 @@ Some of them, the runtime settings, can change while the server runs.
 import argparse
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -15,7 +15,6 @@ from pydantic import SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from darts_server.exceptions import InvalidRequest, InvalidSetting
-from darts_server.removed import SETTINGS, value_remedy
 from darts_server.settings.fields import ENV_PREFIX, RUNTIME, Dialect, Settings
 
 RUNTIME_NAMES = [name for name, field in Settings.model_fields.items() if RUNTIME in field.metadata]
@@ -42,8 +41,7 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
     """Load settings from the given flags, the environment and the file.
 
     Raises:
-        InvalidSetting: names the key, the value and what is allowed; or an environment variable of an earlier version
-            is set.
+        InvalidSetting: names the key, the value and what is allowed.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     variables = dict[str, str]()
@@ -53,8 +51,6 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
             continue
         if name in Settings.model_fields:
             variables[name] = value
-        elif (remedy := SETTINGS.get(name)) is not None:
-            raise InvalidSetting(f"{variable} is gone; {remedy}")
     if config is not None and not Path(config).is_file():
         raise InvalidSetting(f"--darts-config: {config} is not a file")
     try:
@@ -66,18 +62,6 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
         raise InvalidSetting(f"--darts-config {config}: {error}") from error
 
 
-def refuse_removed_flags(argv: Iterable[str]) -> None:
-    """Check the arguments that are none of our flags.
-
-    Raises:
-        InvalidSetting: one was a flag of ours once; says what to use instead.
-    """
-    remedies = {flag_of(name): remedy for name, remedy in SETTINGS.items()}
-    flags = [argument.partition("=")[0].replace("_", "-") for argument in argv]  # vLLM takes both
-    if gone := [f"{flag} is gone; {remedies[flag]}" for flag in flags if flag in remedies]:
-        raise InvalidSetting("\n".join(gone))
-
-
 def _startup_error(error: Any, given: Mapping[str, str | None]) -> str:
     """Describe a validation error at start: the flag, variable or key, its value and the allowed range."""
     message = _message_of(error)
@@ -85,12 +69,8 @@ def _startup_error(error: Any, given: Mapping[str, str | None]) -> str:
         return message
     name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
-        if (remedy := SETTINGS.get(name)) is not None:
-            return f"{name} is gone; {remedy}"
         return f"{name}: unknown setting; known ones are {', '.join(Settings.model_fields)}"
     where = flag_of(name) if name in given else f"{name} (from {ENV_PREFIX}{name.upper()} or the file)"
-    if (remedy := value_remedy(name, error["input"])) is not None:
-        return f"{where} = {error['input']} is gone; {remedy}"
     return f"{where} = {error['input']}: {message} ({help_of(Settings.model_fields[name])})"
 
 
@@ -113,8 +93,6 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
     """
     for name in patch:
         if name not in RUNTIME_NAMES:
-            if name not in Settings.model_fields and (remedy := SETTINGS.get(name)) is not None:
-                raise InvalidRequest(name, f"is gone; {remedy}")
             what = "cannot change while the server runs" if name in Settings.model_fields else "unknown setting"
             raise InvalidRequest(name, f"{what}; settings that can change are {', '.join(RUNTIME_NAMES)}")
     try:
@@ -126,8 +104,6 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
             name = next((name for name in patch if name in message), next(iter(patch)))
             raise InvalidRequest(name, message.removeprefix(f"{name} ")) from invalid
         name = str(error["loc"][0])
-        if (remedy := value_remedy(name, error["input"])) is not None:
-            raise InvalidRequest(name, f"{error['input']!r} is gone; {remedy}") from invalid
         allowed = help_of(Settings.model_fields[name])
         raise InvalidRequest(name, f"{message}, got {shortened(error['input'])} ({allowed})") from invalid
 
@@ -162,4 +138,6 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         return "KEY"
     if field.annotation in (str, tuple[Dialect, ...]):
         return "NAME"
-    return "X" if field.annotation in (float, float | None) else "N"
+    if field.annotation in (float, float | None):
+        return "X"
+    return "{X,auto}" if name == "redundancy" else "N"

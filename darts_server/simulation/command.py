@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.chooser import MARGIN
+from darts_server.policy.auto import MARGIN
 from darts_server.simulation.baselines import baselines
 from darts_server.simulation.policies import DEFAULT, NAMES, Policy, parse_policy, split_policies
 from darts_server.simulation.presets import PRESETS, with_engines
 from darts_server.simulation.summary import LEGEND, Summary, relative_to, summarise, table
-from darts_server.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_auto, run_policy
+from darts_server.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_policy
 from darts_server.simulation.workload import Format, TracedWorkload, Workload, describe, read_traces
 from darts_server.types import OFF
 
@@ -31,15 +31,12 @@ Without a preset, a trace runs on the machine of dapo-32b. Candidates beyond the
 says how, and what the model leaves out.
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
-Options: redundancy, max_redundancy, longest (places of the tail), tail (sampled or longest), adaptive (yes or no),
-quantile and bound (of the deadline), start (prompts that are started, over those that are returned), carry (restart,
-or resume: prompts that are left over go on from what they have, for {MAX_STALENESS} steps at most), rounds (all, or
-long: they wait until they fill a step), order (given, or long: those first that were left over, then those with the
-longest earlier groups). Of auto, which is auto,allow=resume: start (default 1.5: what it may start) and stale
-(--most-stale of the server). With allow=some of uniform, darts, cut, cap and limit, joined by +, prompts are not
-carried over, and its options are lost, bias, price and exploration, which are --most-lost, --most-bias, --tokens-price
-and --exploration of the server, max_redundancy and longest. It learns for {LEARNING} batches before those that are
-measured.
+Options: redundancy (a number, or auto), max_redundancy, longest (places of the tail), tail (sampled or longest),
+adaptive (yes or no), quantile (of the deadline), start (prompts that are started, over those that are returned), carry
+(restart, or resume: prompts that are left over go on from what they have, for {MAX_STALENESS} steps at most), rounds
+(all, or long: they wait until they fill a step), order (given, or long: those first that were left over, then those
+with the longest earlier groups). Of auto: start (default 1.5: what it may start) and stale (--most-stale of the
+server). It learns for {LEARNING} batches before those that are measured.
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
@@ -74,11 +71,10 @@ def main(argv: Sequence[str]) -> int:
     runs, found = dict[str, list[Step]](), list[Summary]()
     try:
         for policy in policies:
-            auto = policy.auto
-            run, note = (run_policy(policy, candidates), "") if auto is None else run_auto(auto, candidates)
+            run = run_policy(policy, candidates)
             print(f"{policy.name}: {run[0].rollout.seconds:.1f} s for the first rollout", flush=True)
             runs[policy.name] = run
-            found.append(summarise(policy.name, run, size, note))
+            found.append(summarise(policy.name, run, size))
         found += baselines(runs[OFF], candidates)
     except ValueError as error:  # a sequence that does not fit into the engines' KV cache
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error

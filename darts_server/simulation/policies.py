@@ -6,22 +6,20 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.options import RESUME, RULES, Auto, AutoLimits, Option, build_auto
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import Shaping, Tail, build_policies
-from darts_server.removed import value_remedy
+from darts_server.policy.shaping import REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
 from darts_server.types import AUTO, OFF
 
 NAMES = (OFF, *build_policies(Shaping(), Deadline()), AUTO)
 DEFERRING = ("start", "carry", "rounds", "order")
-OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", "bound", *DEFERRING)
-AUTO_OPTIONS = ("start", "stale", "allow")
-AUTO_RULES = ("allow", "lost", "bias", "price", "exploration", "max_redundancy", "longest")
+OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", *DEFERRING)
+AUTO_OPTIONS = ("start", "stale")
 DEFAULT = (
     *("uniform", "uniform,tail=longest", "uniform,longest=0", "darts", "darts,longest=0"),
     *("darts_cut", "darts_cut,adaptive=no", "darts_cut,adaptive=no,quantile=0.8", "cap"),
     *("off,order=long", "off,start=1.5", "off,start=1.25,rounds=long", "off,start=1.5,carry=resume"),
-    *("cap,start=1.5,carry=resume", "auto", "auto,allow=uniform+darts+cut+cap+limit"),
+    *("cap,start=1.5,carry=resume", "auto"),
 )
 
 
@@ -32,8 +30,7 @@ class Policy:
     ``resumes``: prompts that are not complete go on from what they have; otherwise they start again. ``long_rounds``:
     they wait until they fill a step of their own, which waits for them all. ``most_stale``: share of tokens of older
     weights up to which `auto` starts more prompts, at most ``start``; ``None`` for always as many.
-    ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first. ``auto``:
-    what is chosen from for each batch, in place of one ``shaping``.
+    ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first.
     """
 
     name: str
@@ -42,7 +39,6 @@ class Policy:
     resumes: bool = False
     long_rounds: bool = False
     long_first: bool = False
-    auto: Auto | None = None
     most_stale: float | None = None
 
     @property
@@ -52,7 +48,9 @@ class Policy:
 
     def max_candidates(self, size: int) -> int:
         """Return how many candidates a prompt may get."""
-        return (self.auto or Option(self.name, self.shaping)).max_candidates(size)
+        if self.shaping is None:
+            return size
+        return max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
 
 
 def split_policies(texts: Iterable[str]) -> list[str]:
@@ -68,15 +66,9 @@ def parse_policy(text: str, size: int) -> Policy:
     """
     name, *pairs = text.split(",")
     if name not in NAMES:
-        if (remedy := value_remedy("policy", name)) is not None:
-            raise InvalidSetting(f"--policies: {name} is gone; {remedy}")
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
     options = dict(pair.partition("=")[::2] for pair in pairs)
-    known: tuple[str, ...] = OPTIONS
-    # `auto` as the server runs it by default: prompts go on later from what they have, and no group is shaped.
-    resumes = options.get("allow", RESUME) == RESUME
-    if name == AUTO:
-        known = AUTO_OPTIONS if resumes else AUTO_RULES
+    known = AUTO_OPTIONS if name == AUTO else OPTIONS
     for option in options:
         if option not in known:
             raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(known)}")
@@ -87,7 +79,8 @@ def parse_policy(text: str, size: int) -> Policy:
         except ValueError:
             value = float("nan")
         if not least <= value <= most:
-            raise InvalidSetting(f"--policies: {text}: {option} must be a number from {least:g} to {most:g}")
+            or_auto = ", or auto" if option == "redundancy" else ""
+            raise InvalidSetting(f"--policies: {text}: {option} must be a number from {least:g} to {most:g}{or_auto}")
         return value
 
     def is_second(option: str, first: str, second: str) -> bool:
@@ -97,23 +90,11 @@ def parse_policy(text: str, size: int) -> Policy:
             raise InvalidSetting(f"--policies: {text}: {option} must be {first} or {second}")
         return value == second
 
-    limits, longest = AutoLimits(), int(number("longest", 1, 0, size - 1))
-    if name == AUTO and resumes:
-        most_stale = number("stale", limits.most_stale, 0.0, 1.0)
-        return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
     if name == AUTO:
-        allow = tuple(options["allow"].split("+"))
-        if not set(allow) <= set(RULES):  # nothing is deferred here
-            raise InvalidSetting(
-                f"--policies: {text}: allow must be {RESUME}, or some of {', '.join(RULES)}, joined by +"
-            )
-        shares = (("lost", limits.most_lost), ("bias", limits.most_bias), ("exploration", limits.exploration))
-        lost, bias, exploration = (number(option, default, 0.0, 1.0) for option, default in shares)
-        limits = AutoLimits(allow, lost, bias, number("price", 0.0, 0.0, 1000.0), exploration)
-        base = Shaping(max_redundancy=number("max_redundancy", 2.0, 1.0, 8.0), num_longest=longest)
-        return Policy(text, auto=build_auto(base, Deadline(exploration=0.0), limits))
+        most_stale = number("stale", AutoLimits().most_stale, 0.0, 1.0)
+        return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
 
-    start, resumes = number("start", 1.0, 1.0, 4.0), is_second("carry", "restart", RESUME)
+    start, resumes = number("start", 1.0, 1.0, 4.0), is_second("carry", "restart", "resume")
     policy = Policy(text, None, start, resumes, is_second("rounds", "all", "long"), is_second("order", "given", "long"))
     if policy.long_rounds and start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
@@ -121,14 +102,19 @@ def parse_policy(text: str, size: int) -> Policy:
         if set(options) - set(DEFERRING):
             raise InvalidSetting(f"--policies: {text}: off has no option but {', '.join(DEFERRING)}")
         return policy
-    redundancy = number("redundancy", 1.5, 1.0, 8.0)
+    budget = BudgetKind.FIXED
+    if options.get("redundancy") == "auto":
+        budget = BudgetKind.CV_LOG
+        del options["redundancy"]
+    redundancy = number("redundancy", REDUNDANCY, 1.0, 8.0)
     base = Shaping(
         redundancy=redundancy,
-        num_longest=longest,
+        num_longest=int(number("longest", 1, 0, size - 1)),
         max_redundancy=number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
+        budget=budget,
         tail=Tail.LONGEST if is_second("tail", Tail.SAMPLED, Tail.LONGEST) else Tail.SAMPLED,
     )
-    deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), bound=number("bound", 2.0, 1.0, 100.0), exploration=0.0)
+    deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), exploration=0.0)
     shaping = build_policies(base, deadline)[name]
     if "adaptive" in options:
         shaping = replace(shaping, adaptive=not is_second("adaptive", "yes", "no"))

@@ -3,19 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
+from statistics import fmean
 
 import numpy as np
 
-from darts_server.policy.auto import chooser
-from darts_server.policy.auto.chooser import Choice
-from darts_server.policy.auto.options import Auto, AutoLimits
-from darts_server.policy.auto.state import AutoState
+from darts_server.policy.auto import AheadOutcome, AheadState, AutoLimits, choose_ahead, learn_ahead
 from darts_server.policy.deadline import RecentCompletionLengths
-from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
+from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths, update_stats
 from darts_server.policy.simulation.batch import Batch, BatchPlan, Floats, Ints
 from darts_server.policy.simulation.engines import Machine
-from darts_server.policy.simulation.forecast import RATIOS, Expectation
 from darts_server.policy.simulation.rollout import Rollout, simulate
 from darts_server.simulation.policies import Policy
 from darts_server.simulation.workload import Workload
@@ -141,7 +138,8 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     if policy.start == 1:  # nothing is carried over
         first = warm_up = WARM_UP
     count = policy.cycle * ceil(candidates.steps / policy.cycle)
-    steps, waiting, fresh, state = [], list[Prompt](), first * needed, AutoState()
+    steps, waiting, fresh, state = [], list[Prompt](), first * needed, AheadState()
+    limits = AutoLimits() if policy.most_stale is None else AutoLimits(most_stale=policy.most_stale)
     for number in range(first, warm_up + count):
         # Those that start again, those that go on waiting, and how many new ones start.
         again, waiting, more = waiting, [], round(policy.start * needed) - len(waiting)
@@ -154,8 +152,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
         if policy.long_first:
             batch = candidates.longest_first(batch)
         if policy.most_stale is not None:
-            limits = AutoLimits(most_stale=policy.most_stale)
-            choice = chooser.choose_resuming(Auto(limits, ()), state, needed, len(batch))
+            choice = choose_ahead(limits, state, needed, len(batch))
             batch, waiting = batch[: choice.begun], [*batch[choice.begun :], *waiting]
         enough = needed if len(batch) > needed else None
         step = run_step(policy, batch, enough, candidates, recent)
@@ -172,17 +169,34 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
             else:
                 waiting.append(Prompt(prompt.number, prompt.attempt + 1))
         if policy.most_stale is not None:
-            rows = np.flatnonzero(step.rollout.returned.any(axis=1))
-            lengths = step.rollout.returned[rows].astype(np.int64).tolist()
-            measured = chooser.MeasuredResuming(
-                lengths,
-                round(float(step.batch.prompt_tokens.mean())),
-                step.stale_tokens,
-                int(step.rollout.generated.sum()),
-                step.rollout.seconds,
-            )
-            state = chooser.learn_resuming(state, choice, measured, candidates.machine)
+            state = learn_ahead(limits, state, choice, outcome_of(step, candidates.machine))
     return steps[-count:]
+
+
+def outcome_of(step: Step, machine: Machine) -> AheadOutcome:
+    """Return what `auto` learns from a step.
+
+    The server learns the time of a decode step by the number of sequences, with contexts of the usual length.
+    """
+    returned = step.rollout.returned[step.rollout.returned.any(axis=1)]
+    longest_first = returned[np.argsort(-returned.sum(axis=1), kind="stable")]
+    context = step.batch.prompt_tokens.mean() + (returned**2).sum() / returned.sum() / 2
+    per_sequence = float(machine.step_time.per_context_token * context)
+    decode = machine.step_time.decode
+    curve = LatencyCurve(
+        decode.batches,
+        tuple(seconds + per_sequence * count for count, seconds in zip(decode.batches, decode.seconds, strict=True)),
+        decode.per_sequence + per_sequence,
+    ).scaled(1 / machine.replicas)
+    capacity = machine.replicas * machine.max_num_seqs
+    alone = curve.completion_seconds(longest_first.ravel().tolist(), capacity).reshape(longest_first.shape)
+    return AheadOutcome(
+        returned=int(returned.sum()),
+        stale=step.stale_tokens,
+        generated=int(step.rollout.generated.sum()),
+        seconds=step.rollout.seconds,
+        alone=alone.max(axis=1).tolist(),
+    )
 
 
 def run_step(
@@ -201,7 +215,9 @@ def run_step(
     """
     machine, earlier = candidates.machine, [candidates.earlier(prompt.number) for prompt in prompts]
     stds = [None if stats is None else stats.std_ema for stats in earlier]
-    plan = BatchPlan.of(policy.shaping, candidates.size, stds, enough=enough)
+    means = [stats.mean_ema for stats in earlier if stats is not None]
+    mean_length = fmean(means) if means else None
+    plan = BatchPlan.of(policy.shaping, candidates.size, stds, enough=enough, mean_length=mean_length)
     counts = zip(prompts, plan.candidates, strict=True)
     plan = replace(plan, candidates=[n if prompt.carried is None else prompt.carried.size for prompt, n in counts])
     batch = candidates.batch(prompts, max(plan.candidates))
@@ -225,79 +241,3 @@ def trained_tokens(batch: Batch, rollout: Rollout) -> int:
     """Return the tokens of the returned trajectories, with their prompts."""
     is_returned = rollout.returned > 0
     return int(rollout.returned.sum() + (is_returned * batch.prompt_tokens[:, None]).sum())
-
-
-# --- auto, which learns from batch to batch as the server does ----------------
-
-
-def run_auto(auto: Auto, candidates: Candidates) -> tuple[list[Step], str]:
-    """Simulate the measured steps after `LEARNING` others, from which it learns. Returns what it did, too."""
-    run, steps = AutoRun(auto, candidates), candidates.steps
-    for step in range(LEARNING):
-        run.run(candidates.step_prompts(steps + step))
-    measured = [run.run(candidates.step_prompts(step)) for step in range(steps)]
-    names = dict.fromkeys(choice.option.name for choice, _ in measured)
-    return [step for _, step in measured], ", ".join(names)
-
-
-@dataclass(slots=True)
-class AutoRun:
-    """What `auto` has learned so far. The machine is known to it, except for the training."""
-
-    auto: Auto
-    candidates: Candidates
-    state: AutoState = field(default_factory=AutoState)
-    profile: LengthProfile = field(default_factory=LengthProfile)
-
-    def run(self, prompts: Sequence[Prompt]) -> tuple[Choice, Step]:
-        """Run one batch."""
-        size, machine = self.candidates.size, self.candidates.machine
-        choice = chooser.choose_by_size(self.auto, size, len(prompts))
-        is_forecast = choice is None
-        if choice is None:
-            expectation, rng = self._expect(prompts, 3)
-            choice = chooser.choose(self.auto, self.state, size, expectation, machine, len(prompts), rng)
-        self.state = chooser.begin(self.state, choice)
-        step = run_step(Policy(choice.option.name, choice.option.shaping), prompts, None, self.candidates)
-        # It is measured as the server does, and the lengths of its groups are learned.
-        rollout, batch, means = step.rollout, step.batch, []
-        ended = batch.valid & (rollout.generated == batch.ends)
-        for row, prompt in enumerate(prompts):
-            pairs = zip(rollout.generated[row], ended[row], strict=True)
-            observed = [Observation(int(tokens), censored=not end) for tokens, end in pairs if tokens > 0]
-            estimate = estimate_lengths(observed)
-            self.profile.observe(ratios_to_mean(observed, estimate, self.candidates.earlier(prompt.number)))
-            means.append(estimate.mean)
-        lengths = rollout.lengths
-        measured = chooser.Measured(
-            rollout.seconds,
-            float(lengths.mean()),
-            int((rollout.truncated & (rollout.returned < batch.ends)).sum()) / lengths.size,
-            batch.max_tokens if (rollout.generated == batch.max_tokens).any() else None,
-            int(rollout.generated.max()),
-            means,
-            float((lengths >= batch.max_tokens).mean()),
-        )
-        self.state = chooser.learn(self.state, choice, measured)
-        if chooser.needs_hindsight(self.state, choice) and is_forecast:
-            expectation, rng = self._expect(prompts, 4)
-            late = chooser.hindsight(choice, size, expectation, machine, len(prompts), rng)
-            self.state = chooser.learn(self.state, late, replace(measured, means=()))
-        self.state = chooser.learn_training(self.state, float(step.rollout.lengths.sum()), step.training_seconds)
-        return choice, step
-
-    def _expect(self, prompts: Sequence[Prompt], stream: int) -> tuple[Expectation | None, np.random.Generator]:
-        """Return what is known of a batch now, and the random numbers to forecast it with."""
-        rng = np.random.default_rng([self.candidates.seed, self.state.batches, stream])
-        earlier = [self.candidates.earlier(prompt.number) for prompt in prompts]
-        batch = self.candidates.batch(prompts, 1)
-        expectation = Expectation.of(
-            [None if stats is None else stats.mean_ema for stats in earlier],
-            [None if stats is None else stats.std_ema for stats in earlier],
-            self.profile.quantiles(RATIOS),
-            self.state.means,
-            rng,
-            round(float(batch.prompt_tokens.mean())),
-            batch.max_tokens,
-        )
-        return expectation, rng

@@ -133,10 +133,9 @@ class VllmEngine:
         self._aborts = OncePerTurn(self._abort)
         """A completed group stops all of its running candidates in the same turn."""
         self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
-        config, cache = llm.vllm_config, llm.vllm_config.cache_config
+        config = llm.vllm_config
         self.engines: int = config.parallel_config.data_parallel_size
         self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
-        self.kv_tokens = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
         self.has_priorities: bool = config.scheduler_config.policy == BY_PRIORITY
 
     @property

@@ -5,13 +5,12 @@ import hashlib
 import json
 import secrets
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import msgspec
 from vllm.config import VllmConfig
@@ -112,8 +111,7 @@ async def start_fleet(
                 if places.failure is not None:
                     raise places.failure
                 await asyncio.sleep(JOIN_POLL_SECONDS)
-            # vLLM makes its client of the engine while that starts.
-            with patch.object(EngineCoreClient, "make_async_mp_client", staticmethod(lambda *_, **__: core)):
+            with engine_client(core):
                 async with start_engine(args, config=config) as running:
                     llm = running.llm
                     core.processor = llm.output_processor
@@ -126,6 +124,19 @@ async def start_fleet(
                         core.on_lost = lambda _: None
     finally:
         hub.close()
+
+
+@contextmanager
+def engine_client(core: FleetCore) -> Iterator[None]:
+    """Make an `AsyncLLM` that is created in the block use ``core`` as its client of the engine core."""
+    # AsyncLLM.__init__ calls this factory by name, and takes no client as an argument.
+    factory = "make_async_mp_client"
+    original = EngineCoreClient.__dict__[factory]
+    setattr(EngineCoreClient, factory, staticmethod(lambda *_, **__: core))
+    try:
+        yield
+    finally:
+        setattr(EngineCoreClient, factory, original)
 
 
 def without_keys(argv: Sequence[str]) -> list[str]:

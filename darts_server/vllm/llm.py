@@ -275,7 +275,7 @@ class ShapingLLM(ControlledLLM):
         )
         async with self.gate.enter():
             aborts = rollouts.aborts
-            allocation = await rollouts.allocator.allocate(plan, prompt_key, tokens)
+            allocation = await rollouts.allocator.allocate(plan, prompt_key)
             allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
             run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
             if rollouts.aborts != aborts:  # everything was aborted while it waited for its cohort

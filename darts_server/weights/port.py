@@ -18,6 +18,8 @@ from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet
 T = TypeVar("T")
 
 STEP_TIMEOUT = 300.0
+WAIT_FACTOR = 2
+"""Running groups may take so many times as long as another step of an update."""
 
 
 class Rule(StrEnum):
@@ -30,25 +32,21 @@ class Rule(StrEnum):
     RESTART = "restart"
     """Stop them, and restart them with the new weights. Groups that were partly returned already are waited for."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> "Rule | None":
-        return cls.KEEP if value == "resume" else None
 
-
-RuleName = Literal["finish", "keep", "resume", "restart"]
-"""What callers may write: ``resume`` is another name of ``keep``."""
+RuleName = Literal["finish", "keep", "restart"]
+"""The names of the rules, as callers write them."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
     """The default rule and the timeouts, in seconds.
 
-    ``wait_timeout``: for running groups to end. ``step_timeout``: for any other phase of an update, and between two
-    calls of a trainer that updates the model through vLLM's routes.
+    ``wait_timeout``: timeout of the wait for running groups. ``step_timeout``: timeout of any other phase of an update,
+    and of the time between two calls of a trainer that updates the model through vLLM's routes.
     """
 
     rule: Rule = Rule.FINISH
-    wait_timeout: float = 600.0
+    wait_timeout: float = WAIT_FACTOR * STEP_TIMEOUT
     step_timeout: float = STEP_TIMEOUT
 
 
@@ -101,7 +99,7 @@ class Update:
             async with asyncio.timeout(timeout):
                 return await step()
         except TimeoutError as error:
-            wait = "groups still run; see --weights-wait, or use the rule keep"
+            wait = "groups still run; use the rule keep, or raise --weights-timeout, which is half of that"
             remedy = wait if phase == "wait" else "see --weights-timeout"
             raise UpdateFailed(f"{phase} took longer than {timeout:g} s; {remedy}") from error
         finally:

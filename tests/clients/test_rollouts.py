@@ -33,8 +33,8 @@ def test_options_are_where_the_server_expects_them() -> None:
     assert (made["policy"], made["budget"], made["num_groups"]) == ({"name": "darts"}, 12, 1)
     assert (made["stream"], made["chunk_tokens"]) == ("tokens", 10)
     policy = {"name": "darts", "redundancy": 2.0}
-    made = body(policy=policy, min_groups=1, carry="restart")
-    assert (made["policy"], made["min_groups"], made["carry"]) == (policy, 1, "restart")
+    made = body(policy=policy, carry="restart")
+    assert (made["policy"], made["carry"]) == (policy, "restart")
     assert "num_groups" not in made
     options = {"chat_template_kwargs": {"a": False}, "tools": [{}], "continue_final_message": True}
     made = body(add_generation_prompt=False, **options)

@@ -81,7 +81,7 @@ def test_each_gpu_has_an_engine_and_its_pod_the_cpus_of_all() -> None:
     assert len(pods(REPLICAS)) > 1
     for spec, engines in zip(pods(REPLICAS), gpus(REPLICAS), strict=True):
         cpus = float(spec["containers"][0]["resources"]["requests"]["cpu"])
-        assert engines * float(flags(REPLICAS)["--cpus-per-replica"]) < cpus
+        assert engines < cpus, "Ray reserves a CPU for each engine"
 
 
 @each_job

@@ -33,8 +33,8 @@ def fleet(
     """Run a server with several engines, on this machine's cores. ``forks``: what starts it, see `Forks`."""
     if forks is not launch:
         env = FORKED_HOSTS | (env or {})
-    placed = ("--replicas", str(count), "--cpus-per-replica", "0.1")
-    with serving(command, log, *placed, *flags, env=env, launch=forks, patience=START_SECONDS) as running:
+    flags = ("--replicas", str(count), *flags)
+    with serving(command, log, *flags, env=env, launch=forks, patience=START_SECONDS) as running:
         yield running
 
 

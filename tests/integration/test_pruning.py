@@ -11,11 +11,15 @@ import pytest
 from darts_server.demo.problems import Problem, reward, sample_problem
 from darts_server.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
+from tests.integration.weights import ORIGINAL, put
 
 pytestmark = pytest.mark.engine
 SIZE = 8
 GROUPS = 16
-FLAGS = ("--policy", "arrol", "--detect-at", "10", "--cold-steps", "0", "--cold-labels", "64")
+FLAGS = ("--policy", "arrol", "--detect-at", "10")
+NORM = "model.norm.weight"
+COLD_STEPS = 20
+"""Steps before the first pruning: changes of the weights with a rewarded group after each."""
 PATIENCE = 180.0
 
 
@@ -36,9 +40,9 @@ def batch(server: Server, problems: list[Problem], **more: object) -> dict[str, 
     return parsed
 
 
-def train_step(server: Server, rng: Random, **policy: object) -> list[dict[str, Any]]:
+def train_step(server: Server, rng: Random, count: int = GROUPS, **policy: object) -> list[dict[str, Any]]:
     """Request groups and reward all their trajectories."""
-    problems = [sample_problem(rng) for _ in range(GROUPS)]
+    problems = [sample_problem(rng) for _ in range(count)]
     groups = rollouts(server, problems, **policy)
     rewards = [
         {"trajectory_id": trajectory["trajectory_id"], "reward": reward(problem, trajectory["text"])}
@@ -48,6 +52,14 @@ def train_step(server: Server, rng: Random, **policy: object) -> list[dict[str, 
     report = httpx.post(f"{server.url}/darts/v1/rewards", json={"rewards": rewards}, timeout=240).json()
     assert report["matched"] == len(rewards)
     return groups
+
+
+def end_cold_start(server: Server, rng: Random) -> None:
+    """Make the rest of the first steps: in each, the same weights are loaded again, and one group is rewarded."""
+    weights = {NORM: ORIGINAL[NORM]}
+    for _ in range(COLD_STEPS):
+        put(server, weights, partial=True).raise_for_status()
+        assert not pruned(train_step(server, rng, count=1))
 
 
 def pruned(groups: list[dict[str, Any]]) -> int:
@@ -67,10 +79,13 @@ def test_groups_are_pruned_once_the_head_is_trained_also_after_a_restart(serve: 
     with serve(DARTS, tmp_path / "first.log", *flags) as server:
         assert server.metric("darts_quality_status", status="no_labels") == 1
         assert not pruned(train_step(server, rng)), "at first all are kept"
-        wait_for_status(server, "few_labels")
         learned = server.metric("darts_quality_labels_total")
         assert learned > GROUPS * SIZE / 2, "most go past their tenth token"
-        assert not pruned(train_step(server, rng))
+        wait_for_status(server, "few_labels")
+        for _ in range(3):
+            assert not pruned(train_step(server, rng))
+        wait_for_status(server, "cold")
+        end_cold_start(server, rng)
         wait_for_status(server, "ready")
 
         groups = train_step(server, rng)

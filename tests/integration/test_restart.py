@@ -64,7 +64,7 @@ def test_a_killed_server_has_its_statistics_again_after_a_restart(serve: Serve, 
     rng = Random(3)
     prompts = [sample_problem(rng).prompt for _ in range(16)]
     state = tmp_path / "state"
-    flags = ("--policy", "darts_cut", "--budget", "cv_log", "--state-dir", str(state))
+    flags = ("--policy", "darts_cut", "--redundancy", "auto", "--state-dir", str(state))
     with serve(DARTS, tmp_path / "first.log", *flags) as server:
         for few in (prompts, prompts, prompts[:3]):
             complete(server, few)

@@ -52,23 +52,22 @@ def test_the_groups_of_a_batch_are_in_the_order_of_its_prompts(server: Server) -
     assert sum(group["candidates"] for group in body["groups"]) == 12 * 12
 
 
-def test_auto_says_what_it_does_and_does_the_same_with_all_groups_of_a_batch(server: Server) -> None:
+def test_auto_says_how_many_prompts_of_a_batch_have_run(server: Server) -> None:
     requested = [{"text": text} for text in prompts(10, seed=6)]
-    for number in range(2):
-        answer = post(
-            server,
-            {"prompts": requested, "group_size": 5, "sampling": {"max_tokens": 50}, "policy": {"name": "auto"}},
-        )
+    body = {"prompts": requested, "group_size": 5, "sampling": {"max_tokens": 50}, "policy": {"name": "auto"}}
+    whole = post(server, body)
+    part = post(server, {**body, "num_groups": 6, "carry": "resume"})
+    for answer, reasons in (
+        (whole, {None}),
+        (part, {"10 of 10 prompts run, and the first 6 groups are returned"}),
+    ):
         assert answer.status_code == 200, answer.text
-        assert [len(group["trajectories"]) for group in answer.json()["groups"]] == [5] * 10
         records = httpx.get(f"{server.url}/darts/v1/groups/{answer.json()['id']}").json()["groups"]
         assert {record["policy"] for record in records} == {"auto"}
-        [option] = {record["chosen"]["option"] for record in records}
-        assert all(record["chosen"]["reason"] for record in records)
-        if number == 0:
-            assert option == "off", "it is measured first"
-        candidates = [len(record["candidates"]) for record in records]
-        assert candidates == [5] * 10 if option == "off" else max(candidates) > 5
+        assert {record["chosen"] for record in records} == reasons
+        assert {len(record["candidates"]) for record in records} == {5}
+    rest = post(server, {**body, "prompts": [], "carried": True, "carry": "resume"}).json()
+    assert (len(rest["groups"]), rest["carried"]) == (4, 0)
 
 
 def test_a_seeded_unshaped_batch_is_the_answer_of_vllms_route_in_each_form(server: Server) -> None:

@@ -20,8 +20,9 @@ from tests.integration.waiting import wait_idle
 pytestmark = pytest.mark.engine
 GIVEN, FILED, ROTATED, ADMIN = "given-5f1d", "filed-77ab", "rotated-09c2", "admin-e31b"
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 4, "max_tokens": 20}
-LONG: dict[str, Any] = {**COMPLETION, "n": 16, "max_tokens": 280, "ignore_eos": True}
-"""Starts 24 candidates: two of these fill the server, until they disconnect."""
+LONG: dict[str, Any] = {**COMPLETION, "model": "tiny:raw", "n": 24, "max_tokens": 280, "ignore_eos": True}
+"""Two of these fill the server, until they disconnect. They are not shaped: the second one would get fewer candidates,
+as the queue is nearly full."""
 ROLLOUT: dict[str, Any] = {"prompts": [{"text": "7a-5b*4>"}], "group_size": 4, "sampling": {"max_tokens": 20}}
 MAX_WAITING, MAX_OF_A_KEY, LARGEST = 46, 30, 100_000
 PATIENCE = 180.0
@@ -41,7 +42,10 @@ def server(serve: Serve, keys: Path) -> Iterator[Server]:
     flags = (
         *("--api-key-file", str(keys / "use"), "--admin-api-key-file", str(keys / "admin"), "--max-num-seqs", "2"),
         *("--max-queued-candidates", str(MAX_WAITING), "--max-candidates-per-key", str(MAX_OF_A_KEY)),
-        *("--max-body-bytes", str(LARGEST), "--brownout", "1"),
+        *(
+            "--max-body-bytes",
+            str(LARGEST),
+        ),
     )
     environment = {"VLLM_API_KEY": GIVEN, "VLLM_SERVER_DEV_MODE": "1"}
     with serve(DARTS, keys / "log", *flags, env=environment) as running:

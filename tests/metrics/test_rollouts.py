@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from darts_server.metrics.collectors import WeightMetrics, hide_creation_times
 from darts_server.metrics.rollouts import GAUGES, TOTALS, RolloutMetrics
-from darts_server.records import CandidateRecord, ChosenOption, CohortRecord, GroupRecord, UpdateRecord
+from darts_server.records import CandidateRecord, CohortRecord, GroupRecord, UpdateRecord
 from darts_server.types import (
     DiscardReason,
     FinishReason,
@@ -99,7 +99,7 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
-    names = "model_name outcome reason kind deadline explored matched full rule turn zero_variance le"
+    names = "model_name outcome reason kind deadline explored matched full turn zero_variance le"
     assert labels == set(names.split())
 
 
@@ -130,7 +130,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     metrics = RolloutMetrics("tiny", reads, registry)
     assert value(registry, "darts_step_seconds", sequences="16") == 2
     assert value(registry, "darts_length_tokens", kind="generated", statistic="p50") == 9
-    assert value(registry, "darts_pattern_error_tokens") is None
+    assert value(registry, "darts_pass_rate") is None
     assert value(registry, "darts_observer_failures_total") == 7
     assert value(registry, "darts_store_fault") == 0
     faults.append("the disk is full")
@@ -138,32 +138,25 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
 
     cut = record(max_lost=MaxLost(0.25))
     metrics.group_ended(replace(cut, policy="cap"))
-    metrics.group_ended(replace(cut, policy="auto", chosen=ChosenOption("cut 1.5 at 0.9", "it is fast")))
-    for policy in ("cap", "auto: cut 1.5 at 0.9"):
+    metrics.group_ended(replace(cut, policy="darts_cut"))
+    for policy in ("cap", "darts_cut"):
         assert value(registry, "darts_deadline_stretch", policy=policy) == 1.25
         assert value(registry, "darts_deadline_lost_share", policy=policy) is None
 
 
-def test_a_cohort_reports_its_budget_its_deadline_and_its_predicted_and_measured_time() -> None:
+def test_a_cohort_reports_its_budget_its_deadline_and_its_time() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", registry=registry)
-    cohort = CohortRecord("darts_cut", 64, 12.5, 60, predicted_seconds=2.0, measured_seconds=2.5, stale_tokens=7)
+    cohort = CohortRecord("darts_cut", 64, 12.5, 60, measured_seconds=2.5, stale_tokens=7)
     metrics.cohort_ended(cohort)
-    chosen = ChosenOption("cut 1.5 at 0.9", "2 s a step, off 3 s")
-    metrics.cohort_ended(replace(cohort, deadline=None, explored=True, predicted_seconds=None, chosen=chosen))
+    metrics.cohort_ended(replace(cohort, deadline=None, explored=True))
 
     for explored in ("false", "true"):
         assert value(registry, "darts_cohorts_total", explored=explored) == 1
-    assert value(registry, "darts_auto_cohorts_total", rule="cut") == 1
     assert value(registry, "darts_tokens_total", kind="stale") == 2 * 7
     assert value(registry, "darts_budget_mean_candidates") == 12.5
     assert value(registry, "darts_deadline_tokens") == 60
-    assert value(registry, "darts_rollout_seconds_sum", kind="predicted") == 2
-    assert value(registry, "darts_rollout_seconds_sum", kind="measured") == 2.5
-    for carry in ("restart", "resume"):
-        metrics.cohort_ended(replace(cohort, chosen=ChosenOption("off", "3 of 4 prompts run", carry)))
-        assert value(registry, "darts_auto_cohorts_total", rule=carry) == 1
-    assert value(registry, "darts_auto_cohorts_total", rule="off") == 0
+    assert value(registry, "darts_rollout_seconds_sum") == 5
 
 
 def test_cut_candidates_and_explored_tails_are_counted() -> None:

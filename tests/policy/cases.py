@@ -88,7 +88,7 @@ def cases(
 
 
 @st.composite
-def scored(draw: st.DrawFn, of: st.SearchStrategy[Case], refill: bool = False) -> Case:
+def scored(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
     """Cases whose candidates are scored on their way, so that some of them are pruned; without a bound."""
     case = draw(of)
     count = len(case.truths)
@@ -96,6 +96,5 @@ def scored(draw: st.DrawFn, of: st.SearchStrategy[Case], refill: bool = False) -
         case,
         slack=None,
         scores=draw(st.lists(st.lists(SCORES, max_size=2), min_size=count, max_size=count)),
-        most=draw(st.integers(0, count - case.replacements)) if refill else 0,
         chances=draw(st.integers(0, 1000)),
     )

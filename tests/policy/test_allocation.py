@@ -23,7 +23,6 @@ from darts_server.policy.allocation import (
     allocate_evenly,
     cv_log_mean,
     reduce_candidates,
-    share_left,
 )
 
 LOW, HIGH, TARGET = 8, 16, 12.0
@@ -258,28 +257,10 @@ def test_a_reduced_group_has_at_least_its_size_and_at_most_its_candidates(size: 
 
 
 def test_brownout_starts_at_its_share_of_the_queue_but_not_below_the_capacity() -> None:
-    assert [Brownout.for_queue(400, 50, 0.5).update(waiting) for waiting in (200, 300)] == [1, 0.5]
+    assert [Brownout.for_queue(400, 50).update(waiting) for waiting in (200, 300)] == [1, 0.5]
     assert [Brownout.for_queue(400, 200, 0.25).update(waiting) for waiting in (200, 300)] == [1, 0.5]
     assert Brownout.for_queue(400, 50, 1).update(10_000) == 1
     assert Brownout.for_queue(400, 500, 0).update(10_000) == 1
-
-
-@pytest.mark.parametrize(
-    ("capacity", "unfinished", "own", "share"),
-    [
-        (None, 1000, 0, 1.0),
-        (100, 100, 10, 1.0),  # nothing queues
-        (100, 300, 300, 1.0),  # only its own queue
-        (100, 130, 100, 0.7),
-        (100, 300, 200, 0.0),
-        (100, 300, 50, 0.0),
-        (100, 101, 102, 1.0),  # one of its own has just ended in the engine
-    ],
-)
-def test_a_batch_has_the_share_of_the_engine_that_others_do_not_fill(
-    capacity: int | None, unfinished: int, own: int, share: float
-) -> None:
-    assert share_left(capacity, unfinished, own) == pytest.approx(share)
 
 
 def test_cv_log_is_the_formula_of_the_public_code() -> None:

@@ -155,7 +155,6 @@ def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completio
     rule = replace(RULE, recent=100, stretch=2.0)
     assert rule.without_others([50] * known, 8 - known) == (100 if known >= 6 else ceil(200 * factor))
     assert rule.without_others([150] * 4, 4) == ceil(300 * 1.5**3)
-    assert replace(rule, ceiling=120).without_others([], 8) == 120
     assert RULE.without_others([50] * 5, 3) is None
 
 

@@ -8,21 +8,18 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from darts_server.policy.events import (
-    Complete,
     Decision,
     Deliver,
     Finished,
     Keep,
-    Progress,
     Scored,
     Start,
     Started,
     Stop,
 )
 from darts_server.policy.group import Group, sampled_from, selection_weights
-from darts_server.policy.sampled_tail import CutTail
 from darts_server.policy.selection import DualEnd
-from darts_server.types import DiscardReason, FinishReason, SelectedAs
+from darts_server.types import DiscardReason, FinishReason
 from tests.policy.cases import (
     CUT_TAILS,
     RULES,
@@ -66,7 +63,7 @@ def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(c
     event("cut" if world.cuts else "not cut")
 
 
-@given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_replacements=6), refill=True))
+@given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_replacements=6)))
 def test_all_survivors_are_returned_and_one_is_always_left(case: Case) -> None:
     world = case.world().run()
     if world.selection is not None:
@@ -97,7 +94,6 @@ def left(world: World) -> dict[int, Fate]:
 @given(
     scored(
         cases(WITH_THE_END_OF_THE_ENGINE, of=RULES | SAMPLED_SURVIVORS | CUT_TAILS, max_replacements=6, cut=True),
-        refill=True,
     )
 )
 def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(case: Case) -> None:
@@ -192,39 +188,3 @@ def test_scores_before_the_opening_are_decided_at_the_opening() -> None:
     group.add_candidate()
     assert group.handle(Started(0), Scored(0, 0.2, 0.5)) == []
     assert group.open(DualEnd(1), 2) == [Start((1,)), Stop(0, DiscardReason.PRUNED)]
-
-
-# --- refill -----------------------------------------------------------------
-
-
-def test_pruned_candidates_are_replaced_up_to_the_maximum() -> None:
-    group = running(DualEnd(1), 3, Draws(0.9, 0.9, 0.9, 0.9), most=4)
-    assert group.handle(Scored(0, 0.2, 0.5)) == [Stop(0, DiscardReason.PRUNED), Start((3,))]
-    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
-
-
-def test_none_is_replaced_when_the_group_is_complete_or_has_delivered() -> None:
-    group = running(DualEnd(1), 2, Draws(0.0, 0.9), most=9)
-    finish(group, c0=5)
-    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED), Complete({0: SelectedAs.SHORT})]
-
-    group = running(DualEnd(2), 4, Draws(0.0, 0.9, 0.9, 0.9), early=True, most=9)
-    group.handle(*(Progress(i, 6) for i in (1, 2, 3)))
-    assert finish(group, c0=5) == [Deliver(0)]
-    assert group.handle(Scored(1, 0.2, 0.5)) == [Stop(1, DiscardReason.PRUNED)]
-    assert len(group.candidates) == 4
-
-
-def test_one_that_was_certain_may_lose_its_place_to_a_replacement() -> None:
-    group = running(CutTail(1, 1), 3, Draws(0.0, 0.0, 0.9), most=9)
-    group.handle(Progress(1, 6), Progress(2, 6))
-    assert group.handle(Finished(0, 5, STOP), Scored(2, 0.2, 0.5)) == [Stop(2, DiscardReason.PRUNED), Start((3,))]
-    group.handle(Started(3))
-    assert finish(group, c3=2) == []
-    assert group.handle(Finished(1, 9, STOP)) == [Complete(group_of(group, short=3))]
-
-
-def group_of(group: Group, short: int) -> dict[int, SelectedAs]:
-    """One short candidate, and the one of the others that the tail was drawn for."""
-    winner = min((c for c in group.candidates if c.alive and c.index != short), key=lambda c: c.tail_draw)
-    return dict(sorted({short: SelectedAs.SHORT, winner.index: SelectedAs.LONG}.items()))

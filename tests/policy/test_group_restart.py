@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from darts_server.exceptions import IllegalMove
-from darts_server.policy.events import Complete, DeadlineSet, Deliver, Failed, Finished, Scored, Start, Started, Stop
+from darts_server.policy.events import Complete, DeadlineSet, Deliver, Failed, Finished, Start, Started, Stop
 from darts_server.policy.group import Group
 from darts_server.policy.selection import DualEnd, InOrder
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
@@ -98,18 +98,3 @@ def test_a_group_that_is_cancelled_while_paused_stays_cancelled() -> None:
     assert group.cancel() == []
     assert group.resume() == []
     assert group.outcome is Outcome.CANCELLED
-
-
-def test_places_of_pruned_candidates_are_refilled_after_a_restart() -> None:
-    """As many candidates may be started in place of pruned ones as before."""
-    group = running(DualEnd(1), 3, np.random.default_rng(0), most=4)
-    for first in (0, 3 + 1, 3 + 1 + 4):
-        assert group.handle(Scored(first, 0.0, survival=0.0)) == [
-            Stop(first, DiscardReason.PRUNED),
-            Start((first + 3,)),
-        ]
-        group.handle(Started(first + 3))
-        assert group.handle(Scored(first + 1, 0.0, survival=0.0)) == [Stop(first + 1, DiscardReason.PRUNED)]
-        group.restart()
-        group.resume()
-        group.handle(*(Started(i) for i in range(first + 4, first + 7)))

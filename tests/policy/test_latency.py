@@ -28,6 +28,50 @@ PROPORTIONAL = LatencyCurve((1.0,), (0.004,), 0.004)
 BENT = LatencyCurve((1.0, 4.0, 8.0), (0.02, 0.02, 0.04), 0.005)
 
 
+def simulated(lengths: Sequence[int], capacity: int, curve: LatencyCurve) -> float:
+    """Return the seconds of a rollout, one step after the other. The first in the queue takes a free place."""
+    waiting = [x for x in lengths if x]
+    running = list[int]()
+    seconds = 0.0
+    while waiting or running:
+        while waiting and len(running) < capacity:
+            running.append(waiting.pop(0))
+        seconds += curve.step_seconds(len(running))
+        running = [left - 1 for left in running if left > 1]
+    return seconds
+
+
+@given(
+    st.lists(st.integers(0, 12), max_size=25),
+    st.none() | st.integers(1, 8),
+    st.sampled_from([FLAT, PROPORTIONAL, BENT]),
+)
+def test_a_rollout_takes_as_long_as_its_steps_and_sequences_beyond_the_capacity_queue(
+    lengths: list[int], capacity: int | None, curve: LatencyCurve
+) -> None:
+    expected = simulated(lengths, capacity or len(lengths), curve)
+    assert curve.rollout_seconds(lengths, capacity) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("capacity", "seconds"), [(None, 9 * 0.02), (3, 9 * 0.02), (2, 14 * 0.02)])
+def test_a_rollout_with_a_queue_takes_longer(capacity: int | None, seconds: float) -> None:
+    assert FLAT.rollout_seconds([5, 7, 9], capacity) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "seconds"),
+    [
+        (None, [3.0 * 2 + 2.0 * 4, 3.0 * 2, 3.0 * 2 + 2.0 * 4 + 1.0 * 3]),
+        # The third sequence starts when the second one has ended.
+        (2, [2.0 * 6, 2.0 * 2, 2.0 * 6 + 1.0 * 5]),
+    ],
+)
+def test_each_sequence_is_complete_after_the_steps_until_its_end(capacity: int | None, seconds: list[float]) -> None:
+    curve = LatencyCurve((1.0, 3.0), (1.0, 3.0), 1.0)
+    assert curve.completion_seconds([6, 2, 9], capacity).tolist() == pytest.approx(seconds)
+    assert curve.rollout_seconds([], capacity) == 0.0
+
+
 def test_the_curve_is_linear_between_its_points_and_extrapolated_beyond_them() -> None:
     assert [BENT.step_seconds(b) for b in (0.3, 1, 2, 4, 6, 8, 10)] == pytest.approx(
         [0.02, 0.02, 0.02, 0.02, 0.03, 0.04, 0.05]

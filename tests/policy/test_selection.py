@@ -165,6 +165,12 @@ def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
     assert before.check_at[2] == 4
 
 
+def test_without_places_for_the_shortest_every_candidate_competes_for_the_tail() -> None:
+    going = [running(1, 0, tail_draw=0.1), running(2, 0, tail_draw=0.8)]
+    verdict = assess(SampledTail(0, 1), going, [ended(0, 5, tail_draw=0.4)])
+    assert verdict.stops == {2: DiscardReason.TAIL_PRUNED}
+
+
 def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_length_is_final() -> None:
     """Candidate 1 is sampled. Where it ends depends on 3, which may still be shorter than the second shortest."""
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
@@ -281,7 +287,7 @@ def test_a_running_candidate_sorts_with_one_token_more() -> None:
     assert (selector.running, selector.valid) == ([(4, 0)], [(3, 1)])
 
 
-@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True), refill=True))
+@given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True)))
 def test_a_group_does_at_once_all_that_its_rule_says(case: Case) -> None:
     world, early = case.world(), case.early
     group = world.group

@@ -6,10 +6,11 @@ from typing import get_args
 import pytest
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, DualEnd, SampledSurvivors, SelectionRule
+from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
 from darts_server.settings.fields import Policy
 
@@ -25,8 +26,9 @@ def test_redundancy_is_rounded_half_up_and_never_below_the_size(redundancy: floa
     [
         (Shaping(num_longest=2, tail=Tail.LONGEST), DualEnd(6, 2)),
         (Shaping(num_longest=0, tail=Tail.LONGEST), DualEnd(8)),
-        (Shaping(num_shortest=5, num_longest=3), SampledTail(5, 3)),
+        (Shaping(num_longest=3), SampledTail(5, 3)),
         (Shaping(deadline=Deadline(), num_longest=0), DualEnd(8)),
+        (Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0), InOrder(8)),
     ],
 )
 def test_the_options_determine_the_rule(shaping: Shaping, rule: SelectionRule) -> None:
@@ -59,14 +61,18 @@ def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redunda
     assert replace(fixed, adaptive=True).bounds(8) == (8, 16)
 
 
+def test_the_mean_follows_the_papers_formula_once_the_spread_of_lengths_is_known() -> None:
+    auto = Shaping(adaptive=True, budget=BudgetKind.CV_LOG)
+    assert [auto.mean_candidates(3, None, None), auto.mean_candidates(3, 100.0, None)] == [4.5, 4.5]
+    assert auto.mean_candidates(8, 75.0, 300.0) == cv_log_mean(75.0, 300.0, 8)
+    assert replace(auto, max_redundancy=1.25).mean_candidates(8, 300.0, 300.0) == 10
+    assert replace(auto, adaptive=False).mean_candidates(3, None, None) == 5, "a whole number where all get the same"
+    assert Shaping(adaptive=True).mean_candidates(8, 300.0, 300.0) == 12
+
+
 def test_groups_use_cohorts_if_what_each_gets_depends_on_the_others() -> None:
     cohorts = (Shaping(adaptive=True), Shaping(deadline=Deadline()), Shaping(budget=BudgetKind.CV_LOG))
     assert [shaping.uses_cohort for shaping in (Shaping(), *cohorts)] == [False, True, True, True]
-
-
-def test_a_size_other_than_shortest_plus_longest_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="needs n = 8, got 4"):
-        Shaping(num_shortest=7, num_longest=1).selection_rule(4)
 
 
 def test_a_tail_that_leaves_no_place_for_the_shortest_is_refused() -> None:
@@ -124,15 +130,8 @@ def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redund
     assert (cap.uses_cohort, cap.adaptive, cap.budget) == (True, False, BudgetKind.FIXED)
 
 
-@pytest.mark.parametrize(("refill", "most"), [(False, 0), (True, 24)])
-def test_refill_goes_up_to_the_maximum_redundancy(refill: bool, most: int) -> None:
-    policies = build_policies(replace(BASE, max_redundancy=3.0), Deadline(), Pruning(), refill)
-    assert policies["arrol"].max_candidates(8) == policies["darts+arrol"].max_candidates(8) == most
-    assert policies["darts"].max_candidates(8) == 0
-
-
 def test_a_keep_ratio_of_one_scores_without_pruning() -> None:
-    kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0, max_survival=1.0))["arrol"]
+    kept = build_policies(BASE, Deadline(), Pruning(keep_ratio=1.0))["arrol"]
     assert kept.selection_rule(8) == SampledSurvivors(8)
     assert kept.candidates(8) == 8
 

@@ -47,12 +47,10 @@ class Draws:
         return next(self._draws, 0.99)
 
 
-def running(
-    rule: Rule, candidates: int, chances: UniformGenerator | None = None, *, early: bool = False, most: int = 0
-) -> Group:
+def running(rule: Rule, candidates: int, chances: UniformGenerator | None = None, *, early: bool = False) -> Group:
     """Return a group all of whose first candidates run. ``chances``: random numbers for pruning."""
     group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
-    group.open(rule, candidates, most)
+    group.open(rule, candidates)
     group.handle(*(Started(i) for i in range(candidates)))
     return group
 
@@ -102,7 +100,7 @@ class Case:
 
     ``at_once``: the events of one step are reported in one call, instead of in calls of any size. ``limits`` maps a
     step to the limit that is set in it, with a bound that is ``slack`` more. ``additions`` are steps in each of which
-    one candidate is added, and in the step ``opening`` the group is opened, with ``most``: in step 0 after both.
+    one candidate is added, and in the step ``opening`` the group is opened: in step 0 after both.
     ``scores``: of each candidate, by index; empty if none is scored. ``chances``: seed for pruning; ``None`` for a
     group that prunes nothing.
     """
@@ -120,7 +118,6 @@ class Case:
     slack: int | None = None
     additions: Sequence[int] = ()
     opening: int = 0
-    most: int = 0
     scores: Sequence[Sequence[Score]] = ()
     chances: int | None = None
 
@@ -225,7 +222,7 @@ class World:
             alive = len(self.runs) - len(self.failed)
             self.in_all = len(self.runs) + max(0, self.case.candidates - alive)
             self.at_opening = {i: run.tokens for i, run in enumerate(self.runs)}
-            self.act(self.group.open(self.case.rule, self.case.candidates, self.case.most))
+            self.act(self.group.open(self.case.rule, self.case.candidates))
             yield
 
     def _limit(self, tokens: int) -> DeadlineSet:

@@ -28,7 +28,7 @@ async def place_hosts() -> None:
     from darts_server.ray import place
 
     place.STOP_SECONDS = 5.0  # hosts that still start are not waited for
-    async with place.Cluster(None, None, cpus=0.0).place([b"{}", b"{}"], 1):
+    async with place.Cluster(None, None).place([b"{}", b"{}"], 1):
         folder = place.private_folder()
         mode = stat.S_IMODE(folder.parent.stat().st_mode)
         sessions = [entry.name for entry in folder.iterdir()]

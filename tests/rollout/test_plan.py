@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import UNSHAPED, Limits, Plan, Planner
@@ -11,10 +11,10 @@ from darts_server.types import RequestOptions
 
 POLICIES = {
     "uniform": Shaping(),
-    "eight": Shaping(num_shortest=7, num_longest=1),
+    "six tails": Shaping(num_longest=6),
     "off": Shaping(redundancy=2.0),
 }
-AUTO_OPTIONS = build_auto(Shaping(), Deadline(), AutoLimits())
+LIMITS = AutoLimits()
 
 
 def planner(group_size: int | None = None, default: str = "uniform") -> Planner:
@@ -26,7 +26,7 @@ def planner(group_size: int | None = None, default: str = "uniform") -> Planner:
 
 def test_a_request_for_several_trajectories_is_a_group() -> None:
     assert planner().plan(4, RequestOptions()) == Plan("uniform", POLICIES["uniform"], 4)
-    assert planner(8).plan(8, RequestOptions(policy="eight")) == Plan("eight", POLICIES["eight"], 8)
+    assert planner(8).plan(8, RequestOptions(policy="six tails")) == Plan("six tails", POLICIES["six tails"], 8)
 
 
 @pytest.mark.parametrize("n", [1, 8])
@@ -34,7 +34,7 @@ def test_off_is_never_shaped_even_if_a_policy_has_that_name(n: int) -> None:
     assert planner(default="off").plan(n, RequestOptions()) is None
     for default in ("uniform", "off"):
         assert planner(8, default).plan(n, RequestOptions(policy="off")) is None
-    assert list(planner().names()) == ["off", "uniform", "eight"]
+    assert list(planner().names()) == ["off", "uniform", "six tails"]
 
 
 # --- single requests ----------------------------------------------------------------
@@ -70,7 +70,7 @@ def test_a_single_request_without_a_group_is_not_shaped(group_size: int | None, 
 
 @pytest.mark.parametrize("default", ["off", "auto"])
 def test_where_nothing_is_shaped_a_group_of_single_requests_is_only_counted(default: str) -> None:
-    idle = Planner(POLICIES, default, Limits(64), AUTO_OPTIONS)
+    idle = Planner(POLICIES, default, Limits(64), LIMITS)
     counted = Plan("off", UNSHAPED, 4, single=True)
     assert idle.plan(1, RequestOptions(group_id="g", group_size=4)) == counted
     assert planner(4, "off").plan(1, RequestOptions()) == counted
@@ -90,9 +90,9 @@ def test_where_nothing_is_shaped_a_group_of_single_requests_is_only_counted(defa
         (None, 8, {"group_id": "a"}, "n", "must be 1 .* joins a group, got 8; leave out the group, or n"),
         (8, 8, {"group_size": 8}, "n", "must be 1 for a request that joins a group, got 8"),
         (None, 1, {"group_id": "a"}, "group size", "is unknown for group 'a'; add size=INT"),
-        (None, 1, {"group_size": 65}, "group size", "at most 64, got 65; lower it, or raise --max-group-size"),
+        (None, 1, {"group_size": 65}, "group size", "must be at most 64, got 65; lower it"),
         (65, 1, {}, "group size", "at most 64, got 65"),
-        (None, 65, {}, "n", "at most 64, got 65; lower it, or raise --max-group-size"),
+        (None, 65, {}, "n", "must be at most 64, got 65; lower it"),
     ],
 )
 def test_contradictory_options_are_refused_under_every_policy(
@@ -108,8 +108,8 @@ def test_contradictory_options_are_refused_under_every_policy(
     [
         (8, 4, RequestOptions(), "n", r"shapes groups of 8 \(--group-size\), got 4; ask for that many, or use"),
         (8, 1, RequestOptions(group_size=4), "group size", r"shapes groups of 8 \(--group-size\), got 4"),
-        (None, 4, RequestOptions("eight"), "n", "needs n = 8, got 4"),
-        (None, 8, RequestOptions("sideways"), "policy", "'sideways' is unknown; choose one of off, uniform, eight"),
+        (None, 4, RequestOptions("six tails"), "n", "n must be larger than that, got 4"),
+        (None, 8, RequestOptions("sideways"), "policy", "'sideways' is unknown; choose one of off, uniform, six tails"),
         (None, 1, RequestOptions("sideways"), "policy", "'sideways' is unknown"),
     ],
 )
@@ -129,10 +129,14 @@ def test_unsupported_sizes_are_refused_and_off_is_always_available(
     ("plan", "size", "shrunk"),
     [
         (Plan("uniform", POLICIES["uniform"], 8, single=True), 3, Plan("uniform", POLICIES["uniform"], 3, single=True)),
-        (Plan("eight", POLICIES["eight"], 8, single=True), 8, Plan("eight", POLICIES["eight"], 8, single=True)),
-        (Plan("eight", POLICIES["eight"], 8, single=True), 5, Plan("eight", UNSHAPED, 5, single=True)),
-        (Plan("auto", UNSHAPED, 8, True, AUTO_OPTIONS), 2, Plan("auto", UNSHAPED, 2, True, AUTO_OPTIONS)),
-        (Plan("auto", UNSHAPED, 8, True, AUTO_OPTIONS), 1, Plan("auto", UNSHAPED, 1, True)),
+        (
+            Plan("six tails", POLICIES["six tails"], 8, single=True),
+            8,
+            Plan("six tails", POLICIES["six tails"], 8, single=True),
+        ),
+        (Plan("six tails", POLICIES["six tails"], 8, single=True), 5, Plan("six tails", UNSHAPED, 5, single=True)),
+        (Plan("auto", UNSHAPED, 8, True, LIMITS), 2, Plan("auto", UNSHAPED, 2, True, LIMITS)),
+        (Plan("auto", UNSHAPED, 8, True, LIMITS), 1, Plan("auto", UNSHAPED, 1, True)),
     ],
 )
 def test_a_group_with_missing_requests_is_shaped_by_its_actual_size_if_the_policy_supports_it(

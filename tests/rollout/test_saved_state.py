@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
-from darts_server.policy.auto.options import AutoLimits, build_auto
+from darts_server.policy.auto import AheadState
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.deadline_losses import LAST_BIN
 from darts_server.policy.reward_stats import RewardStats, single_length
@@ -21,14 +22,13 @@ from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Plan, Planner
 from darts_server.rollout.rollouts import KINDS, Intervals, Rollouts, check_document
 from darts_server.rollout.spec import GroupSpec
-from darts_server.types import AUTO, RequestOptions
+from darts_server.types import RequestOptions
 from tests.rollout.helpers import Documents, Recorder, collect
 
 POLICIES = {
     kind.value: Shaping(redundancy=1.5, adaptive=True, budget=kind, deadline=Deadline(exploration=0.5))
     for kind in BudgetKind
 }
-AUTO_OPTIONS = build_auto(Shaping(), Deadline(exploration=0.5), AutoLimits(("cap",), most_lost=1.0, exploration=0.5))
 EXTREMES: list[Any] = [
     *(10**400, -(10**400), 2**63, 2**53, 10**9, -1, 0, 5e-324, -5e-324, 1e-300, 1e308, -1e308),
     *(float("nan"), float("inf"), float("-inf"), True, None, "", "1", "x" * 1000, [], {}, [[]], {"": 0}),
@@ -41,7 +41,7 @@ async def run(documents: Documents, *policies: str, together: int = 9) -> Record
     engine = ScriptedEngine(lambda _, index: Script(5 + index))
     rollouts: Rollouts[str, list[int]] = Rollouts(
         engine,
-        Planner(POLICIES, "fixed", Limits(64), AUTO_OPTIONS),
+        Planner(POLICIES, "fixed", Limits(64)),
         Statistics(documents, 64),
         Intervals(poll=0, allocation=0),
     )
@@ -72,17 +72,16 @@ async def run(documents: Documents, *policies: str, together: int = 9) -> Record
 def learned() -> dict[tuple[str, str], dict[str, Any]]:
     """What a run learns, with the JSON inside of documents parsed."""
     documents = Documents()
-    asyncio.run(run(documents, *POLICIES, AUTO))
+    asyncio.run(run(documents, *POLICIES))
     # These are written after 256 groups, and after the reward of a group that explored.
     documents.put("dataset", "all", {"value": '{"recent_stds": [2.5, 3.5], "mean": 9.5, "steps": 2}'})
     histogram = [1.5] * (LAST_BIN + 1)
     losses = {"right": histogram, "cut": histogram, "explored": 80.0}
     losses |= {"explored_right": histogram, "explored_all": histogram}
     documents.put("losses", BudgetKind.FIXED.value, {"value": json.dumps(losses)})
-    state = {"batches": 9, "explored": 1, "training": [[64.0, 2.0]]}
-    measured = {"batch": 8, "name": "off", "error": 0.1, "length_error": 0.1, "more_cut": 0.1}
-    state |= {"measured": [measured, {**measured, "batch": 9, "name": "cap at 0.9"}]}
-    documents.put("auto", "8", {"value": json.dumps({**state, "means": [5.0, 9.0], "max_tokens": 50})})
+    # This is written after a batch that resumes prompts.
+    ahead = AheadState(9, 2, 0.5, True, True, ((8, 0.7), (9, 0.6)), ((7, 1.1),))
+    documents.put("ahead", "8", {"value": json.dumps(asdict(ahead))})
     return {
         name: {"value": json.loads(str(document["value"]))} if "value" in document else dict(document)
         for name, document in documents.kept.items()
@@ -138,19 +137,21 @@ def test_what_was_learned_under_policies_that_are_gone_is_read_and_left_alone() 
         if key.partition("/")[0] == BudgetKind.FIXED:
             for policy in ("darts_deadline", "shadow:darts"):
                 gone[kind, policy + key.removeprefix(BudgetKind.FIXED)] = document
-    state = copy.deepcopy(learned()["auto", "8"]["value"])
-    state |= {"chosen": "first_finish 1.5"}
-    state["measured"][1] |= {"name": "darts_deadline 1.5"}
-    documents.put("auto", "8", {"value": json.dumps(state)})
+    # Earlier versions of `auto` have chosen among policies.
+    state = {
+        "batches": 9,
+        "chosen": "cap at 0.9",
+        "measured": [{"batch": 9, "name": "off", "error": 0.1}],
+        "ahead": 0.5,
+    }
+    for key in ("8", "8 resumed"):
+        gone["auto", key] = {"value": json.dumps(state)}
     assert {kind for kind, _ in gone} >= {"deadline", "losses", "price"}
     for name, document in gone.items():
         documents.put(*name, document)
     check_all(documents)
-    asyncio.run(run(documents, BudgetKind.FIXED, AUTO))
+    asyncio.run(run(documents, BudgetKind.FIXED))
     assert {name: documents.kept[name] for name in gone} == gone
-    assert json.loads(str(documents.kept["auto", "8"]["value"]))["batches"] > state["batches"], (
-        "it was not learned anew"
-    )
 
 
 def test_what_is_learned_has_every_kind_and_can_be_used() -> None:
@@ -162,7 +163,7 @@ def test_what_is_learned_has_every_kind_and_can_be_used() -> None:
 @given(
     place=st.sampled_from(PLACES),
     value=st.sampled_from(EXTREMES) | json_values,
-    policy=st.sampled_from([*POLICIES, AUTO]),
+    policy=st.sampled_from([*POLICIES]),
 )
 @example(place=(("prompt", "p"), ("std_ema",)), value=10**400, policy="fixed")
 def test_no_document_reaches_a_group_whatever_it_holds(

@@ -237,7 +237,7 @@ async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_
 
     def learn() -> None:
         confidence.remember((None, "vote"), {0: dict.fromkeys(KINDS, 0.5)})
-        confidence.learn_reward((None, "vote"), 0, 1.0, True)
+        confidence.learn_reward((None, "vote"), 0, True)
 
     def labels() -> list[int]:
         return [len(confidence.points[kind].calibrator.labels) for kind in KINDS]
@@ -260,8 +260,8 @@ async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     election = Election(*voters("a-"), documents=documents)
     result = await election.run(create_vote(2, sampling={"logprobs": True}))
     for index in (0, 1, 7):
-        election.confidence.learn_reward((None, result.vote_id), index, 1.0, True)
-    election.confidence.learn_reward((None, "unknown"), 0, 1.0, True)
+        election.confidence.learn_reward((None, result.vote_id), index, True)
+    election.confidence.learn_reward((None, "unknown"), 0, True)
     assert [election.confidence.points[kind].calibrator.status for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
     election.confidence._save_soon.run_pending()
     [label] = Confidence(documents).points["logprob"].calibrator.labels
@@ -272,7 +272,7 @@ async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture
     store = Store()
     confidence = Confidence(store)
     confidence.remember((None, "vote"), {0: {"logprob": 0.5}})
-    confidence.learn_reward((None, "vote"), 0, 1.0, True)
+    confidence.learn_reward((None, "vote"), 0, True)
     store.close()
     confidence._save_soon.run_pending()
     assert "cannot be read or saved" in caplog.text
@@ -283,8 +283,8 @@ async def test_scores_of_the_newest_votes_are_remembered() -> None:
     confidence = Confidence(Documents(), kept=1)
     for name in ("old", "new"):
         confidence.remember((None, name), {0: {"logprob": 0.5}})
-        confidence.learn_reward((None, name), 0, 1.0, True)
-    confidence.learn_reward((None, "old"), 0, 1.0, True)
+        confidence.learn_reward((None, name), 0, True)
+    confidence.learn_reward((None, "old"), 0, True)
     assert len(confidence.points["logprob"].calibrator.labels) == 2
 
 
@@ -292,7 +292,7 @@ async def test_votes_of_one_caller_push_out_no_scores_of_another() -> None:
     confidence = Confidence(Documents(), kept=3)
     for owner, name in (("victim", "vote"), *(("flooder", f"vote-{number}") for number in range(9))):
         confidence.remember((owner, name), {0: {"logprob": 0.5}})
-    confidence.learn_reward(("victim", "vote"), 0, 1.0, True)
+    confidence.learn_reward(("victim", "vote"), 0, True)
     assert len(confidence.points["logprob"].calibrator.labels) == 1
 
 

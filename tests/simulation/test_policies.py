@@ -1,9 +1,6 @@
-from dataclasses import replace
-
 import pytest
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.policy.auto.options import AutoLimits
 from darts_server.policy.shaping import Tail
 from darts_server.policy.simulation.batch import BatchPlan
 from darts_server.simulation.policies import DEFAULT, parse_policy, split_policies
@@ -24,31 +21,21 @@ def test_several_policies_may_be_named_at_once() -> None:
 
 
 def test_options_change_a_policy() -> None:
-    policy = parse_policy("darts_cut,redundancy=1.25,longest=2,quantile=0.8,bound=3,adaptive=no,start=1.5", 8)
+    policy = parse_policy("darts_cut,redundancy=1.25,longest=2,quantile=0.8,adaptive=no,start=1.5", 8)
     assert policy.shaping is not None
     assert policy.shaping.deadline is not None
     assert (policy.shaping.redundancy, policy.shaping.num_longest, policy.shaping.adaptive) == (1.25, 2, False)
-    assert (policy.shaping.deadline.quantile, policy.shaping.deadline.bound, policy.start) == (0.8, 3, 1.5)
+    assert (policy.shaping.deadline.quantile, policy.shaping.deadline.bound, policy.start) == (0.8, 2, 1.5)
     tail = parse_policy("uniform,tail=longest", 8).shaping
     assert tail is not None
     assert tail.tail is Tail.LONGEST
 
 
-def test_auto_has_the_limits_of_the_server() -> None:
-    auto = parse_policy(
-        "auto,allow=cut+cap,lost=0.1,bias=0.3,price=2,exploration=0,max_redundancy=1.5,longest=2", 8
-    ).auto
-    assert auto is not None
-    assert auto.limits == AutoLimits(("cut", "cap"), 0.1, 0.3, 2.0, 0.0)
-    assert auto.max_candidates(8) == 12
-    assert {option.shaping.num_longest for option in auto.options if option.shaping is not None} == {2}
-
-
-def test_auto_by_default_changes_no_distribution() -> None:
+def test_auto_has_prompts_ahead_and_a_limit_of_stale_tokens() -> None:
     auto = parse_policy("auto,stale=0.25", 8)
-    assert parse_policy("auto,allow=resume,stale=0.25", 8) == replace(auto, name="auto,allow=resume,stale=0.25")
-    assert (auto.shaping, auto.auto) == (None, None)
+    assert auto.shaping is None
     assert (auto.start, auto.resumes, auto.long_first, auto.most_stale) == (1.5, True, True, 0.25)
+    assert parse_policy("auto", 8).most_stale == 0.5
 
 
 @pytest.mark.parametrize(
@@ -60,10 +47,9 @@ def test_auto_by_default_changes_no_distribution() -> None:
         ("uniform,longest=8", "longest must be a number from 0 to 7"),
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
-        ("auto,allow=cut+arrol", "allow must be resume, or some of uniform, darts, cut, cap, limit, joined by"),
-        ("auto,allow=resume,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
-        ("auto,allow=resume+cut", "allow must be resume, or some of"),
-        ("auto,lost=0.2", "unknown option 'lost'; known: start, stale, allow"),
+        ("auto,stale=2", "stale must be a number from 0 to 1"),
+        ("auto,redundancy=2", "unknown option 'redundancy'; known: start, stale"),
+        ("auto,allow=resume", "unknown option 'allow'; known: start, stale"),
         ("off,redundancy=2", "off has no option but start, carry, rounds, order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),
     ],
@@ -71,3 +57,12 @@ def test_auto_by_default_changes_no_distribution() -> None:
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         parse_policy(text, 8)
+
+
+def test_redundancy_auto_gives_more_candidates_where_lengths_of_a_prompt_vary_more() -> None:
+    shaping = parse_policy("uniform,redundancy=auto", 8).shaping
+    even, spread = (BatchPlan.of(shaping, 8, [std] * 4, mean_length=300.0).candidates for std in (10.0, 300.0))
+    assert (list(even), list(spread)) == ([8] * 4, [14] * 4)
+    assert list(BatchPlan.of(shaping, 8, [None] * 4).candidates) == [12] * 4
+    with pytest.raises(InvalidSetting, match="redundancy must be a number from 1 to 8, or auto"):
+        parse_policy("uniform,redundancy=more", 8)

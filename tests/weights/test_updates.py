@@ -118,7 +118,7 @@ async def test_finish_waits_for_running_groups_and_admits_no_new_ones(harness: H
 async def test_finish_times_out_when_groups_do_not_end(tmp_path: Path) -> None:
     harness = Harness(tmp_path, UpdateSettings(wait_timeout=0.2))
     harness.gate.let_in()
-    with pytest.raises(UpdateFailed, match=r"wait took longer than 0\.2 s; groups still run; see --weights-wait"):
+    with pytest.raises(UpdateFailed, match=r"wait took longer than 0\.2 s; groups still run; use the rule keep"):
         await harness.push(5)
     harness.gate.leave()
     harness.check_serves(0, all=0)

@@ -12,15 +12,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.cost_model import rollout_seconds
 from benchmarks.gpu.bench import LIMITS, Bench
 from benchmarks.gpu.plan import SHAPED, SIZE, Budget
 from benchmarks.gpu.results import Table
 from benchmarks.gpu.traces import CANDIDATES, Prompt, Trace
-from darts_server.policy.auto.options import AutoLimits, build_auto
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.shaping import Shaping
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.batch import BatchRequest, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompts, Carry, CarryLimits
@@ -149,8 +146,7 @@ async def run(
 ) -> tuple[list[float], list[GroupRecord]]:
     """Return the seconds of each step, and the records of the groups that the counted steps returned."""
     await bench.drain()
-    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits())
-    planner = Planner(SHAPED, method.policy, LIMITS, auto)
+    planner = Planner(SHAPED, method.policy, LIMITS, AutoLimits())
     lengths = Lengths(trace)
     rollouts = bench.shape_with(SHAPED, bench.empty_store(), lengths, [])
     assert bench.traced is not None
@@ -212,7 +208,7 @@ def predict(method: Method, trace: Trace, prompts: int, curve: LatencyCurve) -> 
         ends = {number: int(left.max()) for number, left in running.items()}
         end = sorted(ends.values())[prompts - spare - 1]
         each: Sequence[int] = np.minimum(np.concatenate(list(running.values())), end).tolist()
-        seconds.append(rollout_seconds(curve, each))
+        seconds.append(curve.rollout_seconds(each))
         undecided = [number for number in ends if ends[number] > end]
         spare += len(ends) - len(undecided) - prompts
         times = {number: times.get(number, 0) + 1 for number in undecided}

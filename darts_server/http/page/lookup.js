@@ -64,8 +64,8 @@ class Lookup {
     ];
     if (rewards) {
       const groups = `${rewards.zero_variance_groups} of ${rewards.rewarded_groups}`;
-      facts.push(["Groups with equal rewards", groups], ["Length of correct ones", measured(rewards.length_right)]);
-      facts.push(["Length of incorrect ones", measured(rewards.length_wrong)], ["Pattern", rewards.pattern ?? "–"]);
+      const longer = rewards.difference == null ? "–" : `${rewards.difference.toFixed(1)} tokens`;
+      facts.push(["Groups with equal rewards", groups], ["Correct ones longer by", longer]);
     }
     return element("section", {}, element("h3", {}, `Prompt ${known.prompt_key}`), listed(facts));
   }
@@ -77,7 +77,7 @@ class Lookup {
     const facts = [
       ["Prompt", prompt],
       ["Policy", group.policy],
-      ...(group.chosen ? [["Chosen", `${group.chosen.option}: ${group.chosen.reason}`]] : []),
+      ...(group.chosen ? [["Chosen", group.chosen]] : []),
       ["Outcome", group.error ? `${group.outcome}: ${group.error}` : group.outcome],
       ["Selected of started", `${group.candidates.filter((each) => each.selected_as).length} of ${group.candidates.length}`],
       ["Duration", seconds(group.duration)],
@@ -107,11 +107,6 @@ class Lookup {
     const more = `The first ${MAX_LISTED} of ${candidates.length}.`;
     return element("div", { class: "wide" }, table, candidates.length > MAX_LISTED ? more : null);
   }
-}
-
-function measured(length) {
-  if (!length) return "–";
-  return `${length.mean.toFixed(1)}${length.se == null ? "" : ` ± ${length.se.toFixed(1)}`} tokens (${count(length.count)})`;
 }
 
 function listed(facts) {

@@ -3,9 +3,8 @@
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
-from typing import Literal, Self
+from typing import Self
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -75,13 +74,6 @@ class CandidateAnswer(BaseModel):
         return cls(**shared_fields(cls, record) | others)
 
 
-class ChosenAnswer(BaseModel):
-    """What the policy auto did with the group's cohort."""
-
-    option: str = Field(description="A rule, with its redundancy and the quantile of its deadline.")
-    reason: str = Field(description="Expected seconds of a step, and those of what else could be done.")
-
-
 class GroupAnswer(GroupFacts):
     """Provenance of one group."""
 
@@ -105,7 +97,9 @@ class GroupAnswer(GroupFacts):
     members: list[str] = Field(
         description="For a group of single requests: their ids, and the caller's name of the group."
     )
-    chosen: ChosenAnswer | None = Field(description="Under auto: what it did with the group's cohort, and why.")
+    chosen: str | None = Field(
+        description='Under auto, in a batch with `"carry": "resume"`: how many prompts of the batch have run, and why.'
+    )
     zero_variance: bool | None = Field(
         description="Whether all its rewards are equal; null until all returned trajectories have one."
     )
@@ -120,7 +114,6 @@ class GroupAnswer(GroupFacts):
             "generated": record.generated_tokens,
             "returned": record.returned_tokens,
             "members": list(record.request_ids),
-            "chosen": None if record.chosen is None else ChosenAnswer(**asdict(record.chosen)),
             "zero_variance": rewards.zero_variance,
             "candidates": [],
         }
@@ -179,14 +172,6 @@ class ListedGroups(BaseModel):
     groups: list[ListedGroup]
 
 
-class MeanAnswer(BaseModel):
-    """A mean length in tokens."""
-
-    mean: float
-    se: float | None = Field(description="Its standard error; null for a single trajectory.")
-    count: int
-
-
 class PromptRewardsAnswer(BaseModel):
     """Statistics of the rewards of a prompt's returned trajectories."""
 
@@ -195,13 +180,10 @@ class PromptRewardsAnswer(BaseModel):
     pass_rate: float
     zero_variance_groups: int = Field(description="Groups whose rewards are all equal.")
     rewarded_groups: int = Field(description="Groups whose returned trajectories all have rewards.")
-    length_right: MeanAnswer | None
-    length_wrong: MeanAnswer | None
-    pattern: Literal["I", "II", "unclear"] | None = Field(
-        description="I: correct ones are shorter than incorrect ones. II: longer. Null while there are none of a kind."
+    difference: float | None = Field(
+        description="Mean length of correct minus incorrect ones, in tokens: above 0, long answers are worth their "
+        "tokens. Null before there are ten of each."
     )
-    difference: float | None = Field(description="Mean length of correct minus incorrect ones, in tokens.")
-    difference_se: float | None
 
 
 class PromptAnswer(BaseModel):

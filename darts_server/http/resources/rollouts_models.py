@@ -162,12 +162,6 @@ class RolloutsIn(ChatOptionsIn):
         ge=1,
         description="Number of groups that are enough: the others are stopped when it is reached. Default: all.",
     )
-    min_groups: int | None = Field(
-        None,
-        ge=1,
-        description="Number of groups that may be enough, fewer than prompts: the policy `auto` chooses how many are, "
-        'from this number on. Only with `"carry": "restart"`, and without `num_groups`. Default: all are waited for.',
-    )
     survivors: bool | None = Field(
         None,
         description="Under a policy that prunes: return all trajectories not pruned, more or fewer than `group_size`. "
@@ -175,7 +169,7 @@ class RolloutsIn(ChatOptionsIn):
     )
     carry: Carry = Field(
         Carry.DROP,
-        description="With `num_groups` or `min_groups`, what happens to prompts that are not decided. `restart`: they "
+        description="With `num_groups`, what happens to prompts that are not decided. `restart`: they "
         "are kept, and start first in a later batch that has them, or that asks for `carried` ones. `resume`: so is "
         "what their candidates have generated, and these go on from there.",
     )

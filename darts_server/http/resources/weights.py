@@ -15,7 +15,7 @@ MAX_REQUEST_BYTES = 64 * 1024
 """Of the JSON that names a path."""
 MAX_VERSION = 2**53 - 1
 """The largest whole number that every JSON parser keeps exact."""
-RULE = "What happens to running groups; --weights-rule by default. `resume` is another name of `keep`."
+RULE = "What happens to running groups; --weights-rule by default."
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing; missing ones keep their values."
 CHECK_FINITE = "Whether the update is refused if a tensor has NaN or infinity."

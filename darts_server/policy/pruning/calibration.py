@@ -6,7 +6,7 @@ Laplace smoothing alpha and the prior pi, the share of right ones,
     P(b | right) = (right_b + alpha) / (sum right + alpha B),        the same for wrong,
     q = pi P(b | right) / (pi P(b | right) + (1 - pi) P(b | wrong)).
 
-We add two things to the paper's form.
+Two things are added to the paper's form. The tests compare the result with the paper's form.
 
 Monotone q: of a few hundred labels a bin holds two or three, so this q jumps from bin to bin and is a worse predictor
 than the score it is made from. A useful score rises with the probability to end correct, so q is made non-decreasing by
@@ -23,9 +23,8 @@ smoothing counts as much against them as against as many plain labels.
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Self
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from darts_server.policy.isotonic import Floats, fit_isotonic
 
 BINS = 128
 COLD_STEPS = 20
-"""The paper's values."""
+"""The paper's values. In the first steps the head and the model change fast, so a score soon means something else."""
 SMOOTHING = 0.25
 """The paper's is 1. Monotone q needs less; the better the score, the less is best. Over synthetic scores of four kinds
 and 300 to 4096 labels, the error with this was at most half as much again as with the best of 1/64 to 1."""
@@ -82,24 +81,14 @@ class Label:
 class Calibration:
     """Options of a calibration.
 
-    ``bins``: B. ``smoothing``: alpha. ``buffer``: how many labels are kept. ``monotone``: make q non-decreasing in the
-    score. ``corrected``: use inverse propensity weights, at most ``max_weight`` each. ``cold_steps``, ``cold_labels``:
-    steps and labels before which scores are not calibrated.
+    ``bins``: B. ``buffer``: how many labels are kept. ``cold_steps``, ``cold_labels``: numbers of steps and of labels
+    before which scores are not calibrated.
     """
 
     bins: int = BINS
-    smoothing: float = SMOOTHING
     buffer: int = BUFFER
-    monotone: bool = True
-    corrected: bool = True
-    max_weight: float = MAX_WEIGHT
     cold_steps: int = COLD_STEPS
     cold_labels: int = COLD_LABELS
-
-    @property
-    def as_published(self) -> Self:
-        """The same options in the paper's form, without our additions."""
-        return replace(self, smoothing=1.0, monotone=False, corrected=False)
 
 
 class Calibrator:
@@ -120,10 +109,16 @@ class Calibrator:
 
     @property
     def status(self) -> CalibrationStatus:
+        """Whether scores are calibrated well enough to prune by them."""
+        if self.labels and self.steps < self.calibration.cold_steps:
+            return CalibrationStatus.COLD
+        return self.labels_status
+
+    @property
+    def labels_status(self) -> CalibrationStatus:
+        """Whether the labels suffice to calibrate scores, in the first steps too."""
         if not self.labels:
             return CalibrationStatus.NO_LABELS
-        if self.steps < self.calibration.cold_steps:
-            return CalibrationStatus.COLD
         if len(self.labels) < self.calibration.cold_labels:
             return CalibrationStatus.FEW_LABELS
         return CalibrationStatus.ONE_CLASS if self._fit()[1] else CalibrationStatus.READY
@@ -134,8 +129,8 @@ class Calibrator:
         return self._fit()[0] if self.labels else 0.5
 
     def probability(self, score: float) -> float:
-        """Return the probability q that a trajectory with this score ends correct."""
-        if self.status is not CalibrationStatus.READY:
+        """Return the probability q that a trajectory with this score ends correct; the prior without enough labels."""
+        if self.labels_status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins
         return float(self._fit()[2][min(bins - 1, math.floor(bins * score))])
@@ -144,20 +139,17 @@ class Calibrator:
         """Return the prior, whether all labels are of one class, and q of each bin."""
         if self._cached is not None:
             return self._cached
-        bins, alpha = self.calibration.bins, self.calibration.smoothing
+        bins = self.calibration.bins
         bin_of = np.minimum((bins * np.asarray([x.score for x in self.labels])).astype(np.int64), bins - 1)
         targets = np.asarray([x.target for x in self.labels])
-        weights = np.ones(targets.size)
-        if self.calibration.corrected:
-            weights = inverse_propensity_weights([x.survival for x in self.labels], self.calibration.max_weight)
+        weights = inverse_propensity_weights([x.survival for x in self.labels])
         right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
         wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
         prior = float(right.sum() / (right.sum() + wrong.sum()))
-        if_right = prior * (right + alpha) / (right.sum() + alpha * bins)
-        if_wrong = (1 - prior) * (wrong + alpha) / (wrong.sum() + alpha * bins)
+        if_right = prior * (right + SMOOTHING) / (right.sum() + SMOOTHING * bins)
+        if_wrong = (1 - prior) * (wrong + SMOOTHING) / (wrong.sum() + SMOOTHING * bins)
         chances = if_right / (if_right + if_wrong)
-        if self.calibration.monotone:
-            chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * alpha, dtype=np.float64))
+        chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * SMOOTHING, dtype=np.float64))
         self._cached = prior, not right.any() or not wrong.any(), chances
         return self._cached
 

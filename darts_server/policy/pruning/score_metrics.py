@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
+from darts_server.policy.pruning.calibration import MAX_WEIGHT, Label, inverse_propensity_weights
 
 Floats = NDArray[np.float64]
 Numbers = Sequence[float] | Floats
@@ -72,13 +72,13 @@ class ScoreMetrics:
     calibration_error: float | None
 
 
-def evaluate(labels: Collection[Label], max_weight: float | None) -> ScoreMetrics:
+def evaluate(labels: Collection[Label], max_weight: float = MAX_WEIGHT) -> ScoreMetrics:
     """Compute the metrics of labels whose scores are from before anything was trained on them (prequential evaluation).
 
-    ``max_weight``: bound of the inverse propensity weights; ``None`` gives each label the weight 1.
+    ``max_weight``: maximum of the inverse propensity weights.
     """
     scores, targets = [x.score for x in labels], [x.target for x in labels]
-    weights = None if max_weight is None else inverse_propensity_weights([x.survival for x in labels], max_weight)
+    weights = inverse_propensity_weights([x.survival for x in labels], max_weight)
     return ScoreMetrics(
         labels=len(scores),
         auc=auc(scores, targets, weights),

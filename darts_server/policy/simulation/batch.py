@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,14 +64,20 @@ class BatchPlan:
 
     @classmethod
     def of(
-        cls, shaping: Shaping | None, size: int, stds: Sequence[float | None], enough: int | None = None
+        cls,
+        shaping: Shaping | None,
+        size: int,
+        stds: Sequence[float | None],
+        enough: int | None = None,
+        mean_length: float | None = None,
     ) -> "BatchPlan":
-        """Plan a batch by its prompts' length stds, as `rollout.allocation` does with the fixed budget."""
+        """Plan a batch by its prompts' length stds, and by their mean length if it is known, as the server does."""
         if shaping is None:
             return cls(size, [size] * len(stds), enough=enough)
         low, high = shaping.bounds(size)
-        mean = shaping.redundancy * size if shaping.adaptive else shaping.candidates(size)
-        counts, _ = allocate_evenly(min(max(mean, low), high), len(stds))
+        known = [std for std in stds if std is not None]
+        mean = shaping.mean_candidates(size, fmean(known) if known else None, mean_length)
+        counts, _ = allocate_evenly(max(mean, low), len(stds))
         if shaping.adaptive:
             counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
         return cls(size, counts, shaping, [shaping.is_saturated(size, count) for count in counts], enough)
@@ -78,9 +85,9 @@ class BatchPlan:
     @property
     def deadline(self) -> Deadline | None:
         """How the groups' deadline is computed; ``None`` if the policy has none, or too few groups determine it."""
-        rule = None if self.shaping is None else self.shaping.deadline
-        is_known = rule is not None and (rule.fixed is not None or len(self.candidates) >= MIN_GROUPS)
-        return rule if is_known else None
+        if self.shaping is None or len(self.candidates) < MIN_GROUPS:
+            return None
+        return self.shaping.deadline
 
     @property
     def mean_candidates(self) -> float:

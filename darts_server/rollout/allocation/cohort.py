@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from darts_server.policy.deadline import CohortDeadline, Deadline
-from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, GroupRecord
 
 
@@ -39,8 +38,6 @@ class Cohort:
         self.record, self.rule = record, rule
         self.deadline = CohortDeadline(None if few else rule, record.groups, tokens)
         """Change it by the methods below alone: they pass it on."""
-        self.running = 0
-        """Candidates of its groups that the engine runs or queues."""
         self.started_at: float | None = None
         """When its first group has started; ``None`` before."""
         self._on_start, self._on_end, self._clock = on_start, on_end, clock
@@ -101,15 +98,11 @@ class Allocation:
     """How many candidates one group gets, and its cohort, if its policy allocates groups together.
 
     ``saturated``: whether its prompt was allocated the maximum, also if it gets fewer candidates because of the load.
-    ``shaping``: chosen for its cohort, in place of its plan's; ``None`` for the plan's. ``share``: returns the share of
-    the engine that the cohort has now, and so of the extra candidates while nothing was generated; ``None`` for all.
     """
 
     candidates: int
     cohort: Cohort | None = None
     saturated: bool = False
-    shaping: Shaping | None = None
-    share: Callable[[], float] | None = None
 
     def drop(self) -> None:
         """Give it back unused, so that its cohort does not wait for the group."""

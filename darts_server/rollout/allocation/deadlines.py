@@ -30,8 +30,8 @@ KINDS: Sequence[Kind[Any]] = (LENGTHS, LOSSES, LOST_GROUPS)
 class Deadlines:
     """Learn from groups what is needed for deadlines, and keep it in ``documents``.
 
-    Completion lengths are learned by policy and group size. What deadlines take away is learned by policy, and under
-    `auto` by option: lengths are compared with a deadline, and each policy's is at another length of the same answers.
+    Completion lengths are learned by policy and group size. What deadlines take away is learned by policy: lengths are
+    compared with a deadline, and each policy's is at another length of the same answers.
     """
 
     def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
@@ -41,10 +41,7 @@ class Deadlines:
         self._rng = rng
 
     def losses(self, policy: str) -> DeadlineLosses:
-        """Return what the policy's deadlines take away, as far as rewards were reported.
-
-        ``policy``: here and below as in `GroupRecord.applied_policy`.
-        """
+        """Return what the policy's deadlines take away, as far as rewards were reported."""
         return self._losses.load(policy) or DeadlineLosses()
 
     def lost_groups(self, policy: str) -> GroupLosses:
@@ -88,9 +85,9 @@ class Deadlines:
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens the group needed, or that it was cut at the bound before that was known.
 
-        Only if its policy has deadlines: `auto` uses none of earlier groups.
+        Only if its policy has deadlines.
         """
-        if record.max_lost is None or record.chosen is not None:
+        if record.max_lost is None:
             return
         was_cut = any(c.cut for c in record.candidates)
         if record.outcome is Outcome.COMPLETED and (was_cut or record.tokens_needed is not None):
@@ -107,7 +104,7 @@ class Deadlines:
         """
         if (max_lost := record.max_lost) is None:
             return
-        policy, bound, deadline = record.applied_policy, record.bound, record.cohort_deadline
+        policy, bound, deadline = record.policy, record.bound, record.cohort_deadline
         before = losses = self.losses(policy)
         if not losses.is_rewarded and (record.explored or deadline is not None):
             losses = replace(losses, is_rewarded=True)

@@ -39,7 +39,6 @@ class BatchRequest:
         policy: overrides of the server's policy settings by name, and under ``name`` which policy.
         budget: candidates in all; ``None`` leaves it to the policy.
         num_groups: complete groups that are enough, the first to be decided; ``None`` for all.
-        min_groups: complete groups with which the batch may end, if the policy chooses so; ``None`` for all.
         survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
             the policy.
         carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
@@ -53,7 +52,6 @@ class BatchRequest:
     policy: Mapping[str, object] = field(default_factory=dict)
     budget: int | None = None
     num_groups: int | None = None
-    min_groups: int | None = None
     survivors: bool | None = None
     carry: Carry = Carry.DROP
     carried: bool = False
@@ -197,12 +195,16 @@ async def prepare_batch(
                     unusable += earlier.tokens
 
         # Their candidates.
-        keys, tokens = [group.prompt_key for group in groups], [renderer.tokens(group.request) for group in groups]
-        enough = batch.num_groups, batch.min_groups
-        chosen = await rollouts.allocator.auto.choose(plan, keys, tokens, *enough, resumes, unusable)
-        held, room = ticket.candidates, ticket.room
+        needed = batch.num_groups or len(groups)
+        begun = len(groups)
+        auto = None
+        if plan.auto is not None and resumes:
+            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), unusable)
+            begun = auto.choice.begun
+        held = ticket.candidates
         ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-        allocations = rollouts.allocator.allocate_cohort(plan, keys, tokens, batch.budget, chosen, room)
+        keys = [group.prompt_key for group in groups]
+        allocations = rollouts.allocator.allocate_cohort(plan, keys, batch.budget, auto)
         candidates = 0
         for group, allocation in zip(groups, allocations, strict=True):
             if (resumed := group.resumed) is not None:  # it keeps them
@@ -220,8 +222,6 @@ async def prepare_batch(
         ticket.release()
         kept.put(caller.get().name, (), taken)
         raise
-    needed = (batch.num_groups if chosen is None else chosen.num_groups) or len(groups)
-    begun = len(groups) if chosen is None or chosen.begun is None else chosen.begun
     return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, needed, begun, batch.carry)
 
 
@@ -231,14 +231,6 @@ def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_
     Raises:
         InvalidRequest: names the field.
     """
-    if batch.min_groups is not None and batch.num_groups is not None:
-        raise InvalidRequest(
-            "min_groups", "leaves to the policy what num_groups says: how many groups are enough; leave out one of them"
-        )
-    if batch.min_groups is not None and batch.carry is Carry.DROP:
-        raise InvalidRequest(
-            "min_groups", 'is only valid with "carry": "resume" or "restart", which keep the other prompts; add one'
-        )
     if batch.carried and batch.carry is Carry.DROP and batch.num_groups is not None:
         raise InvalidRequest(
             "carry", 'must be "resume" or "restart" where num_groups may leave carried prompts undecided; add one'
@@ -285,12 +277,6 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
             )
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
-    if batch.min_groups is not None and not 1 <= batch.min_groups < prompts:
-        raise InvalidRequest(
-            "min_groups",
-            f"must be at least 1 and below {prompts}, the number of prompts, got {batch.min_groups}; change it, or "
-            "leave it out",
-        )
 
 
 def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:

@@ -42,18 +42,23 @@ class Carry(StrEnum):
     """So is what their candidates have generated, and these go on from there."""
 
 
+MAX_CARRIED_TOKENS = 1 << 22
+"""A thousand prompts with 4,096 tokens each, in 50 MB. `CarryLimits.prompts` limits those that have no tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class CarryLimits:
-    """Of each caller.
+    """What the server carries over for one caller.
 
-    ``prompts``, ``prompt_bytes`` of them and of their candidates: beyond these the oldest are dropped. ``tokens``: that
-    are generated; beyond it the oldest prompts start again. ``staleness``: weight versions since the first of these
-    tokens; beyond it their prompt starts again.
+    ``prompts``: maximum number of prompts. ``prompt_bytes``: maximum memory of the prompts and their candidates. Beyond
+    one of the two, the oldest prompts are dropped. ``tokens``: maximum number of generated tokens; beyond it the oldest
+    prompts start again. ``staleness``: maximum number of weight versions since the first of a prompt's tokens; beyond
+    it the prompt starts again.
     """
 
     prompts: int = 4096
     prompt_bytes: int = 1 << 29
-    tokens: int = 1 << 22
+    tokens: int = MAX_CARRIED_TOKENS
     staleness: int = 1
 
 

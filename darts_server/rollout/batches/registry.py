@@ -50,18 +50,28 @@ class IdempotencyKey:
     body_bytes: int = field(default=0, compare=False)
 
 
+RESUME_SECONDS = 60.0
+"""A trainer that lost its connection is back within a minute, and so is a proxy that restarts. A caller that is gone
+for longer must not keep the engine busy."""
+KEPT_SECONDS = 600.0
+"""Enough to start a trainer again, and for it to load its model."""
+KEPT_BATCHES = 64
+"""More than a trainer has unread; the memory of large batches is limited by their bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRetention:
     """How long durable batches are kept.
 
-    ``resume_seconds``: while running without a listener. ``kept_seconds``, ``kept_batches``: after the end.
-    ``kept_bytes``: of all durable batches, running ones by the size of their requests; one caller has half of it. At
-    these limits, the oldest ended batch of the caller that has most is dropped.
+    ``resume_seconds``: how long a batch runs without a connected caller. ``kept_seconds``: how long a batch is kept
+    after it has ended. ``kept_batches``: maximum number of ended batches. ``kept_bytes``: maximum memory of all durable
+    batches, running ones by the size of their requests; one caller has half of it. At a limit, the oldest ended batch
+    of the caller that has most is dropped.
     """
 
-    resume_seconds: float = 60.0
-    kept_seconds: float = 600.0
-    kept_batches: int = 64
+    resume_seconds: float = RESUME_SECONDS
+    kept_seconds: float = KEPT_SECONDS
+    kept_batches: int = KEPT_BATCHES
     kept_bytes: int = 1 << 30
 
 

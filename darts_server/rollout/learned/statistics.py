@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import reduce
 from hashlib import blake2b
+from itertools import islice
 from operator import add
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from darts_server.engine.port import RequestTokens
 from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
 from darts_server.policy.latency import LatencyModel
 from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
@@ -24,9 +23,7 @@ from darts_server.policy.lengths import (
     estimate_lengths,
     update_stats,
 )
-from darts_server.policy.reward_stats import Moments, RewardStats, restore_stats
-from darts_server.policy.simulation.engines import Machine, StepTime
-from darts_server.policy.simulation.forecast import RATIOS, Expectation
+from darts_server.policy.reward_stats import RewardStats, restore_stats
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
 from darts_server.types import FinishReason, Outcome
@@ -42,8 +39,6 @@ KEY_BYTES = 12
 """96 bits: the chance that any two of a million prompts share a key is below 1e-16."""
 MIN_COHORT = 8
 """Number of prompts below which the cohort alone says too little."""
-UNLIMITED = 1 << 20
-"""Sequences that an engine without a limit runs at once."""
 BIAS_GROUPS = 256
 """Number of groups that the length bias covers: one step or a few."""
 
@@ -177,16 +172,12 @@ class Dataset:
 class Latency:
     """Learn the engine's latency curve and keep it in ``documents``.
 
-    ``capacity``: most sequences that run at once; ``kv_tokens``: most tokens in KV caches; both of all ``engines``, and
-    ``None`` if unknown.
+    ``capacity``: most sequences that run at once on all ``engines``; ``None`` if unknown.
     """
 
-    def __init__(
-        self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None, engines: int = 1
-    ) -> None:
+    def __init__(self, documents: DocumentStore, capacity: int | None = None, engines: int = 1) -> None:
         self.engines = engines
         self.capacity = capacity
-        self.kv_tokens = kv_tokens
         self._documents = documents
         self._states = StoredValues(documents, LATENCY)
         self._write_later = Debounce(LATENCY_DELAY_SECONDS, self._write)
@@ -205,16 +196,18 @@ class Latency:
         curve = self._learned().curve
         return None if curve is None else curve.scaled(1 / self.engines).step_seconds(batch)
 
-    def machine(self) -> Machine | None:
-        """Describe the engine to the model of a rollout; ``None`` while the curve is unknown."""
-        model = self._learned()
-        if (curve := model.curve) is None:
-            return None
-        times = StepTime(curve, per_start=model.start_seconds or 0.0)
-        sequences = UNLIMITED if self.capacity is None else max(1, self.capacity // self.engines)
-        # Blocks of one token: how large they are is not known.
-        blocks = None if self.kv_tokens is None else max(1, self.kv_tokens // self.engines)
-        return Machine(times, replicas=self.engines, max_num_seqs=sequences, kv_blocks=blocks, block_size=1)
+    def completion_seconds(self, groups: Sequence[Sequence[int]]) -> list[float]:
+        """Return the seconds until each group is complete if all start together and nothing else runs.
+
+        ``groups``: lengths in tokens of each group's trajectories, which queue in this order. Empty while the curve is
+        unknown.
+        """
+        curve = self._learned().curve
+        if curve is None:
+            return []
+        lengths = [length for group in groups for length in group]
+        ends = iter(curve.scaled(1 / self.engines).completion_seconds(lengths, self.capacity).tolist())
+        return [max(islice(ends, len(group))) for group in groups]
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
         """Learn that a step of ``batch`` sequences took ``seconds``, in which so many of them ``started``."""
@@ -291,27 +284,16 @@ def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
 
 
 def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
-    """Summarize statistics as JSON values, with lengths in tokens; ``None`` without any reward.
-
-    The difference is right minus wrong. ``se``: a standard error, ``None`` for a single length.
-    """
+    """Summarize statistics as JSON values, with the difference in tokens; ``None`` without any reward."""
     if stats is None or stats.pass_rate is None:
         return None
-
-    def mean_length(lengths: Moments) -> dict[str, Any] | None:
-        return {"mean": lengths.mean, "se": lengths.error, "count": lengths.count} if lengths.count else None
-
     return {
         "rewarded": stats.rewarded,
         "right": stats.right.count,
         "pass_rate": stats.pass_rate,
         "zero_variance_groups": stats.zero_variance,
         "rewarded_groups": stats.groups,
-        "length_right": mean_length(stats.right),
-        "length_wrong": mean_length(stats.wrong),
-        "pattern": stats.difference.pattern,
-        "difference": stats.difference.tokens,
-        "difference_se": stats.difference.error,
+        "difference": stats.difference,
     }
 
 
@@ -354,17 +336,15 @@ class LengthBias:
 class Statistics:
     """Keep statistics of lengths, step times and rewards in ``documents``.
 
-    ``capacity``, ``kv_tokens``, ``engines``: see `Latency`.
+    ``capacity``, ``engines``: see `Latency`.
     """
 
-    def __init__(
-        self, documents: DocumentStore, capacity: int | None = None, kv_tokens: int | None = None, engines: int = 1
-    ) -> None:
+    def __init__(self, documents: DocumentStore, capacity: int | None = None, engines: int = 1) -> None:
         self.documents = documents
         self.prompts = StoredValues(documents, PROMPT)
         """Length statistics by prompt key; saved as documents, not as JSON in them."""
         self.dataset = Dataset(documents)
-        self.latency = Latency(documents, capacity, kv_tokens, engines)
+        self.latency = Latency(documents, capacity, engines)
         self.rewards = Rewards(documents)
 
     def group_ended(self, record: GroupRecord) -> None:
@@ -385,38 +365,7 @@ class Statistics:
             self.documents.put(KIND, key, asdict(stats))
         self.dataset.learn(observed, estimate, version, earlier)
 
-    def expect(
-        self,
-        keys: Sequence[str],
-        tokens: Sequence[RequestTokens],
-        recent: Sequence[float],
-        rng: np.random.Generator,
-        max_tokens: int | None,
-    ) -> Expectation | None:
-        """Describe a cohort to the model of a rollout; ``None`` while too little was learned.
-
-        ``keys``: of its prompts. ``tokens``: of its requests, as far as they are known. Those of prompts take room in
-        the KV caches as what is generated does. ``recent``: mean lengths of which prompts that were never seen have
-        one. ``max_tokens``: at which trajectories are truncated where requests do not say.
-        """
-        stats = [self.prompts.load(key) for key in keys]
-        limits = [one.most for one in tokens if one.most is not None]
-        return Expectation.of(
-            [None if one is None else one.mean_ema for one in stats],
-            [None if one is None else one.std_ema for one in stats],
-            self.dataset.profile.quantiles(RATIOS),
-            recent,
-            rng,
-            mean_prompt(tokens),
-            max(limits) if limits and len(limits) == len(tokens) else max_tokens,
-        )
-
     def flush(self) -> None:
         """Write everything that is pending to ``documents``."""
         self.dataset.flush()
         self.latency.flush()
-
-
-def mean_prompt(tokens: Sequence[RequestTokens]) -> int:
-    """Return the tokens of a prompt, on average; 1 if nothing is known."""
-    return max(1, round(fmean(one.prompt or 1 for one in tokens))) if tokens else 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from darts_server.identifiers import from_header
-from darts_server.policy.reward_stats import Moments, RewardStats, single_length
+from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
@@ -26,8 +26,8 @@ FINGERPRINT_BYTES = 16
 TOKEN_TYPE = "i"
 """32 bits: more than any vocabulary needs."""
 
-OnReward = Callable[[GroupKey, int, float, bool], None]
-"""Called with a trajectory's reward: its group, its candidate's index, the reward, and whether it is correct."""
+OnReward = Callable[[GroupKey, int, bool], None]
+"""Called for a rewarded trajectory with its group, its candidate's index, and whether it is correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class RewardMatcher:
                     trajectory.reward, trajectory.correct = reward.reward, reward.correct
                     group.rewarded += 1
                     for on_reward in self._on_reward:
-                        on_reward(group.key, trajectory.index, reward.reward, reward.correct)
+                        on_reward(group.key, trajectory.index, reward.correct)
                     if group.record is not None:  # else its weight is not known yet, and it counts when the group ends
                         stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
                     if group.rewarded == group.size:
@@ -263,7 +263,7 @@ class RewardMatcher:
 
 def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> RewardStats:
     length = single_length(trajectory.tokens, record.candidates[trajectory.index].weight or 1.0)
-    return RewardStats(length, Moments()) if trajectory.correct else RewardStats(Moments(), length)
+    return RewardStats(right=length) if trajectory.correct else RewardStats(wrong=length)
 
 
 def _group_stats(group: ReturnedGroup) -> RewardStats:

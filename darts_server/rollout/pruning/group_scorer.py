@@ -35,7 +35,6 @@ class GroupScorer:
         self._pruning = pruning
         self._running = running
         self._on_score = on_score
-        # Read once: a probe that is lost may change the kind of the scores, but not within a group.
         self._uses_hidden_states = pruner.uses_hidden_states
         self._uses_logprobs = pruner.uses_logprobs
         # Numbers of tokens whose log-probs have not arrived yet, with the hidden states, if they are used.

@@ -49,8 +49,8 @@ STATUS_REASONS = {
     PruningStatus.READY: "trajectories are pruned by their probability of being correct",
     PruningStatus.UNUSED: "no trajectory was scored yet",
     PruningStatus.NO_LABELS: "no reward was reported for a scored trajectory yet",
-    PruningStatus.COLD: "the first steps only learn, see --cold-steps",
-    PruningStatus.FEW_LABELS: "there are too few rewards yet, see --cold-labels",
+    PruningStatus.COLD: "the first steps only learn",
+    PruningStatus.FEW_LABELS: "there are too few rewards yet",
     PruningStatus.UNTRAINED: "the quality head is not trained yet",
     PruningStatus.ONE_CLASS: "all labels in memory are of correct trajectories, or all are of wrong ones",
     PruningStatus.DIVERGED: "the quality head's last training diverged and was undone",
@@ -133,7 +133,6 @@ class Pruner:
         self._pending: Kept[tuple[str, int], PendingLabel] = Kept(math.inf, settings.max_bytes)
         self._points: dict[tuple[ScoreKind, int], DetectionPoint] = {}
         self._head: RemoteHead | None = None
-        self._max_weight = settings.calibration.max_weight if settings.calibration.corrected else None
         self._scored: deque[Label] = deque(maxlen=settings.window)  # scores with their rewards, for metrics
         self._calibrated: deque[Label] = deque(maxlen=settings.window)  # the same of qualities
         self._logged_status: PruningStatus | None = None
@@ -143,8 +142,8 @@ class Pruner:
 
     def start(self) -> None:
         """Load what was learned before, and start the training of the head, for which the engine must have a width."""
-        inputs = LOGPROB_INPUTS if self._kind is ScoreKind.HEAD_LOGPROB else 0
-        self._ensure_points(self._kind, (self._width() or 0) + inputs)
+        inputs = LOGPROB_INPUTS if self._settings.kind is ScoreKind.HEAD_LOGPROB else 0
+        self._ensure_points(self._settings.kind, (self._width() or 0) + inputs)
         self._log_status()
 
     def close(self) -> None:
@@ -158,24 +157,24 @@ class Pruner:
 
     @property
     def uses_hidden_states(self) -> bool:
-        """Whether scores are made from hidden states, perhaps together with log-probs."""
-        return self._kind.uses_head
+        """Whether scores are made from hidden states, alone or together with log-probs."""
+        return self._settings.kind.uses_head
 
     @property
     def uses_logprobs(self) -> bool:
-        return self._kind is not ScoreKind.HEAD
+        return self._settings.kind is not ScoreKind.HEAD
 
     def score(
         self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Scored:
         """Score a trajectory, remember the score until its reward comes, and compute the survival probability.
 
-        It is scored by its hidden state and, if both are used, by the log-probs of its tokens so far, in nats; without
-        a hidden state by these alone.
+        The kind of the scores decides what a trajectory is scored by: its hidden state ``probed``, the log-probs of
+        its tokens so far, in nats, or both. ``probed`` is ``None`` where the kind uses no hidden states.
         """
         kind, stored = self._settings.kind, None
         if probed is None:
-            kind, tokens = ScoreKind.LOGPROB if kind.uses_head else kind, len(logprobs)
+            tokens = len(logprobs)
             point = self._last_point(kind, 0, tokens)
             value = logprob_score(kind, logprobs)
             score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
@@ -187,7 +186,9 @@ class Pruner:
             score = self._head.score(hidden, tokens)
             stored = compact(hidden)
         self._log_status()
-        is_ready, calibration = score.status is PruningStatus.READY, point.calibrator.status
+        is_ready = score.status is PruningStatus.READY
+        # The cold start keeps a young head from pruning; scores that prune nothing do not wait for it.
+        calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
         trusted, calibrated = score.value if is_ready else None, None
         quality, survival = score.value, 1.0
         if is_ready and calibration is CalibrationStatus.READY:
@@ -242,13 +243,13 @@ class Pruner:
 
     # --- learning -------------------------------------------------------------
 
-    def learn_reward(self, group: GroupKey, index: int, reward: float, correct: bool) -> None:
-        """Learn from the reward of a trajectory, if it was scored."""
+    def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
+        """Learn whether a trajectory is correct, if it was scored."""
         label = self._pop(group, index)
         if label is None:
             return
         self._reload()
-        target = self._settings.target(reward, correct)
+        target = float(correct)
         for pending in label.scores:
             value = pending.score
             if pending.hidden is not None:
@@ -298,7 +299,7 @@ class Pruner:
     @property
     def status(self) -> PruningStatus:
         """``READY`` if any detection point prunes; otherwise the reason why the first one does not."""
-        kind = self._kind
+        kind = self._settings.kind
         head = self._head if kind.uses_head else None
         if not self._points:
             return PruningStatus.UNUSED
@@ -332,21 +333,14 @@ class Pruner:
     def score_metrics(self) -> ScoreMetrics:
         """How good scores are, on labels that they were not trained on."""
         if self._head is None or not self.uses_hidden_states:
-            return evaluate(self._scored, self._max_weight)
+            return evaluate(self._scored)
         return self._head.report.metrics
 
     def calibrated_metrics(self) -> ScoreMetrics:
         """How good calibrated scores are, on labels that came after them."""
-        return evaluate(self._calibrated, self._max_weight)
+        return evaluate(self._calibrated)
 
     # --- detection points, head and store -------------------------------------
-
-    @property
-    def _kind(self) -> ScoreKind:
-        settings = self._settings
-        if settings.kind.uses_head and settings.fallback is not None and self._width() is None:
-            return settings.fallback
-        return settings.kind
 
     def _last_point(self, kind: ScoreKind, width: int, tokens: int) -> DetectionPoint:
         """Return the last detection point at or before ``tokens``."""

@@ -56,26 +56,18 @@ class ScoreKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScoringSettings:
-    """``detect_at``: numbers of tokens, ascending. ``kind``: of the scores. ``fallback``: kind of the scores where
-    ``kind`` needs hidden states and the engine cannot provide them; ``None`` scores nothing then.
-    ``reward_threshold``: a trajectory is correct if its reward reaches it; without one, ``soft`` uses the reward itself
-    as target, and otherwise the trainer's ``correct`` does. ``max_bytes``: of hidden states that wait for a reward.
-    ``window``: labels that metrics are taken over.
+    """How trajectories are scored.
+
+    ``detect_at``: numbers of tokens, ascending, at which trajectories are scored. ``kind``: what the scores are made
+    from. ``max_bytes``: limit for the hidden states that wait for a reward. ``window``: number of labels that metrics
+    are computed over.
     """
 
     detect_at: tuple[int, ...] = (512,)
     kind: ScoreKind = ScoreKind.HEAD
-    fallback: ScoreKind | None = None
     calibration: Calibration = field(default_factory=Calibration)
-    reward_threshold: float | None = None
-    soft: bool = False
     max_bytes: int = MAX_PENDING_BYTES
     window: int = WINDOW
-
-    def target(self, reward: float, correct: bool) -> float:
-        if self.reward_threshold is not None:
-            return float(reward >= self.reward_threshold)
-        return min(max(reward, 0.0), 1.0) if self.soft else float(correct)
 
 
 def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:

@@ -16,10 +16,8 @@ SETTINGS = {
     "redundancy": 1.5,
     "max_redundancy": 2.0,
     "num_longest": 1,
-    "num_shortest": None,
     "tail": "sampled",
     "group_size": None,
-    "max_group_size": 1024,
 }
 
 
@@ -34,7 +32,7 @@ def test_what_can_change_is_told_with_its_value_and_the_policies_beside(running:
     assert answer["policies"][0] == "off"
     assert {"uniform", "darts"} < set(answer["policies"])
     assert SETTINGS.items() <= answer.items()
-    assert not answer.keys() & {"state_dir", "poll_interval", "cohort_window"}
+    assert not answer.keys() & {"state_dir", "cohort_window"}
 
 
 def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:

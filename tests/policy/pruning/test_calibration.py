@@ -1,4 +1,4 @@
-"""Calibration: the paper's formulas, when they apply, and what pruning does to them."""
+"""Calibration: compared with the formulas of the paper, when it applies, and what pruning does to it."""
 
 import math
 from dataclasses import replace
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from darts_server.policy.isotonic import fit_isotonic
+from darts_server.policy.isotonic import Floats, fit_isotonic
 from darts_server.policy.pruning.calibration import (
-    MAX_WEIGHT,
+    SMOOTHING,
     Calibration,
     CalibrationStatus,
     Calibrator,
@@ -28,8 +28,6 @@ LABELS = st.lists(
     max_size=40,
 )
 OURS = Calibration(cold_steps=0, cold_labels=0)
-PLAIN = OURS.as_published
-CORRECTED = replace(PLAIN, corrected=True)
 
 
 def learned(calibration: Calibration, labels: list[Label]) -> Calibrator:
@@ -39,49 +37,54 @@ def learned(calibration: Calibration, labels: list[Label]) -> Calibrator:
     return calibrator
 
 
-def transcribed(labels: list[Label], score: float, bins: int, alpha: float, weights: list[float]) -> float:
-    """The paper's formulas, one by one."""
-    b = min(bins - 1, math.floor(bins * score))
-    c_plus, c_minus = [0.0] * bins, [0.0] * bins
-    for label, weight in zip(labels, weights, strict=True):
+def bin_of(score: float, bins: int) -> int:
+    return min(bins - 1, math.floor(bins * score))
+
+
+def published(labels: list[Label], weights: Floats | None = None, bins: int = 128, alpha: float = 1.0) -> Floats:
+    """Return q of each bin in the form of the ARRoL paper (arXiv 2603.24840, "Calibration"), formula by formula.
+
+    The paper has 128 bins, alpha = 1, and counts each label once.
+    """
+    if weights is None:
+        weights = np.ones(len(labels))
+    c_plus = np.zeros(bins)
+    c_minus = np.zeros(bins)
+    for label, weight in zip(labels, weights.tolist(), strict=True):
         counter = c_plus if label.target == 1 else c_minus
-        counter[min(bins - 1, math.floor(bins * label.score))] += weight
-    p_right = (c_plus[b] + alpha) / (sum(c_plus) + alpha * bins)
-    p_wrong = (c_minus[b] + alpha) / (sum(c_minus) + alpha * bins)
-    pi = sum(c_plus) / (sum(c_plus) + sum(c_minus))
-    return pi * p_right / (pi * p_right + (1 - pi) * p_wrong)
+        counter[bin_of(label.score, bins)] += weight
+    p_right = (c_plus + alpha) / (c_plus.sum() + alpha * bins)
+    p_wrong = (c_minus + alpha) / (c_minus.sum() + alpha * bins)
+    pi = c_plus.sum() / (c_plus.sum() + c_minus.sum())
+    return np.asarray(pi * p_right / (pi * p_right + (1 - pi) * p_wrong))
+
+
+def prior_of(labels: list[Label]) -> float:
+    return sum(label.target for label in labels) / len(labels)
 
 
 # --- the formulas -----------------------------------------------------------
 
 
-def test_the_published_form_has_none_of_our_additions() -> None:
-    assert OURS.as_published == replace(OURS, smoothing=1.0, monotone=False, corrected=False)
-
-
-@given(LABELS, CHANCES, st.sampled_from([1, 7, 128]), st.sampled_from([0.5, 1.0]))
-def test_the_plain_form_is_the_papers(labels: list[Label], score: float, bins: int, alpha: float) -> None:
+@given(LABELS, CHANCES, st.sampled_from([1, 7, 128]))
+def test_q_is_the_papers_of_weighted_labels_with_less_smoothing_made_monotone(
+    labels: list[Label], score: float, bins: int
+) -> None:
     two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
-    calibrator = learned(replace(PLAIN, bins=bins, smoothing=alpha), two_classes)
-    expected = transcribed(two_classes, score, bins, alpha, [1.0] * len(two_classes))
+    weights = inverse_propensity_weights([label.survival for label in two_classes])
+    counted = np.full(bins, 2 * SMOOTHING)
+    for label, weight in zip(two_classes, weights.tolist(), strict=True):
+        counted[bin_of(label.score, bins)] += weight
+    expected = fit_isotonic(published(two_classes, weights, bins, SMOOTHING), counted)
+    calibrator = learned(replace(OURS, bins=bins), two_classes)
     assert calibrator.status is CalibrationStatus.READY
-    assert calibrator.probability(score) == pytest.approx(expected, abs=1e-12)
+    assert calibrator.probability(score) == pytest.approx(expected[bin_of(score, bins)], abs=1e-12)
 
 
-@given(LABELS, CHANCES)
-def test_corrected_labels_count_by_the_inverse_of_their_survival(labels: list[Label], score: float) -> None:
-    two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
-    weights = [min(1 / x.survival, MAX_WEIGHT) for x in two_classes]
-    scaled = [w * len(weights) / sum(weights) for w in weights]
-    expected = transcribed(two_classes, score, 128, 1.0, scaled)
-    assert learned(CORRECTED, two_classes).probability(score) == pytest.approx(expected, abs=1e-12)
-
-
-def test_a_target_in_between_counts_as_that_much_of_each() -> None:
-    soft = learned(PLAIN, [Label(0.2, 0.25)] * 4 + [Label(0.8, 1.0)])
-    hard = learned(PLAIN, [Label(0.2, 1.0)] + [Label(0.2, 0.0)] * 3 + [Label(0.8, 1.0)])
-    assert soft.probability(0.2) == pytest.approx(hard.probability(0.2))
-    assert soft.prior == pytest.approx(hard.prior) == pytest.approx(0.4)
+def test_a_label_counts_by_the_inverse_of_its_survival() -> None:
+    pruned = learned(OURS, [Label(0.2, 1.0, 0.5), *[Label(0.8, 0.0)] * 2])
+    twice = learned(OURS, [*[Label(0.2, 1.0)] * 2, *[Label(0.8, 0.0)] * 2])
+    assert pruned.prior == twice.prior == 0.5
 
 
 def test_only_the_last_labels_count() -> None:
@@ -125,13 +128,17 @@ def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> 
     scores = rng.beta(4.0, 3.0, 4300)  # each is the true chance
     right = (rng.random(4300) < scores).astype(np.float64)
     labels = [Label(*each) for each in zip(scores[:300].tolist(), right[:300].tolist(), strict=True)]
-    chances = [[learned(form, labels).probability(s) for s in scores[300:]] for form in (PLAIN, OURS)]
-    best, (plain, ours) = auc(scores[300:], right[300:]), [auc(q, right[300:]) for q in chances]
+    tested = scores[300:]
+    paper = published(labels)[[bin_of(score, 128) for score in tested]]
+    calibrator = learned(OURS, labels)
+    ours = np.asarray([calibrator.probability(score) for score in tested])
+
+    best, auc_of_paper, auc_of_ours = (auc(q, right[300:]) for q in (tested, paper, ours))
     assert best is not None
-    assert plain is not None
-    assert ours is not None
-    assert best - ours < 0.02 < 0.06 < best - plain
-    errors = [calibration_error(q, right[300:]) or 0.0 for q in chances]
+    assert auc_of_paper is not None
+    assert auc_of_ours is not None
+    assert best - auc_of_ours < 0.02 < 0.06 < best - auc_of_paper
+    errors = [calibration_error(q, right[300:]) or 0.0 for q in (paper, ours)]
     assert errors[1] < 0.06 < errors[0]
 
 
@@ -154,16 +161,16 @@ def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
     calibrator.add(Label(0.1, 0.0))
     assert (calibrator.status, calibrator.prior) == (CalibrationStatus.READY, 0.75)
     assert calibrator.probability(0.1) < calibrator.prior < calibrator.probability(0.9)
-    wrong = learned(PLAIN, [Label(0.4, 0.0)])
+    wrong = learned(OURS, [Label(0.4, 0.0)])
     assert (wrong.status, wrong.probability(0.4)) == (CalibrationStatus.ONE_CLASS, 0.0)
 
 
 def test_a_calibrator_continues_with_the_labels_and_steps_of_another() -> None:
-    calibrator = Calibrator(CORRECTED)
+    calibrator = Calibrator(OURS)
     for i in range(9):
         calibrator.add(Label(i / 9, float(i % 2), 1 / (i + 1)))
         calibrator.steps += 1
-    restored = Calibrator(CORRECTED, calibrator.labels, calibrator.steps)
+    restored = Calibrator(OURS, calibrator.labels, calibrator.steps)
     assert restored.steps == 9
     assert [restored.probability(i / 20) for i in range(21)] == [calibrator.probability(i / 20) for i in range(21)]
 
@@ -173,7 +180,7 @@ def test_a_calibrator_continues_with_the_labels_and_steps_of_another() -> None:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize(("strength", "off"), [(0.5, 0.045), (1.0, 0.09), (2.0, 0.11)])
-def test_under_pruning_plain_labels_are_biased_and_corrected_ones_are_not(strength: float, off: float) -> None:
+def test_under_pruning_the_papers_calibration_is_biased_and_ours_is_not(strength: float, off: float) -> None:
     """Pruned by the score at one detection point, calibrated at the next; six in ten are right.
 
     Both scores carry information that the other does not. Errors are over all trajectories, pruned ones too.
@@ -187,11 +194,13 @@ def test_under_pruning_plain_labels_are_biased_and_corrected_ones_are_not(streng
     survivals = [aim.survival(q) for q in early]
     kept = rng.random(30_000) < survivals
     labels = [Label(s, y, p) for s, y, p, k in zip(late, right, survivals, kept, strict=True) if k]
-    plain, corrected = (learned(replace(form, buffer=30_000), labels) for form in (PLAIN, CORRECTED))
-    errors = [calibration_error([c.probability(s) for s in late], right) or 0.0 for c in (plain, corrected)]
-    assert errors[0] > off
-    assert errors[1] < 0.015
-    assert plain.prior < right.mean() - off
+    paper = published(labels)[[bin_of(score, 128) for score in late]]
+    corrected = learned(replace(OURS, buffer=30_000), labels)
+    ours = [corrected.probability(score) for score in late]
+
+    assert (calibration_error(paper, right) or 0.0) > off
+    assert (calibration_error(ours, right) or 1.0) < 0.015
+    assert prior_of(labels) < right.mean() - off
     assert corrected.prior == pytest.approx(right.mean(), abs=0.015)
 
 

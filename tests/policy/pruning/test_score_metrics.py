@@ -57,9 +57,9 @@ def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[f
 def test_survivors_are_weighted_for_the_pruned_ones() -> None:
     """Two in three correct ones and all wrong ones survive: weighted, the Brier score is that of all."""
     labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
-    plain, corrected = evaluate(labels, None), evaluate(labels, 10.0)
+    plain, corrected = evaluate(labels, 1.0), evaluate(labels)
     assert (plain.labels, plain.auc) == (5, 0.0)
     assert plain.brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
     assert corrected.brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)
     assert plain.calibration_error == pytest.approx((2 * 0.5 + 3 * 0.6) / 5)
-    assert evaluate([], None) == ScoreMetrics(0, None, None, None)
+    assert evaluate([]) == ScoreMetrics(0, None, None, None)

@@ -97,3 +97,8 @@ def test_groups_whose_binomial_coefficients_exceed_the_range_of_floats_have_it_t
     assert isfinite(factor)
     assert 1 < factor < 1.01
     assert weight_factor([0.01] * 1500, 2048) == inf
+
+
+def test_with_a_keep_ratio_of_one_all_survive() -> None:
+    curve = Pruning(keep_ratio=1.0).fit([0.1, 0.5, 0.9])
+    assert [curve.survival(q) for q in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]

@@ -8,7 +8,7 @@ import pytest
 
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.shaping import Shaping, build_policies
+from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.policy.simulation.batch import Batch, BatchPlan
 from darts_server.policy.simulation.engines import Machine, StepTime, place_groups
 from darts_server.policy.simulation.rollout import Rollout, simulate
@@ -49,7 +49,7 @@ def test_where_all_candidates_start_together_it_is_the_same_as_token_by_token(po
         if case.plan.deadline is not None:
             assert sorted(found.completion_lengths) == sorted(expected.completion_lengths)
         deadlines += found.deadline is not None
-    assert (deadlines > 0) == (policy in ("darts_cut", "cap", "limit", *RECENT))
+    assert (deadlines > 0) == (policy in ("darts_cut", "cap", *RECENT))
 
 
 @pytest.mark.parametrize("policy", ["off", "longest"])
@@ -223,6 +223,27 @@ def test_a_deadline_cuts_what_goes_on_by_all_of_its_tokens() -> None:
     assert found.returned[3, 1] == found.deadline == 4
     assert found.generated[3, 1] <= 4, "until the deadline is known"
     assert found.truncated[3, 1]
+
+
+def test_the_longest_candidates_or_none_of_them_are_returned() -> None:
+    """Two of three candidates, with lengths 1, 2 and 3."""
+    lengths = batch([[2, 3, 1]])
+    longest = simulate(lengths, BatchPlan(2, [3], Shaping(tail=Tail.LONGEST)), Machine(SECOND))
+    assert (returned(longest), longest.seconds) == ([(0, 1, 3, False), (0, 2, 1, False)], 3)
+    shortest = simulate(lengths, BatchPlan(2, [3], Shaping(num_longest=0)), Machine(SECOND))
+    assert (returned(shortest), shortest.seconds) == ([(0, 0, 2, False), (0, 2, 1, False)], 2)
+    sampled = simulate(lengths, BatchPlan(2, [3], NAMED["uniform"]), Machine(SECOND))
+    assert (returned(sampled), sampled.seconds) == ([(0, 0, 2, False), (0, 2, 1, False)], 2), "it has the lowest draw"
+
+
+def test_a_plan_has_the_candidates_of_its_policy() -> None:
+    stds = [10.0, 20.0, 400.0]
+    assert BatchPlan.of(None, 8, stds) == BatchPlan(8, [8, 8, 8])
+    assert BatchPlan.of(NAMED["uniform"], 8, stds).candidates == [12, 12, 12]
+    adaptive = BatchPlan.of(NAMED["darts"], 8, stds)
+    assert sum(adaptive.candidates) == 36
+    assert adaptive.candidates[2] == 16
+    assert adaptive.saturated == [False, False, True]
 
 
 def test_groups_go_to_the_engine_with_the_fewest_candidates() -> None:

@@ -20,7 +20,6 @@ POLICIES: dict[str, Shaping | None] = {
     "off": None,
     "longest": Shaping(tail=Tail.LONGEST),
     "none": Shaping(num_longest=0),
-    "limit": replace(NAMED["cap"], deadline=Deadline(tokens=30, bound=1.0)),
     **{name: NAMED[name] for name in ("uniform", "darts", "darts_cut", "cap")},
     **{
         f"recent_{name}": replace(NAMED[name], deadline=Deadline(exploration=0.0, recent=8))
@@ -29,7 +28,7 @@ POLICIES: dict[str, Shaping | None] = {
 }
 RECENT = tuple(name for name in POLICIES if name.startswith("recent_"))
 """Policies with the deadline of earlier groups. Any share of the candidates of their worlds runs away."""
-FEW = ("off", "cap", "limit", "recent_cap")
+FEW = ("off", "cap", "recent_cap")
 """Policies that start no more candidates than they return."""
 
 
@@ -184,9 +183,6 @@ def token_by_token(world: World) -> Outcome:
         members.append(Member(number, engines[replica], group, place, candidates))
     rule_of_deadline = plan.deadline
     cohort = CohortDeadline(rule_of_deadline, batch.groups)
-    if rule_of_deadline is not None and rule_of_deadline.fixed is not None:
-        for member in members:
-            member.message = DeadlineSet(rule_of_deadline.fixed, rule_of_deadline.bound_of(rule_of_deadline.fixed))
     completed: dict[int, float] = {}
     missing = plan.enough or batch.groups
     limit_at = [0.0] * len(engines)

@@ -19,7 +19,7 @@ class CohortHarness:
     def __init__(self, groups: int, rule: Deadline = SURE, tokens: int | None = None) -> None:
         self.records: list[CohortRecord] = []
         self.now = 10.0
-        record = CohortRecord("cut", groups, 12.5, predicted_seconds=3.25)
+        record = CohortRecord("cut", groups, 12.5)
         self.cohort = Cohort(record, rule, self.records.append, lambda: self.now, tokens=tokens)
         self.deadlines: list[list[tuple[int, int]]] = []
 
@@ -97,7 +97,7 @@ async def test_the_record_is_created_once_when_the_last_group_has_ended_or_was_d
     assert harness.records == []
     harness.now = 15.5
     harness.cohort.end_group(2)
-    assert harness.records == [CohortRecord("cut", 4, 12.5, 7, False, 3.25, 4.5)]
+    assert harness.records == [CohortRecord("cut", 4, 12.5, 7, False, 4.5)]
     none_started = CohortHarness(1)
     none_started.now = 18.0
     none_started.cohort.end_group()

@@ -8,15 +8,12 @@ import pytest
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
-from darts_server.policy.auto.options import RESTART, Auto, AutoLimits, build_auto
-from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import Shaping
+from darts_server.policy.auto import AutoLimits
 from darts_server.rollout.batches.batch import BatchRequest, check_terms, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompts, Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.rollout.plan import Limits, Planner
-from darts_server.serving.admission import Admission, Bounds, Caller, caller
 from darts_server.types import Outcome, PromptSpec
 from tests.rollout.batches.streams import SHAPINGS, finish
 from tests.rollout.helpers import Harness, Texts
@@ -34,15 +31,9 @@ def script(prompt: str, index: int) -> Script:
     return Script(int(prompt) + index, error=CandidateFailed("broken") if prompt == "7" else None)
 
 
-AUTO_OPTIONS = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits(("uniform", "cap"), most_lost=1.0))
-UNIFORM_OPTIONS = build_auto(Shaping(), Deadline(), AutoLimits(("uniform",), most_bias=1.0))
-
-
-async def submit(
-    harness: Harness, batch: BatchRequest, default: str = "shortest", auto: Auto = AUTO_OPTIONS
-) -> BatchRun:
+async def submit(harness: Harness, batch: BatchRequest, default: str = "shortest") -> BatchRun:
     def new_planner(overrides: Mapping[str, object]) -> Planner:
-        return Planner(SHAPINGS, str(overrides.get("name", default)), Limits(64), auto)
+        return Planner(SHAPINGS, str(overrides.get("name", default)), Limits(64), AutoLimits())
 
     kept, harness.rollouts.planner = CarriedPrompts(), new_planner({})
     prepared = await prepare_batch(batch, harness.rollouts, Texts(), new_planner, kept)
@@ -83,49 +74,8 @@ async def test_a_budget_is_spent_exactly_under_any_policy(policy: str) -> None:
     assert sum(len(result.record.candidates) for result in results if result.record) == 17
 
 
-def with_latency() -> Harness:
-    harness = Harness(script)
-    for batch in (1, 8, 64):
-        for _ in range(50):
-            harness.rollouts.statistics.latency.observe(batch, 1.0)
-    return harness
-
-
-async def test_auto_ends_a_batch_with_fewer_groups_where_its_caller_lets_it_defer_the_others() -> None:
-    harness, decided = with_latency(), []
-    auto = build_auto(Shaping(), Deadline(exploration=0.0), AutoLimits((RESTART,)))
-    batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
-    for _ in range(6):
-        run = await submit(harness, batch, "auto", auto)
-        results = await play(harness, run)
-        decided.append(len(results))
-        assert isinstance(run.end, BatchDone)
-        assert run.end.carried == len(unfinished(run)) == 11 - len(results)
-    assert decided[0] == 11, "nothing was known"
-    assert 8 <= decided[-1] < 11
-    assert {each.carry for each in unfinished(run)} == {Carry.RESTART}
-    assert 10 in {each.number for each in unfinished(run)}
-    record = results[0].record
-    assert record is not None
-    assert record.chosen is not None
-    assert record.chosen.option == "off"
-    assert f"a step for {decided[-1]} of 11 groups" in record.chosen.reason
-    state = harness.rollouts.allocator.auto.state(SIZE)
-    assert [one.name for one in state.measured] == ["off" if groups == 11 else "off deferring" for groups in decided]
-
-
-@pytest.mark.parametrize("policy", ["shortest", "cut", "auto"])
-async def test_all_groups_are_waited_for_where_the_policy_defers_none(policy: str) -> None:
-    harness = with_latency()
-    batch = batch_request(*map(str, range(10, 20)), "200", min_groups=8, carry=Carry.RESTART)
-    for _ in range(3):
-        run = await submit(harness, batch, policy)
-        assert len(await play(harness, run)) == 11
-        assert unfinished(run) == []
-
-
 async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> None:
-    harness = with_latency()
+    harness = Harness(script)
     harness.rollouts.gate.close()
     run = await submit(harness, batch_request(*TAILED), "auto")
     waiting = asyncio.create_task(play(harness, run))
@@ -139,22 +89,26 @@ async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> Non
     assert 0 < record.measured_seconds <= 400
 
 
-@pytest.mark.parametrize("bounds", [Bounds(max_per_caller=12 * SIZE), Bounds(max_waiting=11 * SIZE)])
-async def test_a_batch_under_auto_is_run_as_off_where_there_is_no_room_for_more(bounds: Bounds) -> None:
-    harness = with_latency()
-    harness.rollouts.admission = Admission(lambda: 0, SIZE, bounds)
-    token = caller.set(Caller("one"))
-    reasons = []
-    for _ in range(5):
-        results = await play(harness, await submit(harness, batch_request(*TAILED), "auto", UNIFORM_OPTIONS))
-        for result in results:
-            assert result.record is not None
-            assert result.record.chosen is not None
-            assert (result.record.chosen.option, len(result.record.candidates)) == ("off", SIZE)
-        reasons.append(harness.recorder.cohorts[-1].chosen)
-    caller.reset(token)
-    assert any(chosen is not None and "no room" in chosen.reason for chosen in reasons)
-    assert len(harness.recorder.cohorts) == harness.rollouts.allocator.auto.state(SIZE).batches == 5
+@pytest.mark.parametrize("carry", [Carry.DROP, Carry.RESTART])
+async def test_auto_runs_all_prompts_where_what_they_generate_is_not_kept(carry: Carry) -> None:
+    harness = Harness(script)
+    run = await submit(harness, batch_request("10", "20", "30", num_groups=2, carry=carry), "auto")
+    results = await play(harness, run)
+    assert len(harness.engine.started) == 3 * SIZE
+    assert len(results) == 2
+    [record] = harness.recorder.cohorts
+    assert record.chosen is None
+    assert harness.rollouts.allocator.auto.state(SIZE).batches == 0
+
+
+async def test_auto_says_how_many_prompts_of_a_batch_that_resumes_have_run() -> None:
+    harness = Harness(script)
+    run = await submit(harness, batch_request("10", "20", "30", num_groups=2, carry=Carry.RESUME), "auto")
+    results = await play(harness, run)
+    reasons = {result.record.chosen for result in results if result.record}
+    assert reasons == {"3 of 3 prompts run, and the first 2 groups are returned"}
+    assert harness.recorder.cohorts[-1].chosen in reasons
+    assert harness.rollouts.allocator.auto.state(SIZE).batches == 1
 
 
 async def test_a_batch_of_single_trajectories_is_not_of_the_size_that_single_requests_are_joined_to() -> None:
@@ -176,10 +130,6 @@ async def test_a_batch_of_single_trajectories_is_not_of_the_size_that_single_req
         (batch_request("10", policy={"name": "auto"}, budget=6), "budget"),
         (batch_request("10", num_groups=2), "num_groups"),
         (batch_request("10", num_groups=0), "num_groups"),
-        (batch_request("10", "20", min_groups=1), "min_groups"),
-        (batch_request("10", "20", min_groups=1, num_groups=1, carry=Carry.RESTART), "min_groups"),
-        (batch_request("10", "20", min_groups=0, carry=Carry.RESTART), "min_groups"),
-        (batch_request("10", "20", min_groups=2, carry=Carry.RESTART), "min_groups"),
         (batch_request("10", "20", num_groups=1, carried=True), "carry"),
         (BatchRequest([PromptSpec(text="10")], 65), "group_size"),
     ],

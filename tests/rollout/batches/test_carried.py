@@ -13,8 +13,7 @@ import pytest
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineError, InvalidRequest
-from darts_server.policy.auto.options import AutoLimits, build_auto
-from darts_server.policy.deadline import Deadline
+from darts_server.policy.auto import AutoLimits
 from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
@@ -433,8 +432,7 @@ def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
 
 def auto_server(script: Callable[[str, int], Script], most_stale: float) -> Server:
     server = new_server(script)
-    options = build_auto(Shaping(), Deadline(), AutoLimits(most_stale=most_stale))
-    server.harness.rollouts.planner = Planner({}, "auto", Limits(64), options)
+    server.harness.rollouts.planner = Planner({}, "auto", Limits(64), AutoLimits(most_stale=most_stale))
     return server
 
 
@@ -456,7 +454,7 @@ async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_
     assert sum(stale[4:]) / len(stale[4:]) == pytest.approx(0.2, abs=0.08)
     chosen = server.harness.recorder.records[-1].chosen
     assert chosen is not None
-    assert "prompts run, and the first 12 groups are returned" in chosen.reason
+    assert "prompts run, and the first 12 groups are returned" in chosen
 
 
 async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -> None:

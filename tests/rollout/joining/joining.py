@@ -29,7 +29,7 @@ POLICIES = {
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
     "adaptive": Shaping(redundancy=1.5, adaptive=True),
     "adaptive shortest": Shaping(redundancy=1.5, num_longest=0, adaptive=True),
-    "four alone": Shaping(redundancy=1.5, num_shortest=3, num_longest=1),
+    "three tails": Shaping(redundancy=1.5, num_longest=3),
 }
 
 

@@ -129,7 +129,7 @@ class Bench:
             else:
                 self.pruner.record_dropped((None, name), index)
         for index, target in kept:
-            self.pruner.learn_reward((None, name), index, target, target > 0)
+            self.pruner.learn_reward((None, name), index, target > 0)
         self.pruner.record_rewarded_group()
         return scores, len(kept)
 

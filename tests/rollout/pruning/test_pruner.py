@@ -55,7 +55,7 @@ async def test_labels_hold_the_survival_probability_over_all_decisions() -> None
     for tokens, survival in ((10, 0.5), (20, 0.125)):
         bench.score("g", 0, hidden, tokens)
         bench.pruner.record_kept((None, "g"), 0, survival)
-    bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
+    bench.pruner.learn_reward((None, "g"), 0, True)
     assert bench.head.trainer._replay._survivals[:2].tolist() == [0.125, 0.125]
     assert bench.counter.counts["labels"] == 1
 
@@ -71,7 +71,7 @@ async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() 
     candidates = [replace(c, selected_as=place) for c, place in zip(record.candidates, places, strict=True)]
     bench.pruner.group_ended(replace(record, candidates=candidates, tail_share=0.25))
     for index in range(4):
-        bench.pruner.learn_reward((None, "g"), index, 1.0, True)
+        bench.pruner.learn_reward((None, "g"), index, True)
     assert bench.head.trainer._replay._survivals[:3].tolist() == [0.5, 0.125, 0.5]
 
 
@@ -102,7 +102,7 @@ def is_logged(caplog: pytest.LogCaptureFixture, status: PruningStatus) -> bool:
 
 async def test_no_head_is_created_before_a_trajectory_is_scored(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
+    bench.pruner.learn_reward((None, "g"), 0, True)
     bench.pruner.record_rewarded_group()
     assert bench.pruner.status.value == "unused"
     assert bench.heads == []
@@ -154,7 +154,7 @@ async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_lea
     assert scored.survival == 1.0
     assert 0 < scored.quality < 1
     bench.pruner.record_kept((None, "bad"), 0, 1.0)
-    bench.pruner.learn_reward((None, "bad"), 0, 1.0, True)
+    bench.pruner.learn_reward((None, "bad"), 0, True)
     assert bench.counter.counts["labels"] == labels
     assert bench.counter.counts["unusable"] == 1
     assert bench.pruner.status is PruningStatus.READY
@@ -172,16 +172,14 @@ async def test_all_are_kept_when_the_trainer_or_the_probe_is_lost(caplog: pytest
     assert is_logged(caplog, PruningStatus.PROBE_LOST)
 
 
-async def test_log_probs_are_the_fallback_if_the_engine_no_longer_sends_hidden_states() -> None:
-    bench = Bench(replace(FAST, fallback=ScoreKind.LOGPROB))
-    bench.group()
-    assert bench.pruner.uses_hidden_states
-    bench.width = None
-    assert not bench.pruner.uses_hidden_states
-    assert bench.pruner.score((None, "l"), 0, None, (-0.5,) * 10, bench.pruning) == Scored(0, 0.5, 1.0)
-    assert bench.pruner.status is PruningStatus.NO_LABELS
-    bench.pruner.learn_reward((None, "l"), 0, 1.0, True)
+async def test_in_the_cold_start_scores_that_prune_nothing_are_calibrated_and_others_are_the_prior() -> None:
+    bench = Bench(replace(FAST, calibration=Calibration(cold_steps=100, cold_labels=64, bins=16))).warm()
     assert bench.pruner.status is PruningStatus.COLD
+    assert len({scored.quality for scored in bench.group()[0]}) == 1
+    bench.pruning = Pruning(keep_ratio=1.0)
+    scores = bench.group(32)[0]
+    assert len({scored.quality for scored in scores}) > 2
+    assert {scored.survival for scored in scores} == {1.0}
 
 
 async def test_each_status_of_a_calibration_is_a_status_of_pruning_with_a_reason() -> None:
@@ -200,7 +198,7 @@ async def test_scores_from_log_probs_are_calibrated_without_a_head() -> None:
         logprobs = tuple((-rng.random(12) * (0.2 if right else 1.0)).tolist())
         given.append((bench.pruner.score((None, "g"), number, None, logprobs, bench.pruning), right))
         bench.pruner.record_kept((None, "g"), number, 1.0)
-        bench.pruner.learn_reward((None, "g"), number, float(right), right)
+        bench.pruner.learn_reward((None, "g"), number, right)
         bench.version = number // 100
         bench.pruner.record_rewarded_group()
     assert bench.heads == []
@@ -222,7 +220,7 @@ async def test_the_head_learns_from_hidden_states_and_log_probs_together() -> No
         right = bool(rng.random() < 0.5)
         logprobs = (*[-0.1] * 9, -0.2 if right else -2.5)
         bench.pruner.score((None, "g"), index, blank, logprobs, Pruning())
-        bench.pruner.learn_reward((None, "g"), index, float(right), right)
+        bench.pruner.learn_reward((None, "g"), index, right)
     assert bench.head.width == WIDTH + 2
     assert (bench.pruner.score_metrics().auc or 0) > 0.95
 
@@ -234,15 +232,12 @@ async def test_states_without_log_probs_are_not_scored_by_a_head_that_needs_both
     assert bench.pruner.status is PruningStatus.NO_LABELS
 
 
-@pytest.mark.parametrize(
-    ("scoring", "target"),
-    [(ScoringSettings(), 1.0), (ScoringSettings(reward_threshold=0.8), 0.0), (ScoringSettings(soft=True), 0.75)],
-)
-async def test_the_settings_decide_the_target_of_a_reward(scoring: ScoringSettings, target: float) -> None:
-    bench = Bench(scoring)
+@pytest.mark.parametrize("correct", [False, True])
+async def test_the_target_of_a_label_is_whether_the_trajectory_is_correct(correct: bool) -> None:
+    bench = Bench(ScoringSettings())
     bench.score("g", 0, np.ones(WIDTH), 512)
-    bench.pruner.learn_reward((None, "g"), 0, 0.75, True)
-    assert bench.head.trainer._replay._targets[0] == target
+    bench.pruner.learn_reward((None, "g"), 0, correct)
+    assert bench.head.trainer._replay._targets[0] == correct
 
 
 async def test_a_step_is_a_change_of_the_weights_or_many_groups() -> None:
@@ -287,7 +282,7 @@ async def test_scores_of_one_caller_push_out_none_of_another() -> None:
         for number in range(count):
             state = HiddenState(10, np.zeros(WIDTH, np.float32))
             bench.pruner.score((owner, f"g{number}"), 0, state, (), bench.pruning)
-    bench.pruner.learn_reward(("victim", "g0"), 0, 1.0, True)
+    bench.pruner.learn_reward(("victim", "g0"), 0, True)
     assert bench.counter.counts["labels"] == 1
 
 
@@ -296,7 +291,7 @@ async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
     bench.score("g", 0, np.zeros(WIDTH))
     bench.pruner.record_kept((None, "g"), 0, 0.5)
     bench.score("g", 0, np.ones(WIDTH))
-    bench.pruner.learn_reward((None, "g"), 0, 1.0, True)
+    bench.pruner.learn_reward((None, "g"), 0, True)
     assert bench.head.trainer._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
     assert bench.head.trainer._replay._survivals[0] == 1.0
 
@@ -306,7 +301,7 @@ async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded(
     for owner, value in (("one", 1.0), ("other", 2.0)):
         hidden = np.full(WIDTH, value, np.float32)
         bench.pruner.score((owner, "g"), 0, HiddenState(10, hidden), (), bench.pruning)
-    bench.pruner.learn_reward(("one", "g"), 0, 1.0, True)
+    bench.pruner.learn_reward(("one", "g"), 0, True)
     assert bench.head.trainer._replay._features[0, :3].tolist() == [1.0, 1.0, 1.0]
     assert bench.counter.counts["labels"] == bench.pruner._pending.size == 1
 
