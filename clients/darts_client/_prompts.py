@@ -21,8 +21,8 @@ class PromptSpec:
     """A prompt (text, token ids or a chat) with its key and metadata.
 
     `key`: the name that its statistics are kept under; by default derived from its tokens. `metadata` is returned with
-    the group. The other fields are vLLM's, for a chat: they come before those of its batch, and of
-    `chat_template_kwargs` each argument by itself.
+    the group. The other fields are vLLM's, for a chat: they override the batch's options;
+    `chat_template_kwargs` are merged argument by argument.
     """
 
     prompt: str | Sequence[int] | Chat

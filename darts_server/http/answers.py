@@ -69,7 +69,7 @@ async def taking_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 class HeldResponse(StreamingResponse):
-    """Send an answer, and leave what was entered for it when it was sent or its caller has left."""
+    """Send an answer, then exit the context managers in ``held``, also if the client disconnects."""
 
     def __init__(self, parts: AsyncIterator[bytes], media_type: str, length: int | None, held: ExitStack) -> None:
         headers = None if length is None else {"Content-Length": str(length)}
@@ -113,8 +113,8 @@ class Readers:
         name = caller.get().name
         if self._open[name] >= self._limit:
             raise QuotaReached(
-                f"{self._limit} connections of this key read {self._what}, and it may have no more; read their answers "
-                "to the end or close some, and send this request again",
+                f"this key already has {self._limit} connections that read {self._what}, which is the limit; read their "
+                "answers to the end or close some, and send this request again",
                 RETRY_SECONDS,
             )
         self._open[name] += 1

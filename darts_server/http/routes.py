@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from darts_server.exceptions import Overloaded
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.resources import groups, monitor, policy, rewards, rollouts, state, vote, weights
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -19,12 +20,15 @@ from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.voting import VoteRunner
+from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.store import Store
 from darts_server.weights.updates import Updates
 
 METRICS = "/metrics"
+MAX_PENDING = 8
+"""Limit of different answers that are waited for. Callers choose the query and the headers, which make them differ."""
 PAUSE = 4.0
-"""Least pause between two answers that are made, in multiples of the time that the first took: milliseconds."""
+"""Pause between two answers, as a multiple of the seconds that the earlier answer took."""
 
 
 def router(
@@ -60,19 +64,25 @@ class SharedAnswers:
     An answer is made after its requests have arrived, so it shows all that had happened when they were sent. While
     there are many requests, answers are made for a fifth of the time at most. They are made in the event loop, whose
     changes our gauges read.
+
+    ``varies``: whether the app's answer depends on the query and on the header ``Accept``, or on gzip alone.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, varies: bool) -> None:
         self._app = app
+        self._varies = varies
         self._pending: dict[object, asyncio.Task[list[Message]]] = {}
         self._one_at_a_time = asyncio.Lock()
         self._not_before = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        accepted = tuple(headers.getlist("accept")), tuple(headers.getlist("accept-encoding"))
-        key = (scope["method"], scope["query_string"], accepted)
+        key: tuple[object, ...] = (scope["method"], "gzip" in headers.get("accept-encoding", ""))
+        if self._varies:
+            key += (scope["path"], scope["query_string"], *headers.getlist("accept"))
         pending = self._pending.get(key)
+        if pending is None and len(self._pending) >= MAX_PENDING:
+            raise Overloaded(f"{MAX_PENDING} other requests wait for answers of this page; retry", RETRY_SECONDS)
         if pending is None:
             pending = asyncio.create_task(self._make(key, scope))
             self._pending[key] = pending
@@ -106,7 +116,7 @@ def share_answers(application: FastAPI) -> None:
         if isinstance(route, APIRoute) and route.path == METRICS:
             application.routes.insert(0, _metrics_in_the_loop(route))
         elif isinstance(route, Mount) and route.path == METRICS:
-            route.app = SharedAnswers(route.app)  # of all other paths that begin so
+            route.app = SharedAnswers(route.app, varies=True)  # of all other paths that begin so
         elif isinstance(route, Route) and route.path == application.openapi_url:
             application.routes.insert(0, _made_once(application, route))
 
@@ -118,7 +128,7 @@ def _metrics_in_the_loop(route: APIRoute) -> Route:
         answer: Response = route.endpoint(Request(scope))
         await answer(scope, receive, send)
 
-    return Route(METRICS, SharedAnswers(metrics), methods=["GET"], include_in_schema=False)
+    return Route(METRICS, SharedAnswers(metrics, varies=False), methods=["GET"], include_in_schema=False)
 
 
 def _made_once(application: FastAPI, route: Route) -> Route:

@@ -42,6 +42,9 @@ WINDOW = 64
 """Groups of which the log says how many were sealed short."""
 OFTEN = 0.25
 """Share of these from which it does, once."""
+MOST_MEMBERS = 4
+"""Limit of the requests of a counted group, as a multiple of its size. A request that leaves may be sent again, and its
+record stays with the group."""
 MAX_RESTING = 4096
 """Counted groups of all callers that wait for further requests while none of their own runs: four steps of 1,024
 groups. Of too many, the oldest of the caller that has most ends as it is."""
@@ -382,7 +385,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class _CountedGroup:
-    """``is_over_at_rest``: whether no further request is waited for once none runs."""
+    """``is_over_at_rest``: whether the group ends as soon as none of its requests runs."""
 
     groups: "CountedGroups"
     group_id: str
@@ -400,8 +403,13 @@ class _CountedGroup:
 
     @property
     def seats(self) -> int:
-        """Members that run or have finished."""
+        """Number of members that run or have finished."""
         return sum(member.record is None or member.record.reason is None for member in self.members)
+
+    @property
+    def has_most(self) -> bool:
+        """Whether so many requests have left the group that no further request joins it."""
+        return len(self.members) >= MOST_MEMBERS * self.size
 
     def expire(self) -> None:
         self.is_over_at_rest = True
@@ -414,7 +422,7 @@ class _CountedGroup:
         groups = self.groups
         if len(records) < len(self.members):
             return
-        if not (is_full or self.is_over_at_rest):
+        if not (is_full or self.is_over_at_rest or self.has_most):
             for dropped, _ in groups.resting.put(self.owner, self, None):
                 dropped.expire()
             return
@@ -490,7 +498,7 @@ class CountedGroups:
     ) -> Member:
         """Add a request to a group. Its `Member` must finish or leave."""
         groups = self._groups.setdefault(join_key, [])
-        group = next((group for group in groups if group.seats < group.size), None)
+        group = next((group for group in groups if group.seats < group.size and not group.has_most), None)
         if group is None:
             group = _CountedGroup(
                 groups=self,

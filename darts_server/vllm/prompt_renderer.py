@@ -81,7 +81,7 @@ class VllmPromptRenderer:
         """Return the prompt that vLLM's chat route makes of the same fields.
 
         Raises:
-            InvalidRequest: names the first field without which the rest is a prompt, or the messages.
+            InvalidRequest: names the first option whose removal makes the chat renderable, or ``messages``.
         """
         for number, message in enumerate(json.loads(messages)):
             if not isinstance(message.get("role"), str):
@@ -184,7 +184,7 @@ def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit
     else:
         needed = max(1, params.min_tokens)
         name = "min_tokens"
-        cause = f"its answer has {needed} or more; shorten the prompt, or use a server with a larger --max-model-len"
+        cause = f"an answer needs at least {needed}; shorten the prompt, or use a server with a larger --max-model-len"
     if needed >= limit:
         raise InvalidRequest(f"sampling.{name}", f"must be below the model's length of {limit} tokens, got {needed}")
     if length + needed > limit:

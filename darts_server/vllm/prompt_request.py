@@ -155,9 +155,10 @@ class PromptRequest:
 
 
 def describe(value: object) -> str:
-    """Return a text that two parts of prompts have in common only if they are equal.
+    """Return a text that is equal for equal parts of prompts only.
 
-    A part of a type that is not known here gets a text that no other part has. A mapping of derived fields has none.
+    A part of a type that is not known here gets a text that no other part has. The text is empty for a mapping that has
+    derived fields alone.
     """
     if isinstance(value, Mapping):
         fields = sorted((str(name), describe(each)) for name, each in value.items() if name not in DERIVED)

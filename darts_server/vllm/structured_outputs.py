@@ -138,7 +138,7 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
         except TimeoutError:
             what = f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it"
             if left < CHECK_SECONDS:
-                what = "this schema or grammar, and those of the last seconds, take long to check; simplify them"
+                what = "too many different schemas and grammars were sent in the last seconds; use fewer"
             raise Overloaded(f"{what}, or send it again when it has been checked", RETRY_SECONDS) from None
         finally:
             _waits.add(who, time.monotonic() - began)

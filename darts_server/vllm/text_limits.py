@@ -6,15 +6,19 @@ tokenized by its chat template.
 """
 
 import asyncio
-from collections.abc import Callable, Sized
-from functools import partial
+from collections.abc import Callable, Mapping, Sized
+from functools import partial, wraps
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
 MAX_TOKENIZED = 1024 * 1024
-"""Limit in characters of a text, and in ids of tokens, that need not fit the model: of ``/tokenize``, ``/detokenize``
-and texts that are truncated. A text of one token a character takes a second and 200 MB."""
+"""Limit where the model's length does not apply (``/tokenize``, ``/detokenize``, truncated prompts): characters of a
+text,
+or token ids. A text of one token a character takes a second and 200 MB."""
+
+MEDIA = frozenset({"image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"})
+"""Names of the parts of a chat that are no text."""
 
 
 def limit_texts(renderer: Any) -> None:
@@ -44,10 +48,12 @@ def limit_texts(renderer: Any) -> None:
                 _check("input_tokens", len(ids) if isinstance(ids, Sized) else 0, most_tokens)
             return super().decode(*args, **kwargs)
 
+        # vLLM passes on only template arguments that it finds in the signature.
+        @wraps(cls.apply_chat_template)
         def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
+            # Mistral's tokenizer tokenizes here without calling the methods above, also for a text.
             if kwargs.get("tokenize", True):
-                text = super().apply_chat_template(*args, **kwargs | {"tokenize": False})
-                _check("input_text", _characters(text), most_characters)
+                _check("input_text", _characters([*args, *kwargs.values()]), most_characters)
             return super().apply_chat_template(*args, **kwargs)
 
     # In place, as vLLM makes it a pool of tokenizers: other objects hold it.
@@ -64,9 +70,11 @@ def _check(what: str, size: int, most: int) -> None:
 
 
 def _characters(value: object) -> int:
-    """Return the characters of a text, or of all texts in lists."""
+    """Return the number of characters of a text, or of all texts in lists and mappings, except for media."""
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, Mapping):
+        value = [each for name, each in value.items() if name not in MEDIA]
     return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 

@@ -12,7 +12,8 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
-from darts_server.http.routes import PAUSE, SharedAnswers, share_answers
+from darts_server.exceptions import Overloaded
+from darts_server.http.routes import MAX_PENDING, PAUSE, SharedAnswers, share_answers
 from darts_server.types import FinishReason
 from tests.http.serving import client
 from tests.rollout.learned.test_prompts import FINISHED, record
@@ -129,31 +130,41 @@ async def ask(app: SharedAnswers, query: bytes = b"", **headers: str) -> str:
         raise AssertionError
 
     raw = [(name.encode().replace(b"_", b"-"), value.encode()) for name, value in headers.items()]
-    await app({"type": "http", "method": "GET", "query_string": query, "headers": raw}, never, send)
+    await app({"type": "http", "method": "GET", "path": "/a", "query_string": query, "headers": raw}, never, send)
     return bytes(sent[1]["body"]).decode()
 
 
 @pytest.mark.anyio
 async def test_requests_that_wait_together_get_one_answer_and_each_later_one_a_new_one() -> None:
-    app = SharedAnswers(counted := Counted())
-    assert set(await asyncio.gather(*(ask(app) for _ in range(100)))) == {"1"}
+    app = SharedAnswers(counted := Counted(), varies=False)
+    asked = (ask(app, b"%d" % number, accept=str(number)) for number in range(100))
+    assert set(await asyncio.gather(*asked)) == {"1"}, "neither query nor header makes a difference"
     assert [await ask(app) for _ in range(3)] == ["2", "3", "4"]
     assert counted.answers == 4
 
 
 @pytest.mark.anyio
 async def test_answers_differ_by_what_their_requests_ask_for() -> None:
-    app = SharedAnswers(Counted())
-    asked = [ask(app), ask(app, b"name[]=a"), ask(app, accept="text/plain"), ask(app, accept_encoding="text/plain")]
+    app = SharedAnswers(Counted(), varies=True)
+    asked = [ask(app), ask(app, b"name[]=a"), ask(app, accept="text/plain"), ask(app, accept_encoding="gzip")]
     assert sorted(await asyncio.gather(*asked, ask(app))) == ["1", "1", "2", "3", "4"]
 
 
 @pytest.mark.anyio
 async def test_many_requests_leave_most_of_the_time_to_others() -> None:
-    app = SharedAnswers(Counted())
+    app = SharedAnswers(Counted(), varies=True)
     begin = time.monotonic()
     await asyncio.gather(*(ask(app, b"%d" % number) for number in range(5)))
     assert time.monotonic() - begin > 4 * PAUSE * 0.005
+
+
+@pytest.mark.anyio
+async def test_few_different_answers_are_waited_for() -> None:
+    app = SharedAnswers(counted := Counted(), varies=True)
+    asked = (ask(app, b"%d" % number) for number in range(100))
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert sum(isinstance(answer, Overloaded) for answer in answers) == 100 - MAX_PENDING
+    assert counted.answers == MAX_PENDING
 
 
 def test_the_description_is_rendered_once_and_outside_of_the_event_loop() -> None:

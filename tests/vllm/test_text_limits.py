@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
+from vllm.renderers.hf import resolve_chat_template_kwargs
 from vllm.tokenizers import get_tokenizer
 from vllm.tokenizers.hf import maybe_make_thread_pool
 
@@ -60,6 +61,42 @@ def test_longer_texts_are_refused_wherever_they_are(tokenizer: Any) -> None:
             tokenize()
         assert caught.value.parameter in ("input_text", "input_tokens")
     assert len(tokenizer.apply_chat_template(long_chat, tokenize=False)) >= len(LONG)  # checked when it is tokenized
+
+
+class OwnTemplate:
+    """A tokenizer with an argument of its own, which tokenizes in its template."""
+
+    max_chars_per_token = 1
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def apply_chat_template(
+        self, conversation: object, tools: object = None, tokenize: bool = True, style: str = "", **_: object
+    ) -> list[int]:
+        self.calls += 1
+        return [1]
+
+    def __call__(self, *_: object) -> None: ...
+    def encode(self, *_: object) -> None: ...
+    def decode(self, *_: object) -> None: ...
+
+
+def test_arguments_of_a_tokenizers_own_template_are_still_found() -> None:
+    tokenizer: Any = OwnTemplate()
+    limit_texts(SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(max_model_len=320)))
+    assert resolve_chat_template_kwargs(tokenizer, "{{ messages }}", {"style": "short"}) == {"style": "short"}
+
+
+def test_a_template_that_tokenizes_is_called_once_and_not_for_a_longer_chat() -> None:
+    tokenizer: Any = OwnTemplate()
+    limit_texts(SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(max_model_len=320)))
+    image = {"type": "image_url", "image_url": {"url": LONG}}
+    tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "7"}, image]}])
+    assert tokenizer.calls == 1
+    with pytest.raises(VLLMValidationError, match=f"at most {MOST}"):
+        tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": LONG}]}])
+    assert tokenizer.calls == 1
 
 
 def test_a_model_that_holds_longer_texts_gets_them() -> None:

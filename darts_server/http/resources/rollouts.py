@@ -105,7 +105,7 @@ class Reading:
     ``answers``: the whole answers, and ``events``: the large events, that are being sent.
     """
 
-    readers: Readers = field(default_factory=lambda: Readers("batches that have ended or that others read, too"))
+    readers: Readers = field(default_factory=lambda: Readers("finished or shared batches"))
     answers: SharedEncodings[bytes | TokenTensors] = field(default_factory=SharedEncodings)
     events: SharedEncodings[bytes] = field(default_factory=SharedEncodings)
 

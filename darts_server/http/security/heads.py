@@ -14,7 +14,7 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 256
 """vLLM's default for its flag ``--h11-max-header-count``, which this server's parser ignores."""
 MAX_PIPELINED = 32
-"""Requests that wait on a connection for the answer before theirs. Each takes kilobytes, and its text 30 bytes."""
+"""Limit of pipelined requests per connection. A queued request takes kilobytes of memory, and only 30 bytes to send."""
 SLICE_BYTES = 64 * 1024
 """Bytes that the parser gets at once. It joins the pieces of a header by itself, and has no limit for that."""
 
@@ -60,8 +60,10 @@ class LimitedHttp(HttpToolsProtocol):
             if self._unreported > MAX_HEAD_BYTES:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
                 return
-        # Most heads arrive in one piece and need no timer.
-        if self._in_head and self._head_timer is None:
+        # Most heads arrive in one piece and need no timer. A head that waits for an earlier answer has none either:
+        # after that answer uvicorn's own timer ends the connection.
+        is_waiting = any(not cycle.response_complete for cycle in self._unanswered)
+        if self._in_head and self._head_timer is None and not is_waiting:
             self._head_timer = self.loop.call_later(STALL_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
 
     def on_message_begin(self) -> None:
@@ -120,6 +122,10 @@ class LimitedHttp(HttpToolsProtocol):
             self._refuse(self._refusal)
 
     def _refuse(self, status: HTTPStatus) -> None:
+        if any(cycle.response_started and not cycle.response_complete for cycle in self._unanswered):
+            # An error in the middle of an earlier answer would be taken for a part of it.
+            self.transport.close()
+            return
         error = {"message": _MESSAGES[status], "type": status.phrase, "param": None, "code": status.value}
         body = json.dumps({"error": error}).encode()
         headers = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

@@ -23,7 +23,7 @@ from darts_server.http.security.middleware import find_route
 from darts_server.serving.admission import caller
 
 MAX_NUMBERS = 8 * 1024 * 1024
-"""Numbers in a body: twice the token ids of 512 prompts of 8,192. After parsing, pydantic needs 30 ns for each."""
+"""Limit of numbers in a body: 512 prompts of 8,192 token ids have half as many. pydantic needs 30 ns for each."""
 
 
 class _AnyArray(msgspec.Struct, array_like=True, gc=False):

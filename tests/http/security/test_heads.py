@@ -36,6 +36,8 @@ class Connection(asyncio.Transport):
         self._is_closing = False
         self.hold = asyncio.Event()
         self.hold.set()
+        self.hold_body = asyncio.Event()
+        self.hold_body.set()
         self.late = 0
         config = Config(self._answer, interface="asgi3", log_level="critical", access_log=False)
         config.load()
@@ -52,6 +54,7 @@ class Connection(asyncio.Transport):
         await self.hold.wait()
         body = b"%d;" % size
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await self.hold_body.wait()
         await send({"type": "http.response.body", "body": body})
 
     async def send(self, data: bytes, chunk: int = 256 * 1024) -> bytes:
@@ -151,6 +154,31 @@ async def test_nothing_is_written_for_any_request_of_a_connection_that_is_lost()
     connection.hold.set()
     assert await connection.send(b"") == b""
     assert connection.late == 0
+
+
+async def test_a_head_that_waits_for_an_earlier_answer_has_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds: list[float] = []
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+
+    def note(delay: float, *call: Any) -> asyncio.TimerHandle:
+        seconds.append(delay)
+        return call_later(delay, *call)
+
+    monkeypatch.setattr(loop, "call_later", note)
+    connection = Connection()
+    connection.hold.clear()
+    await connection.send(START + b"Content-Length: 0\r\n\r\n" + START)
+    assert STALL_SECONDS not in seconds
+
+
+async def test_no_error_is_written_into_an_answer_that_has_begun() -> None:
+    connection = Connection()
+    connection.hold_body.clear()
+    begun = await connection.send(START + b"Content-Length: 0\r\n\r\n")
+    assert status(begun) == 200
+    assert await connection.send(START + MEGABYTE) == begun
+    assert connection.is_closing()
 
 
 async def test_a_head_that_does_not_end_is_refused_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from darts_server.records import GroupRecord
-from darts_server.rollout.joining import CountedGroups, Member
+from darts_server.rollout.joining import MOST_MEMBERS, CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
@@ -177,3 +177,11 @@ async def test_a_server_that_stops_waits_for_no_further_requests() -> None:
     finish(harness.join("late"), 4)
     assert [record.size for record in harness.recorder.records] == [1, 2, 1]
     assert harness.sealed == []
+
+
+async def test_requests_that_leave_a_group_again_and_again_end_it() -> None:
+    harness = Harness()
+    for number in range(MOST_MEMBERS * PLAN.size + 1):
+        harness.join(f"r{number}").leave(DiscardReason.CANCELLED)
+    assert harness.record.outcome is Outcome.CANCELLED
+    assert len(harness.record.candidates) == MOST_MEMBERS * PLAN.size
