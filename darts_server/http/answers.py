@@ -113,8 +113,8 @@ class Readers:
         name = caller.get().name
         if self._open[name] >= self._limit:
             raise QuotaReached(
-                f"this key already has {self._limit} connections that read {self._what}, which is the limit; read their "
-                "answers to the end or close some, and send this request again",
+                f"this key already has {self._limit} connections that read {self._what}, which is the limit; read "
+                "their answers to the end or close some, and send this request again",
                 RETRY_SECONDS,
             )
         self._open[name] += 1

@@ -368,7 +368,7 @@ async def test_connections_of_a_key_that_read_kept_batches_are_limited() -> None
     with ExitStack() as open_now:
         for _ in range(MAX_READERS):
             open_now.enter_context(reading.listen(batch))
-        with pytest.raises(QuotaReached, match="connections of this key read batches"), reading.listen(batch):
+        with pytest.raises(QuotaReached, match="that read finished or shared batches"), reading.listen(batch):
             pass
         token = caller.set(Caller("other"))
         with reading.listen(batch):
