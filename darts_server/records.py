@@ -190,7 +190,7 @@ class CohortRecord:
         self.completed += group.outcome is Outcome.COMPLETED
         newest = 0  # of the weights that its candidates have run with
         for c in group.candidates:
-            self.new_tokens += c.tokens - c.resumed
+            self.new_tokens += max(c.tokens - c.resumed, 0)  # one that went on may be cut before where it went on
             newest = max([newest, *dict(c.version_spans)])
         # What was returned, and how much of it is of older weights than the newest.
         lengths: list[int] = []

@@ -2,7 +2,8 @@
 
 import pytest
 
-from darts_server.records import VersionSpans, extend_spans
+from darts_server.records import CandidateRecord, CohortRecord, GroupRecord, VersionSpans, extend_spans
+from darts_server.types import FinishReason, Outcome, SelectedAs
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,10 @@ def test_spans_have_as_many_tokens_and_each_version_once_in_a_row(
     spans: VersionSpans, version: int, tokens: int, extended: VersionSpans
 ) -> None:
     assert extend_spans(spans, version, tokens) == extended
+
+
+def test_a_candidate_that_is_cut_before_the_token_it_went_on_from_has_generated_nothing_new() -> None:
+    cut = CandidateRecord(0, 6, FinishReason.LENGTH, SelectedAs.LONG, None, True, 0.0, 1.0, 0, 0, resumed=10)
+    cohort = CohortRecord("darts_cut", 1, 1.0)
+    cohort.add(GroupRecord("g", "p", "darts_cut", 1, Outcome.COMPLETED, (cut,), 0.0, 1.0, None))
+    assert (cohort.generated_tokens, cohort.new_tokens) == (6, 0)

@@ -58,6 +58,8 @@ class ScriptedCandidate:
     order: float = 0.0
     has_slot: bool = True
     stopped: bool = False
+    is_taken: bool = False
+    """Whether its result was taken: then `stop` does not know its tokens any more, as on vLLM."""
     states: list[tuple[int, HiddenState]] = field(default_factory=list)
     """Those that its probe has not got, each with the step in which it gets it."""
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
@@ -83,10 +85,12 @@ class ScriptedCandidate:
                 self._finish(None)
 
         wait(self.stop_lag)
-        return self.generated
+        return 0 if self.is_taken else self.generated
 
     async def result(self) -> CandidateResult[list[int]]:
-        return await asyncio.shield(self._result)
+        result = await asyncio.shield(self._result)
+        self.is_taken = True
+        return result
 
     def step(self, now: int) -> None:
         """Generate one token, unless the candidate is delayed or has finished."""

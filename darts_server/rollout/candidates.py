@@ -86,7 +86,7 @@ class CandidateRun(Generic[RequestT, OutputT]):
     aborting: list[asyncio.Future[OutputT]] = field(default_factory=list)
     """Callers that have aborted its request alone: they get what it has generated."""
     engine_stop: int | None = None
-    """Tokens when it was stopped on the engine; ``None`` if it was not."""
+    """Tokens when it was stopped on the engine, or has ended there; ``None`` before."""
     started_at: float | None = None
     ended_at: float | None = None
     stopped_tokens: int = 0
@@ -207,7 +207,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         candidate = self.candidates[index]
         running = self.running.get(index) if candidate.state.running else None
         tokens = None if running is None else running.tokens()
-        return max(candidate.state.tokens, candidate.stopped_tokens) if tokens is None else tokens
+        if tokens is None:
+            tokens = max(candidate.state.tokens, candidate.stopped_tokens)
+        return tokens if candidate.state.cut else max(tokens, candidate.resumed)
 
     def record(self, index: int, weight: float | None = None) -> CandidateRecord:
         """Return the present state of a candidate. ``weight``: see `CandidateRecord`."""
@@ -412,6 +414,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         state, index = candidate.state, candidate.state.index
         has_finished = result.finish_reason is not None
         candidate.ended_at, candidate.version_end = candidate.ended_at or self._clock(), weight_version
+        if candidate.engine_stop is None:
+            # Its group may be stopped on the events below. The engine does not know its tokens any more.
+            candidate.engine_stop = result.tokens
         if has_finished and state.running:
             self.finish_times.append(candidate.ended_at)
         if self._keeps_results:

@@ -284,7 +284,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         try:
             if quota is not None and not quota.left and not self.has_ended:
                 # Groups may finish in one step of the engine. One that is complete is counted, and could not go on in
-                # another batch: so it is stopped before it hears of its last candidate, which is carried over whole.
+                # another batch. So stop it before its state machine handles this event; the candidate that has just
+                # finished is carried over with its whole answer.
                 self.is_surplus = True
                 self.stop_to_carry()
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))

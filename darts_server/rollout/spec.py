@@ -27,7 +27,12 @@ class OnAbort(Enum):
 
 @dataclass(slots=True)
 class Quota:
-    """Groups of one batch that may still be complete. At 0 each of the others is stopped, to be carried over."""
+    """Number of groups that the batch still needs. At 0, every unfinished group is stopped at its next event, and
+    carried over.
+
+    A complete group counts, also if its answer is lost with its engine before it is read. The batch then needs one more
+    group, but groups that are stopped by then do not go on: the batch may return fewer groups than it needs.
+    """
 
     left: int
 

@@ -241,7 +241,8 @@ class BatchRun:
                     group = self._groups[result.number]
                     run = group.run
                     if result.error is not None and self._quota is not None and run is not None and run.is_complete:
-                        self._quota.left += 1  # what it had generated could not be read: another one may be complete
+                        # What it had generated could not be read: one that is not stopped yet may be complete instead.
+                        self._quota.left += 1
                     decide(group, result)
                     self._missing -= result.error is None
                     if not self._missing:

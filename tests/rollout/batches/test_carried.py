@@ -314,6 +314,25 @@ async def test_of_groups_that_end_in_one_step_no_more_than_wanted_are_returned_a
     assert Counter(complete) == {"key of 10": 3, "key of 30": 1, "key of 40": 1}, "each is counted once"
 
 
+async def test_records_of_groups_beyond_those_wanted_count_the_candidate_that_had_just_finished(server: Server) -> None:
+    await server.run(resumed("10", "10", "10", num_groups=1))
+    [_, *others] = server.harness.recorder.records
+    assert [[c.tokens for c in record.candidates] for record in others] == [[10] * 6] * 2
+    [cohort] = server.harness.recorder.cohorts
+    assert cohort.new_tokens == 3 * 6 * 10
+
+
+async def test_a_group_that_was_carried_whole_and_is_not_wanted_again_has_generated_nothing_new(server: Server) -> None:
+    await server.run(resumed("10", "10", "10", num_groups=1))
+    server.harness.recorder.records.clear()
+    done = await server.run(resumed(num_groups=1, carried=True))
+    assert (decided(done), done.carried) == (["10"], 1)
+    counts = [(c.tokens, c.resumed) for record in server.harness.recorder.records for c in record.candidates]
+    # What has not started by then goes on from nothing.
+    assert set(counts) == {(10, 10), (0, 0)}
+    assert server.harness.recorder.cohorts[-1].new_tokens == 0
+
+
 class Unreadable(Texts):
     """Cannot read the first output that is asked for."""
 
@@ -332,6 +351,15 @@ async def test_another_group_is_waited_for_in_place_of_one_that_cannot_be_read()
     done = await server.run(resumed("10", "20", "30", num_groups=1))
     assert [(key(result), result.error is None) for result in done.results] == [("10", False), ("20", True)]
     assert done.carried == 1
+
+
+async def test_groups_that_were_stopped_already_do_not_go_on_in_place_of_one_that_cannot_be_read() -> None:
+    server = new_server(by_text, texts=Unreadable())
+    done = await server.run(resumed("10", "10", "10", num_groups=1))
+    assert [(key(result), result.error is None) for result in done.results] == [("10", False)]
+    assert done.carried == 2
+    done = await server.run(resumed(carried=True))
+    assert decided(done) == ["10", "10"]
 
 
 @pytest.mark.parametrize(
