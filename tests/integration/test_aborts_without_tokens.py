@@ -212,18 +212,18 @@ def flags() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def aborting(serve: Serve, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def aborting(serve_one: Serve, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
     log = tmp_path_factory.mktemp("aborting") / "log"
-    with serve(DARTS, log, *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+    with serve_one(DARTS, log, *flags, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_a_server_that_stops_answers_with_the_reason_before_the_first_token(
-    serve: Serve, flags: list[str], tmp_path: Path, stream: bool
+    serve_one: Serve, flags: list[str], tmp_path: Path, stream: bool
 ) -> None:
     cases = make_cases(stream)
-    with serve(DARTS, tmp_path / "log", *flags, "--grace-seconds", "0") as server:
+    with serve_one(DARTS, tmp_path / "log", *flags, "--grace-seconds", "0") as server:
         async with queued(server, cases, {"X-Darts-On-Stop": "answer"}) as tasks:
             server.process.send_signal(signal.SIGTERM)
             await asyncio.wait(tasks.values(), timeout=120)
