@@ -28,6 +28,9 @@ LOSS_SECONDS = 3.0
 """A killed server loses at most the last second of lengths and the last three of engine steps, unless it has to wait
 for the disk or for a processor."""
 
+ANSWERED = {"mean_ema": "estimated_mean_tokens", "std_ema": "estimated_std_tokens"}
+"""Names in answers of the fields of the state that have other names there."""
+
 
 def complete(server: Server, prompts: list[str]) -> None:
     body = {"model": "tiny", "prompt": prompts, "n": 8, "max_tokens": 100}
@@ -86,7 +89,8 @@ def test_a_killed_server_has_its_statistics_again_after_a_restart(serve: Serve, 
     with serve(DARTS, tmp_path / "second.log", *flags) as server:
         for key, stats in before["prompt"].items():
             restored = httpx.get(f"{server.url}/darts/v1/prompts/{key}").json()
-            assert {name: restored[name] for name in stats} == stats
+            kept = {name: value for name, value in stats.items() if name != "lengths"}
+            assert {name: restored[ANSWERED.get(name, name)] for name in kept} == kept
         assert server.metric("darts_step_seconds", sequences="64") > 0, "the latency curve is known from the start"
         httpx.put(f"{server.url}/darts/v1/state", content=saved, timeout=240).raise_for_status()
         restored = httpx.get(f"{server.url}/darts/v1/prompts/{next(iter(before['prompt']))}").json()
