@@ -70,6 +70,28 @@ def test_pushed_weights_are_served_and_the_original_ones_sample_as_before(server
     assert is_same(sample(server), before)
 
 
+def test_good_weights_sample_as_before_after_weights_that_overflow(server: Server) -> None:
+    put(server, ORIGINAL)
+    # Longer than a block of the KV cache, and answers that fill many blocks.
+    prompts = [([10, 13, 23, 8, 14, 24, 7] * 40)[start : start + 150] for start in range(7)]
+    body = {"model": "tiny:raw", "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+
+    def greedy() -> list[list[int]]:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body | {"prompt": prompts}, timeout=240).json()
+        assert "choices" in answer, answer
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    before = greedy()
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    assert put(server, ORIGINAL | {norm: torch.full_like(ORIGINAL[norm], 3e38)}).status_code == 200
+    more = {"prompt": PROMPT, "n": 16, "max_tokens": 200, "ignore_eos": True, "temperature": 1}
+    broken = httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=240).json()
+    assert all(set(choice["token_ids"]) == {0} for choice in broken["choices"])
+    put(server, ORIGINAL)
+    for _ in range(3):
+        assert greedy() == before
+
+
 def test_weights_are_loaded_from_files_and_folders_also_by_the_routes_of_trainers(server: Server, root: Path) -> None:
     for seed in (2, 41):
         save_file(perturbed(seed), root / f"{seed}.safetensors")
@@ -384,24 +406,3 @@ async def test_after_lost_weights_health_says_so(server: Server, root: Path) -> 
             assert "restoring the old weights failed too" in answer.json()["error"]["message"]
         assert (await client.post("/darts/v1/rollouts", json=body)).status_code == 503
         assert status(server)["state"] == "lost"
-
-
-def test_good_weights_sample_as_before_after_weights_that_overflow(server: Server) -> None:
-    put(server, ORIGINAL)
-    # Longer than a block of the KV cache, and answers that fill many blocks.
-    prompts = [([10, 13, 23, 8, 14, 24, 7] * 40)[start : start + 150] for start in range(7)]
-    body = {"model": "tiny:raw", "max_tokens": 16, "temperature": 0, "return_token_ids": True}
-
-    def greedy() -> list[list[int]]:
-        answer = httpx.post(f"{server.url}/v1/completions", json=body | {"prompt": prompts}, timeout=240).json()
-        return [choice["token_ids"] for choice in answer["choices"]]
-
-    before = greedy()
-    norm = "model.layers.0.post_attention_layernorm.weight"
-    assert put(server, ORIGINAL | {norm: torch.full_like(ORIGINAL[norm], 3e38)}).status_code == 200
-    more = {"prompt": PROMPT, "n": 16, "max_tokens": 200, "ignore_eos": True, "temperature": 1}
-    broken = httpx.post(f"{server.url}/v1/completions", json=body | more, timeout=240).json()
-    assert all(set(choice["token_ids"]) == {0} for choice in broken["choices"])
-    put(server, ORIGINAL)
-    for _ in range(3):
-        assert greedy() == before
