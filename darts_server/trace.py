@@ -51,7 +51,7 @@ class TracedLengths:
     """Lengths of one prompt in a trace.
 
     ``truncated``: how many of the ``lengths`` end at the ``cap`` and not by themselves. ``drawn``: how many are drawn,
-    as nobody has seen them. ``cap``: limit in tokens, ``None`` if it is not known.
+    as they were not seen. ``cap``: limit in tokens, ``None`` if it is not known.
     """
 
     lengths: Sequence[int]
@@ -164,7 +164,7 @@ def _describe(traced: Sequence[TracedLengths]) -> str:
     if unknown := sum(each.cap is None for each in traced):
         said.append(f"The limit of {unknown} prompts is not known; --cap N says what it is.")
     if drawn:
-        said.append(f"{drawn} lengths are drawn by estimates, as nobody has seen these candidates end.")
+        said.append(f"{drawn} lengths are drawn by estimates, since the ends of these candidates were not seen.")
     return "\n".join(said)
 
 

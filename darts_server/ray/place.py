@@ -70,7 +70,7 @@ def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 def private_folder() -> Path:
-    """Return the folder for the files and sockets of this user's clusters, which nobody else can enter.
+    """Return the folder for the files and sockets of this user's clusters, which no other user can enter.
 
     Ray makes all that it creates writable for everybody, so the folder that is private is the one above. The names are
     short: the path of a socket has 107 bytes at most.

@@ -8,7 +8,7 @@ from tests.deploy.names import ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("clients/*.md"), *ROOT.glob("deploy/**/*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
-MAX_README_WORDS = 1_000
+MAX_README_WORDS = 600
 
 
 def anchors(page: Path) -> set[str]:
@@ -35,7 +35,7 @@ def test_every_link_to_a_file_or_heading_works(page: Path) -> None:
     assert broken_links(page) == []
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= MAX_README_WORDS
 
 
