@@ -17,8 +17,8 @@ def prepare_cluster() -> None:
       it, and whoever it accepts may run code.
     * Its processes have the priority of this one. Ray would lower it by 15, and that of the engines with it.
     * They, and this one, go on if its head dies. Ray would end them a minute later.
-    * It collects no metrics and no events, which have no reader. With a dead head this process would wait for their last
-      export for up to 15 seconds at its end, and Ray would end it with an exit code of its own.
+    * It collects no metrics and no events, which have no reader. With a dead head this process would wait up to 15
+      seconds for their last export at its end, and Ray would end it with an exit code of its own.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_MODE" not in os.environ:
