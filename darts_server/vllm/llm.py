@@ -17,7 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
-from darts_server.rollout.joining import JoinRequest, Member
+from darts_server.rollout.counted import Member
+from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.spec import GroupSpec, OnAbort
 from darts_server.rollout.turns import Turn, Turns

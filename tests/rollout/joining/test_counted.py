@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from darts_server.records import GroupRecord
-from darts_server.rollout.joining import MOST_MEMBERS, CountedGroups, Member
+from darts_server.rollout.counted import MOST_MEMBERS, CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
