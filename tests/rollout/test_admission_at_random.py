@@ -166,9 +166,11 @@ class Server:
     async def _unshaped(self, request: Request, prompt: str) -> None:
         with self.admission.admit(request.size) as ticket:
             await turns(self._rng.randint(0, 5))
-            running = [await self.engine.start(prompt, index) for index in range(request.size)]
-            ticket.mark_started()
+            running: list[ScriptedCandidate] = []
             try:
+                for index in range(request.size):
+                    running.append(await self.engine.start(prompt, index))
+                ticket.mark_started()
                 await asyncio.gather(*(each.result() for each in running))
             finally:
                 for each in running:
@@ -224,5 +226,15 @@ async def play(requests: Sequence[Request], seed: int) -> None:
 @example([Request("vote", "one", 12, 1, "uniform", 0, None)] * 12, 1)
 @example([Request("batch", "one", 4, 2, "uniform", 0, None)] * 12, 2)
 @example([Request("singles", "one", 8, 1, "uniform", 0, 30)] * 4, 3)
+@example(
+    # The first caller leaves when only some of its candidates have started.
+    [
+        Request("unshaped", "other", 3, 1, "adaptive", 0, 7),
+        Request("batch", "one", 2, 1, "adaptive", 0, None),
+        Request("batch", "one", 2, 1, "adaptive", 0, None),
+        Request("batch", "other", 10, 1, "adaptive", 7, None),
+    ],
+    0,
+)
 def test_no_key_and_no_queue_ever_gets_more_than_its_bound(requests: list[Request], seed: int) -> None:
     asyncio.run(play(requests, seed))
