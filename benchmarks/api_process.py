@@ -20,8 +20,8 @@ import psutil
 
 from benchmarks.overhead import GROUP_SIZE, SCHEDULER, Round, cpu_seconds, measure, print_progress
 from benchmarks.tables import markdown, quartiles
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import DARTS, PLAIN, Server, serving
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import DARTS, PLAIN, Server, serving
 
 REDUNDANCY = 1.5
 LOGPROBS = (None, 0, 1)

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.offline.simulation.policies import parse_policy
+from darts_server.offline.simulation.presets import PRESETS
+from darts_server.offline.simulation.training import LEARNING, WARM_UP, Candidates, Step, run_policy
+from darts_server.offline.simulation.workload import Format, TracedWorkload, Workload, read_traces
 from darts_server.policy.auto import AutoLimits
-from darts_server.simulation.policies import parse_policy
-from darts_server.simulation.presets import PRESETS
-from darts_server.simulation.training import LEARNING, WARM_UP, Candidates, Step, run_policy
-from darts_server.simulation.workload import Format, TracedWorkload, Workload, read_traces
 
 DEFAULT = ("dapo-32b", "deepcoder-14b-16k", "search-r1-7b", "paper-h20-14b", "paper-h20-32b", "h200-8b", "tiny")
 SIZE = 8

@@ -22,10 +22,10 @@ import httpx
 import numpy as np
 
 from benchmarks.tables import markdown
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.group.events import DeadlineSet, Event, Finished, Progress, Started
+from darts_server.group.group import Group
+from darts_server.offline.demo.server import DARTS, Server, serving
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.events import DeadlineSet, Event, Finished, Progress, Started
-from darts_server.policy.group import Group
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason
 

@@ -20,8 +20,8 @@ import httpx
 import psutil
 
 from benchmarks.tables import markdown, quartiles
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import DARTS, PLAIN, Server, serving
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import DARTS, PLAIN, Server, serving
 
 # darts-server's default on a CPU, for both servers.
 SCHEDULER = ("--no-enable-chunked-prefill",)

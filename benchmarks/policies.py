@@ -21,8 +21,8 @@ from random import Random
 import numpy as np
 
 from benchmarks.tables import markdown
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import ENVIRONMENT
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import ENVIRONMENT
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail, build_policies
 from darts_server.records import GroupRecord

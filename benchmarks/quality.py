@@ -21,9 +21,9 @@ from tqdm import trange
 
 from benchmarks.tables import markdown
 from darts_client import Client, Group
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
-from darts_server.demo.server import DARTS, MODEL, serving
-from darts_server.policy.pruning.score_metrics import auc, brier_score, calibration_error
+from darts_server.estimates.score_metrics import auc, brier_score, calibration_error
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Difficulty, Problem, sample_problem
+from darts_server.offline.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.train import score
 

@@ -42,7 +42,7 @@ from benchmarks.rl_methods import BASE, CARRY_OVER, OWN_SERVER, PRUNING, STARTS,
 from benchmarks.rl_picture import bars
 from benchmarks.rl_table import Runs, summary, tables
 from darts_client import Client
-from darts_server.demo.server import DARTS, MODEL, serving
+from darts_server.offline.demo.server import DARTS, MODEL, serving
 from darts_server.store import Store
 from examples.tiny_rl import warm_start
 from examples.tiny_rl.demonstrations import VARIANTS

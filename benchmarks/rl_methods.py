@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from darts_server.demo.problems import Difficulty
+from darts_server.offline.demo.problems import Difficulty
 from examples.tiny_rl.method import Method, Policy
 
 BASE = "off"

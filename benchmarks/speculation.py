@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.overhead import GROUP_SIZE
 from benchmarks.tables import markdown
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
-from darts_server.demo.server import DARTS, PLAIN, Server, serving
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
+from darts_server.offline.demo.server import DARTS, PLAIN, Server, serving
 
 METHODS = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1},

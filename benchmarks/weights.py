@@ -29,7 +29,7 @@ from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.tables import markdown
-from darts_server.demo.server import MODEL, Server, serving
+from darts_server.offline.demo.server import MODEL, Server, serving
 
 PHASES = ("transfer", "check", "wait", "pause", "load", "resume", "total")
 ROUTE = "/darts/v1/weights"

@@ -49,10 +49,11 @@ from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
 from darts_server.store import Store
-from darts_server.vllm import server
-from darts_server.vllm.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
-from darts_server.vllm.launch import RunningEngine, start_engine, start_fleet
-from darts_server.vllm.shutdown import (
+from darts_server.vllm import flags
+from darts_server.vllm.api import server
+from darts_server.vllm.api.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
+from darts_server.vllm.api.launch import RunningEngine, start_engine, start_fleet
+from darts_server.vllm.api.shutdown import (
     STATE_LOST,
     Shutdown,
     exit_code,
@@ -75,7 +76,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: the state folder cannot be read; it was not touched.
     """
     hide_creation_times()
-    args = server.parse(vllm_argv)
+    args = flags.parse(vllm_argv)
     if failed := [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]:
         raise InvalidSetting("\n".join(failed))
     access = _access(settings, args)
@@ -100,7 +101,7 @@ def close_store(store: Store, code: int) -> int:
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     """Check everything that a server needs. Nothing is started."""
-    args = server.parse(vllm_argv)
+    args = flags.parse(vllm_argv)
     yield from check_local(settings, args)
     try:
         yield check_address(args, _access(settings, args), settings.allow_unauthenticated)
@@ -145,7 +146,7 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
     """Start one engine, or several under Ray."""
     if settings.replicas is None:
         return start_engine(args)
-    from darts_server.ray.place import Cluster  # imports Ray
+    from darts_server.vllm.fleet.ray_hosts import Cluster  # imports Ray
 
     cluster = Cluster(settings.ray_address, settings.gpus_per_replica)
     return start_fleet(args, argv, settings.replicas, cluster.place, cluster.host, settings.engine_watchdog)

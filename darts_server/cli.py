@@ -10,7 +10,7 @@ from itertools import chain
 
 from darts_server import logs, settings, startup_checks
 from darts_server.exceptions import InvalidSetting, StateError
-from darts_server.ray import prepare_cluster
+from darts_server.vllm.fleet.ray_cluster import prepare_cluster
 
 USAGE_ERROR = 2
 
@@ -150,12 +150,12 @@ def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tupl
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
-    "demo": (_of("darts_server.demo.command"), "see what shaped groups save, on a tiny model"),
+    "demo": (_of("darts_server.offline.demo.command"), "see what shaped groups save, on a tiny model"),
     "simulate": (
-        _of("darts_server.simulation.command"),
+        _of("darts_server.offline.simulation.command"),
         "see what policies would bring on your workload, without an engine",
     ),
-    "trace": (_of("darts_server.trace"), "write what a server has learned of lengths, for simulate"),
+    "trace": (_of("darts_server.offline.trace"), "write what a server has learned of lengths, for simulate"),
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }

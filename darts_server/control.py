@@ -6,8 +6,8 @@ from typing import Any
 
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.settings import Settings, apply_patch

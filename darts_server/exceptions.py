@@ -34,6 +34,9 @@
     └── IllegalMove            a bug: an event that the state machine does not allow
 """
 
+RETRY_SECONDS = 5
+"""``Retry-After`` of a refused request: some hundred decode steps, after which some waiting candidates have started."""
+
 
 class DartsError(Exception):
     """Base of all exceptions that this project raises on purpose.

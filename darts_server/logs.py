@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from darts_server.caller import caller
 from darts_server.exceptions import InvalidSetting
 from darts_server.records import CohortRecord, GroupRecord, UpdateRecord
-from darts_server.serving.admission import caller
 from darts_server.types import UpdateOutcome
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from random import Random
 
 from darts_client import Client, Group, PromptSpec
-from darts_server.demo.problems import Problem, reward, sample_problem
+from darts_server.offline.demo.problems import Problem, reward, sample_problem
 
 
 def main(argv: Sequence[str] | None = None) -> None:

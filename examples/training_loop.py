@@ -1,7 +1,7 @@
 r"""A GRPO loop of your own that does not wait for the slowest answers: chats, metadata, rewards, and a push of weights.
 
     export VLLM_CPU_KVCACHE_SPACE=1  # GiB; by default the CPU build takes most of the memory
-    darts-server serve darts_server/demo/model --served-model-name tiny --dtype float32 --enforce-eager \
+    darts-server serve darts_server/offline/demo/model --served-model-name tiny --dtype float32 --enforce-eager \
         --max-model-len 320
     python -m examples.training_loop --url http://127.0.0.1:8000
 
@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from darts_client import Client, Group, PromptSpec
 from darts_client.tensors import to_tensors
-from darts_server.demo.problems import sample_problem
+from darts_server.offline.demo.problems import sample_problem
 
-MODEL = "darts_server/demo/model"
+MODEL = "darts_server/offline/demo/model"
 NEEDED = 16
 """Groups that a training step uses."""
 STARTED = 24

@@ -38,7 +38,7 @@ from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 from tqdm import tqdm
 
-from darts_server.demo.server import DARTS, Launch, Server, launch, serving
+from darts_server.offline.demo.server import DARTS, Launch, Server, launch, serving
 from darts_server.store.archive import LIMIT_BYTES, pack, unpack
 from faults import rude
 from faults.rude import FLOOD, FLOODING_KEY, KEY, RUDE

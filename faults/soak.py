@@ -29,12 +29,12 @@ from tqdm import tqdm
 from darts_server.control import Control
 from darts_server.engine.port import RequestTokens
 from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
+from darts_server.estimates.calibration import BUFFER, Calibration
+from darts_server.estimates.score_metrics import WINDOW
 from darts_server.exceptions import CandidateFailed, DartsError, EngineRefused, InvalidRequest
 from darts_server.metrics.quality import QualityMetrics
 from darts_server.metrics.rollouts import RolloutMetrics
 from darts_server.policy.allocation import Brownout
-from darts_server.policy.pruning.calibration import BUFFER, Calibration
-from darts_server.policy.pruning.score_metrics import WINDOW
 from darts_server.quality.head import Head
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadSettings

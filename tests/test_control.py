@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from darts_server.control import Control, make_planner
+from darts_server.offline.simulation.policies import NAMES
 from darts_server.policy.auto import AutoLimits
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.settings import load
-from darts_server.simulation.policies import NAMES
 from darts_server.types import POLICIES, MaxLost, RequestOptions
 
 

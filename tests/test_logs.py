@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from darts_server import logs
+from darts_server.caller import Caller, caller
 from darts_server.exceptions import InvalidSetting
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_update
 from darts_server.records import CohortRecord, UpdateRecord
-from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
 from tests.metrics.test_rollouts import record
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from darts_server.cli import main
-from darts_server.demo.server import MODEL
 from darts_server.http.security.access import Access, Keys
+from darts_server.offline.demo.server import MODEL
 from darts_server.settings import load
 from darts_server.startup_checks import (
     Verdict,

@@ -35,12 +35,13 @@ from benchmarks.fleet.hosts import Scripted
 from benchmarks.overhead import cpu_seconds
 from benchmarks.tables import markdown
 from darts_server import app, settings
-from darts_server.demo.server import ENVIRONMENT, FLAGS, MODEL, bind
 from darts_server.exceptions import InvalidSetting
 from darts_server.http.options import merge_options
+from darts_server.offline.demo.server import ENVIRONMENT, FLAGS, MODEL, bind
 from darts_server.store import Store
-from darts_server.vllm import launch, server
-from darts_server.vllm.engine_host import Start
+from darts_server.vllm import flags
+from darts_server.vllm.api import launch
+from darts_server.vllm.fleet.host import Start
 from darts_server.weights.staging import Staging
 
 GROUP_SIZE, CANDIDATES, SLOTS = 8, 12, 256
@@ -128,7 +129,7 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
     loaded = settings.load(
         {"policy": "uniform", "redundancy": str(CANDIDATES / GROUP_SIZE), "log_level": "ERROR"}, None
     )
-    args = server.parse([*ARGV, "--max-num-seqs", str(SLOTS)])
+    args = flags.parse([*ARGV, "--max-num-seqs", str(SLOTS)])
     with Store(None) as store, Staging(None) as staging, ExitStack() as closing:
         async with launch.start_fleet(args, ARGV, engines, places.place, "127.0.0.1", 0.0) as engine:
             access = app._access(loaded, args)

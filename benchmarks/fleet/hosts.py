@@ -2,8 +2,9 @@
 
     python -m benchmarks.fleet.hosts < JSON of `Scripted`
 
-They send what the host of a real engine does (:mod:`darts_server.vllm.held`): of each request the first token, then
-some hundreds at a time, the rest at its end or abort, and counts every ten milliseconds.
+They send what the host of a real engine sends (`darts_server.vllm.engine_core.holding`): the first token of each
+request, then some hundred tokens at a time, the other tokens when the request finishes or is aborted, and counts every
+ten milliseconds.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ from vllm.v1.engine import (
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from darts_server.fleet.transport import Connection, Hello, connect
-from darts_server.vllm.held import MOST_KEPT, REPORT_SECONDS, Report, number_of
+from darts_server.vllm.engine_core.holding import MOST_KEPT, REPORT_SECONDS, Report, number_of
+from darts_server.vllm.fleet.transport import Connection, Hello, connect
 
 ANSWERS: dict[str, Any] = {"get_supported_tasks": ("generate",), "is_sleeping": False, "reset_prefix_cache": True}
 """What engines answer to calls; ``None`` to all others, and to those of workers that they have no probe."""

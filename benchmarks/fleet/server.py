@@ -4,7 +4,7 @@ import sys
 
 from benchmarks.fleet.bench import ARGV, CANDIDATES, GROUP_SIZE, SLOTS, ScriptedPlaces
 from darts_server import app, cli
-from darts_server.vllm import launch
+from darts_server.vllm.api import launch
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from benchmarks.gpu.models import UNKNOWN, Shape
 from benchmarks.gpu.plan import tail_seed
 from benchmarks.gpu.traced import Lengths, RepeatableRollouts, TracedEngine
+from darts_server.estimates.latency import LatencyCurve
 from darts_server.http.options import merge_options
-from darts_server.policy.latency import LatencyCurve
 from darts_server.policy.shaping import Shaping
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore
@@ -30,12 +30,13 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.store import Store
 from darts_server.types import OFF
-from darts_server.vllm import launch, server
-from darts_server.vllm.engine import VllmPort, VllmRollouts
-from darts_server.vllm.held import StepListener
-from darts_server.vllm.launch import RunningEngine
-from darts_server.vllm.llm import ShapingLLM
-from darts_server.vllm.prompt_renderer import VllmPromptRenderer
+from darts_server.vllm.api import launch
+from darts_server.vllm.api.engine import VllmPort, VllmRollouts
+from darts_server.vllm.api.launch import RunningEngine
+from darts_server.vllm.api.llm import ShapingLLM
+from darts_server.vllm.flags import parse
+from darts_server.vllm.requests.held import StepListener
+from darts_server.vllm.requests.prompt_renderer import VllmPromptRenderer
 
 T = TypeVar("T")
 LIMITS = Limits(1024)
@@ -222,7 +223,7 @@ class Bench:
 async def start_engine(bench: Bench, folder: Path, flags: Sequence[str]) -> AsyncIterator[Bench]:
     """Start the engine of ``bench``, on a model with dummy weights that is written into ``folder``."""
     sizes = bench.sizes
-    args = server.parse(
+    args = parse(
         [
             *(str(bench.shape.write(folder)), "--served-model-name", bench.shape.name, "--load-format", "dummy"),
             *("--max-model-len", str(sizes.model_length), "--max-num-seqs", str(sizes.capacity)),

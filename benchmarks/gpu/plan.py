@@ -8,11 +8,11 @@ from time import monotonic
 import numpy as np
 
 from benchmarks.gpu.traces import Prompt, Trace
+from darts_server.estimates.latency import LatencyCurve
+from darts_server.estimates.lengths import Observation, PromptStats, estimate_lengths, update_stats
+from darts_server.group.candidate import Candidate, State
 from darts_server.policy.allocation import allocate_by_std
-from darts_server.policy.candidate import Candidate, State
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.latency import LatencyCurve
-from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths, update_stats
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.types import FinishReason
 from examples.tiny_rl.replay import Replay, replay

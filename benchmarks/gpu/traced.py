@@ -18,8 +18,8 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket
 from darts_server.types import FinishReason
-from darts_server.vllm.engine import VllmPort
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.api.engine import VllmPort
+from darts_server.vllm.requests.prompt_request import PromptRequest
 
 Lengths = Callable[[PromptRequest, int, bool], tuple[int, FinishReason]]
 """Request, candidate index and whether it goes on from an earlier batch -> length in tokens and finish reason."""

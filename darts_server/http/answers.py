@@ -18,8 +18,8 @@ import numpy as np
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from darts_server.exceptions import QuotaReached
-from darts_server.serving.admission import RETRY_SECONDS, caller
+from darts_server.caller import caller
+from darts_server.exceptions import RETRY_SECONDS, QuotaReached
 
 JSON = "application/json"
 SLICE_BYTES = 64 * 1024

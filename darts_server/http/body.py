@@ -20,8 +20,8 @@ from pydantic_core.core_schema import no_info_wrap_validator_function
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
+from darts_server.caller import Caller
 from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge
-from darts_server.serving.admission import Caller
 
 STALL_SECONDS = 60.0
 """Timeout for the next chunk of a body. A sender that is silent for longer counts as gone: other requests may wait for

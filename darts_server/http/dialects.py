@@ -13,6 +13,7 @@ from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
 
+from darts_server.caller import caller
 from darts_server.exceptions import Forbidden, InvalidRequest, UpdateUnsupported
 from darts_server.http.body import Body, parse_body, read_body
 from darts_server.http.openapi import FAILURES, json_body
@@ -20,7 +21,6 @@ from darts_server.http.resources.weights import MAX_REQUEST_BYTES
 from darts_server.http.security.access import RouteAccess
 from darts_server.identifiers import LORA_NAME, NAME_CHARS
 from darts_server.rollout.turns import Turns
-from darts_server.serving.admission import caller
 from darts_server.weights.port import Rule
 from darts_server.weights.updates import Updates
 

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from darts_server.exceptions import Overloaded
+from darts_server.exceptions import RETRY_SECONDS, Overloaded
 from darts_server.http.openapi import BEARER, FAILURES
 from darts_server.http.resources import groups, monitor, policy, rewards, rollouts, state, vote, weights
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -20,7 +20,6 @@ from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.voting import VoteRunner
-from darts_server.serving.admission import RETRY_SECONDS
 from darts_server.store import Store
 from darts_server.weights.updates import Updates
 

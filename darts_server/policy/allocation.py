@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.checks import check_length, check_number
+from darts_server.estimates.checks import check_length, check_number
 
 Floats = NDArray[np.float64]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import median
 
-from darts_server.policy.checks import LARGEST, check_count, check_length, check_number
+from darts_server.estimates.checks import LARGEST, check_count, check_length, check_number
 
 MIN_AHEAD = 3
 """Batches that run ahead and are measured before fewer prompts may run. One batch says little, and the first batches

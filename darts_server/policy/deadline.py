@@ -13,13 +13,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from darts_server.policy.checks import check_count
+from darts_server.estimates.checks import ROUNDING, check_count
 from darts_server.types import MaxLost
 
 QUANTILE = 0.9
 EXPLORATION = 0.05
-ROUNDING = 1e-9
-"""Taken off a rank before rounding up: in floating point 0.55 * 100 is 55 and a little."""
 BOUND = 2.0
 """How many times as long as the deadline any candidate may become. Nine in ten groups are complete at the deadline, so
 twice as long is enough for most of the others, and a batch whose last groups run away ends after two deadlines."""

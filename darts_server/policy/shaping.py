@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import ceil, floor
 
+from darts_server.estimates.checks import ROUNDING
 from darts_server.exceptions import InvalidRequest
+from darts_server.group.sampled_tail import CutTail, SampledTail
+from darts_server.group.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.policy.allocation import cv_log_mean
-from darts_server.policy.deadline import ROUNDING, Deadline
-from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.survival import Pruning
 
 REDUNDANCY = 1.5
 """With 12 candidates for 8 places, a group does not wait for its four longest candidates."""

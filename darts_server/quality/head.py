@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from darts_server.policy.pruning.calibration import Label, inverse_propensity_weights
-from darts_server.policy.pruning.score_metrics import evaluate
+from darts_server.estimates.calibration import Label, inverse_propensity_weights
+from darts_server.estimates.score_metrics import evaluate
 from darts_server.quality.snapshot import MOMENTS, Floats, Single, Snapshot, Standardiser, are_finite, assemble_feature
 from darts_server.quality.types import HeadSettings, TrainerReport
 from darts_server.types import PruningStatus

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.policy.pruning.calibration import MAX_WEIGHT
-from darts_server.policy.pruning.score_metrics import WINDOW, ScoreMetrics
+from darts_server.estimates.calibration import MAX_WEIGHT
+from darts_server.estimates.score_metrics import WINDOW, ScoreMetrics
 from darts_server.types import PruningStatus
 
 NO_METRICS = ScoreMetrics(0, None, None, None)

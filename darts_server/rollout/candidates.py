@@ -9,9 +9,9 @@ from typing import Any, Generic
 
 from darts_server.engine.port import NOTHING, CandidateResult, OutputT, RequestT, RunningCandidate, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineError
-from darts_server.policy.candidate import Candidate
-from darts_server.policy.events import Event, Failed, Finished, Lost, Progress, Scored, Started
-from darts_server.policy.group import Group
+from darts_server.group.candidate import Candidate
+from darts_server.group.events import Event, Failed, Finished, Lost, Progress, Scored, Started
+from darts_server.group.group import Group
 from darts_server.records import CandidateRecord, VersionSpans, extend_spans
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort

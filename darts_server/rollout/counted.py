@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from darts_server.caller import caller
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
 from darts_server.observers import GroupEvents
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord, VersionSpans, extend_spans
 from darts_server.rollout.plan import Plan
-from darts_server.serving.admission import caller
 from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 

@@ -8,19 +8,20 @@ from typing import Generic
 
 import numpy as np
 
+from darts_server.caller import caller
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
-from darts_server.policy.candidate import Candidate
+from darts_server.group.candidate import Candidate
+from darts_server.group.events import Complete, Cut, DeadlineSet, Decision, Deliver, Event, GiveUp, Keep, Start, Stop
+from darts_server.group.group import Group, sampled_from, selection_weights, tail_share
+from darts_server.group.selection import SelectionRule
 from darts_server.policy.deadline import place_of_need
-from darts_server.policy.events import Complete, Cut, DeadlineSet, Decision, Deliver, Event, GiveUp, Keep, Start, Stop
-from darts_server.policy.group import Group, sampled_from, selection_weights, tail_share
-from darts_server.policy.selection import SelectionRule
 from darts_server.records import GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import StartingOrder
-from darts_server.serving.admission import Ticket, caller
+from darts_server.serving.admission import Ticket
 from darts_server.types import DiscardReason, Outcome
 
 logger = logging.getLogger(__name__)

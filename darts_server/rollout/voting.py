@@ -16,10 +16,10 @@ from statistics import fmean
 from typing import Generic, Literal
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
+from darts_server.estimates.calibration import Calibration, CalibrationStatus, Label
 from darts_server.exceptions import InvalidRequest, StateError
-from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus, Label
-from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.selection import InOrder
+from darts_server.group.selection import InOrder
+from darts_server.policy.survival import Pruning
 from darts_server.policy.voting import (
     Extractor,
     Tally,

@@ -6,45 +6,18 @@ cannot pass the same check. All routes use the same `Admission`.
 
 from collections import Counter
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from math import inf
 from types import TracebackType
 from typing import Self
 
-from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
+from darts_server.caller import NO_CALLER, Caller, caller
+from darts_server.exceptions import RETRY_SECONDS, DartsError, InvalidRequest, Overloaded, QuotaReached
 
-RETRY_SECONDS = 5
-"""``Retry-After`` of a refused request: some hundred decode steps, after which some waiting candidates have started."""
 QUEUE_ROUNDS = 64
 MIN_QUEUE = 65_536
 """The default queue holds 64 times the candidates that run at once, at least 65,536. Trainers send all prompts of a
 step at once, often as single requests or as one batch, and none of these should be refused."""
-
-
-@dataclass(slots=True, eq=False)
-class Caller:
-    """The caller of the request that is being handled.
-
-    ``name``: equal for requests with the same key; ``None`` without one. ``is_admin``: it sent an admin key.
-    ``refused``: why the request is refused. ``answered``: the error of ours that a route has answered in a form of its
-    own. ``request_id``: the caller's own id of the request. ``held``: candidates that this request holds.
-    """
-
-    name: str | None = None
-    is_admin: bool = False
-    refused: DartsError | None = None
-    answered: DartsError | None = None
-    request_id: str | None = None
-    held: int = 0
-
-    def may_see(self, owner: str | None) -> bool:
-        """Whether it may see what belongs to the caller of that name. Callers without a key are the same caller."""
-        return self.is_admin or owner == self.name
-
-
-NO_CALLER = Caller()
-caller: ContextVar[Caller] = ContextVar("darts_caller", default=NO_CALLER)
 
 
 @dataclass(frozen=True, slots=True)

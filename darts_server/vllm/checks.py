@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from vllm.platforms import current_platform
 
-from darts_server.vllm.platform import NO_COMPILER, can_compile
+from darts_server.vllm.flags import NO_COMPILER, can_compile
 
 CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
 from examples.tiny_rl.demonstrations import CLEAN, Variant, demonstration
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from darts_server.demo.problems import ANSWER, EQUALS, MAX_RESPONSE_TOKENS, RECHECK, Difficulty, Problem
+from darts_server.offline.demo.problems import ANSWER, EQUALS, MAX_RESPONSE_TOKENS, RECHECK, Difficulty, Problem
 
 
 @dataclass(frozen=True)

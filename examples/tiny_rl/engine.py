@@ -16,9 +16,9 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind
 
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS
-from darts_server.demo.server import FLAGS, MODEL
 from darts_server.http.options import merge_options
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS
+from darts_server.offline.demo.server import FLAGS, MODEL
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.rollout.learned.statistics import Statistics
@@ -26,11 +26,11 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.store import Store
 from darts_server.types import OFF
-from darts_server.vllm import server
-from darts_server.vllm.engine import VllmPort
-from darts_server.vllm.launch import start_engine
-from darts_server.vllm.llm import ShapingLLM
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.api.engine import VllmPort
+from darts_server.vllm.api.launch import start_engine
+from darts_server.vllm.api.llm import ShapingLLM
+from darts_server.vllm.flags import parse
+from darts_server.vllm.requests.prompt_request import PromptRequest
 
 
 class TinyEngine:
@@ -70,7 +70,7 @@ class TinyEngine:
 async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncIterator[TinyEngine]:
     """Run an engine with these policies and ``off``, which is its default."""
     engine = TinyEngine()
-    async with start_engine(server.parse([str(MODEL), *FLAGS, *flags])) as running:
+    async with start_engine(parse([str(MODEL), *FLAGS, *flags])) as running:
         engine.llm, engine.port = running.llm, running.port
         engine.statistics = Statistics(engine.store, engine.port.capacity)
         planner = Planner(policies, OFF, Limits(1024))

@@ -2,7 +2,7 @@
 
 Run from the repository root::
 
-    python -m examples.tiny_rl.measure --model darts_server/demo/model
+    python -m examples.tiny_rl.measure --model darts_server/offline/demo/model
 
 Samples with real vLLM at temperature 1 and prints a Markdown table last. Lengths are
 in tokens and count the end of sequence; a truncated response has MAX_RESPONSE_TOKENS.
@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean, median, pstdev, quantiles
 
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, STEP_COUNTS, Problem, reward, sample_problem
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, STEP_COUNTS, Problem, reward, sample_problem
 
 PROMPT_SEED = 20_240  # fixed, so that two models get the same prompts
 LONG_TAIL = 3.0  # a prompt with a larger max/median length has a long tail

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Literal
 
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS
 
 Policy = str | Mapping[str, object]
 """The name of a policy, or ``name`` and settings to change, as ``POST /darts/v1/rollouts`` takes them."""

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 
 from darts_client import Client, DartsError, Event, Group, GroupEvent
 from darts_client.overlap import Overlap
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
-from darts_server.demo.server import DARTS, MODEL, serving
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, sample_problem
+from darts_server.offline.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 PROMPT_SEED = 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from darts_client import Client, Group, PromptSpec, Trajectory
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS
 from examples.tiny_rl.method import Method
 
 TIMEOUT_SECONDS = 300.0  # a batch of the tiny task takes seconds

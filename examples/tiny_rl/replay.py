@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from darts_server.policy.candidate import Candidate
-from darts_server.policy.events import Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
-from darts_server.policy.group import Group
-from darts_server.policy.selection import SelectionRule
+from darts_server.group.candidate import Candidate
+from darts_server.group.events import Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
+from darts_server.group.group import Group
+from darts_server.group.selection import SelectionRule
 from darts_server.types import FinishReason
 
 

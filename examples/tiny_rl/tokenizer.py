@@ -8,7 +8,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
-from darts_server.demo.problems import ALPHABET
+from darts_server.offline.demo.problems import ALPHABET
 
 VOCABULARY_SIZE = 64
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"

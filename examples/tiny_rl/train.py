@@ -37,8 +37,8 @@ from tqdm import tqdm
 
 from darts_client import Client, DartsError, Group, PromptSpec, Trajectory
 from darts_client.advantages import unbiased_advantages
-from darts_server.demo.problems import Difficulty, Problem, reward, sample_problem
-from darts_server.demo.server import DARTS, MODEL, serving
+from darts_server.offline.demo.problems import Difficulty, Problem, reward, sample_problem
+from darts_server.offline.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.grpo import LEARNING_RATE, Learner, Trained, Update, advantages, scaled
 from examples.tiny_rl.method import Method
 from examples.tiny_rl.remote import TIMEOUT_SECONDS, Rollouts, rollouts, samples, truncated

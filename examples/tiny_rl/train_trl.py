@@ -31,8 +31,8 @@ from trl.trainer.grpo_config import GRPOConfig
 
 from darts_client import Client, DartsError
 from darts_client.integrations.trl import DartsGRPOTrainer, RewardReport, report_rewards
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward
-from darts_server.demo.server import DARTS, MODEL, serving
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward
+from darts_server.offline.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.grpo import BETAS, CLIP, LEARNING_RATE
 from examples.tiny_rl.remote import TIMEOUT_SECONDS
 from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer

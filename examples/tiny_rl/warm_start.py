@@ -2,7 +2,7 @@
 
 Run from the repository root::
 
-    python -m examples.tiny_rl.warm_start --out darts_server/demo/model
+    python -m examples.tiny_rl.warm_start --out darts_server/offline/demo/model
 
 Supervised training on demonstrations with a curriculum: short chains first, then all
 of them without errors, then demonstrations with the variant's verbosity. Without the

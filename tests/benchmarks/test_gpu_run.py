@@ -13,7 +13,7 @@ from benchmarks.gpu import benchmark, plan, traces
 from benchmarks.gpu.models import SHAPES, TINY, Shape
 from benchmarks.gpu.parts import training, weights
 from benchmarks.gpu.plan import AGAIN, OFF, ORDER, PLAIN, Budget
-from darts_server.policy.latency import LatencyCurve
+from darts_server.estimates.latency import LatencyCurve
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[2]

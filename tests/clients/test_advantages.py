@@ -12,11 +12,11 @@ import pytest
 from darts_client import Group, Trajectory
 from darts_client.advantages import unbiased_advantages
 from darts_client.tensors import to_tensors
-from darts_server.policy.group import Group as Run
-from darts_server.policy.group import sampled_from, selection_weights
-from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, InOrder, SampledSurvivors
-from tests.policy.test_weights import CELLS, Survival, complete, run_with_scores
+from darts_server.group.group import Group as Run
+from darts_server.group.group import sampled_from, selection_weights
+from darts_server.group.sampled_tail import CutTail, SampledTail
+from darts_server.group.selection import AllSurvivors, InOrder, SampledSurvivors
+from tests.group.test_weights import CELLS, Survival, complete, run_with_scores
 
 MAX_TOKENS = 3
 STOP_PROBABILITY = np.array([0.35, 0.5, 0.3])

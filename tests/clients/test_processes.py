@@ -6,7 +6,7 @@ from multiprocessing.queues import Queue
 
 import pytest
 
-from darts_server.demo.server import bind
+from darts_server.offline.demo.server import bind
 
 
 class Unpicklable(Exception):

@@ -18,7 +18,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from darts_client import NotFound, ServerFault
 from darts_client._records import CandidateRecord, GroupRecord
 from darts_client.integrations.trl import DartsGRPOTrainer, PushingVLLMClient, WeightTransfer, report_rewards
-from darts_server.demo.server import MODEL
+from darts_server.offline.demo.server import MODEL
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 from .fake_vllm import ANSWER, EOS, STATE, FakeVllm, fake_vllm

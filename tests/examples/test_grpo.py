@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from darts_server.demo.server import MODEL
+from darts_server.offline.demo.server import MODEL
 from examples.tiny_rl.batches import Sample, collate
 from examples.tiny_rl.grpo import MAX_RATIO, Learner, StaleWeights, Trained, importance, log_probs, policy_loss
 from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer

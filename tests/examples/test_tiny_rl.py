@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from darts_server.demo.problems import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, RECHECK, reward, sample_problem
-from darts_server.demo.server import MODEL
+from darts_server.offline.demo.problems import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, RECHECK, reward, sample_problem
+from darts_server.offline.demo.server import MODEL
 from examples.tiny_rl.batches import IGNORED, PARTS, collate, draw_batch, parts_of
 from examples.tiny_rl.demonstrations import CLEAN, STANDARD, VARIANTS, demonstration
 from examples.tiny_rl.tokenizer import EOS_ID, VOCABULARY_SIZE, build_tokenizer
 from examples.tiny_rl.warm_start import Recipe, train
-from tests.demo.test_problems import EXAMPLE
+from tests.offline.demo.test_problems import EXAMPLE
 
 
 @pytest.fixture(scope="module")

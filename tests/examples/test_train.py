@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from darts_client import Group, Trajectory
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import MODEL
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import MODEL
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import Learner, Trained, Update, log_probs
 from examples.tiny_rl.method import Method

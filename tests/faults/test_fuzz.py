@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from darts_server.demo.server import Server
 from darts_server.http.security.heads import LimitedHttp
+from darts_server.offline.demo.server import Server
 from darts_server.store.archive import pack
 from faults import rude
 from faults.fuzz import Answer, Failure, Fuzzer, Step, check_answer, mutated

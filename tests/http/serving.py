@@ -11,12 +11,12 @@ from fastapi import APIRouter, FastAPI
 from starlette.testclient import TestClient
 
 from darts_server.control import Control
+from darts_server.estimates.lengths import estimate_lengths, update_stats
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.routes import router
 from darts_server.http.security.access import Access
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.policy.lengths import estimate_lengths, update_stats
 from darts_server.records import GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import KIND, Statistics, length_limit, observations
 from darts_server.rollout.observers.provenance import Provenance

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, PLAIN, Launch, Server, launch, serving
+from darts_server.offline.demo.server import DARTS, ENVIRONMENT, PLAIN, Launch, Server, launch, serving
 from tests.integration.fleets import fleet
 from tests.integration.fork_server import EAGER, FORKS, Forks, Serve, can_fork
 
@@ -14,7 +14,7 @@ ENVIRONMENT["DARTS_POLICY"] = "uniform"  # most tests are of shaped groups; thos
 
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Launch]:
-    """`darts_server.demo.server.launch` for servers that start fast."""
+    """`darts_server.offline.demo.server.launch` for servers that start fast."""
     if not can_fork():
         yield launch
         return

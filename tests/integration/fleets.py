@@ -8,12 +8,12 @@ from uuid import uuid4
 
 import psutil
 
-from darts_server.demo.server import Launch, Server, launch, serving
+from darts_server.offline.demo.server import Launch, Server, launch, serving
 from tests.integration.fork_server import ROOT
 
 MARK = "DARTS_TEST_FLEET"
 """Environment variable by which the processes of a fleet are found: Ray's are no children of the server."""
-HOST = "darts_server.vllm.engine_host"
+HOST = "darts_server.vllm.fleet.host"
 FORKED_HOSTS = {"PYTHONPATH": f"{Path(__file__).parent / 'forked_hosts'}:{ROOT}"}
 """Environment of a server whose hosts of engines start fast."""
 START_SECONDS = 900.0

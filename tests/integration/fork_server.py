@@ -2,7 +2,7 @@
 
 A server has three processes, and each spends some seven seconds of a core on importing vLLM: two thirds of the cost of
 a start. A fork has everything imported. Servers whose processes, signals or exit code a test looks at are started as
-users start them, by ``darts_server.demo.server.launch``.
+users start them, by ``darts_server.offline.demo.server.launch``.
 
 There is one such process for a test run, whatever number of workers it has. It imports vLLM at the first request.
 Run as a program with ``-u -c CODE`` this module is a Python whose process is a fork: ``scripts/test`` has
@@ -27,13 +27,13 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from darts_server.demo.server import ENVIRONMENT, Process, Server
-from darts_server.ray import prepare_cluster
+from darts_server.offline.demo.server import ENVIRONMENT, Process, Server
+from darts_server.vllm.fleet.ray_cluster import prepare_cluster
 
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 20
 Serve = Callable[..., AbstractContextManager[Server]]
-"""Has the parameters of `darts_server.demo.server.serving`."""
+"""Has the parameters of `darts_server.offline.demo.server.serving`."""
 FORKS = "DARTS_TESTS_FORKS"
 """Environment variable with the address of the fork server."""
 CODE = ["-u", "-c"]
@@ -165,8 +165,8 @@ def import_server() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     import darts_server.app
-    import darts_server.vllm.server
-    import darts_server.vllm.worker  # noqa: F401  # loaded before the forks
+    import darts_server.vllm.api.server
+    import darts_server.vllm.engine_core.worker  # noqa: F401  # loaded before the forks
 
     vllm.envs.environment_variables["VLLM_WORKER_MULTIPROC_METHOD"] = lambda: "fork"  # its CPU platform sets spawn
     SpinCondition.record_read = turn_for_a_moment  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration import waiting
 from tests.integration.fork_server import Serve
 

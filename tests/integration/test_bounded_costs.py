@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import Server
 from darts_server.http.resources.monitor import MAX_VIEWERS
+from darts_server.offline.demo.server import Server
 from faults.stopwatch import Stopwatch
 from tests.integration.waiting import wait_idle, wait_started
 

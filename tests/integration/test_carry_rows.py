@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from safetensors.torch import save
 
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import STARTED, wait_idle, wait_started
 from tests.integration.weights import ORIGINAL

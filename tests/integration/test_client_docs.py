@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from darts_client import Client
-from darts_server.demo.server import MODEL, Server
+from darts_server.offline.demo.server import MODEL, Server
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from darts_server.demo.server import MODEL
 from darts_server.exceptions import UpdateFailed
-from darts_server.vllm.weights import VllmModel
+from darts_server.offline.demo.server import MODEL
+from darts_server.vllm.api.weights import VllmModel
 from darts_server.weights.tensors import FilePlan, names_by_file, read_tensors
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from tests.integration.weights import PROMPT, perturbed

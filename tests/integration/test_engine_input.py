@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
-from darts_server.demo.server import DARTS, Server
-from darts_server.vllm.sampling import RESERVED
+from darts_server.offline.demo.server import DARTS, Server
+from darts_server.vllm.requests.sampling import RESERVED
 from tests.integration.backdoor import HEADER
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_idle
@@ -74,7 +74,7 @@ def check_serves(server: Server) -> None:
 def test_a_sampling_parameter_that_the_engine_cannot_take_is_named(
     server: Server, sampling: Sampling, param: str
 ) -> None:
-    """Others are in tests/vllm/test_validation.py."""
+    """Others are in tests/vllm/requests/test_validation.py."""
     started = server.metric("darts_candidates_started_total")
     answers = [post(server, path, sampling) for path in (ROLLOUTS, VOTE)]
     assert server.metric("darts_candidates_started_total") == started

@@ -16,16 +16,16 @@ import pytest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from darts_server.demo.problems import sample_problem
 from darts_server.engine.port import TokenSlice
 from darts_server.exceptions import CandidateFailed, InvalidRequest
+from darts_server.offline.demo.problems import sample_problem
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.types import FinishReason, Outcome
-from darts_server.vllm.engine import VllmEngine
-from darts_server.vllm.outputs import CachingTokenizer
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.api.engine import VllmEngine
+from darts_server.vllm.requests.outputs import CachingTokenizer
+from darts_server.vllm.requests.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from tests.vllm.tokenizers import multi_byte_tokenizer
 
@@ -152,7 +152,7 @@ def flat(logprobs: Any) -> tuple[list[Any], list[float]]:
 async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
     engine: TinyEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text and log-probs of candidates are made from what was collected. tests/vllm/test_outputs.py has all cases."""
+    """Text and log-probs of candidates are made from what was collected (`tests.vllm.requests.test_outputs`)."""
     tokenizer = multi_byte_tokenizer()
     monkeypatch.setattr(engine.llm.output_processor, "tokenizer", tokenizer)
     monkeypatch.setattr(engine.port, "_tokenizer", CachingTokenizer(tokenizer))

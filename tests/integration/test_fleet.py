@@ -8,8 +8,8 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS
-from darts_server.ray.place import HEAD_SECONDS
+from darts_server.offline.demo.server import DARTS
+from darts_server.vllm.fleet.ray_hosts import HEAD_SECONDS
 from tests.integration.fleets import Marked, fleet, wait_up
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]

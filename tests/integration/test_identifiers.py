@@ -7,7 +7,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 
 pytestmark = pytest.mark.engine
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "7a-5b*4>", "n": 2, "max_tokens": 8}

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 from tests.integration.waiting import wait_idle
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, ENVIRONMENT, FLAGS, launch, serving
+from darts_server.offline.demo.server import DARTS, ENVIRONMENT, FLAGS, launch, serving
 from darts_server.store import Store
 from tests.integration.events import read_events
 from tests.integration.fork_server import Serve

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
 from darts_server.http.body import MAX_PARTS_AT_ONCE
-from darts_server.vllm.text_limits import MAX_TOKENIZED
+from darts_server.offline.demo.server import Server
+from darts_server.vllm.requests.text_limits import MAX_TOKENIZED
 from tests.integration.test_bounded_costs import EASY, peak_memory, send, served_meanwhile
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save, save_file
 from vllm.platforms import current_platform
 
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration import waiting
 from tests.integration.fork_server import Serve
 from tests.integration.weights import (

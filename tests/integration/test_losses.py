@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fleets import Marked, fleet, wait_up
 from tests.integration.test_rollouts import prompts
 

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 from tests.deploy.names import ours
 from tests.deploy.recorded import exposed, recorded
 

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 
 pytestmark = pytest.mark.engine
 PROMPTS = ["3a*7b+2c-5d*9>", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("7a-5b*4>", "1a+5b*4c-3>"))]

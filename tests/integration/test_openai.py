@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 PROMPT = "7a-5b*4>"

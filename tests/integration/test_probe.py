@@ -17,14 +17,14 @@ from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 from vllm.platforms import current_platform
 
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import MODEL
 from darts_server.engine.port import HiddenState, Probe
 from darts_server.exceptions import InvalidRequest
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import MODEL
 from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason
-from darts_server.vllm.engine import VllmEngine
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.api.engine import VllmEngine
+from darts_server.vllm.requests.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.nightly, pytest.mark.timeout(600)]

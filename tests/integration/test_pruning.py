@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.problems import Problem, reward, sample_problem
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.problems import Problem, reward, sample_problem
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 from tests.integration.weights import ORIGINAL, put
 

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import DARTS, Server
-from darts_server.policy.latency import LatencyModel
+from darts_server.estimates.latency import LatencyModel
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import DARTS, Server
 from darts_server.store import Store
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_counted

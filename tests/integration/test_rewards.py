@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.problems import reward, sample_problem
-from darts_server.demo.server import Server
+from darts_server.offline.demo.problems import reward, sample_problem
+from darts_server.offline.demo.server import Server
 
 pytestmark = pytest.mark.engine
 SIZE = 8

@@ -8,8 +8,8 @@ import httpx
 import pytest
 import safetensors.numpy
 
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import Server
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import Server
 from tests.integration.events import assemble_groups, read_events
 
 pytestmark = pytest.mark.engine

@@ -16,14 +16,14 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.tasks import SupportedTask
 
 from darts_server import app, settings
-from darts_server.demo.server import MODEL
 from darts_server.engine.scripted import Script, ScriptedEngine
 from darts_server.http.security.access import Access
 from darts_server.http.security.route_table import ANY, TABLE
+from darts_server.offline.demo.server import MODEL
 from darts_server.serving.gate import Gate
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.store import Store
-from darts_server.vllm import server
+from darts_server.vllm import flags
 from darts_server.weights.staging import Staging
 
 ENTRYPOINTS = Path(vllm.entrypoints.__path__[0])
@@ -43,7 +43,7 @@ def full_app() -> Iterator[FastAPI]:
     with pytest.MonkeyPatch.context() as patch, Store() as store, Staging() as staging, ExitStack() as closing:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-        args = server.parse([str(MODEL), *EVERYTHING])
+        args = flags.parse([str(MODEL), *EVERYTHING])
         args.enable_fault_tolerance = True
         built = build_app(args, tuple(tasks(SupportedTask)))
         port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate())

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from darts_client import Client
-from darts_server.demo.server import DARTS, MODEL, Server
+from darts_server.offline.demo.server import DARTS, MODEL, Server
 from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_idle
 

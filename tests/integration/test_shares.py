@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine]

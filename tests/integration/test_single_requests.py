@@ -12,8 +12,8 @@ import httpx
 import pytest
 import torch
 
-from darts_server.demo.problems import sample_problem
-from darts_server.demo.server import DARTS, MODEL, Server
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import DARTS, MODEL, Server
 from tests.integration.fork_server import Serve
 from tests.integration.waiting import wait_idle
 

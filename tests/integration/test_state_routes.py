@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 from darts_server.rollout.learned.statistics import LATENCY
 from darts_server.store.archive import LIMIT_BYTES, Row, pack, unpack
 

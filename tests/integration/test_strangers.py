@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from darts_server.demo.server import DARTS, Server, serving
+from darts_server.offline.demo.server import DARTS, Server, serving
 from tests.integration.fork_server import EAGER
 from tests.integration.waiting import engine_processes
 

@@ -6,7 +6,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.test_rollouts import SIZE, prompts
 from tests.integration.waiting import wait_idle

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from darts_server.cli import main
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 from darts_server.store.archive import pack
 
 pytestmark = pytest.mark.engine

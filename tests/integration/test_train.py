@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.rl import Run
 from darts_client import Client
-from darts_server.demo.server import DARTS, MODEL, Server
+from darts_server.offline.demo.server import DARTS, MODEL, Server
 from examples.tiny_rl import train
 from examples.tiny_rl.grpo import TOLERANCE
 from examples.tiny_rl.method import Method

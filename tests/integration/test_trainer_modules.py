@@ -11,7 +11,7 @@ import pytest
 from darts_client.integrations.openrlhf import HttpEngine
 from darts_client.integrations.slime import Facade
 from darts_client.integrations.verl import LLMServerClient
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio]

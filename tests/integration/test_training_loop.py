@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from darts_server.demo.server import DARTS
+from darts_server.offline.demo.server import DARTS
 from examples import training_loop
 from tests.integration.fork_server import Serve
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>"]

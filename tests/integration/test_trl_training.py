@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from darts_client import Client
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_trl import make_trainer

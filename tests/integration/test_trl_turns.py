@@ -8,7 +8,7 @@ import aiohttp
 import httpx
 import pytest
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.anyio, pytest.mark.filterwarnings("default")]
 SIZE, TOOL_CALLS = 8, 2

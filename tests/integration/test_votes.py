@@ -5,8 +5,8 @@ import pytest
 
 from darts_client import Client
 from darts_client._votes import Score, Weights
-from darts_server.demo.problems import MAX_RESPONSE_TOKENS
-from darts_server.demo.server import Server
+from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS
+from darts_server.offline.demo.server import Server
 from tests.integration.waiting import wait_idle
 
 pytestmark = pytest.mark.engine

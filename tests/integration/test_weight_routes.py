@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import save_file
 from vllm.outputs import CompletionOutput
 
-from darts_server.demo.server import DARTS, Server
+from darts_server.offline.demo.server import DARTS, Server
 from tests.integration import backend, waiting
 from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.fork_server import Serve

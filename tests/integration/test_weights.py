@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from darts_server.demo.server import DARTS, MODEL, Server
 from darts_server.files import stamp_of
+from darts_server.offline.demo.server import DARTS, MODEL, Server
 from tests.integration import waiting
 from tests.integration.events import Events, assemble_groups, read_events
 from tests.integration.fork_server import Serve

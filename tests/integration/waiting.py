@@ -4,7 +4,7 @@ import time
 
 import psutil
 
-from darts_server.demo.server import Server
+from darts_server.offline.demo.server import Server
 
 POLL_SECONDS = 0.06
 """Each poll of the metrics takes 25 ms of a core, which the server would have."""

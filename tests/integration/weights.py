@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import Qwen3ForCausalLM
 
-from darts_server.demo.server import MODEL, Server
+from darts_server.offline.demo.server import MODEL, Server
 
 PROMPT = "7a-5b*4>"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -7,6 +7,7 @@ from math import exp
 import numpy as np
 import pytest
 
+from darts_server.estimates.latency import LatencyCurve
 from darts_server.policy.auto import (
     FEWEST_AHEAD,
     KEPT,
@@ -18,7 +19,6 @@ from darts_server.policy.auto import (
     choose_ahead,
     learn_ahead,
 )
-from darts_server.policy.latency import LatencyCurve
 
 NEEDED, OFFERED, TOKENS = 16, 24, 6400
 STRAGGLING = [0.5] * 15 + [1.0]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from numpy.random import Generator, default_rng
 
-from darts_server.policy.candidate import Candidate
+from darts_server.group.candidate import Candidate
+from darts_server.group.events import Finished, Progress, Started
+from darts_server.group.group import Group
+from darts_server.group.selection import SelectionRule
 from darts_server.policy.deadline import CohortDeadline, Deadline
-from darts_server.policy.events import Finished, Progress, Started
-from darts_server.policy.group import Group
-from darts_server.policy.selection import SelectionRule
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.types import FinishReason
 from examples.tiny_rl.replay import Replay, replay

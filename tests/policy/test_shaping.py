@@ -6,12 +6,12 @@ from typing import get_args
 import pytest
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.group.sampled_tail import CutTail, SampledTail
+from darts_server.group.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.policy.allocation import cv_log_mean
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.pruning.survival import Pruning
-from darts_server.policy.sampled_tail import CutTail, SampledTail
-from darts_server.policy.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail, build_policies
+from darts_server.policy.survival import Pruning
 from darts_server.settings.fields import Policy
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from darts_server.policy.pruning.score_metrics import auc
+from darts_server.estimates.score_metrics import auc
 from darts_server.quality.head import Head, Network, ReplayBuffer
 from darts_server.quality.snapshot import Snapshot, Standardiser
 from darts_server.quality.types import HeadSettings, Score

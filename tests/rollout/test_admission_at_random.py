@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from darts_server.caller import Caller, caller
 from darts_server.engine.port import Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
@@ -24,7 +25,7 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
-from darts_server.serving.admission import Bounds, Caller, caller
+from darts_server.serving.admission import Bounds
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 from tests.rollout.helpers import AtOnce, Documents, Texts
 

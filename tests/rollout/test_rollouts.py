@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
+from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import Script, settle
+from darts_server.estimates.reward_stats import RewardStats, single_length
 from darts_server.exceptions import GroupAborted, InvalidRequest, ServerStopping
 from darts_server.policy.allocation import Brownout
-from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.statistics import observations
 from darts_server.rollout.spec import GroupSpec
-from darts_server.serving.admission import Admission, Bounds, Caller, caller
+from darts_server.serving.admission import Admission, Bounds
 from darts_server.types import DiscardReason
 from tests.rollout.batches.test_batch import batch_request, script, submit
 from tests.rollout.helpers import Harness, lengths

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from darts_server.engine.scripted import Script
+from darts_server.group.sampled_tail import CutTail
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.sampled_tail import CutTail
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason, Outcome, SelectedAs
-from tests.policy.oracle import Fate, bounded, chosen, cut_lengths
+from tests.group.oracle import Fate, bounded, chosen, cut_lengths
 from tests.rollout.helpers import Harness
 from tests.rollout.test_run_cut import poll_each_step, started
 

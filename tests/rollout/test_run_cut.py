@@ -6,7 +6,7 @@ import pytest
 
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
-from darts_server.policy.sampled_tail import CutTail
+from darts_server.group.sampled_tail import CutTail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.plan import UNSHAPED, Plan

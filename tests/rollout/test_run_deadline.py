@@ -7,14 +7,14 @@ from random import Random
 import pytest
 
 from darts_server.engine.scripted import Script
+from darts_server.group.sampled_tail import CutTail, SampledTail
 from darts_server.policy.deadline import QUANTILE, Deadline
-from darts_server.policy.sampled_tail import CutTail, SampledTail
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, CohortRecord, GroupRecord
 from darts_server.rollout.plan import Planner
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason, Outcome, SelectedAs
-from tests.policy.oracle import Fate, chosen, cut_lengths
+from tests.group.oracle import Fate, chosen, cut_lengths
 from tests.rollout.helpers import Harness
 
 pytestmark = pytest.mark.anyio

@@ -13,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
+from darts_server.estimates.deadline_losses import LAST_BIN
+from darts_server.estimates.reward_stats import RewardStats, single_length
 from darts_server.policy.auto import AheadState
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.deadline_losses import LAST_BIN
-from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.policy.shaping import BudgetKind, Shaping
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Plan, Planner

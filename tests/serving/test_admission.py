@@ -2,8 +2,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from darts_server.caller import Caller, caller
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
-from darts_server.serving.admission import Admission, Bounds, Caller, caller
+from darts_server.serving.admission import Admission, Bounds
 
 CAPACITY = 10
 

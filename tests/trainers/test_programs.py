@@ -13,7 +13,7 @@ import httpx
 import pytest
 from safetensors.torch import save_file
 
-from darts_server.demo.server import DARTS, MODEL, Server, serving
+from darts_server.offline.demo.server import DARTS, MODEL, Server, serving
 from tests.integration.weights import perturbed, status
 from tests.trainers.environments import ENVIRONMENTS, ROOT, NotInstalled, create
 

@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import Any
 
-from darts_server.vllm.plugin import end_engine_with_server, end_with_server
+from darts_server.vllm.engine_core.plugin import end_engine_with_server, end_with_server
 
 
 def run(method: str, generations: int) -> None:

@@ -13,7 +13,7 @@ from benchmarks.gpu.results import Table
 from darts_server.engine.port import HiddenState, Probe, RunningCandidate
 from darts_server.records import GroupRecord
 from darts_server.types import FinishReason
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.requests.prompt_request import PromptRequest
 
 MARGIN, EXTRA_SECONDS = 1.5, 0.5
 """Time of a load beyond its decode steps: a factor, and seconds."""

@@ -25,7 +25,7 @@ from benchmarks.gpu.traces import Trace
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.statistics import KIND
 from darts_server.types import OFF, FinishReason
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.requests.prompt_request import PromptRequest
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from statistics import median
 from benchmarks.gpu.bench import Bench, gather_within
 from benchmarks.gpu.plan import Budget
 from benchmarks.gpu.results import Table, Value
-from darts_server.policy.latency import LatencyCurve
+from darts_server.estimates.latency import LatencyCurve
 
 GROWTH = 2.2
 """How much longer a batch twice as large may take; its prompts grow more than its steps."""

@@ -16,15 +16,15 @@ from benchmarks.gpu.bench import LIMITS, Bench
 from benchmarks.gpu.plan import SHAPED, SIZE, Budget
 from benchmarks.gpu.results import Table
 from benchmarks.gpu.traces import CANDIDATES, Prompt, Trace
+from darts_server.estimates.latency import LatencyCurve
 from darts_server.policy.auto import AutoLimits
-from darts_server.policy.latency import LatencyCurve
 from darts_server.records import GroupRecord
 from darts_server.rollout.batches.batch import BatchRequest, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
 from darts_server.rollout.plan import Planner
 from darts_server.types import AUTO, OFF, FinishReason, PromptSpec
-from darts_server.vllm.prompt_request import PromptRequest
+from darts_server.vllm.requests.prompt_request import PromptRequest
 
 STEPS, SETTLED = 12, 6
 """Steps of each method, and those at its beginning that are not counted: prompts wait first, and `auto` learns."""

@@ -15,7 +15,7 @@ from benchmarks.gpu.models import CHECKPOINT, Shape
 from benchmarks.gpu.plan import Budget
 from benchmarks.gpu.results import Table, Value
 from darts_server.exceptions import UpdateUnsupported
-from darts_server.vllm.weights import VllmModel
+from darts_server.vllm.api.weights import VllmModel
 from darts_server.weights.port import Rule
 from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates

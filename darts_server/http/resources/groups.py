@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from darts_server.caller import caller
 from darts_server.exceptions import NotFound
 from darts_server.http.answers import JSON, SLICE_BYTES, HeldResponse, Readers, in_thread
 from darts_server.http.resources.trajectories import (
@@ -27,7 +28,6 @@ from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.statistics import Statistics, summarize, summarize_lengths
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import GroupRewards, RewardMatcher
-from darts_server.serving.admission import caller
 from darts_server.types import FinishReason, Outcome
 
 LISTED_GROUPS = 100

@@ -12,13 +12,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from darts_server.exceptions import QuotaReached
+from darts_server.caller import caller
+from darts_server.exceptions import RETRY_SECONDS, QuotaReached
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.statistics import Rewards, summarize
 from darts_server.rollout.observers.monitor import MaySee, Monitor, Viewer
-from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.types import Outcome
 from darts_server.weights.coordinator import Coordinator
 

@@ -21,6 +21,7 @@ from msgspec import Raw
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from darts_server.caller import caller
 from darts_server.exceptions import InvalidRequest, NotAcceptable
 from darts_server.http.answers import JSON, SLICE_BYTES, Readers, SharedEncodings, encode_json, respond
 from darts_server.http.body import converted, parse_body, read_body, while_connected
@@ -51,7 +52,6 @@ from darts_server.rollout.batches.events import (
 )
 from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, IdempotencyKey
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.serving.admission import caller
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""

@@ -14,9 +14,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from darts_server.caller import Caller
 from darts_server.exceptions import Forbidden, InvalidSetting, Unauthorized
 from darts_server.files import read_file
-from darts_server.serving.admission import Caller
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute, request_response
 
+from darts_server.caller import caller
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import (
     INLINE_BYTES,
@@ -20,7 +21,6 @@ from darts_server.http.body import (
 )
 from darts_server.http.security.access import RouteAccess
 from darts_server.http.security.middleware import find_route
-from darts_server.serving.admission import caller
 
 MAX_NUMBERS = 8 * 1024 * 1024
 """Limit of numbers in a body: 512 prompts of 8,192 token ids have half as many. pydantic needs 30 ns for each."""

@@ -11,6 +11,7 @@ from starlette.routing import Match, compile_path
 from starlette.status import WS_1008_POLICY_VIOLATION
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from darts_server.caller import Caller, caller
 from darts_server.exceptions import (
     DartsError,
     EngineDead,
@@ -26,7 +27,6 @@ from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import ANY, OWN_LIMITS, TABLE
 from darts_server.identifiers import NAME_CHARS, header_value, without_controls
-from darts_server.serving.admission import Caller, caller
 from darts_server.serving.lifecycle import Lifecycle
 
 SAFE = ("GET", "HEAD", "DELETE")

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from darts_server.estimates.lengths import DatasetStats
 from darts_server.policy.allocation import (
     ShadowPrice,
     allocate_by_std,
     allocate_evenly,
     reduce_candidates,
 )
-from darts_server.policy.lengths import DatasetStats
 from darts_server.policy.shaping import BudgetKind
 from darts_server.records import CohortRecord
 from darts_server.rollout.allocation.auto import Auto, AutoBatch

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.policy.checks import LARGEST
+from darts_server.estimates.checks import LARGEST
+from darts_server.estimates.deadline_losses import Answer, DeadlineLosses, GroupLosses
 from darts_server.policy.deadline import Deadline, RecentCompletionLengths
-from darts_server.policy.deadline_losses import Answer, DeadlineLosses, GroupLosses
 from darts_server.policy.shaping import Shaping
 from darts_server.records import GroupRecord
 from darts_server.rollout.learned.documents import DocumentStore, Kind, StoredValues, json_kind

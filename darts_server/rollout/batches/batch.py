@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic
 
+from darts_server.caller import caller
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.cohort import Allocation
@@ -15,7 +16,7 @@ from darts_server.rollout.batches.events import GroupResult
 from darts_server.rollout.plan import UNSHAPED, Plan, Planner
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
-from darts_server.serving.admission import Ticket, caller
+from darts_server.serving.admission import Ticket
 from darts_server.types import OFF, PromptSpec, RequestOptions
 
 logger = logging.getLogger(__name__)

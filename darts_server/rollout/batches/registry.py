@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic
 
+from darts_server.caller import caller
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
-from darts_server.exceptions import Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
+from darts_server.exceptions import RETRY_SECONDS, Conflict, DartsError, NotFound, Overloaded, QuotaReached, TooLarge
 from darts_server.rollout.batches.batch import BatchRequest, NewPlanner, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, CarryLimits, SavedPrompts
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.serving.admission import RETRY_SECONDS, caller
 from darts_server.serving.kept import Kept
 
 logger = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from darts_server.caller import caller
 from darts_server.engine.port import PromptRenderer
 from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.rollout.batches.batch import BatchGroup, PreparedBatch
@@ -27,7 +28,6 @@ from darts_server.rollout.batches.events import (
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec, OnAbort, Quota
-from darts_server.serving.admission import caller
 from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from darts_server.policy.checks import check_count
+from darts_server.estimates.checks import check_count
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.policy.checks import MIN_MEAN, check_count, check_length, check_number
-from darts_server.policy.latency import LatencyModel
-from darts_server.policy.length_profile import LengthProfile, ratios_to_mean
-from darts_server.policy.lengths import (
+from darts_server.estimates.checks import MIN_MEAN, check_count, check_length, check_number
+from darts_server.estimates.latency import LatencyModel
+from darts_server.estimates.length_profile import LengthProfile, ratios_to_mean
+from darts_server.estimates.lengths import (
     DatasetStats,
     LengthEstimate,
     Observation,
@@ -23,7 +23,7 @@ from darts_server.policy.lengths import (
     estimate_lengths,
     update_stats,
 )
-from darts_server.policy.reward_stats import RewardStats, restore_stats
+from darts_server.estimates.reward_stats import RewardStats, restore_stats
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
 from darts_server.types import FinishReason, Outcome

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from darts_server.caller import caller
+from darts_server.estimates.reward_stats import RewardStats, single_length
 from darts_server.identifiers import from_header
-from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
-from darts_server.serving.admission import caller
 from darts_server.serving.kept import Kept
 from darts_server.types import Outcome
 

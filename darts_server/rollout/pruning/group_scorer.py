@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from darts_server.engine.port import HiddenState, Probe, RunningCandidate
-from darts_server.policy.candidate import Candidate
-from darts_server.policy.events import Scored
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.group.candidate import Candidate
+from darts_server.group.events import Scored
+from darts_server.policy.survival import Pruning
 from darts_server.records import GroupKey
 from darts_server.rollout.pruning.pruner import Pruner
 

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.engine.port import HiddenState
+from darts_server.estimates.calibration import CalibrationStatus, Label
+from darts_server.estimates.score_metrics import ScoreMetrics, evaluate
+from darts_server.group.events import Scored
 from darts_server.observers import PruningObserver
-from darts_server.policy.events import Scored
-from darts_server.policy.pruning.calibration import CalibrationStatus, Label
-from darts_server.policy.pruning.score_metrics import ScoreMetrics, evaluate
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.survival import Pruning
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import Score, TrainerReport
 from darts_server.records import GroupKey, GroupRecord

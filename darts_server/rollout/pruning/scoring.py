@@ -11,10 +11,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from darts_server.estimates.calibration import Calibration, Calibrator, Label
+from darts_server.estimates.score_metrics import WINDOW
 from darts_server.exceptions import InvalidRequest, StateDamaged
-from darts_server.policy.pruning.calibration import Calibration, Calibrator, Label
-from darts_server.policy.pruning.score_metrics import WINDOW
-from darts_server.policy.pruning.survival import Pruning, SurvivalCurve
+from darts_server.policy.survival import Pruning, SurvivalCurve
 from darts_server.rollout.learned.documents import Blob, BlobStore
 
 logger = logging.getLogger(__name__)

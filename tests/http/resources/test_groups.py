@@ -10,13 +10,13 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
+from darts_server.caller import Caller, caller
 from darts_server.http import errors
 from darts_server.http.answers import MAX_READERS, SLICE_BYTES
 from darts_server.http.resources.groups import INLINE_CANDIDATES, LISTED_GROUPS, add_routes
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
-from darts_server.serving.admission import Caller, caller
 from darts_server.store import Store
 from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.batches.conftest import anyio_backend

@@ -11,14 +11,14 @@ import pytest
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 
+from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import settle
+from darts_server.estimates.reward_stats import RewardStats, single_length
 from darts_server.http import errors
 from darts_server.http.resources.monitor import MAX_VIEWERS, MonitorAnswer, MonitorSources, add_routes, events
 from darts_server.http.sse import MEDIA_TYPE
-from darts_server.policy.reward_stats import RewardStats, single_length
 from darts_server.records import UpdateRecord
 from darts_server.rollout.learned.statistics import Rewards
-from darts_server.serving.admission import Caller, caller
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Coordinator, State
 from tests.rollout.helpers import Documents, Harness, lengths

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.types import Message, Scope
 
+from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import EngineRefused, GroupAborted, NotAcceptable, QuotaReached
 from darts_server.http import errors
@@ -36,7 +37,6 @@ from darts_server.http.token_tensors import MEDIA_TYPE as TENSORS
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.serving.admission import Caller, caller
 from tests.rollout.batches.conftest import anyio_backend
 from tests.rollout.batches.streams import (
     batch_request,

@@ -12,12 +12,13 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
+from darts_server.caller import caller
 from darts_server.exceptions import EngineBusy, EngineDead, ServerStopping
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.serving.admission import Admission, Bounds, caller
+from darts_server.serving.admission import Admission, Bounds
 from darts_server.serving.lifecycle import Lifecycle
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]

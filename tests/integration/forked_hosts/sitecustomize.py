@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-if sys.orig_argv[1:3] == ["-m", "darts_server.vllm.engine_host"]:
+if sys.orig_argv[1:3] == ["-m", "darts_server.vllm.fleet.host"]:
     from tests.integration.fork_server import FORKS, Forks
 
     host = Forks(os.environ[FORKS]).fork(sys.orig_argv[2:], os.environ, (0, 1, 2))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from darts_server.estimates.deadline_losses import MIN_RIGHT, Answer, GroupLosses
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.deadline_losses import MIN_RIGHT, Answer, GroupLosses
 from darts_server.policy.shaping import Shaping
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.deadlines import Deadlines

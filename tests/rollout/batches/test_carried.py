@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from darts_server.caller import Caller, caller
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineError, InvalidRequest
 from darts_server.policy.auto import AutoLimits
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, GroupResult
 from darts_server.rollout.batches.registry import BatchRetention
@@ -23,7 +24,6 @@ from darts_server.rollout.batches.run import AnswerFormat
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.serving.admission import Caller, caller
 from darts_server.types import DiscardReason, Outcome, PromptSpec, Sample
 from tests.rollout.batches.streams import (
     GROUPS,

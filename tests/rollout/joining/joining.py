@@ -16,7 +16,7 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
-from tests.policy.oracle import Fate
+from tests.group.oracle import Fate
 from tests.rollout.helpers import Documents, Recorder
 
 WAIT, NAMED_WAIT = 5.0, 60.0

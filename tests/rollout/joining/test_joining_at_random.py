@@ -12,7 +12,7 @@ from darts_server.exceptions import CandidateFailed, EngineDead
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.types import FinishReason, Outcome
-from tests.policy.oracle import chosen
+from tests.group.oracle import chosen
 from tests.rollout.joining.joining import WAIT, Caller, JoiningHarness
 
 pytestmark = pytest.mark.anyio

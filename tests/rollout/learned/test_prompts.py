@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.policy.lengths import Observation, PromptStats, estimate_lengths
+from darts_server.estimates.lengths import Observation, PromptStats, estimate_lengths
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.statistics import Statistics, key_of, observations
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs

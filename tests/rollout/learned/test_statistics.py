@@ -2,7 +2,7 @@
 
 import pytest
 
-from darts_server.policy.lengths import Observation, estimate_lengths
+from darts_server.estimates.lengths import Observation, estimate_lengths
 from darts_server.rollout.learned.statistics import Dataset, Latency
 from tests.rollout.helpers import Documents
 

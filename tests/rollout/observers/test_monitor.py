@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from darts_server.caller import Caller
 from darts_server.engine.scripted import Script, settle
 from darts_server.rollout.observers.monitor import MAX_CANDIDATES_PER_GROUP, Fields, Monitor, Viewer
-from darts_server.serving.admission import Caller
 from darts_server.types import FinishReason, SelectedAs
 from tests.rollout.helpers import Harness, lengths
 from tests.rollout.learned.test_prompts import candidate, record

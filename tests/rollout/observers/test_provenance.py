@@ -1,7 +1,7 @@
 from dataclasses import replace
 
+from darts_server.caller import Caller
 from darts_server.rollout.observers.provenance import Provenance
-from darts_server.serving.admission import Caller
 from tests.rollout.learned.test_prompts import FINISHED, record
 
 

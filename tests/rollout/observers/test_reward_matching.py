@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.policy.reward_stats import RewardStats, single_length
+from darts_server.caller import Caller, caller
+from darts_server.estimates.reward_stats import RewardStats, single_length
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import DATASET_REWARDS, Rewards
 from darts_server.rollout.observers.reward_matching import (
@@ -20,7 +21,6 @@ from darts_server.rollout.observers.reward_matching import (
     RewardMatcher,
     RewardReport,
 )
-from darts_server.serving.admission import Caller, caller
 from darts_server.store import Store
 from darts_server.types import FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents

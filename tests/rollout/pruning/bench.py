@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darts_server.engine.port import HiddenState
+from darts_server.estimates.calibration import Calibration
+from darts_server.group.events import Scored
 from darts_server.observers import PruningObserver
-from darts_server.policy.events import Scored
-from darts_server.policy.pruning.calibration import Calibration
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.survival import Pruning
 from darts_server.quality.head import Head
 from darts_server.quality.remote import RemoteHead
 from darts_server.rollout.learned.documents import DocumentStore as Store

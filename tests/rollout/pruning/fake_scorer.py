@@ -6,8 +6,8 @@ import numpy as np
 
 from darts_server.engine.port import HiddenState, Probe
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
-from darts_server.policy.events import Scored
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.group.events import Scored
+from darts_server.policy.survival import Pruning
 from darts_server.records import GroupKey
 from darts_server.rollout.pruning.pruner import Pruner
 

@@ -11,10 +11,10 @@ import pytest
 from darts_server.engine.port import HiddenState, RunningCandidate
 from darts_server.engine.scripted import Script, ScriptedEngine, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
+from darts_server.group.events import Scored
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.events import Scored
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, build_policies
+from darts_server.policy.survival import Pruning
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.batch import BatchRequest, prepare_batch

@@ -8,8 +8,8 @@ import pytest
 
 from darts_server.engine.scripted import Script
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.pruning.survival import Pruning
 from darts_server.policy.shaping import Shaping, build_policies
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 from darts_server.rollout.pruning.scoring import ScoringSettings

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from darts_server.engine.port import HiddenState
-from darts_server.policy.events import Scored
-from darts_server.policy.pruning.calibration import Calibration, CalibrationStatus
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.estimates.calibration import Calibration, CalibrationStatus
+from darts_server.group.events import Scored
+from darts_server.policy.survival import Pruning
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.pruning.pruner import (
     MISSING_STATE_TOKENS,

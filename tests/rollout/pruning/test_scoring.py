@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.policy.pruning.survival import Pruning
+from darts_server.policy.survival import Pruning
 from darts_server.rollout.learned.documents import Blob, BlobStore
 from darts_server.rollout.pruning.scoring import (
     FIT_INTERVAL,

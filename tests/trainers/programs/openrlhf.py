@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from darts_client.integrations.openrlhf import served
-from darts_server.demo.server import MODEL
+from darts_server.offline.demo.server import MODEL
 from tests.trainers.programs.steps import SIZE, TEXTS, Trainer, main
 
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from darts_client.integrations.trl import WeightTransfer
-from darts_server.demo.server import MODEL
+from darts_server.offline.demo.server import MODEL
 from tests.trainers.programs.steps import SIZE, TEXTS, Trainer, main
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"

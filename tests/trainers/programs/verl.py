@@ -11,7 +11,7 @@ from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentL
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from darts_client.integrations.verl import served
-from darts_server.demo.server import MODEL
+from darts_server.offline.demo.server import MODEL
 from tests.trainers.programs.steps import SIZE, TEXTS, Trainer, main
 
 CONFIG = {

@@ -1,0 +1,121 @@
+"""One candidate of a group: its state, and the events that are legal in each state."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from darts_server.exceptions import IllegalMove
+from darts_server.group.events import Failed, Finished, Lost, Progress, Scored, Started
+from darts_server.types import DiscardReason, FinishReason, SelectedAs
+
+
+class State(Enum):
+    """The state of a candidate."""
+
+    REQUESTED = auto()
+    """The engine has not confirmed the candidate yet."""
+    RUNNING = auto()
+    FINISHED = auto()
+    """The candidate finished or was cut, and is neither selected nor discarded yet."""
+    SELECTED = auto()
+    DISCARDED = auto()
+
+
+CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
+
+# The state after each event that is legal in a state. An engine stops a candidate asynchronously, so events that were
+# sent before the stop still arrive afterwards: they change nothing. The same holds for scores and progress of a
+# candidate that has finished.
+MOVES: dict[tuple[State, type], State] = {
+    (State.REQUESTED, Started): State.RUNNING,
+    (State.RUNNING, Progress): State.RUNNING,
+    (State.RUNNING, Scored): State.RUNNING,
+    (State.RUNNING, Finished): State.FINISHED,
+    **{(state, end): State.DISCARDED for state in (State.REQUESTED, State.RUNNING) for end in (Failed, Lost)},
+    **{(state, late): state for state in (State.FINISHED, State.SELECTED) for late in (Progress, Scored)},
+    **{(State.DISCARDED, late): State.DISCARDED for late in (Started, Progress, Scored, Finished, Failed, Lost)},
+}
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One candidate.
+
+    ``tail_draw``: random number in [0, 1), drawn before the candidate starts. The lowest draws of a group win the
+    places of a sampled tail.
+    ``tokens``: number of generated tokens; a lower bound of it while the candidate runs.
+    ``quality``: probability to end correct by the latest score, or None without a score.
+    ``survival_draw``: random number in [0, 1). The candidate is pruned as soon as ``survival`` is at or below it.
+    ``survival``: product of the probabilities with which the group kept the candidate.
+    """
+
+    index: int
+    tail_draw: float
+    state: State = State.REQUESTED
+    tokens: int = 0
+    finish_reason: FinishReason | None = None
+    quality: float | None = None
+    survival_draw: float = 0.0
+    survival: float = 1.0
+    cut: bool = False
+    selected_as: SelectedAs | None = None
+    reason: DiscardReason | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the candidate may still generate tokens."""
+        return self.state in (State.REQUESTED, State.RUNNING)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the candidate is in the group, or may still be."""
+        return self.state is not State.DISCARDED
+
+    @property
+    def valid(self) -> bool:
+        """Whether the candidate finished at a stop token and not at a length limit."""
+        return self.finish_reason is FinishReason.STOP
+
+    def apply(self, event: CandidateEvent) -> None:
+        """Update the state after an event.
+
+        Raises:
+            IllegalMove: the event cannot happen in this state.
+        """
+        if self.cut:
+            # The group has cut the candidate: its tokens are final, whatever the engine still reports.
+            return
+        following = MOVES.get((self.state, type(event)))
+        if following is None:
+            raise IllegalMove(f"candidate {self.index} is {self.state.name}, where {event} cannot happen")
+
+        if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored)):
+            match event:
+                case Progress(tokens=tokens):
+                    self.tokens = max(self.tokens, tokens)
+                case Finished(tokens=tokens, reason=reason):
+                    self.tokens = tokens
+                    self.finish_reason = reason
+                case Scored(quality=quality):
+                    self.quality = quality
+        self.state = following
+
+        if isinstance(event, Failed | Lost) and self.reason is None:
+            if isinstance(event, Lost) and event.by_caller:
+                self.reason = DiscardReason.ABORTED
+            else:
+                self.reason = DiscardReason.FAILED
+
+    def select(self, selected_as: SelectedAs) -> None:
+        self.state = State.SELECTED
+        self.selected_as = selected_as
+
+    def discard(self, reason: DiscardReason) -> None:
+        self.state = State.DISCARDED
+        self.reason = reason
+
+    def cut_at(self, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens, as if that number had been the length limit."""
+        self.tokens = tokens
+        self.finish_reason = FinishReason.LENGTH
+        self.cut = True
+        self.state = State.FINISHED

@@ -1,0 +1,370 @@
+"""Selection rules: which candidates of a prompt make the group, and what is certain while some of them still run.
+
+A rule is a value. While a group runs, a `Selector` that the rule creates keeps the candidates in order, says which of
+them can be stopped or returned early, and selects in the end.
+
+A rule reads only lengths, validity (finished at a stop token and not at the length limit), indices, tail draws and the
+deadline. It never reads a reward or a score, and does not depend on the order in which candidates finish.
+
+All rules share one total order, (length, candidate index): the shortest candidate comes first. Rules with a sampled
+tail are in `sampled_tail`.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from darts_server.group.candidate import Candidate
+from darts_server.types import DiscardReason, SelectedAs
+
+Key = tuple[int, int]
+"""(length, index), the order that all rules share. The lower index wins a tie."""
+
+
+# --- what every rule has ----------------------------------------------------
+
+
+class Selector:
+    """Follows the candidates of a group, and selects among them.
+
+    The lists ``running``, ``valid`` and ``invalid`` are in order, the shortest candidate first. A candidate that
+    changes is moved in O(log n) comparisons. Everything else that a rule needs is computed when it is needed, in O(n)
+    at most.
+
+    All methods but `update` are queries. Their answers hold whatever the running candidates do, as long as they do not
+    fail. A group is complete when no candidate runs that cannot be stopped. This base class stops no candidate, so its
+    group waits for all candidates, and then selects all of them.
+
+    ``deliver_early``: whether `deliveries` is called before the group is complete. It needs more checks.
+    """
+
+    has_deadline: ClassVar[bool] = False
+    """Whether the group has a deadline and a bound. Otherwise both are ignored."""
+
+    def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
+        self.rule = rule
+        self.deliver_early = deliver_early
+        self.candidates: dict[int, Candidate] = {}
+        """Candidates that are in the group or may still be, by index."""
+        self.running: list[Key] = []
+        self.valid: list[Key] = []
+        self.invalid: list[Key] = []
+        # The list and the key of each candidate, by index.
+        self._entries: dict[int, tuple[list[Key], Key]] = {}
+        self.checks: dict[int, int] | None = None
+        """The latest result of `check_at`, or None after a change."""
+        self.delivered: Collection[int] = ()
+        """Indices of delivered candidates. They are in the group, with all their tokens."""
+        self.deadline: int | None = None
+        """The cohort's deadline in tokens, or None while there is none."""
+        self.bound: int | None = None
+        """Length in tokens at which every candidate is cut, or None while there is none."""
+
+    def update(self, candidate: Candidate) -> None:
+        """Take over the present state of a candidate: new, longer, finished, cut or discarded."""
+        index = candidate.index
+        self.checks = None
+        if index in self._entries:
+            keys, key = self._entries.pop(index)
+            del keys[bisect_left(keys, key)]
+            del self.candidates[index]
+        if not candidate.alive:
+            return
+        if candidate.running:
+            # The earliest place that the candidate can get: a running candidate with t tokens will have t + 1 or more.
+            keys = self.running
+            key = (candidate.tokens + 1, index)
+        else:
+            keys = self.valid if candidate.valid else self.invalid
+            key = (candidate.tokens, index)
+        insort(keys, key)
+        self._entries[index] = (keys, key)
+        self.candidates[index] = candidate
+
+    # --- the order of lengths -------------------------------------------------
+
+    def nth_shortest(self, n: int) -> int | None:
+        """Return the length of the ``n``-th shortest valid candidate, counted from 1, or None if there are fewer."""
+        return self.valid[n - 1][0] if len(self.valid) >= n else None
+
+    def nth_shortest_minimum(self, n: int, generated: Mapping[int, int]) -> int | None:
+        """Return a lower bound of the length that the ``n``-th shortest valid candidate will have.
+
+        None if there cannot be ``n`` valid candidates. ``generated``: tokens of running candidates so far, by index.
+        """
+        running = (max(tokens, generated.get(index, 0) + 1) for tokens, index in self.running)
+        lengths = sorted([*(tokens for tokens, _ in self.valid), *running])
+        return lengths[n - 1] if len(lengths) >= n else None
+
+    def num_below_threshold(self, places: int) -> int:
+        """Return the number of running candidates that can still be among the ``places`` shortest.
+
+        They come first in ``running``. The threshold is the ``places``-th shortest valid candidate so far; while fewer
+        have finished, no candidate is beyond it. The threshold can only fall and a running candidate can only get
+        longer, so a candidate that is beyond the threshold stays beyond it. For that reason candidates can be stopped
+        before all have finished.
+        """
+        if len(self.valid) < places:
+            return len(self.running)
+        if places == 0:
+            return 0
+        return bisect_left(self.running, self.valid[places - 1])
+
+    def threshold_checks(self, places: int) -> dict[int, int]:
+        """Return the token count at which each running candidate gets beyond the threshold, if it is not beyond yet.
+
+        Of two equal lengths the lower index comes first, so a higher index gets beyond the threshold one token earlier.
+        """
+        if not 0 < places <= len(self.valid):
+            return {}
+        tokens, last = self.valid[places - 1]
+        below = self.running[: self.num_below_threshold(places)]
+        return {index: tokens if index < last else tokens - 1 for _, index in below}
+
+    def next_check(self, key: Key, places: int) -> int | None:
+        """Return the token count at which a running candidate falls behind the next finished candidate.
+
+        None if the candidate is behind all finished candidates that are among the ``places`` shortest.
+        """
+        rank = bisect_left(self.valid, key)
+        if rank >= min(places, len(self.valid)):
+            return None
+        tokens, index = self.valid[rank]
+        return tokens if key[1] < index else tokens - 1
+
+    # --- what is certain ------------------------------------------------------
+
+    def select(self) -> dict[int, SelectedAs]:
+        """Select among the finished candidates. Fewer than ``size`` are selected only if fewer have finished."""
+        return dict.fromkeys((index for _, index in (*self.valid, *self.invalid)), SelectedAs.SURVIVOR)
+
+    def stops(self) -> dict[int, DiscardReason]:
+        """Return the running candidates that can no longer be in the group, with the reason."""
+        return {}
+
+    def cuts(self) -> dict[int, int]:
+        """Return the candidates, running or finished, of which only the first tokens are in the group, and how many."""
+        return {}
+
+    def deliveries(self) -> list[int]:
+        """Return finished candidates that are certain to be in the group.
+
+        The result may leave out candidates that an earlier call has returned.
+        """
+        return []
+
+    def check_at(self) -> dict[int, int]:
+        """Return the token count of each running candidate at which another query may change its answer.
+
+        Progress below that count changes nothing. Candidates that can be stopped must have been removed before.
+        """
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionRule:
+    """How a group is selected: ``num_shortest`` (K) places for the shortest, ``num_longest`` (L) for the tail."""
+
+    num_shortest: int
+    num_longest: int = 0
+    selector_type: ClassVar[type[Selector]] = Selector
+    """Class that follows a group and selects."""
+    samples_rest: ClassVar[bool] = False
+    """Whether the rule selects the K shortest, and a sample of all other candidates."""
+    samples_survivors: ClassVar[bool] = False
+    """Whether a complete group is a plain sample of all candidates that were not pruned."""
+    size: int = field(init=False, repr=False, compare=False)
+    """M: the number of trajectories that are returned."""
+    fewest: int = field(init=False, repr=False, compare=False)
+    """Number of candidates that must be left after pruning and failures."""
+    completion_place: int = field(init=False, repr=False, compare=False)
+    """Rank, from 1, of the valid candidate whose length says how many tokens the group needs."""
+
+    def __post_init__(self) -> None:
+        for name in ("size", "fewest", "completion_place"):
+            object.__setattr__(self, name, self.num_shortest + self.num_longest)
+
+    def discard_reason(self, candidate: Candidate) -> DiscardReason:
+        """Return the reason why a finished candidate was not selected."""
+        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        """Return 1 / (probability to be selected) of each selected candidate of a complete group, by index.
+
+        The probability is taken over tail draws and pruning, given the length that each of the ``candidates`` would
+        have reached. ``candidates`` has all candidates that count, stopped ones too. The result is None if some
+        candidates can never be selected, because no weights make up for them. Unless a rule says otherwise, the result
+        is None if some candidates were not certain to be selected.
+        """
+        certain = all(c.selected_as is not None and c.survival == 1 for c in candidates)
+        return {c.index: 1.0 for c in candidates} if certain else None
+
+
+# --- no shaping -------------------------------------------------------------
+
+
+class InOrderSelector(Selector):
+    """Selects the first candidates by index, however they finish."""
+
+    def select(self) -> dict[int, SelectedAs]:
+        finished = sorted(index for _, index in (*self.valid, *self.invalid))
+        # A truncated candidate counts like the others: nothing is selected here by how it finished.
+        return dict.fromkeys(finished[: self.rule.size], SelectedAs.SHORT)
+
+    def stops(self) -> dict[int, DiscardReason]:
+        # A running candidate may still fail, and then a later candidate takes its place. So later candidates are
+        # stopped only when enough candidates before them have finished.
+        if not self.running or len(self.valid) + len(self.invalid) < self.rule.size:
+            return {}
+        last = max(self.select())
+        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running if index > last}
+
+    def deliveries(self) -> list[int]:
+        first = self.candidates if len(self.candidates) <= self.rule.size else sorted(self.candidates)[: self.rule.size]
+        return [index for index in first if not self.candidates[index].running]
+
+
+class InOrder(SelectionRule):
+    """Select the first candidates by index, however they finished: no shaping."""
+
+    __slots__ = ()
+    selector_type = InOrderSelector
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        # The selected candidates were chosen before any candidate ran, so they are a plain sample.
+        return {c.index: 1.0 for c in candidates if c.selected_as is not None}
+
+    def discard_reason(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.MIDDLE
+
+
+# --- the shortest, and the longest ------------------------------------------
+
+
+class DualEndSelector(Selector):
+    """Selects the K shortest and the L longest valid candidates."""
+
+    def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
+        super().__init__(rule, deliver_early)
+        # Valid candidates that `deliveries` has not returned, the shortest first.
+        self._undelivered: list[Key] = []
+
+    def update(self, candidate: Candidate) -> None:
+        super().update(candidate)
+        if candidate.valid:
+            insort(self._undelivered, (candidate.tokens, candidate.index))
+
+    def select(self) -> dict[int, SelectedAs]:
+        short = self.rule.num_shortest
+        long = max(short, len(self.valid) - self.rule.num_longest)
+        missing = max(0, self.rule.size - len(self.valid))
+        selection = {index: SelectedAs.SHORT for _, index in self.valid[:short]}
+        if self.rule.num_longest:
+            selection.update((index, SelectedAs.LONG) for _, index in self.valid[long:])
+        selection.update((index, SelectedAs.FILL) for _, index in self.invalid[:missing])
+        return selection
+
+    def stops(self) -> dict[int, DiscardReason]:
+        if self.rule.num_longest:
+            return {}
+        beyond = self.running[self.num_below_threshold(self.rule.num_shortest) :]
+        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in beyond}
+
+    def deliveries(self) -> list[int]:
+        # The certain candidates are the first and the last ones of the order.
+        certain = []
+        keys = self._undelivered
+        while keys and self._is_in_group(keys[0]):
+            certain.append(keys.pop(0)[1])
+        while keys and self._is_in_group(keys[-1]):
+            certain.append(keys.pop()[1])
+        return certain
+
+    def check_at(self) -> dict[int, int]:
+        places = self.rule.num_shortest
+        if not self.deliver_early:
+            return {} if self.rule.num_longest else self.threshold_checks(places)
+        below = self.running[: self.num_below_threshold(places)]
+        checks = ((key[1], self.next_check(key, places)) for key in below)
+        return {index: tokens for index, tokens in checks if tokens is not None}
+
+    def _is_in_group(self, key: Key) -> bool:
+        """Whether this valid candidate is in the group whatever the running candidates do.
+
+        It is left out only if at least K valid candidates come before it and at least L after it. Every running
+        candidate may end after it, and only running candidates that are shorter so far may end before it.
+        """
+        rank = bisect_left(self.valid, key)
+        missing_before = max(0, self.rule.num_shortest - rank)
+        missing_after = max(0, self.rule.num_longest - (len(self.valid) - rank - 1))
+        can_precede = bisect_left(self.running, key)
+        return missing_before > can_precede or missing_before + missing_after > len(self.running)
+
+
+class DualEnd(SelectionRule):
+    """Select the K shortest and the L longest valid candidates (DARTS, distribution-aware trajectory sampling).
+
+    If fewer than K + L candidates are valid, all valid candidates are selected, and invalid ones fill up, the shortest
+    first.
+
+    With L = 0 it is the rule for saturated prompts (DARTS, variance-guided tail pruning): a running candidate that is
+    longer than the K-th shortest is stopped. With L >= 1 any candidate may become the longest, so all candidates run
+    until they finish.
+    """
+
+    __slots__ = ()
+    selector_type = DualEndSelector
+
+    def discard_reason(self, candidate: Candidate) -> DiscardReason:
+        if candidate.valid and not self.num_longest:
+            return DiscardReason.LONGER_THAN_NEEDED
+        return super().discard_reason(candidate)
+
+
+# --- survivors of pruning, whatever their lengths ---------------------------
+
+
+class AllSurvivors(SelectionRule):
+    """Select all candidates that were not pruned, for trainers that take groups of any size (ARRoL).
+
+    At least one candidate is always left, since an empty group teaches nothing. ``size`` is the caller's group size.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "fewest", 1)
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        return {c.index: 1 / c.survival for c in candidates if c.selected_as is not None}
+
+
+class SampledSurvivorsSelector(Selector):
+    """Selects the survivors with the lowest tail draws."""
+
+    def select(self) -> dict[int, SelectedAs]:
+        draws = sorted((self.candidates[index].tail_draw, index) for index in super().select())
+        return dict.fromkeys((index for _, index in draws[: self.rule.size]), SelectedAs.SURVIVOR)
+
+
+class SampledSurvivors(SelectionRule):
+    """Select ``size`` of the candidates that were not pruned, each with the same probability, by the lowest tail draws.
+
+    All survivors run until they finish. A survivor that loses the draw must not be stopped before: pruning depends on
+    how many candidates are left, so it would depend on tail draws, and the weights would not be exact.
+    """
+
+    __slots__ = ()
+    selector_type = SampledSurvivorsSelector
+    samples_survivors = True
+
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        selected = [c for c in candidates if c.selected_as is not None]
+        survivors = sum(c.reason is not DiscardReason.PRUNED for c in candidates)
+        share = survivors / len(selected)
+        return {c.index: share / c.survival for c in selected}
+
+    def discard_reason(self, candidate: Candidate) -> DiscardReason:
+        return DiscardReason.MIDDLE

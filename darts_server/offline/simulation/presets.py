@@ -1,0 +1,168 @@
+"""Presets: workloads fitted to public traces of RL training, each with a machine computed from public figures.
+
+A decode step reads the weights and the KV caches from memory and computes 2 FLOPs per parameter and sequence. It takes
+as long as the slower of the weights' reads and the arithmetic, and on top of that the reads of KV caches and an
+overhead for launches, scheduling and the all-reduces of tensor parallelism. Training takes 8 FLOPs per parameter and
+token: 6 for forward and backward, 2 for the log-probs of the old policy.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from darts_server.estimates.latency import LatencyCurve
+from darts_server.offline.simulation.model.engines import BLOCK_SIZE, Machine, StepTime
+from darts_server.offline.simulation.workload import FittedWorkload
+
+MEMORY_EFFICIENCY = 0.8  # of the peak bandwidth: a copy on an H200 reaches 0.9 of it (4.3 of 4.8 TB/s)
+COMPUTE_EFFICIENCY = 0.6
+"""Of the peak: large matrix products on an H200 reach 0.8 of it (790 of 989 TFLOP/s), those of a decode step less."""
+TRAINING_EFFICIENCY = 0.4  # of the peak, over a whole training step: what large dense models usually reach
+KV_SHARE = 0.9  # of the memory that vLLM uses by default
+STEP_OVERHEAD = 1.5e-3  # seconds of a step for scheduling, launches and sampling
+ALL_REDUCE = 10e-6
+"""Seconds of a small all-reduce, of which each layer has two, where a model is split over several GPUs."""
+PER_SEQUENCE = 10e-6  # seconds of a step for each sequence: sampling and output
+BYTES = 2  # of a parameter or a KV entry in bf16
+TRAINING_FLOPS = 8
+MAX_NUM_SEQS = 1024
+"""vLLM's default on GPUs with much memory."""
+
+
+class Gpu(NamedTuple):
+    """``bandwidth`` of the memory in bytes/s, ``flops`` in bf16 without sparsity, ``memory`` in bytes. Peaks."""
+
+    bandwidth: float
+    flops: float
+    memory: float
+
+
+class Model(NamedTuple):
+    """A dense model: number of ``parameters`` and ``layers``, and its KV heads of 128 values each."""
+
+    parameters: float
+    layers: int
+    kv_heads: int
+
+
+H20, H100, H200 = Gpu(4.0e12, 148e12, 96e9), Gpu(3.35e12, 989e12, 80e9), Gpu(4.8e12, 989e12, 141e9)
+"""From the vendor's data sheets."""
+QWEN_7B, QWEN_8B = Model(7.6e9, 28, 4), Model(8.2e9, 36, 8)
+QWEN_14B, QWEN_32B = Model(14.8e9, 48, 8), Model(32.8e9, 64, 8)
+"""From the models' public configurations (Qwen2.5 and, with 8B, Qwen3)."""
+
+
+def machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rollouts: float) -> Machine:
+    """Build the machine of ``replicas`` engines of ``per_replica`` GPUs each, which also train."""
+    bandwidth, flops = gpu.bandwidth * MEMORY_EFFICIENCY * per_replica, gpu.flops * COMPUTE_EFFICIENCY * per_replica
+    overhead = STEP_OVERHEAD + (2 * model.layers * ALL_REDUCE if per_replica > 1 else 0.0)
+    reading, computing = model.parameters * BYTES / bandwidth, 2 * model.parameters / flops
+    bend = max(2.0, reading / computing)  # sequences from which on the arithmetic takes longer than the reads
+    first = overhead + max(reading, computing) + PER_SEQUENCE
+    last = overhead + max(reading, bend * computing) + bend * PER_SEQUENCE
+    curve = LatencyCurve((1.0, bend), (first, last), computing + PER_SEQUENCE)
+    kv_bytes = 2 * model.layers * model.kv_heads * 128 * BYTES  # of a token
+    free = gpu.memory * KV_SHARE * per_replica - model.parameters * BYTES
+    training = gpu.flops * TRAINING_EFFICIENCY * per_replica * replicas
+    return Machine(
+        StepTime(curve, per_context_token=kv_bytes / bandwidth, per_prefill_token=computing),
+        replicas=replicas,
+        max_num_seqs=MAX_NUM_SEQS,
+        kv_blocks=int(free / kv_bytes / BLOCK_SIZE),
+        training_per_token=TRAINING_FLOPS * model.parameters / training,
+        between_rollouts=between_rollouts,
+    )
+
+
+def with_engines(machine: Machine, replicas: int) -> Machine:
+    """Return the machine with other engines. They also train, so more of them train faster."""
+    per_token = machine.training_per_token * machine.replicas / replicas
+    return replace(machine, replicas=replicas, training_per_token=per_token)
+
+
+TINY_MACHINE = Machine(
+    StepTime(LatencyCurve((1.0, 128.0), (0.002, 0.0095), 6e-5), per_prefill_token=1e-5),
+    max_num_seqs=256,
+    training_per_token=1.2e-4,
+    between_rollouts=0.08,
+)
+"""The tiny model on two CPU cores: some 13,000 tokens/s with 128 sequences, and 0.5 s to train on 128 trajectories."""
+
+# --- workloads -------------------------------------------------------------
+
+_MEDIANS = (0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98, 1.0)
+_RATIOS = (0.0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975, 0.99, 0.995, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """``about``: where the lengths and the machine come from. ``prompts``: of a batch."""
+
+    about: str
+    workload: FittedWorkload
+    machine: Machine
+    prompts: int = 256
+
+
+DAPO = FittedWorkload(
+    medians=(_MEDIANS, (190, 250, 310, 400, 470, 555, 660, 830, 1140)),
+    ratios=(_RATIOS, (0.002, 0.012, 0.018, 0.065, 0.21, 0.41, 0.69, 1.0, 1.36, 2.05, 2.8, 3.6, 5.8, 7.5, 20.0)),
+    max_tokens=10_112,
+    prompt_median=155,
+    prompt_spread=0.30,
+)
+DEEPCODER = FittedWorkload(
+    medians=(_MEDIANS, (1_030, 1_270, 2_940, 4_600, 11_500, 14_300, 15_700, 16_800, 17_500)),
+    ratios=(_RATIOS, (0.43, 0.47, 0.54, 0.65, 0.75, 0.83, 0.92, 1.0, 1.09, 1.2, 1.28, 1.45, 1.8, 2.1, 2.5)),
+    max_tokens=16_000,
+    prompt_median=430,
+    prompt_spread=0.50,
+)
+SEARCH_R1 = FittedWorkload(
+    medians=(_MEDIANS, (63, 88, 108, 125, 149, 198, 253, 331, 406)),
+    ratios=(_RATIOS, (0.007, 0.16, 0.23, 0.35, 0.48, 0.64, 0.83, 1.0, 1.24, 1.76, 2.35, 3.4, 5.3, 7.9, 23.0)),
+    max_tokens=4_300,
+    prompt_median=1_230,
+    prompt_spread=0.29,
+)
+TINY = FittedWorkload(
+    medians=((0.0, 0.5, 1.0), (3, 23, 60)),
+    ratios=((0.0, 0.1, 0.5, 0.8, 0.9, 0.95, 1.0), (0.12, 0.5, 1.0, 1.5, 3.0, 5.2, 12.0)),
+    max_tokens=256,
+    prompt_median=22,
+    prompt_spread=0.3,
+)
+
+PRESETS: dict[str, Preset] = {
+    "dapo-32b": Preset(
+        "Qwen2.5-32B on DAPO's maths problems (PolyTrace): mean 580 tokens and a long tail; 8 engines of 4 H100",
+        DAPO,
+        machine(QWEN_32B, H100, 4, 8, 10.0),
+    ),
+    "deepcoder-14b-16k": Preset(
+        "DeepCoder 14B with at most 16,000 tokens (PolyTrace): mean 9,800, 15 % truncated; 8 engines of 4 H100",
+        DEEPCODER,
+        machine(QWEN_14B, H100, 4, 8, 6.0),
+    ),
+    "search-r1-7b": Preset(
+        "Search-R1 with Qwen2.5-7B (PolyTrace): a trajectory's generated tokens are its length, what its searches add "
+        "counts as prompt, and it never waits for a search; 8 engines of an H100",
+        SEARCH_R1,
+        machine(QWEN_7B, H100, 1, 8, 4.0),
+    ),
+    "paper-h20-14b": Preset(
+        "the DARTS paper's machine for 14B, 64 H20 as 16 engines of 4, with the lengths of dapo-32b",
+        DAPO,
+        machine(QWEN_14B, H20, 4, 16, 6.0),
+        512,
+    ),
+    "paper-h20-32b": Preset(
+        "the DARTS paper's machine for 32B, 64 H20 as 8 engines of 8, with the lengths of dapo-32b",
+        DAPO,
+        machine(QWEN_32B, H20, 8, 8, 10.0),
+        512,
+    ),
+    "h200-8b": Preset(
+        "Qwen3-8B on one H200, with the lengths of dapo-32b", DAPO, machine(QWEN_8B, H200, 1, 1, 2.0), 64
+    ),
+    "tiny": Preset("the tiny model of examples/tiny_rl on two CPU cores", TINY, TINY_MACHINE, 16),
+}

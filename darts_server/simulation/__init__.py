@@ -1,5 +1,0 @@
-"""``darts-server simulate``: what policies would bring on a workload, without an engine.
-
-The model of a rollout is in ``policy/simulation``. This room gives it workloads (traces and presets), machines and
-policies, and reports what comes out.
-"""

@@ -1,0 +1,234 @@
+"""vLLM behind the engine port: each candidate is a vLLM request of its own, with final-only output.
+
+It relies on six details of vLLM that are not documented, each covered by a test on the real engine:
+
+* ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
+* ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far;
+* ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
+  is found;
+* nothing else of a running final-only request reads its detokenizer's text or its log-probs, see
+  :mod:`darts_server.vllm.requests.outputs`;
+* an aborted final-only request still yields the output generated before the abort;
+* ``abort(..., internal=True)`` takes internal ids.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeAlias
+
+import numpy as np
+from vllm.exceptions import GracefulHTTPError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from darts_server.engine.port import NOTHING, CandidateResult, Engine, Probe, TokenSlice
+from darts_server.exceptions import (
+    RETRY_SECONDS,
+    CandidateFailed,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    EngineRefused,
+    InvalidRequest,
+    Overloaded,
+)
+from darts_server.rollout.batches.registry import BatchRegistry
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.voting import VoteRunner
+from darts_server.types import FinishReason
+from darts_server.vllm.api.controlled import ControlledLLM
+from darts_server.vllm.api.probe_receiver import ProbeReceiver
+from darts_server.vllm.fleet.ranks import BY_PRIORITY, place
+from darts_server.vllm.requests.held import HeldRequests, OncePerTurn, changing_state
+from darts_server.vllm.requests.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
+from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable
+from darts_server.vllm.requests.sampling import REFUSALS
+
+logger = logging.getLogger(__name__)
+
+# vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
+UNUSABLE_GRAMMAR = (
+    "the engine cannot compile it, or no token can begin it, its log says which; correct the schema or grammar, or "
+    "simplify it"
+)
+"""vLLM's backends check a grammar before it is sent only in part."""
+
+# For app.py, which may not import vLLM.
+VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
+VllmRollouts: TypeAlias = Rollouts[PromptRequest, RequestOutput]
+VllmBatches: TypeAlias = BatchRegistry[PromptRequest, RequestOutput]
+VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
+
+
+@dataclass(slots=True, eq=False)
+class VllmCandidate:
+    """Implements :class:`darts_server.engine.port.RunningCandidate`."""
+
+    held: HeldRequests
+    collector: RequestOutputCollector
+    aborts: OncePerTurn[RequestOutputCollector]
+    on_end: Callable[[], None]
+    deferred: Deferred
+    constrained: bool
+    released: bool = False
+
+    def tokens(self) -> int | None:
+        return self.held.tokens(self.collector.request_id)
+
+    def tokens_from(self, start: int) -> TokenSlice | None:
+        state = self.held.states.get(self.collector.request_id)
+        if state is None or state.detokenizer is None:
+            return None
+        if not self.released:  # the first ones come now
+            self.released = True
+            self.held.release(self.collector.request_id)
+        tokens = state.detokenizer.output_token_ids[start:]
+        values = self.deferred.values
+        return TokenSlice(tokens, None if values is None else values[start:], self.deferred.returns_logprobs)
+
+    def stop(self) -> int:
+        self.aborts.add(self.collector)
+        if (tokens := self.tokens()) is not None:
+            return tokens
+        # The candidate has finished, but `result` has not taken its output from the collector yet.
+        output = self.collector.output
+        return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
+
+    async def result(self) -> CandidateResult[RequestOutput]:
+        try:
+            output = await self.collector.get()
+        except Exception as error:
+            raise translate(error) from error
+        finally:
+            self.on_end()
+        assert isinstance(output, RequestOutput)
+        completion = output.outputs[0]
+        if completion.finish_reason == "error":
+            if self.constrained and len(completion.token_ids) <= 1:  # none: not compiled; one: no token can be first
+                refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
+                raise translate(refusal) from refusal
+            raise CandidateFailed(f"vLLM failed on request {self.collector.request_id} while generating")
+        if self.deferred.values is not None and np.isnan(self.deferred.values).any():
+            raise CandidateFailed(
+                f"log-probs of request {self.collector.request_id} are NaN: the model's weights are broken, "
+                "or it overflows at this precision"
+            )
+        reason = FINISH_REASONS.get(completion.finish_reason or "")
+        if reason is not None:
+            completion.finish_reason = reason.value
+        return CandidateResult(len(completion.token_ids), reason, self.deferred.output(output))
+
+
+class VllmEngine:
+    """Implements :class:`darts_server.engine.port.Engine` on an ``AsyncLLM``."""
+
+    def __init__(self, llm: ControlledLLM, probes: ProbeReceiver | None = None) -> None:
+        self._llm = llm
+        self._probes = ProbeReceiver() if probes is None else probes
+        self._aborts = OncePerTurn(self._abort)
+        """A completed group stops all of its running candidates in the same turn."""
+        self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
+        config = llm.vllm_config
+        self.engines: int = config.parallel_config.data_parallel_size
+        self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
+        self.has_priorities: bool = config.scheduler_config.policy == BY_PRIORITY
+
+    @property
+    def weight_version(self) -> int:
+        return self._llm.weight_version
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._llm.output_processor.request_states)
+
+    @property
+    def probe_width(self) -> int | None:
+        return self._probes.width
+
+    async def start(
+        self,
+        request: PromptRequest,
+        index: int,
+        probe: Probe | None = None,
+        order: float = 0.0,
+        prefix: TokenSlice | None = None,
+    ) -> VllmCandidate:
+        """``prefix``: of a candidate that goes on."""
+        with ExitStack() as cleanup:  # runs when the candidate has finished
+            prompt, params, returns_logprobs = request.prompt, request.params_of(index), True
+            if probe is not None:
+                number = None  # without which no hidden states are sent
+                if probe.detect_at and self.probe_width is not None:
+                    number = self._probes.register(probe)
+                    cleanup.callback(self._probes.unregister, number)
+                params = request.probed_params_of(index, probe, number)
+                returns_logprobs = not request.adds_logprobs(probe)
+            deferred = Deferred(self._tokenizer, params, prefix or NOTHING, returns_logprobs=returns_logprobs)
+            if prefix is not None:
+                prompt, params = request.resumed(index, prefix.token_ids)
+
+            self._llm.gate.check()  # raises for groups that were admitted before the engine died
+            rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
+            options = place(self._llm.vllm_config, request.options, rank, order)
+            try:
+                with changing_state(deferred.begin):
+                    # The id that vLLM gives to the children of a request with n > 1.
+                    collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
+            except Exception as error:
+                raise translate(error) from error
+            constrained, on_end = params.structured_outputs is not None, cleanup.pop_all().close
+            return VllmCandidate(self._llm.held, collector, self._aborts, on_end, deferred, constrained)
+
+    def check_resumable(self, request: PromptRequest) -> None:
+        check_resumable(request.params)
+
+    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
+        return await self.start(request, index, order=order, prefix=prefix)
+
+    async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
+        try:
+            names = list(map(attrgetter("request_id"), collectors))
+            await self._llm.engine_core.abort_requests_async(names)  # it answers
+        except Exception as error:
+            logger.exception("vLLM failed to abort %d requests", len(collectors))
+            for each in collectors:
+                if each.output is None:
+                    each.put(CandidateFailed(f"vLLM failed to abort request {each.request_id}: {error}"))
+
+    def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
+        return truncate_output(output, tokens)
+
+    def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
+        return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
+
+    def finished_output(
+        self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
+    ) -> RequestOutput:
+        deferred = Deferred(self._tokenizer, request.params, tokens)
+        return deferred.make_output(request.prompt, finish_reason.value, text)
+
+    def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
+        completion = output.outputs[0]
+        values = sampled_logprobs(completion)
+        return TokenSlice(list(completion.token_ids[start:]), None if values is None else values[start:])
+
+    def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
+        return output.prompt_token_ids or (), output.outputs[0].token_ids
+
+
+def translate(error: Exception) -> EngineError:
+    """Translate an exception of vLLM to the port's."""
+    if isinstance(error, EngineError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return EngineDead(str(error))
+    if isinstance(error, (GracefulHTTPError, Overloaded)):  # by `--max-num-queued-reqs` or `-tokens`
+        return EngineBusy(str(error), RETRY_SECONDS)
+    if isinstance(error, REFUSALS):
+        return EngineRefused(str(error))
+    return CandidateFailed(f"{type(error).__name__}: {error}")

@@ -1,0 +1,433 @@
+"""What we change in vLLM's own routes: shaping options, our errors in their answers, streams with several choices.
+
+vLLM's handlers pass nothing on to ``generate()`` that they do not know, so options go there in a context variable.
+
+They answer every exception that they do not know with a 500. An error that is raised before an answer begins reaches
+FastAPI's handlers, ours among them. These do not:
+
+* in a stream, whose status was sent, vLLM's generators turn the error into an event by ``create_error_response``;
+* streams of the Responses API pass it on, and the connection breaks off; in the background they end with no event, and
+  what is not streamed stays queued;
+* ``/v1/messages`` turns it into an answer itself, and in a stream fails to parse the event that the chat route sends;
+* the handlers of some control routes catch all exceptions.
+"""
+
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from http import HTTPStatus
+from logging import getLogger
+from typing import Any, Literal, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from vllm.outputs import CompletionOutput, RequestOutput
+
+from darts_server.caller import caller
+from darts_server.exceptions import DartsError, InvalidRequest
+from darts_server.identifiers import SESSION_HEADERS, check_name
+from darts_server.serving.admission import Ticket
+from darts_server.types import OFF, RequestOptions
+from darts_server.vllm.compat import GENERATION_HANDLERS
+
+logger = getLogger(__name__)
+
+REQUEST_ID_HEADER = "X-Request-Id"  # to vLLM it goes before the ``request_id`` of a body
+XARGS, SAMPLING_PARAMS = "vllm_xargs", "sampling_params"
+ABORT = "/abort_requests"
+FINISH_UPDATE, CHECK_FINITE = "/finish_weight_update", "check_finite"
+CONTROL_PATHS = frozenset({"/pause", "/resume", "/scale_elastic_ep", ABORT})
+"""Of the routes whose handlers catch all exceptions."""
+ERROR_EVENT = 'data: {"error":'
+
+Handler = Callable[..., Awaitable[Any]]
+ErrorFields = Callable[[DartsError], Mapping[str, Any]]
+"""Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
+ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
+CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
+"""Checks the options of header and model name with those in ``vllm_xargs``; raises ``InvalidRequest``."""
+
+
+class Extension(Protocol):
+    """Reads further fields of a parsed request, and adds some to its answer."""
+
+    def before(self, request: Any) -> None:
+        """Raises ``InvalidRequest``."""
+
+    def after(self, request: Any, answer: Any) -> None: ...
+
+
+def attach(
+    application: FastAPI,
+    fields_of: ErrorFields,
+    read_options: ReadOptions,
+    raw_names: Set[str],
+    check_options: CheckOptions,
+    extensions: Sequence[Extension],
+) -> None:
+    """Let vLLM's generation routes read headers and model name first, and all its routes answer our errors.
+
+    ``fields_of``: an error. ``check_options``: raises for options that ``generate()`` would refuse. Streams of the
+    Responses API call that after their status was sent. ``extensions``: further fields of requests and answers.
+    """
+    for route in application.routes:
+        if isinstance(route, APIRoute) and route.path in CONTROL_PATHS and route.dependant.call is not None:
+            route.dependant.call = _keep_own_errors(route.dependant.call, is_abort=route.path == ABORT)
+        elif isinstance(route, APIRoute) and route.path == FINISH_UPDATE and route.dependant.call is not None:
+            route.dependant.call = _with_finite_check(route.dependant.call)
+    state = application.state
+    for attribute, method in GENERATION_HANDLERS:
+        if (serving := getattr(state, attribute, None)) is not None:
+            handler = getattr(serving, method)
+            setattr(serving, method, _behind_options(handler, read_options, raw_names, check_options, extensions))
+            serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
+    if (responses := getattr(state, "openai_serving_responses", None)) is not None:
+        _end_responses(responses)
+    if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
+        _end_messages(messages)
+    if (tokens := getattr(state, "serving_tokens", None)) is not None:
+        # Its streams have room only for the choices of the first output. It sends no event for empty ones.
+        stream = tokens.serve_tokens_stream_generator
+        tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
+            request, with_all_choices(outputs, request.sampling_params.n), *more
+        )
+
+
+# --- options of generation routes -------------------------------------------------
+
+
+@dataclass(slots=True)
+class RouteCall:
+    """What ``generate()`` reads of the call of a route that it serves, and notes.
+
+    ``options``: of its headers and model name. ``session``: that a header names. ``beams``: of a beam search, over all
+    its prompts; it calls ``generate()`` for every token of every beam, and is admitted once: ``ticket`` holds them from
+    the first call to the end. ``groups``: ids of those that it is served as. ``named``: prompts that the caller's
+    prompt key is used for. ``aborted``: whether an answer ended by an abort.
+    """
+
+    options: RequestOptions = field(default_factory=RequestOptions)
+    session: str | None = None
+    beams: int = 0
+    ticket: Ticket | None = None
+    groups: list[str] = field(default_factory=list)
+    named: set[str] = field(default_factory=set)
+    aborted: bool = False
+
+
+route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
+"""The call of a route that is being handled."""
+
+
+def _behind_options(
+    handler: Handler,
+    read_options: ReadOptions,
+    raw_names: Set[str],
+    check_options: CheckOptions,
+    extensions: Sequence[Extension],
+) -> Handler:
+    @wraps(handler)
+    async def handle(request: Any, raw_request: Any = None) -> Any:
+        headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
+        # Before vLLM logs the id.
+        check_name("request_id", str(getattr(request, "request_id", None) or ""))
+        check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
+        for extension in extensions:
+            extension.before(request)
+        options = read_options(headers)
+        if getattr(request, "model", None) in raw_names:
+            options = replace(options, policy=OFF)
+        params = getattr(request, SAMPLING_PARAMS, None)
+        if params is not None and raw_request is not None:
+            await move_xargs(params, raw_request)
+        xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
+        # Of the Responses API, which calls `generate` while its stream is read.
+        is_late = hasattr(request, "input") and hasattr(request, "previous_response_id")
+        if is_late:
+            check_options(options, xargs)
+        beams = 0
+        if getattr(request, "use_beam_search", False):
+            prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
+            if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+                beams *= len(prompts)
+            if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
+                raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
+        session: str | None = None
+        for name in SESSION_HEADERS:
+            if session := headers.get(name):
+                check_name(name, session)
+                break
+        call = RouteCall(options, session or None, beams)
+        token = route_call.set(call)
+        try:
+            answer = await handler(request, raw_request)
+        finally:
+            route_call.reset(token)
+            if call.ticket is not None:
+                call.ticket.release()
+        for extension in extensions:
+            extension.after(request, answer)
+        metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
+        if call.groups and metadata is not None:
+            # What finds the groups: the id of the response, or that of the one it shares with other requests.
+            shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
+            raw_request.state.darts_group_id = call.groups[0] if shared else metadata.request_id
+        return _stream_in(call, answer) if is_late and isinstance(answer, AsyncGenerator) else answer
+
+    return handle
+
+
+async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """Read a stream with the context of its request, in the task that sends it and ends with it."""
+    route_call.set(call)
+    async with aclosing(answer):
+        async for part in answer:
+            yield part
+
+
+async def move_xargs(params: Any, raw_request: Any) -> None:
+    """Move extra arguments of the token route to ``extra_args`` of its sampling parameters.
+
+    Its model has no ``vllm_xargs`` and drops them, in the request and in the sampling parameters.
+
+    Raises:
+        InvalidRequest: they are no object, or are in two places with different values.
+    """
+    body = await raw_request.body()  # it was read before, and is kept
+    if XARGS.encode() not in body:
+        return
+    sent = await raw_request.json()  # it was parsed before, and is kept
+    places = {XARGS: sent.get(XARGS), f"{SAMPLING_PARAMS}.{XARGS}": (sent.get(SAMPLING_PARAMS) or {}).get(XARGS)}
+    merged = dict(params.extra_args or {})
+    for place, xargs in places.items():
+        if xargs is None:
+            continue
+        if not isinstance(xargs, dict):
+            raise InvalidRequest(place, "must be an object; correct or omit it")
+        for name, value in xargs.items():
+            if merged.setdefault(name, value) != value:
+                raise InvalidRequest(f"{place}.{name}", "has another value in another place; send it once")
+    params.extra_args = merged or None
+
+
+# --- control routes -------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _ControlCall:
+    """A call of a control route. ``is_abort``: of the one that aborts requests, and it has not done so yet."""
+
+    is_abort: bool
+    error: DartsError | None = None
+
+
+_control_call: ContextVar[_ControlCall | None] = ContextVar("darts_control_call", default=None)
+
+
+@contextmanager
+def note_own_error() -> Iterator[None]:
+    """Note an error of ours that is raised inside, for the caller of the control route."""
+    try:
+        yield
+    except DartsError as error:
+        if (call := _control_call.get()) is not None and call.error is None:
+            call.error = error
+        raise
+
+
+def is_abort_by_route() -> bool:
+    """Whether this abort is that of the route for it: the first one in its call. What follows from it is not."""
+    call = _control_call.get()
+    if call is None or not call.is_abort:
+        return False
+    call.is_abort = False
+    return True
+
+
+def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
+    @wraps(handler)
+    async def handle(**values: Any) -> Any:
+        call = _ControlCall(is_abort)
+        token = _control_call.set(call)
+        answer = None
+        try:
+            answer = await handler(**values)
+        except Exception:
+            if call.error is None:
+                raise
+        finally:
+            _control_call.reset(token)
+        if call.error is not None:  # in place of vLLM's answer, or exception
+            raise call.error from None
+        return answer
+
+    return handle
+
+
+_checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True)
+
+
+def checks_finite() -> bool:
+    """Whether an update that is being finished fails if the model has NaN or infinity."""
+    return _checks_finite.get()
+
+
+def _with_finite_check(handler: Handler) -> Handler:
+    """Read our query parameter of vLLM's route that finishes an update."""
+
+    @wraps(handler)
+    async def handle(raw_request: Request, **values: Any) -> Any:
+        given = raw_request.query_params.get(CHECK_FINITE, "true")
+        if given not in ("true", "false"):
+            raise InvalidRequest(CHECK_FINITE, "must be true or false")
+        token = _checks_finite.set(given == "true")
+        try:
+            return await handler(raw_request=raw_request, **values)
+        finally:
+            _checks_finite.reset(token)
+
+    return handle
+
+
+# --- errors of generation routes --------------------------------------------------
+
+
+class ErrorEvent(BaseModel):
+    """OpenAI's event for an error in a stream of the Responses API."""
+
+    type: Literal["error"] = "error"
+    code: str
+    message: str
+    param: str | None
+    sequence_number: int
+
+
+def _make_error(vllms: Callable[..., Any], fields_of: ErrorFields, message: Any, *args: Any, **more: Any) -> Any:
+    if not isinstance(message, DartsError):
+        return vllms(message, *args, **more)
+    fields = fields_of(message)
+    status = HTTPStatus(fields["code"])
+    response = vllms(fields["message"], err_type=fields["type"], status_code=status, param=fields["param"])
+    response.error.message = fields["message"]  # vLLM removes what looks like a path
+    return response
+
+
+def _end_responses(responses: Any) -> None:
+    """End streams of the Responses API by an event, let responses in the background fail, and report aborts."""
+    stream, stream_stored = responses.responses_stream_generator, responses.responses_background_stream_generator
+    run = responses._run_background_request
+    make_whole = responses.responses_full_generator
+
+    async def make_whole_or_cancelled(*args: Any, **more: Any) -> Any:
+        # vLLM says "cancelled" of an aborted response for one family of models, and "completed" for all others.
+        response = await make_whole(*args, **more)
+        call = route_call.get()
+        if call is not None and call.aborted and getattr(response, "status", None) in ("completed", "incomplete"):
+            response.status = "cancelled"
+            response.incomplete_details = None
+        return response
+
+    async def mark_failed(response_id: str) -> None:
+        """Say of a response that runs in the background, and is stored, that it has failed, as vLLM does."""
+        async with responses.response_store_lock:
+            stored = responses.response_store.get(response_id)
+            if stored is not None and stored.status not in ("completed", "cancelled"):
+                stored.status = "failed"
+
+    async def stream_with_error(request: Any, *args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        number = -1
+        try:
+            async with aclosing(stream(request, *args, **more)) as events:
+                async for event in events:
+                    number = getattr(event, "sequence_number", number)
+                    yield event
+        except Exception as error:
+            if not isinstance(error, DartsError):
+                logger.exception("a stream of the Responses API failed")
+            await mark_failed(request.request_id)
+            fields = responses.create_error_response(error).error
+            yield ErrorEvent(
+                code=str(fields.code), message=fields.message, param=fields.param, sequence_number=number + 1
+            )
+
+    async def stream_stored_until_error(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
+        # vLLM's ends with nothing but the event of the response's completion.
+        async with aclosing(stream_stored(*args, **more)) as events:
+            async for event in events:
+                yield event
+                if isinstance(event, ErrorEvent):
+                    return
+
+    async def run_and_mark(request: Any, *args: Any, **more: Any) -> None:
+        try:
+            await run(request, *args, **more)
+        except DartsError as error:
+            logger.warning("response %s, which runs in the background, failed: %s", request.request_id, error)
+            await mark_failed(request.request_id)
+
+    # vLLM's converts an error of the engine to an event that it has no type for.
+    responses._convert_generation_error_to_streaming_response = _raise
+    responses.responses_full_generator = make_whole_or_cancelled
+    responses.responses_stream_generator = stream_with_error
+    responses.responses_background_stream_generator = stream_stored_until_error
+    responses._run_background_request = run_and_mark
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _end_messages(messages: Any) -> None:
+    """Answer our errors on ``/v1/messages``, and end its streams by Anthropic's event."""
+    chat, convert = messages.create_chat_completion, messages.message_stream_converter
+
+    async def answer(*args: Any, **more: Any) -> Any:
+        try:
+            return await chat(*args, **more)
+        except DartsError as error:
+            caller.get().answered = error  # for its headers
+            return messages.create_error_response(error)
+
+    async def convert_with_errors(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        errors: list[Mapping[str, Any]] = []
+
+        async def until_error() -> AsyncGenerator[str, None]:
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    if chunk.startswith(ERROR_EVENT):
+                        errors.append(json.loads(chunk.removeprefix("data: "))["error"])
+                        return
+                    yield chunk
+
+        async with aclosing(until_error()) as whole, aclosing(convert(whole)) as events:
+            async for event in events:
+                yield event
+        for error in errors:
+            data = {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
+            yield f"event: error\ndata: {json.dumps(data)}\n\n"
+
+    messages.create_chat_completion = answer
+    messages.message_stream_converter = convert_with_errors
+
+
+# --- the token route ----------------------------------------------------------------
+
+
+async def with_all_choices(
+    outputs: AsyncGenerator[RequestOutput, None], choices: int
+) -> AsyncGenerator[RequestOutput, None]:
+    """Add the missing ones of ``choices`` choices to the first output, empty and unfinished."""
+    missing = set(range(choices))
+    async with aclosing(outputs):
+        async for output in outputs:
+            if missing := missing - {choice.index for choice in output.outputs}:
+                empty = [CompletionOutput(index, "", [], None, None) for index in sorted(missing)]
+                output = copy(output)
+                output.outputs = [*output.outputs, *empty]
+                missing = set()
+            yield output

@@ -1,0 +1,151 @@
+"""vLLM's own HTTP server around the engine that shapes: its flags, its app, its routes."""
+
+import asyncio
+import os
+import socket
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import closing
+from logging import NOTSET, WARNING, getLogger
+from typing import Any
+
+import uvloop
+from fastapi import FastAPI
+from vllm import envs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.logger import configure_logging_from_args
+
+from darts_server.vllm.api.llm import ShapingLLM
+from darts_server.vllm.api.routes import ErrorFields, Extension, ReadOptions, attach
+from darts_server.vllm.api.shutdown import CONNECTION_SECONDS, Shutdown
+from darts_server.vllm.compat import version_warning, vllm_version
+from darts_server.vllm.requests.text_limits import limit_texts, tokenize_in_threads
+
+logger = getLogger(__name__)
+
+KEY_VARIABLE = "VLLM_API_KEY"
+ROUTE_LINES = ("Available routes", "Route: ")
+
+
+def take_api_keys(args: Namespace) -> list[str]:
+    """Remove the API keys from vLLM's flag and variable, and return them.
+
+    vLLM would refuse keys that are read later from a file; and its processes must not inherit them.
+    """
+    given: list[str] = args.api_key or [os.environ.get(KEY_VARIABLE, "")]
+    args.api_key = None
+    os.environ.pop(KEY_VARIABLE, None)
+    return [key for key in given if key]
+
+
+def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run the server's main coroutine function on vLLM's kind of event loop; return the process's exit code."""
+    configure_logging_from_args(args)
+    # Explicitly, since a library that vLLM uses raises the root logger's level to ERROR when the app is made.
+    ours = getLogger("darts_server")
+    if ours.level == NOTSET:
+        ours.setLevel(WARNING)
+    if (warning := version_warning(vllm_version())) is not None:
+        logger.warning(warning)
+    return uvloop.run(main())
+
+
+def bound_socket(args: Namespace) -> "closing[socket.socket]":
+    """Bind the address before the engine starts: an address that is in use must not cost a start."""
+    return closing(setup_server(args, reuse_port=False)[1])
+
+
+async def make_app(
+    llm: ShapingLLM,
+    args: Namespace,
+    read_options: ReadOptions,
+    error_fields: ErrorFields,
+    extensions: Sequence[Extension] = (),
+) -> FastAPI:
+    """Build vLLM's app on this engine; its generation routes read our options from headers and model names.
+
+    ``error_fields``: of our errors in its answers.
+    """
+    tasks = await llm.get_supported_tasks()
+    application = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, application.state, args, tasks)
+    names: list[str] = args.served_model_name
+    raw_names = set(names[len(names) // 2 :])
+    limit_texts(llm.renderer)
+    tokenize_in_threads(application.state)
+    attach(application, error_fields, read_options, raw_names, llm.check_options, extensions)
+    if llm.loras is not None:
+        llm.loras.attach(application.state.openai_serving_models, raw_names)
+    application.middleware_stack = None  # vLLM has built it; it is built again with the middleware that is added
+    return application
+
+
+def url_of(args: Namespace, sock: socket.socket) -> str:
+    """Return the address of a server that listens on this socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port, *_ = sock.getsockname()
+    scheme = "https" if args.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def serve(
+    application: FastAPI,
+    args: Namespace,
+    sock: socket.socket,
+    shutdown: Shutdown,
+    protocol: type[asyncio.Protocol],
+    on_ready: Callable[[], None],
+) -> None:
+    """Serve the app until the server stops.
+
+    ``protocol``: uvicorn's implementation of HTTP/1.1. ``on_ready``: called once, when the server answers.
+    """
+    envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
+    log_config = get_uvicorn_log_config(args)
+
+    def stop_http_server() -> None:
+        application.state.server.should_exit = True
+
+    waiting = [on_ready]
+
+    async def notify() -> None:
+        """Called once the server answers, and from time to time afterwards."""
+        await shutdown.handle_signals()
+        while waiting:
+            waiting.pop()()
+
+    # A line for each of some fifty routes would bury all that is said before.
+    launcher = getLogger(serve_http.__module__)
+    launcher.addFilter(lambda record: not str(record.msg).startswith(ROUTE_LINES))
+
+    async with shutdown.watch(stop_http_server):
+        ended = await serve_http(
+            application,
+            sock=sock,
+            callback_notify=notify,
+            timeout_graceful_shutdown=CONNECTION_SECONDS,
+            enable_ssl_refresh=args.enable_ssl_refresh,
+            host=args.host,
+            port=args.port,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            http=protocol,
+            **({} if log_config is None else {"log_config": log_config}),
+        )
+    await ended
+
+
+def stopping(application: FastAPI) -> bool:
+    """Whether its HTTP server is shutting down: it waits for open responses, so endless ones must end."""
+    http_server = getattr(application.state, "server", None)
+    return http_server is not None and bool(http_server.should_exit)

@@ -1,0 +1,125 @@
+"""The host of one engine that belongs to a coordinator elsewhere: starts vLLM's engine, and hands its messages on.
+
+    python -m darts_server.vllm.fleet.host PID < start
+
+``start`` is `Start` as JSON, from whoever places engines. It ends with its engine, with its connection, and with the
+process PID that has started it, which starts it again.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.core_client import MPClient
+from vllm.v1.executor import Executor
+
+from darts_server.vllm import flags
+from darts_server.vllm.engine_core.holding import RANK
+from darts_server.vllm.engine_core.plugin import end_with_process
+from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, connect
+
+logger = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.1  # how often the host looks whether its engine runs
+
+
+class Start(msgspec.Struct, forbid_unknown_fields=True):
+    """``argv``: vLLM's flags. ``host``, ``port``: of the coordinator. ``token``, ``rank``: see `Hello`."""
+
+    argv: list[str]
+    host: str
+    port: int
+    token: str
+    rank: int
+
+
+class LocalEngine(MPClient):
+    """vLLM's client of an engine that it starts on this machine, without its tasks that read the engine's messages.
+
+    Receives the coordinator's, which are handed to the engine.
+    """
+
+    ready = b""
+    disconnected: asyncio.Future[str]
+
+    def _apply_ready_response(self, payload: bytes) -> None:
+        self.ready = payload
+        super()._apply_ready_response(payload)
+
+    def received(self, parts: list[bytes]) -> None:
+        self.input_socket.send_multipart([self.core_engine, *parts], copy=False)
+
+    def lost(self, reason: str) -> None:
+        if not self.disconnected.done():
+            self.disconnected.set_result(f"the connection to the coordinator has ended: {reason}")
+
+
+async def run(start: Start, folder: Path) -> str:
+    """Run an engine until it ends, or is not wanted any more; return why. ``folder``: for sockets."""
+    os.environ[RANK] = str(start.rank)
+    args = flags.parse(start.argv)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
+    engine.disconnected = asyncio.get_running_loop().create_future()
+    manager: Any = engine.resources.engine_manager
+    socket: Any = engine.resources.output_socket
+    connection: Connection | None = None
+    tasks: list[asyncio.Future[Any]] = []
+
+    async def hand_on_outputs(connection: Connection) -> str:
+        while True:
+            parts = await socket.recv_multipart()
+            connection.send(parts)
+            if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
+                return "the engine has died"
+
+    async def hand_on_hidden_states(connection: Connection) -> str:
+        while True:
+            connection.send([HIDDEN_STATES, *await hidden_states.recv_multipart()])
+
+    async def watch() -> str:
+        """Return why an engine has ended that could not say so."""
+        while not manager.finished_procs():
+            await asyncio.sleep(WATCH_SECONDS)
+        return f"the engine was ended: {manager.finished_procs()}"
+
+    with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as hidden_states:
+        try:
+            hidden_states.setsockopt(zmq.RCVHWM, 0)
+            address = f"ipc://{folder / 'states'}"
+            hidden_states.bind(address)
+            hello = Hello(start.token, start.rank, engine.ready, address)
+            connection = await connect(start.host, start.port, hello, engine)
+            works = hand_on_outputs(connection), hand_on_hidden_states(connection), watch()
+            tasks = [*map(asyncio.ensure_future, works), engine.disconnected]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return str(ended.pop().result())
+        finally:
+            for task in tasks:
+                task.cancel()
+            if connection is not None:  # before what takes seconds: its requests are waited for
+                connection.close("the engine has ended")
+                await asyncio.sleep(0)  # in which it is
+            engine.shutdown()
+
+
+def main() -> int:
+    end_with_process(int(sys.argv[1]))
+    start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
+    with tempfile.TemporaryDirectory(prefix="darts-engine-") as folder:
+        reason = asyncio.run(run(start, Path(folder)))
+    logger.error("engine %d ends: %s", start.rank, reason)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

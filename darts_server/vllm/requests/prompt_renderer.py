@@ -1,0 +1,201 @@
+"""Render prompts and sampling parameters of our own API for vLLM, and convert its outputs."""
+
+import json
+from argparse import Namespace
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from vllm import SamplingParams
+from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.outputs import RequestOutput
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from darts_server.engine.port import RequestTokens
+from darts_server.exceptions import InvalidRequest
+from darts_server.types import FinishReason, PromptSpec, Sample
+from darts_server.vllm.compat import load_chat_template
+from darts_server.vllm.requests.outputs import ABORTED, TEXT, make_deferred, sampled_logprobs
+from darts_server.vllm.requests.prompt_request import PromptRequest
+from darts_server.vllm.requests.sampling import REFUSALS, SamplingReader, named_parameter
+from darts_server.vllm.requests.validation import PROMPT, check_group, check_request
+
+TOO_LONG = ("input_tokens", "input_text")
+"""What vLLM's errors name if a prompt is longer than the model's length."""
+
+
+class VllmPromptRenderer:
+    """Implements :class:`darts_server.engine.port.PromptRenderer`.
+
+    ``args``: vLLM's flags. Chats become tokens by those of its chat route.
+    """
+
+    def __init__(self, llm: AsyncLLM, args: Namespace) -> None:
+        self._llm = llm
+        self._chats = OnlineRenderer(
+            llm.model_config,
+            llm.renderer,
+            request_logger=None,
+            chat_template=load_chat_template(args.chat_template),
+            chat_template_content_format=args.chat_template_content_format,
+            default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
+        )
+        self._sampling = SamplingReader(llm.model_config.logprobs_mode)
+        self.effective_sampling = self._sampling.effective
+
+    async def make_request(
+        self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+    ) -> PromptRequest:
+        params = self._sampling.read(sampling, size)
+        # Render the prompt as vLLM's routes do: a chat by its template, token ids and text as they are.
+        rendered: Any
+        if prompt.messages is not None:
+            rendered = await self._render_chat(prompt.messages, prompt.chat_options)
+        else:
+            renderer = self._llm.renderer
+            try:
+                given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
+                parsed = parse_model_prompt(self._llm.model_config, given)
+                (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
+            except Exception as error:
+                raise self._unrendered(_prompt_field(prompt), error) from error
+        _limit_answer(params, prompt, len(rendered.get("prompt_token_ids") or ()), self._llm.model_config.max_model_len)
+        request = PromptRequest(rendered, params, request_id)
+        # Check it before the first candidate starts; errors name the fields of our own API.
+        try:
+            check_request(self._llm.vllm_config, request)
+            check_group(self._llm, request)
+        except InvalidRequest as error:
+            field = _prompt_field(prompt) if error.field == PROMPT else f"sampling.{error.field}"
+            raise InvalidRequest(field, error.message) from error
+        except REFUSALS as error:
+            raise InvalidRequest(named_parameter(error, sampling) or _prompt_field(prompt), str(error)) from error
+        return request
+
+    async def _render_chat(self, messages: bytes, chat_options: bytes | None) -> Any:
+        """Return the prompt that vLLM's chat route makes of the same fields.
+
+        Raises:
+            InvalidRequest: names the first option whose removal makes the chat renderable, or ``messages``.
+        """
+        for number, message in enumerate(json.loads(messages)):
+            if not isinstance(message.get("role"), str):
+                raise InvalidRequest(f"messages[{number}].role", 'must be a string, such as "user"')
+        options = json.loads(chat_options or b"{}")
+        if options.get("continue_final_message") and options.get("add_generation_prompt", True):
+            raise InvalidRequest(
+                "continue_final_message", 'needs "add_generation_prompt": false, as on vLLM\'s chat route; add that'
+            )
+        try:
+            return await self._apply_template(messages, options)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+            raise InvalidRequest(place.lstrip("."), first["msg"]) from error
+        except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
+            cause = "messages"
+            if not _is_too_long(error):
+                for name in options:
+                    others = {other: value for other, value in options.items() if other != name}
+                    if await self._has_prompt(messages, others):
+                        cause = name
+                        break
+            raise self._unrendered(cause, error) from error
+
+    async def _has_prompt(self, messages: bytes, options: Mapping[str, Any]) -> bool:
+        try:
+            await self._apply_template(messages, options)
+        except Exception:
+            return False
+        return True
+
+    async def _apply_template(self, messages: bytes, options: Mapping[str, Any]) -> Any:
+        # vLLM's route would refuse tools that it has no parser for, which a batch does not need, unless this is null.
+        request = ChatCompletionRequest(messages=[], tool_choice=None, **options)
+        # Not validated, as its parser takes what it needs: pydantic collects all errors of all messages, for seconds.
+        conversation = json.loads(messages)
+        for message in conversation:
+            reasoning = message.pop("reasoning_content", None)  # as vLLM's route does it while it validates
+            if reasoning is not None and message.get("reasoning") is None:
+                message["reasoning"] = reasoning
+        request.messages = conversation
+        rendered = await self._chats.render_chat(request)
+        if isinstance(rendered, ErrorResponse):
+            raise ValueError(rendered.error.message)
+        return rendered[1][0]
+
+    def _unrendered(self, field: str, error: Exception) -> InvalidRequest:
+        if _is_too_long(error):
+            # vLLM stops counting at the first token that is too many, and speaks of an answer of 0 tokens.
+            limit = self._llm.model_config.max_model_len
+            return InvalidRequest(
+                field,
+                f"has more than {limit - 1} tokens, and an answer needs one or more: the model's length is {limit}; "
+                "shorten the prompt, or use a server with a larger --max-model-len",
+            )
+        if isinstance(error, REFUSALS):
+            return InvalidRequest(field, str(error))
+        return InvalidRequest(field, f"cannot be rendered for this model: {type(error).__name__}: {error}")
+
+    def prompt_key(self, request: PromptRequest) -> str:
+        return request.prompt_key
+
+    def tokens(self, request: PromptRequest) -> RequestTokens:
+        return request.tokens
+
+    def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
+        return request.tail_seed
+
+    async def to_sample(self, output: RequestOutput) -> Sample:
+        await make_deferred(output, TEXT)
+        completion = output.outputs[0]
+        tokens = array("i", completion.token_ids)  # batches are kept: a list takes nine times the memory
+        values = sampled_logprobs(completion)
+        logprobs = None if values is None else array("d", values)
+        reason = None if completion.finish_reason == ABORTED else FinishReason(completion.finish_reason or "")
+        return Sample(tokens, logprobs, completion.text, reason)
+
+
+def _is_too_long(error: Exception) -> bool:
+    return getattr(error, "parameter", None) in TOO_LONG
+
+
+def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit: int) -> None:
+    """Check that prompt and answer fit into the model's length, and set ``max_tokens`` where the caller leaves it open.
+
+    ``max_tokens`` is never made smaller, as on vLLM's completions and chats: a trainer that takes an answer of fewer
+    tokens for a whole one would learn from a truncated one. ``length``: of the prompt. ``limit``: the model's length.
+
+    Raises:
+        InvalidRequest: names the prompt, unless it is the sampling parameter alone that does not fit.
+    """
+    if params.max_tokens is not None:
+        needed = params.max_tokens
+        name = "max_tokens"
+        cause = (
+            f"sampling.max_tokens is {needed} (16 if it is left out); shorten the prompt, lower max_tokens, or send "
+            "null for what the prompt leaves"
+        )
+    else:
+        needed = max(1, params.min_tokens)
+        name = "min_tokens"
+        cause = f"an answer needs at least {needed}; shorten the prompt, or use a server with a larger --max-model-len"
+    if needed >= limit:
+        raise InvalidRequest(f"sampling.{name}", f"must be below the model's length of {limit} tokens, got {needed}")
+    if length + needed > limit:
+        raise InvalidRequest(
+            _prompt_field(prompt),
+            f"has {length} tokens, and may have at most {limit - needed}: the model's length is {limit}, and {cause}",
+        )
+    if params.max_tokens is None:
+        params.max_tokens = limit - length
+
+
+def _prompt_field(prompt: PromptSpec) -> str:
+    """Return the name of the field that holds the prompt."""
+    return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)

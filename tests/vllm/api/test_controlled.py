@@ -1,0 +1,130 @@
+"""vLLM's control calls: with several data-parallel engines, and a resume that holds."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from darts_server.exceptions import UpdateFailed
+from darts_server.vllm.api.controlled import ControlledLLM
+from darts_server.vllm.api.llm import ShapingLLM
+from darts_server.vllm.api.weights import VllmModel
+
+pytestmark = pytest.mark.anyio
+
+
+class Engines:
+    """An LLM, and its client, of data-parallel engines with one worker each, which returns or raises its answer."""
+
+    vllm_config: Any = SimpleNamespace(lora_config=None)
+    collective_rpc: Any = ControlledLLM.collective_rpc
+
+    def __init__(self, *answers: object) -> None:
+        self.engine_core = self
+        self.core_engines = [*range(len(answers))]
+        self._answers = answers
+
+    async def _call_utility_async(self, utility: str, method: str, *_: object, engine: int) -> list[object]:
+        assert utility == "collective_rpc"
+        answer = self._answers[engine]
+        if isinstance(answer, Exception):
+            raise answer
+        return [answer]
+
+
+@pytest.mark.parametrize("answer", ["OSError: no such file", RuntimeError("OSError: no such file")])
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_load_has_failed_if_it_fails_on_any_data_parallel_engine(rank: int, answer: object) -> None:
+    engines: Any = Engines(*(answer if engine == rank else None for engine in range(2)))
+    for call in (VllmModel(engines).load([]), VllmModel(engines).abandon_update()):
+        with pytest.raises(UpdateFailed, match="no such file"):
+            await call
+
+
+# --- A resume of the engine holds, whatever pause was under way
+
+
+class Engine(ControlledLLM):
+    """Pauses when it gets idle, as vLLM's engine does, resumed or not."""
+
+    def __init__(self) -> None:
+        self.idle = asyncio.Event()
+        self.is_halted = False
+        self.error: Exception | None = None
+        self._pauses = set()
+
+    async def handle_received(self) -> None:
+        assert self.is_halted
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Has nothing to end."""
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    async def pause(engine: Engine, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("wait", True)
+        await engine.idle.wait()
+        engine.is_halted = True
+        if engine.error is not None:
+            raise engine.error
+
+    async def resume(engine: Engine) -> None:
+        engine.is_halted = False
+
+    monkeypatch.setattr(AsyncLLM, "pause_generation", pause)
+    monkeypatch.setattr(AsyncLLM, "resume_generation", resume)
+    return Engine()
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_pause_that_takes_effect_after_a_resume_is_undone_unless_there_is_another(
+    engine: Engine, again: bool
+) -> None:
+    pauses = [asyncio.create_task(engine.pause_engine("wait"))]
+    await asyncio.sleep(0)
+    await engine.resume_engine()
+    if again:
+        pauses.append(asyncio.create_task(engine.pause_engine("wait")))
+        await asyncio.sleep(0)
+    engine.idle.set()
+    await asyncio.gather(*pauses)
+    assert engine.is_halted is again
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no")])
+async def test_also_if_its_caller_has_given_up(engine: Engine, error: Exception | None) -> None:
+    engine.error = error
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(engine.pause_engine("wait"), 0.01)
+    await engine.resume_engine()
+    engine.idle.set()
+    await asyncio.sleep(0.01)
+    assert not engine.is_halted
+
+
+async def test_a_pause_waits_until_what_came_before_its_answer_is_handled() -> None:
+    """Otherwise tokens of the old weights would be taken for those of the new ones."""
+    queue: asyncio.Queue[int] = asyncio.Queue()
+    core = SimpleNamespace(outputs_queue=queue, get_output_async=queue.get)
+    llm: Any = SimpleNamespace(engine_core=core, is_handling=False)
+    ShapingLLM.observe_outputs(llm)
+    handled = []
+
+    async def handle() -> None:
+        while True:
+            output = await core.get_output_async()
+            await asyncio.sleep(0)  # between two chunks
+            handled.append(output)
+
+    llm.output_handler = asyncio.create_task(handle())
+    for number in range(5):
+        queue.put_nowait(number)
+    await ControlledLLM.handle_received(llm)
+    assert handled == [*range(5)]
+    llm.output_handler.cancel()
+    queue.put_nowait(5)
+    async with asyncio.timeout(60):
+        await ControlledLLM.handle_received(llm)  # nobody handles it any more

@@ -1,0 +1,54 @@
+"""Errors of vLLM, and its own limits on its queue, `--max-num-queued-reqs` and `--max-num-queued-tokens`."""
+
+from collections.abc import AsyncGenerator
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import GenerationError, MaxQueuedTokensError, QueueOverflowError, VLLMNotFoundError
+from vllm.outputs import RequestOutput
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused
+from darts_server.serving.admission import Admission
+from darts_server.vllm.api.engine import translate
+from darts_server.vllm.api.llm import Generation, ShapingLLM
+from darts_server.vllm.api.routes import RouteCall
+from darts_server.vllm.requests.prompt_request import PromptRequest
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (VLLMNotFoundError("no"), EngineRefused),
+        (ValueError("no"), EngineRefused),
+        (TypeError("no"), EngineRefused),
+        (EngineDeadError("gone"), EngineDead),
+        (GenerationError("oh"), CandidateFailed),
+        (RuntimeError("oh"), CandidateFailed),
+        (QueueOverflowError(), EngineBusy),
+        (MaxQueuedTokensError(), EngineBusy),
+    ],
+)
+def test_refusals_and_full_queues_are_no_failures(error: Exception, wanted: type[Exception]) -> None:
+    assert type(translate(error)) is wanted
+
+
+@pytest.mark.anyio
+async def test_vllms_own_routes_get_its_own_exception() -> None:
+    full = QueueOverflowError()
+
+    class Full(ShapingLLM):
+        def __init__(self) -> None:
+            pass
+
+        async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
+            raise translate(full) from full
+            yield
+
+    admission = Admission(lambda: 0, None)
+    generation = Generation(PromptRequest({}, SamplingParams(), "a"), RouteCall(), admission.admit(1))
+    with pytest.raises(QueueOverflowError) as raised:
+        async for _ in Full()._serve(generation):
+            pass
+    assert raised.value is full
+    assert admission.requests == 0

@@ -1,0 +1,290 @@
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.datastructures import State
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+from darts_server.caller import Caller, caller
+from darts_server.exceptions import DartsError, GroupAborted, InvalidRequest
+from darts_server.http.errors import fields_of
+from darts_server.http.options import read_options
+from darts_server.serving.admission import Admission
+from darts_server.types import RequestOptions
+from darts_server.vllm.api.routes import RouteCall, attach, move_xargs, route_call
+
+pytestmark = pytest.mark.anyio
+
+
+def attach_to(check_options: Callable[..., Any] = lambda *_: None, **handlers: Any) -> None:
+    application: Any = SimpleNamespace(routes=[], state=State(handlers))
+    attach(application, fields_of, read_options, frozenset({"tiny:raw"}), check_options, [])
+
+
+# --- errors -----------------------------------------------------------------------
+
+
+class Completions:
+    """A handler as vLLM's."""
+
+    create_error_response = staticmethod(create_error_response)
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> Any: ...
+
+
+class Responses(Completions):
+    """Streams two events, and then an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+        self.response_store: dict[str, Any] = {}
+        self.response_store_lock = asyncio.Lock()
+
+    async def create_responses(self, request: Any, raw_request: Any = None) -> Any: ...
+
+    async def _run_background_request(self, request: Any) -> None:
+        raise self.error
+
+    async def responses_full_generator(self, status: str) -> Any:
+        return SimpleNamespace(status=status, incomplete_details="max_output_tokens")
+
+    async def responses_background_stream_generator(self, response_id: str) -> AsyncGenerator[Any, None]:
+        """Go on until a response is completed."""
+        async for event in self.responses_stream_generator(SimpleNamespace(request_id=response_id)):
+            yield event
+        await asyncio.Event().wait()
+
+    async def responses_stream_generator(self, request: Any) -> AsyncGenerator[Any, None]:
+        yield SimpleNamespace(sequence_number=0)
+        yield SimpleNamespace(sequence_number=1)
+        raise self.error
+
+
+class Messages(Completions):
+    """Converts the chunks of a chat."""
+
+    async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
+        raise request.error
+
+    async def message_stream_converter(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        async for chunk in chunks:
+            yield chunk.upper()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "param", "code"),
+    [
+        (GroupAborted("all of /tmp/was aborted"), "InternalServerError", None, 503),
+        (InvalidRequest("n", "is odd"), "BadRequestError", "n", 400),
+    ],
+)
+async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
+    error: DartsError, kind: str, param: str | None, code: int
+) -> None:
+    completions, responses, messages = Completions(), Responses(error), Messages()
+    attach_to(
+        openai_serving_completion=completions, openai_serving_responses=responses, anthropic_serving_messages=messages
+    )
+    expected = {"message": str(error), "type": kind, "param": param, "code": code}
+    caller.set(Caller())
+    assert completions.create_error_response(error).error.model_dump() == expected
+    assert (await messages.create_chat_completion(SimpleNamespace(error=error))).error.model_dump() == expected
+    assert caller.get().answered is error, "the middleware adds its headers"
+    *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
+    event = event.model_dump()
+    assert event == {
+        "type": "error",
+        "code": str(code),
+        "message": str(error),
+        "param": param,
+        "sequence_number": 2,
+    }
+
+
+@pytest.mark.parametrize(("before", "after"), [("queued", "failed"), ("in_progress", "failed"), ("cancelled",) * 2])
+async def test_a_response_in_the_background_that_is_not_streamed_fails(before: str, after: str) -> None:
+    responses = Responses(GroupAborted("no"))
+    responses.response_store["r"] = SimpleNamespace(status=before)
+    attach_to(openai_serving_responses=responses)
+    await responses._run_background_request(SimpleNamespace(request_id="r"))
+    assert responses.response_store["r"].status == after
+
+
+async def test_a_response_in_the_background_fails_and_its_stream_ends() -> None:
+    responses = Responses(GroupAborted("was aborted"))
+    responses.response_store["r"] = SimpleNamespace(status="in_progress")
+    attach_to(openai_serving_responses=responses)
+    stream = responses.responses_background_stream_generator("r")
+    async with asyncio.timeout(10):
+        *_, event = [event async for event in stream]
+    assert (event.type, event.code, event.sequence_number) == ("error", "503", 2)
+    assert responses.response_store["r"].status == "failed"
+
+
+@pytest.mark.parametrize("status", ["completed", "incomplete"])
+async def test_a_response_whose_answer_was_aborted_is_cancelled(status: str) -> None:
+    responses = Responses(GroupAborted("no"))
+    attach_to(openai_serving_responses=responses)
+    call = RouteCall()
+    route_call.set(call)
+    assert (await responses.responses_full_generator(status)).status == status
+    call.aborted = True
+    response = await responses.responses_full_generator(status)
+    assert (response.status, response.incomplete_details) == ("cancelled", None)
+
+
+async def test_errors_of_vllm_stay_as_they_are() -> None:
+    error = ValueError("no")
+    completions, responses, messages = Completions(), Responses(error), Messages()
+    attach_to(
+        openai_serving_completion=completions, openai_serving_responses=responses, anthropic_serving_messages=messages
+    )
+    assert completions.create_error_response(error) == create_error_response(error)
+    assert completions.create_error_response("no", param="n") == create_error_response("no", param="n")
+    with pytest.raises(ValueError, match="no"):
+        await messages.create_chat_completion(SimpleNamespace(error=error))
+    *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
+    assert (event.code, event.message) == ("400", "no")
+
+
+async def test_a_stream_of_messages_ends_with_the_error_of_the_chat() -> None:
+    messages = Messages()
+    attach_to(anthropic_serving_messages=messages)
+
+    async def chat() -> AsyncGenerator[str, None]:
+        yield "data: {}\n\n"
+        yield 'data: {"error": {"message": "was aborted", "type": "InternalServerError", "code": 503}}\n\n'
+        yield "data: [DONE]\n\n"
+
+    first, last = [event async for event in messages.message_stream_converter(chat())]
+    assert first == "DATA: {}\n\n"
+    assert last == (
+        'event: error\ndata: {"type": "error", "error": {"type": "InternalServerError", "message": "was aborted"}}\n\n'
+    )
+
+
+# --- options ----------------------------------------------------------------------
+
+
+class Serving(Completions):
+    """Notes what was known when it ran."""
+
+    def __init__(self) -> None:
+        self.seen: list[RequestOptions] = []
+
+    async def create_completion(self, request: Any, raw_request: Any = None) -> str:
+        self.seen.append((route_call.get() or RouteCall()).options)
+        return "answer"
+
+
+async def test_a_handler_sees_what_its_own_request_sets() -> None:
+    serving = Serving()
+    attach_to(openai_serving_completion=serving)
+    request = SimpleNamespace(headers={"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
+    plain = SimpleNamespace(headers={})
+    assert await serving.create_completion(SimpleNamespace(model="tiny"), request) == "answer"
+    await serving.create_completion(SimpleNamespace(model="tiny"), plain)
+    await serving.create_completion(SimpleNamespace(model="tiny:raw"), request)
+    await serving.create_completion(SimpleNamespace(model=None))
+    assert [options.policy for options in serving.seen] == ["uniform", None, "off", None]
+    assert [options.prompt_key for options in serving.seen] == ["p", None, "p", None]
+    assert route_call.get() is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "n", "beams"), [("a", 8, 8), ([1, 2], 8, 8), (["a", "b"], 8, 16), ([[1], [2]], 3, 6), (None, None, 1)]
+)
+async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any, n: int | None, beams: int) -> None:
+    admission = Admission(lambda: 0, None)
+
+    class Beams(Completions):
+        async def create_completion(self, request: Any, raw_request: Any = None) -> int:
+            call = route_call.get()
+            assert call is not None
+            call.ticket = admission.admit(call.beams)
+            return admission.ahead
+
+    serving = Beams()
+    attach_to(openai_serving_completion=serving)
+    request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
+    assert await serving.create_completion(request) == beams
+    assert (admission.ahead, admission.requests, route_call.get()) == (0, 0, None)
+
+
+BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_policy": "cap"}}
+
+
+@pytest.mark.parametrize(
+    ("sent", "headers", "message"),
+    [
+        ({}, {"x-darts-foo": "1"}, "unknown header"),
+        ({"request_id": "a\nb"}, {}, "request_id: must be 1 to 256 printable characters"),
+        ({"request_id": "a"}, {"x-request-id": "a\nb"}, "X-Request-Id"),
+        (BEAMS, {}, "'cap' cannot shape a beam search"),
+    ],
+)
+async def test_what_is_refused_never_reaches_the_handler(
+    sent: dict[str, Any], headers: dict[str, str], message: str
+) -> None:
+    serving = Serving()
+    attach_to(openai_serving_completion=serving)
+    with pytest.raises(InvalidRequest, match=message):
+        await serving.create_completion(SimpleNamespace(model="tiny", **sent), SimpleNamespace(headers=headers))
+    assert serving.seen == []
+    for name in ("日本/ä'\"<script>", ""):
+        await serving.create_completion(SimpleNamespace(model="tiny", request_id=name))
+    assert len(serving.seen) == 2
+
+
+class Body:
+    """A request as Starlette gives it to the handler."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self.headers: dict[str, str] = {}
+        self._body = json.dumps(body).encode()
+
+    async def body(self) -> bytes:
+        return self._body
+
+    async def json(self) -> Any:
+        return json.loads(self._body)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+async def test_extra_arguments_of_the_token_route_are_moved_to_where_it_has_them(inside: bool) -> None:
+    xargs = {"darts_policy": "off", "other": [1]}
+    sent = {"sampling_params": {"vllm_xargs": xargs}} if inside else {"vllm_xargs": xargs}
+    params = SimpleNamespace(extra_args={"other": [1]})
+    await move_xargs(params, Body(sent))
+    assert params.extra_args == xargs
+    await move_xargs(params, Body({"token_ids": [1]}))
+    assert params.extra_args == xargs
+    with pytest.raises(InvalidRequest, match=r"vllm_xargs\.other: has another value in another place"):
+        await move_xargs(params, Body({"vllm_xargs": {"other": 2}}))
+    with pytest.raises(InvalidRequest, match=r"sampling_params\.vllm_xargs: must be an object"):
+        await move_xargs(params, Body({"sampling_params": {"vllm_xargs": []}}))
+
+
+async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_request() -> None:
+    class Late(Responses):
+        async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
+            async def stream() -> AsyncGenerator[str | None, None]:
+                for _ in range(2):
+                    yield (route_call.get() or RouteCall()).options.policy
+
+            return stream()
+
+    async def collect(stream: AsyncGenerator[str | None, None]) -> list[str | None]:
+        return [part async for part in stream]
+
+    serving, checked = Late(ValueError()), []
+    attach_to(lambda options, xargs: checked.append((options.policy, xargs)), openai_serving_responses=serving)
+    request = SimpleNamespace(model="tiny:raw", input="hi", previous_response_id=None, vllm_xargs={"a": 1})
+    stream = await serving.create_responses(request)
+    assert route_call.get() is None
+    assert await asyncio.create_task(collect(stream)) == ["off", "off"]
+    assert checked == [("off", {"a": 1})]
+    assert route_call.get() is None

@@ -1,0 +1,367 @@
+"""What is made when it is read is, field by field, what vLLM makes as the tokens come, from the same messages."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.logprobs import FlatLogprobs
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
+from vllm.sampling_params import RequestOutputKind
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from darts_server.engine.port import NOTHING, TokenSlice
+from darts_server.offline.demo.server import MODEL
+from darts_server.vllm.requests.outputs import (
+    SLICE,
+    CachingTokenizer,
+    Deferred,
+    DeferredCompletion,
+    make_deferred,
+    sampled_logprobs,
+    truncate_output,
+)
+from tests.vllm.tokenizers import multi_byte_tokenizer
+
+ID = "0_cmpl-1"
+PROMPT = [4, 5, 6]
+VOCABULARY = 30
+"""Tokens that all tokenizers here have."""
+
+
+@cache
+def tokenizer(name: str) -> Any:
+    return multi_byte_tokenizer() if name == "multi-byte" else get_tokenizer(str(MODEL))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request, and the messages that the engine sends for it; ``aborted``: after the last of them."""
+
+    params: SamplingParams
+    messages: Sequence[Sequence[bytearray]]
+    tokenizer: str
+    aborted: bool
+
+
+def draw_case(random: Random) -> Case:
+    total = random.randint(1, 40)
+    logprobs = random.choice([None, 0, 0, 1, 5, -1])
+    prompt_logprobs = random.choice([None, None, 0, 2])
+    name = random.choice(["tiny", "multi-byte"])
+    detokenize = random.random() < 0.9
+    params = SamplingParams(
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        flat_logprobs=random.random() < 0.3,
+        detokenize=detokenize,
+        stop=random.choice([None, None, ["1"], ["a=", "日", "7A"]]) if detokenize else None,
+        include_stop_str_in_output=random.random() < 0.5,
+        skip_special_tokens=random.random() < 0.5,
+        spaces_between_special_tokens=random.random() < 0.5,
+        min_tokens=random.choice([0, 0, 5]),
+        max_tokens=max(5, total),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    aborted = random.random() < 0.3
+    messages: list[list[bytearray]] = []
+    while total > 0:
+        count = min(total, random.choice([1, 1, 1, 3]))
+        total -= count
+        messages.append(draw_message(random, params, count, first=not messages, last=total == 0 and not aborted))
+    return Case(params, messages, name, aborted)
+
+
+def draw_message(random: Random, params: SamplingParams, count: int, *, first: bool, last: bool) -> list[bytearray]:
+    tokens = [random.randrange(VOCABULARY) for _ in range(count)]
+    output = EngineCoreOutput(ID, tokens, new_logprobs=draw_logprobs(random, params, tokens))
+    if first and params.prompt_logprobs is not None:
+        output.new_prompt_logprobs_tensors = LogprobsTensors(
+            torch.tensor([[random.randrange(VOCABULARY) for _ in range(params.prompt_logprobs + 1)] for _ in range(2)]),
+            torch.rand(
+                (2, params.prompt_logprobs + 1), generator=torch.Generator().manual_seed(random.getrandbits(30))
+            ),
+            torch.tensor([1, 2]),
+        )
+    if last:
+        output.finish_reason = random.choice([FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION])
+        output.stop_reason = random.choice([None, 3]) if output.finish_reason is FinishReason.STOP else None
+    other = EngineCoreOutput("another", [1], new_logprobs=draw_logprobs(random, params, [1]))
+    outputs = random.choice([[output], [other, output], [output, other]])
+    return encoded(EngineCoreOutputs(outputs=outputs, timestamp=1.0))
+
+
+def encoded(outputs: EngineCoreOutputs) -> list[bytearray]:
+    frames: Sequence[Any] = MsgpackEncoder().encode(outputs)
+    return [bytearray(bytes(frame)) for frame in frames]  # writable as the socket's are: torch warns of others
+
+
+def draw_logprobs(random: Random, params: SamplingParams, tokens: Sequence[int]) -> LogprobsLists | None:
+    """As wide as the widest request of the batch asks for; wide ones come in frames of their own."""
+    if params.logprobs is None:
+        return None
+    width = VOCABULARY if params.logprobs == -1 else params.logprobs + 1 + random.choice([0, 0, 0, 2, 80])
+    numbers = np.random.default_rng(random.getrandbits(30))
+    token_ids = numbers.integers(0, VOCABULARY, (len(tokens), width), dtype=np.int32)
+    token_ids[:, 0] = tokens
+    of_token = -numbers.random(VOCABULARY, dtype=np.float32)
+    logprobs = of_token[token_ids]
+    return LogprobsLists(token_ids, logprobs, numbers.integers(1, 9, len(tokens), dtype=np.int32))
+
+
+class Frontend:
+    """vLLM's half of an engine that is in the API process."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.processor = OutputProcessor(tokenizer(case.tokenizer), log_stats=False)
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
+        self.collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, ID)
+
+    def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
+        params = self.case.params
+        request = EngineCoreRequest(ID, [*prompt], None, params, None, 0.0, None, None, None, external_req_id="cmpl-1")
+        self.processor.add_request(request, "a prompt", None, 0, self.collector)
+        return request
+
+    def run(self) -> RequestOutput:
+        for message in self.case.messages:
+            self.receive(message)
+        return self.end()
+
+    def end(self) -> RequestOutput:
+        """Return the output, after an abort if it has not finished."""
+        self.processor.abort_requests([ID], internal=True)
+        assert isinstance(self.collector.output, RequestOutput)
+        return self.collector.output
+
+    def receive(self, message: Sequence[bytearray]) -> None:
+        self.processor.process_outputs(self.decoder.decode(message).outputs, 1.0, None)
+
+
+class DeferringFrontend(Frontend):
+    """``prefix``: what was generated before, and is in the engine's prompt."""
+
+    def __init__(self, case: Case, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True) -> None:
+        super().__init__(case)
+        self.prefix = prefix
+        caching = CachingTokenizer(self.processor.tokenizer)
+        self.deferred = Deferred(caching, case.params, prefix, returns_logprobs=returns_logprobs)
+
+    def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
+        request = super().add([*prompt, *self.prefix.token_ids])
+        self.deferred.begin(request, self.processor.request_states[ID])
+        return request
+
+    def end(self) -> RequestOutput:
+        return self.deferred.output(super().end())
+
+
+def run(frontend: Frontend) -> RequestOutput:
+    frontend.add()
+    return frontend.run()
+
+
+def assert_same(one: RequestOutput, other: RequestOutput) -> None:
+    (completion,), (wanted,) = one.outputs, other.outputs
+    assert entries(completion.logprobs) == entries(wanted.logprobs)
+    for field in fields(CompletionOutput):
+        assert getattr(completion, field.name) == getattr(wanted, field.name), field.name
+    for name in set(vars(other)) - {"outputs", "metrics"}:
+        assert getattr(one, name) == getattr(other, name), name
+
+
+def entries(logprobs: Any) -> Any:
+    """With the order of top log-probs, which dicts that are equal may differ in."""
+    return logprobs if logprobs is None or isinstance(logprobs, FlatLogprobs) else [list(p.items()) for p in logprobs]
+
+
+@given(st.randoms(use_true_random=False))
+def test_log_probs_can_be_read_while_a_candidate_runs(random: Random) -> None:
+    case = draw_case(random)
+    frontend, wanted = DeferringFrontend(case), run(Frontend(case))
+    whole = sampled(wanted)
+    frontend.add()
+    read: list[float] = []
+    for message in case.messages:
+        frontend.receive(message)
+        if random.random() < 0.5 and (so_far := frontend.deferred.values) is not None:
+            assert list(so_far[: len(read)]) == read
+            read = list(so_far)
+    assert whole is None or read == whole[: len(read)]
+    output = frontend.end()
+    values = sampled_logprobs(output.outputs[0])
+    assert (None if values is None else list(values)) == whole
+    assert_same(output, wanted)
+
+
+def sampled(output: RequestOutput) -> list[float] | None:
+    """Return the log-prob of each token of vLLM's output. Its entry for a position also has the top tokens'."""
+    (completion,) = output.outputs
+    if completion.logprobs is None:
+        return None
+    positions = zip(completion.logprobs, completion.token_ids, strict=True)
+    return [position[token].logprob for position, token in positions if position]
+
+
+@given(st.randoms(use_true_random=False))
+def test_deferred_outputs_are_vllms_own_and_text_and_log_probs_are_made_without_each_other(random: Random) -> None:
+    case = draw_case(random)
+    output, wanted = run(DeferringFrontend(case)), run(Frontend(case))
+    (completion,) = output.outputs
+    names = random.sample(["text", "logprobs", "cumulative_logprob"], 3)
+    deferred = {name for name in names if name not in vars(completion)}
+    assert deferred >= ({"logprobs", "cumulative_logprob"} if case.params.logprobs is not None else set())
+    assert deferred >= (set() if case.params.stop else {"text"})
+    assert getattr(completion, names[0]) == getattr(wanted.outputs[0], names[0])
+    with_it = {"text"} if names[0] == "text" else {"logprobs", "cumulative_logprob"}
+    assert {name for name in names if name not in vars(completion)} == deferred - with_it
+    assert_same(output, wanted)
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_truncated_output_is_that_of_a_request_with_so_many_tokens(random: Random) -> None:
+    case = draw_case(random)
+    output, (whole,) = run(DeferringFrontend(case)), run(Frontend(case)).outputs
+    tokens = random.randint(1, len(whole.token_ids))
+    wanted = run(Frontend(first_tokens(case, tokens)))
+    assume(wanted.outputs[0].finish_reason == "length")  # and not a stop string of its last step
+    if random.random() < 0.5:  # cut twice
+        output = truncate_output(output, random.randint(tokens, len(whole.token_ids)))
+    if random.random() < 0.3:
+        assert output.outputs[0].text is not None  # made already
+    cut = truncate_output(output, tokens)
+    if case.params.logprobs is not None:
+        assert "logprobs" not in vars(cut.outputs[0])
+    values = sampled_logprobs(cut.outputs[0])
+    assert (None if values is None else list(values)) == sampled(wanted)
+    assert_same(cut, wanted)
+
+
+@given(st.randoms(use_true_random=False))
+def test_an_output_that_goes_on_is_that_of_a_request_that_was_never_stopped(random: Random) -> None:
+    case = draw_case(random)
+    wanted = run(Frontend(case))
+    before = random.randint(0, len(case.messages) - 1)
+    first = run(Frontend(replace(case, messages=case.messages[:before], aborted=True)))
+    assume(first.outputs[0].finish_reason == "abort")
+    tokens, values = list(first.outputs[0].token_ids), sampled(first)
+    messages = [*case.messages[before:]]
+    output = run(DeferringFrontend(replace(case, messages=messages), TokenSlice(tokens, values)))
+    completion, whole = output.outputs[0], wanted.outputs[0]
+    if random.random() < 0.3:  # and was cut
+        cut = random.randint(1, len(whole.token_ids))
+        wanted = run(Frontend(first_tokens(case, cut)))
+        whole, completion = wanted.outputs[0], truncate_output(output, cut).outputs[0]
+        assume(whole.finish_reason == "length")
+    for name in ("text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob"):
+        assert getattr(completion, name) == getattr(whole, name), name
+    assert output.prompt_token_ids == PROMPT
+    made = sampled_logprobs(completion)
+    assert (None if made is None else list(made)) == sampled(wanted)
+    assert (entries(completion.logprobs) or [])[len(tokens) :] == (entries(whole.logprobs) or [])[len(tokens) :]
+
+
+def first_tokens(case: Case, tokens: int) -> Case:
+    """What the engine sends if ``max_tokens`` is so many."""
+    messages, decoder = [], MsgpackDecoder(EngineCoreOutputs)
+    for message in case.messages:
+        decoded: EngineCoreOutputs = decoder.decode(message)
+        (output,) = (output for output in decoded.outputs if output.request_id == ID)
+        taken = min(tokens, len(output.new_token_ids))
+        output.new_token_ids = output.new_token_ids[:taken]
+        if output.new_logprobs is not None:
+            output.new_logprobs = output.new_logprobs.slice_request(0, taken)
+        tokens -= taken
+        output.finish_reason, output.stop_reason = None if tokens else FinishReason.LENGTH, None
+        messages.append(encoded(decoded))
+        if not tokens:
+            break
+    return replace(case, messages=messages, aborted=False)
+
+
+def test_what_is_returned_beside_tokens_and_log_probs_is_truncated() -> None:
+    @dataclass
+    class Span:
+        version: str
+        start: int
+        end: int
+
+    output = run(DeferringFrontend(long_case()))
+    whole: Any = output.outputs[0]
+    whole.token_ids = [7] * 4
+    whole.sampling_mask, whole.routed_experts = SamplingMask([[1], [2, 3], [4], [5]]), np.arange(6)
+    whole.weight_versions = [Span("a", 0, 1), Span("b", 1, 3), Span("c", 3, 4)]  # since 0.32
+    cut: Any = truncate_output(output, 2).outputs[0]
+    assert (cut.sampling_mask.token_ids, cut.routed_experts.tolist()) == ([[1], [2, 3]], [0, 1, 2, 3])
+    assert cut.weight_versions == [Span("a", 0, 1), Span("b", 1, 2)]
+
+
+@cache
+def long_case() -> Case:
+    random = Random(5)
+    params = SamplingParams(logprobs=1, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=2 * SLICE)
+    messages = [draw_message(random, params, 8, first=False, last=end == SLICE) for end in range(8, SLICE + 1, 8)]
+    return Case(params, messages, "tiny", aborted=False)
+
+
+def test_a_long_output_is_made_in_slices_and_other_tasks_run_meanwhile() -> None:
+    case = long_case()
+    output = run(DeferringFrontend(case))
+
+    async def count_turns() -> int:
+        making, turns = asyncio.create_task(make_deferred(output)), 0
+        while not making.done():
+            await asyncio.sleep(0)
+            turns += 1
+        return turns
+
+    assert asyncio.run(count_turns()) > 2
+    assert_same(output, run(Frontend(case)))
+
+
+def test_an_output_whose_caller_left_while_it_was_made_can_still_be_read() -> None:
+    case = long_case()
+    output = run(DeferringFrontend(case))
+    completion = output.outputs[0]
+    assert isinstance(completion, DeferredCompletion)
+    for number, _ in enumerate(completion.deferred.make(completion, ["text", "logprobs"])):
+        if number == 1:
+            break
+    assert_same(output, run(Frontend(case)))
+
+
+def test_a_copy_of_an_output_has_everything_also_after_one_was_truncated() -> None:
+    output, (wanted,) = run(DeferringFrontend(long_case())), run(Frontend(long_case())).outputs
+    assert truncate_output(output, 9).outputs[0].logprobs == (wanted.logprobs or [])[:9]
+    copied, whole = replace(output.outputs[0], index=3), replace(wanted, index=3)
+    assert all(getattr(copied, field.name) == getattr(whole, field.name) for field in fields(CompletionOutput))
+
+
+def test_log_probs_that_only_the_scorer_requested_are_not_returned() -> None:
+    case = long_case()
+    frontend = DeferringFrontend(case, returns_logprobs=False)
+    completion = run(frontend).outputs[0]
+    assert (completion.logprobs, completion.cumulative_logprob, sampled_logprobs(completion)) == (None, None, None)
+    assert completion.text == run(Frontend(case)).outputs[0].text
+    assert len(frontend.deferred.values or ()) == len(completion.token_ids)
+
+
+def test_pauses_come_once_for_so_many_log_probs_however_they_were_sent() -> None:
+    random = Random(6)
+    params = SamplingParams(logprobs=70, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=64)
+    messages = [draw_message(random, params, 1, first=False, last=end == 63) for end in range(64)]
+    completion = run(DeferringFrontend(Case(params, messages, "tiny", aborted=False))).outputs[0]
+    assert isinstance(completion, DeferredCompletion)
+    assert 1 < sum(1 for _ in completion.deferred.make(completion, ["logprobs"])) <= 64 * 153 / SLICE

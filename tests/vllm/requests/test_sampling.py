@@ -1,0 +1,78 @@
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from darts_server.exceptions import InvalidRequest
+from darts_server.vllm.requests.sampling import SamplingReader, json_type
+
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+PROCESSED, RAW = SamplingReader("processed_logprobs"), SamplingReader("raw_logprobs")
+CHANGING: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_p": 0.9},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"repetition_penalty": 1.1},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+    {"logit_bias": {"5": 1.0}},
+    {"allowed_token_ids": [5, 6]},
+    {"bad_words": ["7"]},
+    {"min_tokens": 3},
+    {"structured_outputs": {"regex": "[0-9]"}},
+]
+
+
+def test_what_a_request_does_not_name_is_neutral() -> None:
+    found = PROCESSED.effective({"max_tokens": 7, "logprobs": True})
+    assert NEUTRAL.items() <= found.items()
+    assert (found["max_tokens"], found["logprobs"]) == (7, 0)
+    assert not {"seed", "stop", "logit_bias", "n", "output_kind", "extra_args"} & found.keys()
+
+
+@pytest.mark.parametrize("sampling", [*CHANGING, {"seed": 5, "stop": "a", "stop_token_ids": [3]}])
+def test_what_is_in_force_is_json(sampling: dict[str, Any]) -> None:
+    found = PROCESSED.effective(sampling)
+    assert found.keys() >= sampling.keys()
+    json.dumps(found)
+
+
+@pytest.mark.parametrize("changing", CHANGING)
+def test_raw_logprobs_are_refused_where_another_distribution_is_sampled(changing: dict[str, Any]) -> None:
+    [name] = changing
+    with pytest.raises(InvalidRequest, match=f"before {name}.*--logprobs-mode processed_logprobs") as error:
+        RAW.effective({**changing, "logprobs": True})
+    assert error.value.field == "sampling.logprobs"
+    RAW.effective(changing)
+    PROCESSED.effective({**changing, "logprobs": True})
+
+
+def test_raw_logprobs_of_the_models_own_distribution_are_returned() -> None:
+    everything_else = {"seed": 3, "stop": ["a"], "ignore_eos": True, "max_tokens": 9, "detokenize": True}
+    RAW.effective({**NEUTRAL, **everything_else, "top_k": -1, "logprobs": 5})
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_are_not_returned_as_logprobs(mode: str) -> None:
+    SamplingReader(mode).effective({})
+    with pytest.raises(InvalidRequest, match=f"no log-probs but {mode}"):
+        SamplingReader(mode).effective({"logprobs": 0})
+
+
+def test_arrays_that_python_callers_may_pass_are_no_part_of_a_parameters_type_in_json() -> None:
+    # Later versions of vLLM take an array for ``prompt_logprob_token_ids``, which msgspec allows in no union.
+    assert json_type(np.ndarray | list[list[int]] | None) == list[list[int]] | None
+    assert json_type(int | None) == int | None
+    assert json_type(bool) is bool

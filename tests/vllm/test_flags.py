@@ -1,0 +1,84 @@
+import os
+from argparse import Namespace
+
+import pytest
+from vllm.platforms import current_platform
+
+from darts_server.exceptions import InvalidSetting
+from darts_server.vllm import flags
+from darts_server.vllm.checks import devices
+from darts_server.vllm.engine_core import worker
+from darts_server.vllm.engine_core.plugin import SERVER_PID, SHARE_CORES
+from darts_server.vllm.flags import NO_COMPILATION, NO_COMPILER, PLUGINS, can_compile, extension, prepare
+
+
+class Users:
+    """A user's own extension."""
+
+    def users_own(self) -> str:
+        return "here"
+
+
+def arguments() -> Namespace:
+    return Namespace(
+        worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None, enforce_eager=False
+    )
+
+
+def resolved(name: str) -> type:
+    """Resolve a name as vLLM's worker does."""
+    module, _, attribute = name.rpartition(".")
+    assert module == worker.__name__
+    found = getattr(worker, attribute)
+    assert isinstance(found, type)
+    return found
+
+
+def test_the_workers_extension_is_ours_or_one_class_of_ours_and_the_users() -> None:
+    assert resolved(extension(None)) is resolved(extension("")) is worker.WorkerExtension
+    both = resolved(extension(f"{__name__}.Users"))
+    assert issubclass(both, Users)
+    assert issubclass(both, worker.WorkerExtension)
+    assert resolved(extension(f"{__name__}.Users")) is both
+    with pytest.raises(AttributeError):
+        resolved(f"{worker.__name__}.Other")
+
+
+@pytest.mark.parametrize(("users", "loaded"), [(None, None), ("theirs", "theirs,darts_server"), ("", "darts_server")])
+def test_our_plugin_is_loaded_beside_those_that_the_user_chose(
+    users: str | None, loaded: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (PLUGINS, NO_COMPILATION, SHARE_CORES, SERVER_PID):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+    if users is None:
+        monkeypatch.delenv(PLUGINS)
+    else:
+        monkeypatch.setenv(PLUGINS, users)
+    prepare(arguments())
+    assert os.environ.get(PLUGINS) == loaded
+    assert os.environ[SERVER_PID] == str(os.getpid())
+
+
+def test_without_our_plugin_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flags, "OUR_PLUGIN", "not-installed")
+    with pytest.raises(InvalidSetting, match="pip install it"):
+        prepare(arguments())
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
+@pytest.mark.parametrize("compiler", ["sh", "no-such-compiler"])
+def test_without_a_compiler_compilation_is_disabled(
+    compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    for name in (NO_COMPILATION, SHARE_CORES, SERVER_PID):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    args = arguments()
+    compiles = can_compile()
+    prepare(args)
+    assert args.enforce_eager is not compiles
+    assert os.environ.get(NO_COMPILATION) == (None if compiles else "1")
+    assert (NO_COMPILER in caplog.text) is not compiles
+    assert (NO_COMPILER in devices()[0]) is not compiles
+    assert not (compiler == "no-such-compiler" and compiles)
