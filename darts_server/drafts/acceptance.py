@@ -1,0 +1,88 @@
+"""How often a drafted token is right, learned by the kind of its evidence."""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+SOURCES = 2
+"""Counts of the prompt, and of all prompts."""
+RUNGS = 5
+COUNTS = 4
+"""Kinds of the number of times that a context was seen: once, twice, three to five times, more often."""
+SHARES = 6
+"""Kinds of the share of the most frequent continuation."""
+CELLS = SOURCES * RUNGS * COUNTS * SHARES
+PRIOR_TRIES = 4.0
+FORGET_TRIES = 2000.0
+"""At so many tries a cell counts its past half, so that it follows the weights of the model."""
+_TYPICAL_COUNTS = (1.0, 2.0, 4.0, 8.0)
+_TYPICAL_SHARES = (0.25, 0.45, 0.65, 0.82, 0.95, 1.0)
+
+
+@njit(inline="always")
+def cell_of(source, rung, count, total, weight):  # type: ignore[no-untyped-def]
+    """Return the cell of a continuation with this weight, of a context with this total, if a token counts ``weight``."""
+    seen = total / weight
+    if seen < 1.5:
+        kind = 0
+    elif seen < 2.5:
+        kind = 1
+    elif seen < 5.5:
+        kind = 2
+    else:
+        kind = 3
+
+    share = count / total
+    if share < 0.35:
+        part = 0
+    elif share < 0.55:
+        part = 1
+    elif share < 0.75:
+        part = 2
+    elif share < 0.9:
+        part = 3
+    elif share < 0.999:
+        part = 4
+    else:
+        part = 5
+    return ((source * RUNGS + rung) * COUNTS + kind) * SHARES + part
+
+
+class Acceptance:
+    """Share of drafted tokens that were right, by cell.
+
+    It begins pessimistic: `PRIOR_TRIES` tries of which fewer were right than the counts say, the fewer the shorter the
+    context is. ``rates`` is what `draft` reads, float64 [CELLS].
+    """
+
+    def __init__(self) -> None:
+        self.tries = np.full(CELLS, PRIOR_TRIES)
+        self.hits = np.empty(CELLS)
+        for cell in range(CELLS):
+            share = _TYPICAL_SHARES[cell % SHARES]
+            count = _TYPICAL_COUNTS[cell // SHARES % COUNTS]
+            rung = cell // (SHARES * COUNTS) % RUNGS
+            likely = (share * count + 0.1) / (count + 1.2)
+            self.hits[cell] = PRIOR_TRIES * likely * (1 - 0.5 / (1 + rung))
+        self.rates: NDArray[np.float64] = self.hits / self.tries
+
+    def update(self) -> None:
+        """Compute the rates again, after `score` has changed hits and tries."""
+        np.divide(self.hits, self.tries, out=self.rates)
+
+
+@njit(nogil=True)
+def score(hits, tries, tokens, cells, drafted, truth):  # type: ignore[no-untyped-def]
+    """Learn from a draft whose first positions are known by now, and return how many of its tokens were right."""
+    right = 0
+    for place in range(min(drafted, truth.shape[0])):
+        cell = cells[place]
+        if tries[cell] >= FORGET_TRIES:
+            tries[cell] *= 0.5
+            hits[cell] *= 0.5
+        tries[cell] += 1
+        if tokens[place] != truth[place]:
+            break
+        hits[cell] += 1
+        right += 1
+    return right

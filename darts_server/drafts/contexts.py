@@ -1,0 +1,181 @@
+"""Count which token followed which context, for several texts that grow at the same time, and draft continuations.
+
+A context is the last 1, 2, 4, 8 or 16 tokens of a text (`RUNGS`). Texts with the same *root* share their counts: all
+samples of a prompt, in this epoch and in earlier epochs. Root `EVERYWHERE` is shared by all texts. (SRT, arXiv
+2601.09083, keeps a suffix tree for each prompt. Longer contexts than 16 predict hardly better, and counts of five
+lengths in a hash table take constant time and memory for each token.)
+
+All functions are compiled. Their arrays are `Counts`; a text is a row of hashes (`new_texts`).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from darts_server.drafts.acceptance import cell_of
+
+RUNGS = 5
+"""Number of context lengths: 1, 2, 4, 8 and 16 tokens."""
+LONGEST = 1 << (RUNGS - 1)
+EVERYWHERE = 0
+"""Root of the counts over all prompts. Its contexts have at least eight tokens, as shorter contexts predict little."""
+FIRST_RUNG_EVERYWHERE = 3
+HISTORY = 64
+"""Hashes that are kept of a text: of its last 17 positions, and of drafts that are appended for a moment."""
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
+_SHIFT = np.uint64(32)
+_ONE = np.uint64(1)
+
+
+class Counts(NamedTuple):
+    """Two hash tables with open addressing, as arrays. A key is never 0.
+
+    ``keys``: uint64 [contexts]. ``totals``: float32 [contexts], weight of all continuations. ``tokens``, ``counts``:
+    int32 and float32 [contexts], the heaviest continuation and its weight. ``pair_keys``, ``pair_counts``: uint64 and
+    float32 [pairs], the weight of each continuation. ``used``: int64 [2], number of contexts and pairs.
+    """
+
+    keys: NDArray[np.uint64]
+    totals: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+    counts: NDArray[np.float32]
+    pair_keys: NDArray[np.uint64]
+    pair_counts: NDArray[np.float32]
+    used: NDArray[np.int64]
+
+
+def new_counts(bits: int) -> Counts:
+    """Return empty tables with room for 2 ** bits contexts and as many pairs. A slot takes 32 bytes."""
+    size = 1 << bits
+    return Counts(
+        np.zeros(size, np.uint64),
+        np.zeros(size, np.float32),
+        np.zeros(size, np.int32),
+        np.zeros(size, np.float32),
+        np.zeros(size, np.uint64),
+        np.zeros(size, np.float32),
+        np.zeros(2, np.int64),
+    )
+
+
+def new_texts(rows: int) -> NDArray[np.uint64]:
+    """Return the hashes of empty texts, uint64 [rows, HISTORY]."""
+    return np.zeros((rows, HISTORY), np.uint64)
+
+
+def _powers() -> NDArray[np.uint64]:
+    """Return the base to the power of each context length."""
+    powers = np.empty(RUNGS, np.uint64)
+    power = _BASE
+    with np.errstate(over="ignore"):
+        for rung in range(RUNGS):
+            powers[rung] = power
+            power = power * power
+    return powers
+
+
+_POWERS = _powers()
+
+
+@njit(inline="always")
+def _slot(keys, key):  # type: ignore[no-untyped-def]
+    """Return the slot of a key, or the free slot where it belongs."""
+    mask = np.uint64(keys.shape[0] - 1)
+    slot = (key * _BASE) >> _SHIFT & mask
+    while keys[slot] != 0 and keys[slot] != key:
+        slot = (slot + _ONE) & mask
+    return slot
+
+
+@njit(inline="always")
+def _context(text, length, root, rung):  # type: ignore[no-untyped-def]
+    """Return the key of the last 2 ** rung tokens of a text of this length."""
+    tokens = 1 << rung
+    before = text[(length - tokens) % HISTORY] * _POWERS[rung]
+    key = (text[length % HISTORY] - before + np.uint64(root) * _MIX) * _BASE + np.uint64(rung + 1)
+    key ^= key >> _SHIFT
+    return key | _ONE
+
+
+@njit(inline="always")
+def append(text, length, token):  # type: ignore[no-untyped-def]
+    """Append a token to a text of this length."""
+    text[(length + 1) % HISTORY] = text[length % HISTORY] * _BASE + np.uint64(token + 1)
+
+
+@njit(inline="always")
+def _count(counts, text, length, root, rung, token, weight):  # type: ignore[no-untyped-def]
+    key = _context(text, length, root, rung)
+    slot = _slot(counts.keys, key)
+    if counts.keys[slot] == 0:
+        counts.keys[slot] = key
+        counts.used[0] += 1
+    counts.totals[slot] += weight
+
+    pair = ((key ^ np.uint64(token + 1)) * _MIX) | _ONE
+    place = _slot(counts.pair_keys, pair)
+    if counts.pair_keys[place] == 0:
+        counts.pair_keys[place] = pair
+        counts.used[1] += 1
+    counts.pair_counts[place] += weight
+    if counts.pair_counts[place] >= counts.counts[slot]:
+        counts.counts[slot] = counts.pair_counts[place]
+        counts.tokens[slot] = token
+
+
+@njit(nogil=True)
+def learn(counts, text, length, root, tokens, weight):  # type: ignore[no-untyped-def]
+    """Append tokens to a text of this length, count each as the continuation of its contexts, return the new length."""
+    for token in tokens:
+        for rung in range(RUNGS):
+            if (1 << rung) > length:
+                break
+            _count(counts, text, length, root, rung, token, weight)
+            if rung >= FIRST_RUNG_EVERYWHERE:
+                _count(counts, text, length, EVERYWHERE, rung, token, weight)
+        append(text, length, token)
+        length += 1
+    return length
+
+
+@njit(nogil=True)
+def draft(counts, text, length, root, weight, rates, most, least, tokens, chances, cells):  # type: ignore[no-untyped-def]
+    """Draft the continuation of a text, and return its number of tokens.
+
+    At each position the context whose continuation is accepted most often decides. It stops when the probability that
+    the whole draft is accepted falls below ``least``. ``chances`` are these probabilities, ``cells`` index the table
+    of acceptance. The text is the same afterwards, but for hashes beyond its end.
+    """
+    chance = 1.0
+    for place in range(most):
+        best_rate = 0.0
+        best_token = -1
+        best_cell = -1
+        for source in range(2):
+            first = 0 if source == 0 else FIRST_RUNG_EVERYWHERE
+            of_root = root if source == 0 else EVERYWHERE
+            for rung in range(RUNGS - 1, first - 1, -1):
+                if (1 << rung) > length + place:
+                    continue
+                slot = _slot(counts.keys, _context(text, length + place, of_root, rung))
+                if counts.keys[slot] == 0:
+                    continue
+                cell = cell_of(source, rung, counts.counts[slot], counts.totals[slot], weight)
+                rate = rates[cell]
+                if rate > best_rate:
+                    best_rate = rate
+                    best_token = counts.tokens[slot]
+                    best_cell = cell
+        if best_token < 0:
+            return place
+        chance *= best_rate
+        if chance < least:
+            return place
+        tokens[place] = best_token
+        chances[place] = chance
+        cells[place] = best_cell
+        append(text, length + place, best_token)
+    return most

@@ -1,0 +1,211 @@
+"""Drafts for all running requests of an engine, once in each decode step.
+
+Each request is a text with the root of its prompt. Since texts of the same root share their counts, a request learns
+from its own text, from the other samples of its prompt that run now, and from samples of earlier epochs.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from darts_server.drafts.acceptance import Acceptance, score
+from darts_server.drafts.contexts import draft, learn, new_counts, new_texts
+from darts_server.drafts.lengths import StepTimes, choose
+
+MOST_FULL = 0.6
+"""Share of the slots of a hash table that are used at most: fuller tables are searched slowly."""
+PROMPT_WEIGHT = 0.001
+"""Weight of a token of a prompt: it decides only where no sample has a continuation."""
+GROWTH = 1.5
+"""How much more a token counts after each update of the weights: older samples predict worse."""
+LEAST_CHANCE = 0.02
+"""A token is drafted only if the draft up to it is accepted at least this often."""
+MAX_WEIGHT = 2.0**60
+
+Ints = NDArray[np.int64]
+
+
+@njit(nogil=True)
+def _propose(  # type: ignore[no-untyped-def]
+    counts,
+    texts,
+    lengths,
+    roots,
+    rows,
+    token_ids,
+    ends,
+    room,
+    weight,
+    hits,
+    tries,
+    rates,
+    least,
+    tokens,
+    chances,
+    cells,
+    drafted,
+):
+    """Learn the new tokens of each row's text, score its last draft by them, and draft again.
+
+    ``rows``: the text of each row of the batch. ``ends``: the length of each row. ``room``: how many tokens may be
+    drafted for it.
+    """
+    for place in range(rows.shape[0]):
+        row = rows[place]
+        length = lengths[row]
+        new = token_ids[place, length : ends[place]]
+        score(hits, tries, tokens[row], cells[row], drafted[row], new)
+        lengths[row] = learn(counts, texts[row], length, roots[row], new, weight)
+        drafted[row] = 0
+        if room[place] > 0:
+            drafted[row] = draft(
+                counts,
+                texts[row],
+                lengths[row],
+                roots[row],
+                weight,
+                rates,
+                min(room[place], tokens.shape[1]),
+                least,
+                tokens[row],
+                chances[row],
+                cells[row],
+            )
+
+
+class Drafts:
+    """Texts of running requests, the counts of their prompts, and what was learned of drafts.
+
+    Args:
+        rows: maximum number of running requests.
+        most: maximum number of tokens of a draft.
+        bits: the counts have 2 ** bits slots, of 32 bytes.
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(self, rows: int, most: int, bits: int, clock: Callable[[], float]) -> None:
+        self.most = most
+        self.acceptance = Acceptance()
+        self.times = StepTimes()
+        self._bits = bits
+        self._clock = clock
+        self._texts = new_texts(rows)
+        self._lengths = np.zeros(rows, np.int64)
+        self._roots = np.zeros(rows, np.int64)
+        self._tokens = np.zeros((rows, most), np.int64)
+        self._chances = np.zeros((rows, most))
+        self._cells = np.zeros((rows, most), np.int64)
+        self._drafted = np.zeros(rows, np.int64)
+        self._free = list(range(rows))
+        self._row_of: dict[str, int] = {}
+        self._root_of: dict[object, int] = {}
+        self._weight = 1.0
+        self._least = LEAST_CHANCE
+        self._last: tuple[float, int] | None = None
+        self._batch: list[str] = []
+        self._rows = np.zeros(0, np.int64)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._counts = new_counts(self._bits)
+        self._root_of.clear()
+        self._weight = 1.0
+
+    def age(self) -> None:
+        """Count tokens of the past less from now on, as the weights of the model have changed."""
+        self._weight *= GROWTH
+        if self._weight > MAX_WEIGHT:
+            for array in (self._counts.totals, self._counts.counts, self._counts.pair_counts):
+                array /= self._weight
+            self._weight = 1.0
+
+    def propose(
+        self,
+        names: Sequence[str],
+        token_ids: NDArray[np.int32],
+        ends: Ints,
+        is_decoding: Sequence[bool],
+        prompt_of: Callable[[str], tuple[object, int]],
+        longest: int,
+    ) -> list[list[int]]:
+        """Return the draft of each request of a batch, in order.
+
+        ``names``: ids of the requests. ``token_ids``: [requests, longest], their tokens so far. ``ends``: how many
+        tokens they have. ``is_decoding``: whether a request got tokens in this step, so that its next step decodes.
+        ``prompt_of``: returns the key of a request's prompt, and the prompt's number of tokens. ``longest``: maximum
+        length of a text.
+        """
+        now = self._clock()
+        count = len(names)
+        is_same = self._batch == names
+        if not is_same:
+            self._set_batch(names, token_ids, prompt_of)
+        elif self._last is not None and all(is_decoding):
+            self.times.observe(self._last[1], now - self._last[0])
+
+        room = np.minimum(longest - 1 - ends, self.most)
+        room[~np.asarray(is_decoding, dtype=bool)] = 0
+        _propose(
+            self._counts,
+            self._texts,
+            self._lengths,
+            self._roots,
+            self._rows,
+            token_ids,
+            ends,
+            room,
+            self._weight,
+            self.acceptance.hits,
+            self.acceptance.tries,
+            self.acceptance.rates,
+            max(LEAST_CHANCE, self._least),
+            self._tokens,
+            self._chances,
+            self._cells,
+            self._drafted,
+        )
+        self.acceptance.update()
+
+        drafted = self._drafted[self._rows]
+        chosen = np.zeros(count, np.int64)
+        worth = choose(count, self._chances[self._rows], drafted, self.times.sizes, self.times.seconds, chosen)
+        # Drafts that would not be verified need not be made. Half of the threshold, as the next step may be cheaper.
+        self._least = min(worth, 1.0) / 2
+        self._drafted[self._rows] = chosen
+        self._last = (self._clock(), count + int(chosen.sum()))
+        if max(self._counts.used) > MOST_FULL * len(self._counts.keys):
+            self._reset()
+            self._batch = []
+            self._row_of.clear()
+            self._free = list(range(len(self._lengths)))
+        return [self._tokens[row, :length].tolist() for row, length in zip(self._rows, chosen, strict=True)]
+
+    def _set_batch(
+        self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: Callable[[str], tuple[object, int]]
+    ) -> None:
+        """Give new requests a row, and take the rows of requests that are gone."""
+        gone = self._row_of.keys() - set(names)
+        for name in gone:
+            self._free.append(self._row_of.pop(name))
+        for place, name in enumerate(names):
+            if name in self._row_of:
+                continue
+            row = self._free.pop()
+            key, prompt_tokens = prompt_of(name)
+            self._row_of[name] = row
+            self._roots[row] = self._root_of.setdefault(key, len(self._root_of) + 1)
+            self._drafted[row] = 0
+            self._texts[row] = 0
+            prompt = token_ids[place, :prompt_tokens]
+            weight = PROMPT_WEIGHT * self._weight
+            self._lengths[row] = learn(self._counts, self._texts[row], 0, self._roots[row], prompt, weight)
+        self._batch = list(names)
+        self._rows = np.array([self._row_of[name] for name in names], np.int64)
+
+
+def root_key(tokens: NDArray[Any], adapter: object) -> object:
+    """Return the key of a prompt for an adapter."""
+    return adapter, hash(tokens.tobytes())

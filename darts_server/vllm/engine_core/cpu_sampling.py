@@ -1,0 +1,49 @@
+"""A repair of vLLM's CPU build, without which drafts change what is sampled.
+
+vLLM expands temperature, top-p and top-k of each request to its drafted tokens. On a CPU it converts the output to a
+copy of another type, expands into the copy, and forgets it (vllm-project/vllm issue 55005, in 0.31 and 0.32): the
+parameters are whatever was in that memory. The answers of the tiny model then have 140 tokens on average, not 36.
+"""
+
+import torch
+from vllm.platforms import current_platform
+
+
+def expand(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Write each request's value to all its drafted tokens.
+
+    ``output``: [tokens]. ``values``: [requests]. ``ends``: [requests], the end of each request's tokens. A value
+    ``replace_from`` becomes ``replace_to``. vLLM passes ``MAX_NUM_TOKENS``, which its kernel for GPUs needs.
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
+    output.copy_(torch.repeat_interleave(replaced, counts, output_size=output.shape[0]))
+
+
+def repair_sampling() -> None:
+    """Replace vLLM's function in this process, if its platform is a CPU.
+
+    The platform looks the function up by its name after vLLM has loaded its plugins (``WorkerWrapperBase.init_worker``).
+    """
+    if not current_platform.is_cpu():
+        return
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
+def expands_rightly() -> bool:
+    """Return whether vLLM's sampler in this process expands a parameter rightly."""
+    from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
+
+    values = torch.tensor([0.5, 0.0, 2.0])
+    ends = torch.tensor([2, 3, 5], dtype=torch.int32)
+    expanded = expand_batch_to_tokens(values, ends, 5, replace_from=0, replace_to=1)
+    return expanded.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0]

@@ -1,0 +1,57 @@
+"""Our proposer of drafts, as vLLM's ``custom_class``. It runs in the worker that samples."""
+
+import time
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+
+PROMPT = "darts_draft_prompt"
+"""Name in ``extra_args`` of a request whose prompt has generated tokens: the key and the length of its true prompt."""
+BITS = 22
+"""The counts have 4 million slots of 32 bytes: some 600,000 tokens of different texts."""
+
+
+class Drafter:
+    """Implements the proposer that ``GPUModelRunner`` calls after each step."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        # numba must not be imported before the worker has rebound vLLM's kernels, which is before its runner is made.
+        from darts_server.drafts.proposer import Drafts
+
+        speculative = vllm_config.speculative_config
+        assert speculative is not None
+        self._longest = vllm_config.model_config.max_model_len
+        rows = vllm_config.scheduler_config.max_num_seqs
+        self.drafts = Drafts(rows, speculative.num_speculative_tokens, BITS, time.monotonic)
+        self.runner: Any = None
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """Load nothing. vLLM calls it for every proposer."""
+
+    def propose(
+        self, sampled: list[list[int]], ends: Any, token_ids: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """Return drafts of all requests, whose sampled tokens are at the ends of their token ids already."""
+        count = len(sampled)
+        names = self.runner.input_batch.req_ids[:count]
+        is_decoding = [len(tokens) > 0 for tokens in sampled]
+        return self.drafts.propose(
+            names,
+            token_ids[:count],
+            ends[:count].astype(np.int64),
+            is_decoding,
+            self._prompt_of,
+            self._longest,
+        )
+
+    def _prompt_of(self, name: str) -> tuple[object, int]:
+        request = self.runner.requests[name]
+        params = request.sampling_params
+        given = params and params.extra_args and params.extra_args.get(PROMPT)
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        if given:
+            key, length = given
+            return (adapter, key), length
+        tokens = np.asarray(request.prompt_token_ids, np.int32)
+        return (adapter, hash(tokens.tobytes())), len(tokens)
