@@ -24,6 +24,8 @@ EVERYWHERE = 0
 FIRST_RUNG_EVERYWHERE = 3
 HISTORY = 64
 """Hashes that are kept of a text: of its last 17 positions, and of drafts that are appended for a moment."""
+MOST_FULL = 0.6
+"""Share of the slots of a table that are used at most."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT = np.uint64(32)
@@ -91,6 +93,12 @@ def _slot(keys, key):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def is_full(counts):  # type: ignore[no-untyped-def]
+    """Return whether a table has so few free slots that searches become slow."""
+    return max(counts.used[0], counts.used[1]) > MOST_FULL * counts.keys.shape[0]
+
+
+@njit(inline="always")
 def _context(text, length, root, rung):  # type: ignore[no-untyped-def]
     """Return the key of the last 2 ** rung tokens of a text of this length."""
     tokens = 1 << rung
@@ -110,16 +118,18 @@ def append(text, length, token):  # type: ignore[no-untyped-def]
 def _count(counts, text, length, root, rung, token, weight):  # type: ignore[no-untyped-def]
     key = _context(text, length, root, rung)
     slot = _slot(counts.keys, key)
+    pair = ((key ^ np.uint64(token + 1)) * _MIX) | _ONE
+    place = _slot(counts.pair_keys, pair)
+    # A search in a full table would never end, so full tables count only what they have.
+    if (counts.keys[slot] == 0 or counts.pair_keys[place] == 0) and is_full(counts):
+        return
     if counts.keys[slot] == 0:
         counts.keys[slot] = key
         counts.used[0] += 1
-    counts.totals[slot] += weight
-
-    pair = ((key ^ np.uint64(token + 1)) * _MIX) | _ONE
-    place = _slot(counts.pair_keys, pair)
     if counts.pair_keys[place] == 0:
         counts.pair_keys[place] = pair
         counts.used[1] += 1
+    counts.totals[slot] += weight
     counts.pair_counts[place] += weight
     if counts.pair_counts[place] >= counts.counts[slot]:
         counts.counts[slot] = counts.pair_counts[place]

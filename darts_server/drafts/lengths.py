@@ -14,6 +14,12 @@ RECENT = 15
 """Number of steps of each size whose median counts, so that a step that waited for something else does not."""
 FIT_STEPS = 16
 """The curve is fitted again after so many steps: a fit takes as long as some drafts."""
+EXPLORED_STEPS = 8
+REACH = 1.5
+"""A step in eight may be half as large again as the largest step so far, as if that took no more time. So larger steps
+become known, also where always the same number of sequences runs."""
+ENOUGH = 3
+"""Number of steps of the largest size after which it counts as known."""
 
 
 class StepTimes:
@@ -23,7 +29,8 @@ class StepTimes:
     fewer sequences run. Beyond the largest step so far, time is taken to grow in proportion to tokens, so that little is
     drafted before more is known.
 
-    ``sizes``, ``seconds``: the points of the curve, which never falls.
+    ``sizes``, ``seconds``: the points of the curve, which never falls. ``explored``: seconds of the same points in a
+    step that explores.
     """
 
     def __init__(self) -> None:
@@ -33,6 +40,7 @@ class StepTimes:
         self._unfitted = 0
         self.sizes: NDArray[np.float64] = np.array([0.0, 1.0])
         self.seconds: NDArray[np.float64] = np.array([0.0, 1.0])
+        self.explored = self.seconds
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Count a step."""
@@ -51,8 +59,13 @@ class StepTimes:
         medians = np.array([np.median(self._recent[place, :kept]) for place, kept in zip(seen, weights, strict=True)])
         fitted = fit_isotonic(medians, weights.astype(float))
         sizes = self._sizes[seen]
-        self.sizes = np.concatenate([[0.0], sizes, [sizes[-1] * BEYOND]])
-        self.seconds = np.concatenate([[fitted[0]], fitted, [fitted[-1] * BEYOND]])
+        largest = sizes[-1]
+        last = fitted[-1]
+        self.sizes = np.concatenate([[0.0], sizes, [largest * REACH, largest * BEYOND]])
+        self.seconds = np.concatenate([[fitted[0]], fitted, [last * REACH, last * BEYOND]])
+        self.explored = self.seconds.copy()
+        if self._counts[seen[-1]] >= ENOUGH:
+            self.explored[-2] = last
 
 
 @njit(nogil=True)

@@ -12,11 +12,9 @@ from numba import njit
 from numpy.typing import NDArray
 
 from darts_server.drafts.acceptance import Acceptance, score
-from darts_server.drafts.contexts import draft, learn, new_counts, new_texts
-from darts_server.drafts.lengths import StepTimes, choose
+from darts_server.drafts.contexts import draft, is_full, learn, new_counts, new_texts
+from darts_server.drafts.lengths import EXPLORED_STEPS, StepTimes, choose
 
-MOST_FULL = 0.6
-"""Share of the slots of a hash table that are used at most: fuller tables are searched slowly."""
 PROMPT_WEIGHT = 0.001
 """Weight of a token of a prompt: it decides only where no sample has a continuation."""
 GROWTH = 1.5
@@ -104,6 +102,7 @@ class Drafts:
         self._root_of: dict[object, int] = {}
         self._weight = 1.0
         self._least = LEAST_CHANCE
+        self._steps = 0
         self._last: tuple[float, int] | None = None
         self._batch: list[str] = []
         self._rows = np.zeros(0, np.int64)
@@ -171,12 +170,18 @@ class Drafts:
 
         drafted = self._drafted[self._rows]
         chosen = np.zeros(count, np.int64)
-        worth = choose(count, self._chances[self._rows], drafted, self.times.sizes, self.times.seconds, chosen)
+        self._steps += 1
+        seconds = self.times.seconds
+        if self._steps % EXPLORED_STEPS == 0:
+            seconds = self.times.explored
+        worth = choose(count, self._chances[self._rows], drafted, self.times.sizes, seconds, chosen)
         # Drafts that would not be verified need not be made. Half of the threshold, as the next step may be cheaper.
         self._least = min(worth, 1.0) / 2
+        if (self._steps + 1) % EXPLORED_STEPS == 0:
+            self._least = LEAST_CHANCE
         self._drafted[self._rows] = chosen
         self._last = (self._clock(), count + int(chosen.sum()))
-        if max(self._counts.used) > MOST_FULL * len(self._counts.keys):
+        if is_full(self._counts):
             self._reset()
             self._batch = []
             self._row_of.clear()
