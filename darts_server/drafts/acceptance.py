@@ -21,7 +21,10 @@ _TYPICAL_SHARES = (0.25, 0.45, 0.65, 0.82, 0.95, 1.0)
 
 @njit(inline="always")
 def cell_of(source, rung, count, total, weight):  # type: ignore[no-untyped-def]
-    """Return the cell of a continuation with this weight, of a context with this total, if a token counts ``weight``."""
+    """Return the cell of a continuation that counts ``count`` of the ``total`` of its context.
+
+    ``weight``: what a token of the present epoch counts.
+    """
     seen = total / weight
     if seen < 1.5:
         kind = 0

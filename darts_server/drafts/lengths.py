@@ -25,9 +25,9 @@ ENOUGH = 3
 class StepTimes:
     """Seconds of a decode step by the number of tokens in it: sequences and drafted tokens.
 
-    A verified token costs about as much as a sequence, so steps without drafts teach what drafts cost later, when
-    fewer sequences run. Beyond the largest step so far, time is taken to grow in proportion to tokens, so that little is
-    drafted before more is known.
+    A verified token costs about as much as a sequence. So steps without drafts teach the cost of drafts in later steps,
+    when fewer sequences run. Beyond the largest step so far, time is assumed to grow in proportion to tokens, so that
+    little is drafted before more is known.
 
     ``sizes``, ``seconds``: the points of the curve, which never falls. ``explored``: seconds of the same points in a
     step that explores.

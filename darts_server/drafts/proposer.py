@@ -5,7 +5,6 @@ from its own text, from the other samples of its prompt that run now, and from s
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numba import njit
@@ -107,6 +106,15 @@ class Drafts:
         self._batch: list[str] = []
         self._rows = np.zeros(0, np.int64)
         self._reset()
+        # Compiles the functions, which takes seconds.
+        self.propose(["warm-up"], np.ones((1, 8), np.int32), np.array([2]), [True], lambda _: (None, 1), 8)
+        self._forget_rows()
+        self._reset()
+
+    def _forget_rows(self) -> None:
+        self._batch = []
+        self._row_of.clear()
+        self._free = list(range(len(self._lengths)))
 
     def _reset(self) -> None:
         self._counts = new_counts(self._bits)
@@ -183,9 +191,7 @@ class Drafts:
         self._last = (self._clock(), count + int(chosen.sum()))
         if is_full(self._counts):
             self._reset()
-            self._batch = []
-            self._row_of.clear()
-            self._free = list(range(len(self._lengths)))
+            self._forget_rows()
         return [self._tokens[row, :length].tolist() for row, length in zip(self._rows, chosen, strict=True)]
 
     def _set_batch(
@@ -209,8 +215,3 @@ class Drafts:
             self._lengths[row] = learn(self._counts, self._texts[row], 0, self._roots[row], prompt, weight)
         self._batch = list(names)
         self._rows = np.array([self._row_of[name] for name in names], np.int64)
-
-
-def root_key(tokens: NDArray[Any], adapter: object) -> object:
-    """Return the key of a prompt for an adapter."""
-    return adapter, hash(tokens.tobytes())

@@ -15,7 +15,7 @@ def expand(
     ends: torch.Tensor,
     replace_from: float,
     replace_to: float,
-    MAX_NUM_TOKENS: int | None = None,
+    MAX_NUM_TOKENS: int | None = None,  # noqa: N803  # vLLM's name
 ) -> None:
     """Write each request's value to all its drafted tokens.
 
@@ -30,7 +30,8 @@ def expand(
 def repair_sampling() -> None:
     """Replace vLLM's function in this process, if its platform is a CPU.
 
-    The platform looks the function up by its name after vLLM has loaded its plugins (``WorkerWrapperBase.init_worker``).
+    After vLLM has loaded its plugins (``WorkerWrapperBase.init_worker``), the platform looks the function up by its
+    name.
     """
     if not current_platform.is_cpu():
         return

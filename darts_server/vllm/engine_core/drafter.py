@@ -1,6 +1,7 @@
 """Our proposer of drafts, as vLLM's ``custom_class``. It runs in the worker that samples."""
 
 import time
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,21 @@ PROMPT = "darts_draft_prompt"
 """Name in ``extra_args`` of a request whose prompt has generated tokens: the key and the length of its true prompt."""
 BITS = 22
 """The counts have 4 million slots of 32 bytes: some 600,000 tokens of different texts."""
+
+
+@cache
+def _bind_runners() -> None:
+    """Let each runner of this process name itself to its drafter, to which vLLM passes no ids of requests."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    propose = GPUModelRunner.propose_draft_token_ids
+
+    def propose_with_runner(self: Any, *args: Any, **more: Any) -> Any:
+        if isinstance(self.drafter, Drafter):
+            self.drafter.runner = self
+        return propose(self, *args, **more)
+
+    GPUModelRunner.propose_draft_token_ids = propose_with_runner  # type: ignore[method-assign]
 
 
 class Drafter:
@@ -25,6 +41,7 @@ class Drafter:
         rows = vllm_config.scheduler_config.max_num_seqs
         self.drafts = Drafts(rows, speculative.num_speculative_tokens, BITS, time.monotonic)
         self.runner: Any = None
+        _bind_runners()
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Load nothing. vLLM calls it for every proposer."""
