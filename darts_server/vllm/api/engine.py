@@ -213,7 +213,7 @@ class VllmEngine:
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
         try:
-            # Not `AsyncLLM.abort`, which would also end the requests here: the engine answers with their output.
+            # The engine answers an abort with the output that it has generated so far.
             await self._llm.engine_core.abort_requests_async([collector.request_id for collector in collectors])
         except Exception as error:
             logger.exception("vLLM failed to abort %d requests", len(collectors))
