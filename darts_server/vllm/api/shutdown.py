@@ -1,4 +1,4 @@
-"""How a server on vLLM's engine shuts down: after a signal, or because the engine is dead or hung."""
+"""Shuts the server down: after a signal, or because the engine is dead or hung."""
 
 import asyncio
 import faulthandler
@@ -23,22 +23,26 @@ from darts_server.vllm.api.llm import ShapingLLM
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-CHILD_GRACE_SECONDS = 5.0  # no caller waits any more for what an engine could still finish
 GRACE_SECONDS = 30.0
+"""Default of the seconds that running work may take after a signal."""
+CHILD_GRACE_SECONDS = 5.0
+"""Seconds that the engine's processes may take to end. No caller waits for them any more."""
+CONNECTION_SECONDS = 5
+"""Seconds that answers may take to reach slow readers, after everything else has ended."""
+RETRY_SECONDS = 30
+"""``Retry-After`` of a stopping server: about the time in which another server starts."""
 STATE_LOST = 3
-"""Exit code of a server that ended in order, but could not save all prompts that it had promised to keep, or what it
-had learned last."""
+"""Exit code of a server that could not save all carried prompts, or the newest learned state."""
 POLL_SECONDS = 0.05
 MAX_WATCH_SECONDS = 5.0
-MIN_WATCHES = 10  # how often the watchdog looks at the engine, within its time limit
-CONNECTION_SECONDS = 5  # for answers to reach slow readers after everything else has ended
-RETRY_SECONDS = 30  # ``Retry-After`` of a stopping server: about the time in which another one starts
+MIN_WATCHES = 10
+"""Number of times that the watchdog looks at the engine within its time limit."""
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
-    """Choose the grace time, ours before vLLM's ``--shutdown-timeout``, and set the latter to what callers wait.
+    """Choose the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and prolong the latter.
 
-    A signal that is sent to the process group reaches the engine too, which then runs on until work was handed back.
+    A signal to the process group reaches the engine too. The engine must run until work has been handed back.
     """
     seconds = grace if grace is not None else float(args.shutdown_timeout or GRACE_SECONDS)
     args.shutdown_timeout = math.ceil(seconds + HAND_BACK_SECONDS)
@@ -46,64 +50,71 @@ def set_grace_seconds(args: Namespace, grace: float | None) -> float:
 
 
 def exit_on_signals() -> None:
-    """Exit at once on a signal, until `Shutdown` has replaced these handlers.
+    """Exit at once on a signal, until `Shutdown` replaces these handlers.
 
-    SIGHUP is ignored, also by the processes that the engine starts: it reloads keys, see `handle_sighup`, and must not
-    end a server that has none to reload. SIGUSR1 writes the stacks of all threads to standard error, also while the
-    event loop stands still.
+    SIGUSR1 writes the stacks of all threads to standard error, even while the event loop is blocked.
     """
     for number in SIGNALS:
         signal.signal(number, exit_at_once)
-    # A forked engine would share the descriptor that wakes the event loop up: the signal that ends it would arrive here
-    # too, as a second one.
+    # A forked engine would share the descriptor that wakes the event loop. A signal that ends the engine would then
+    # arrive here too.
     os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
+    # SIGHUP reloads keys, see `handle_sighup`. It must not end a server that has no keys, nor the engine's processes,
+    # which inherit that it is ignored.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def handle_sighup(reload: Callable[[], None] | None) -> None:
-    """Call ``reload`` on SIGHUP. Without one, log that there is nothing to reload.
+    """Call ``reload`` on SIGHUP. Without ``reload``, log that there is nothing to reload.
 
-    Call this after the engine has started: its processes inherit an ignored signal, but not a handled one.
+    Call this after the engine has started: its processes inherit an ignored signal, but not a handled signal.
     """
     ignore = partial(logger.warning, "SIGHUP: ignored, since the server has no key files to reload")
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or ignore)
 
 
 def exit_at_once(number: int, _: object = None) -> None:
-    """End the engine's processes and exit, while the engine starts or on a second signal.
-
-    vLLM waits for its engine in a call that swallows what a signal handler raises, so only `os._exit` works. An engine
-    that can still end in order removes its shared memory.
-    """
-    children, workers = multiprocessing.active_children(), list[psutil.Process]()
+    """End the engine's processes and exit, while the engine starts or on a second signal."""
+    children = multiprocessing.active_children()
+    workers: list[psutil.Process] = []
     for child in children:
         with suppress(psutil.NoSuchProcess):
             workers += psutil.Process(child.pid).children(recursive=True)
+        # An engine that can still end in order removes its shared memory.
         child.terminate()
     for child in children:
         child.join(CHILD_GRACE_SECONDS)
         child.kill()
-    for worker in workers:  # they outlive a killed engine, and may take minutes to notice
+    # Workers outlive a killed engine, and may take minutes to notice.
+    for worker in workers:
         with suppress(psutil.NoSuchProcess):
             worker.kill()
+    # vLLM waits for its engine in a call that swallows the exceptions of signal handlers.
     os._exit(128 + number)
 
 
 class Shutdown:
-    """Drain running work after a stop, hand back what has not ended, fail what is left, and exit.
+    """Lets running work finish after a stop, hands the rest back, fails what remains, and exits.
 
     Args:
-        batches: what runs on the engine beside requests of vLLM's routes.
-        grace: seconds that running work may take after a stop by signal.
-        watchdog: seconds that an engine with requests may send nothing; 0 for any.
+        grace: seconds that running work may take after a signal.
+        watchdog: seconds that an engine with requests may send nothing; 0 for no limit.
     """
 
     def __init__(
-        self, lifecycle: Lifecycle, llm: ShapingLLM, batches: VllmBatches, grace: float, watchdog: float = 0.0
+        self,
+        lifecycle: Lifecycle,
+        llm: ShapingLLM,
+        batches: VllmBatches,
+        grace: float,
+        watchdog: float = 0.0,
     ) -> None:
-        self._lifecycle, self._llm, self._batches = lifecycle, llm, batches
-        self._grace, self._watchdog = grace, watchdog
+        self._lifecycle = lifecycle
+        self._llm = llm
+        self._batches = batches
+        self._grace = grace
+        self._watchdog = watchdog
 
     @asynccontextmanager
     async def watch(self, exit: Callable[[], None]) -> AsyncIterator[None]:
@@ -121,27 +132,31 @@ class Shutdown:
                 task.cancel()
 
     async def watch_engine(self) -> None:
-        """Stop the server when the engine has sent nothing for the watchdog's seconds in which it should have.
-
-        Polls are counted rather than read from a clock: time in which this process did not run, because it was stopped
-        or starved, does not count.
-        """
-        llm, limit, silent = self._llm, self._watchdog, 0.0
-        interval = min(MAX_WATCH_SECONDS, limit / MIN_WATCHES)
-        while silent < limit:
-            before = llm.held.messages
+        """Stop the server when the engine should have sent something, but was silent for the watchdog's seconds."""
+        interval = min(MAX_WATCH_SECONDS, self._watchdog / MIN_WATCHES)
+        # Polls are counted instead of reading a clock: time in which this process was stopped or starved does not
+        # count.
+        silent = 0.0
+        while silent < self._watchdog:
+            messages = self._llm.held.messages
             await asyncio.sleep(interval)
-            silent = silent + interval if llm.should_respond and llm.held.messages == before else 0.0
-        what = f"it has requests, and sent nothing for {limit:g} s (--engine-watchdog)"
-        self._lifecycle.stop(EngineDead(f"the engine is hung: {what}"))
+            if self._llm.should_respond and self._llm.held.messages == messages:
+                silent += interval
+            else:
+                silent = 0.0
+        self._lifecycle.stop(
+            EngineDead(
+                f"the engine is hung: it has requests, and sent nothing for {self._watchdog:g} s (--engine-watchdog)"
+            )
+        )
 
-    async def handle_signals(self) -> None:
-        """Shut down in order on the first signal and at once on the second. vLLM's own handlers know no groups."""
+    def handle_signals(self) -> None:
+        """Handle signals by `handle_signal`, in place of vLLM's handlers, which know no groups."""
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.handle_signal, number)
 
     def handle_signal(self, number: int) -> None:
-        """Accept no more work, and drain; the second time exit."""
+        """Shut down in order on the first signal, and exit at once on the second."""
         name = signal.Signals(number).name
         if self._lifecycle.stop_reason is not None:
             logger.warning("%s again: exiting at once", name)
@@ -161,7 +176,8 @@ class Shutdown:
             try:
                 async with asyncio.timeout(HAND_BACK_SECONDS):
                     await asyncio.gather(self._llm.hand_back(), self._batches.hand_back(reason))
-            except Exception:  # it fails then, as other work does
+            except Exception:
+                # The work fails below, like all other work.
                 logger.exception("running work could not be handed back")
         if await self._is_busy_after(0.0):
             self._batches.fail(reason)
@@ -169,29 +185,34 @@ class Shutdown:
             await self._is_busy_after(ANSWER_SECONDS)
         exit()
 
-    async def _is_busy_after(self, remaining: float) -> bool:
-        """Wait until no caller waits for running work, but so many seconds at most; return whether any still does."""
-        while (is_busy := self._llm.admission.requests > 0 or self._lifecycle.requests > 0) and remaining > 0:
+    async def _is_busy_after(self, seconds: float) -> bool:
+        """Wait until no caller waits for work, for ``seconds`` at most. Return whether a caller still waits."""
+        # Time is counted in polls, as in `watch_engine`.
+        while self._llm.admission.requests > 0 or self._lifecycle.requests > 0:
+            if seconds <= 0:
+                return True
             await asyncio.sleep(POLL_SECONDS)
-            remaining -= POLL_SECONDS
-        return is_busy
+            seconds -= POLL_SECONDS
+        return False
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:
-    """1 if the engine failed, `STATE_LOST` if it did not; the last line of the log then says why.
+    """Return 1 if the engine failed, `STATE_LOST` if prompts were lost, or 0, and log the reason last.
 
-    ``lost``: prompts that were to be kept for the next server, and could not be.
+    ``lost``: number of carried prompts that could not be saved for the next server.
     """
-    if isinstance(lifecycle.stop_reason, ServerStopping) or not (lifecycle.stop_reason or llm.died):
-        if lost:
-            logger.critical("%d prompts that were carried over could not be saved: send them again", lost)
-        return STATE_LOST if lost else 0
-    logger.critical("%s", lifecycle.stop_reason or f"the engine died: {cause_of_death(llm.engine_core)}")
-    return 1
+    reason = lifecycle.stop_reason
+    if not isinstance(reason, ServerStopping) and (reason or llm.died):
+        logger.critical("%s", reason or f"the engine died: {cause_of_death(llm.engine_core)}")
+        return 1
+    if lost:
+        logger.critical("%d prompts that were carried over could not be saved: send them again", lost)
+        return STATE_LOST
+    return 0
 
 
 def cause_of_death(engine_core: Any) -> str:
-    """Describe what ended the engine's process, as far as its exit code shows."""
+    """Describe how the engine's process ended, as far as its exit code shows."""
     manager = getattr(engine_core.resources, "engine_manager", None)
     codes = {} if manager is None else manager.finished_procs()
     for name, code in codes.items():
