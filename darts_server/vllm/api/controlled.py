@@ -27,21 +27,19 @@ T = TypeVar("T")
 class ControlledLLM(AsyncLLM):
     """Coordinates vLLM's control calls with groups, and with updates through our own routes.
 
-    Results and errors are vLLM's. ``updates`` and ``loras`` are set once, after construction. Without ``updates`` every
-    call is vLLM's own. With ``updates``, calls also raise `UpdateRunning`, `UpdateFailed` and `WeightsLost`.
+    Results and errors are vLLM's. With ``updates``, calls also raise `UpdateRunning`, `UpdateFailed` and `WeightsLost`.
     """
 
     gate: Gate
-    """Gate that every request passes. `start_engine` sets it before the first request."""
+    """Gate that every request passes, set by `start_engine`."""
     updates: Updates | None = None
     loras: VllmLoras | None = None
     weight_version: int = 0
     written_by_trainer = False
-    """Whether a trainer has written the present weights through vLLM's routes, so that no file has them."""
+    """Whether a trainer has written the weights through vLLM's routes, so that no file has them."""
     is_handling = False
-    """Whether vLLM's task is processing outputs that it has taken from its queue."""
+    """Whether vLLM's task is processing outputs."""
     is_pause_wanted = False
-    """Whether the engine should be paused, see `pause_engine`."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -51,17 +49,14 @@ class ControlledLLM(AsyncLLM):
 
     @cached_property
     def ranks(self) -> Ranks:
-        """The data-parallel engine of each running request."""
         return Ranks(self.vllm_config.parallel_config.data_parallel_size, self.engine_core)
 
     async def handle_received(self) -> None:
-        """Wait until all outputs that engines have sent so far are processed.
-
-        The answer to a call, such as a pause, arrives at once, while earlier outputs still wait in vLLM's queue.
-        """
+        """Wait until all outputs that engines have sent so far are processed."""
+        # The answer to a call, such as a pause, arrives while earlier outputs still wait in vLLM's queue.
         queue: asyncio.Queue[Any] = self.engine_core.outputs_queue
         while self.is_handling or not queue.empty():
-            # After the engine's death no task empties the queue.
+            # The engine is dead, so no task empties the queue.
             if self.output_handler is None or self.output_handler.done():
                 return
             await asyncio.sleep(0)
@@ -73,7 +68,7 @@ class ControlledLLM(AsyncLLM):
         args: Any = (),
         kwargs: Any = None,
     ) -> list[Any]:
-        """Call a method of all workers of all data-parallel engines. vLLM returns only the first engine's answers."""
+        """Return the answers of the workers of all data-parallel engines. vLLM returns only the first engine's."""
         core = self.engine_core
         call = ("collective_rpc", method, timeout, args, kwargs)
         if isinstance(core, FleetCore):
@@ -83,33 +78,24 @@ class ControlledLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Load a LoRA adapter for vLLM's routes.
-
-        Raises:
-            Conflict: the adapter would replace a pushed adapter.
-            InvalidRequest: a tensor of the adapter has NaN or infinity.
-        """
+        """Load a LoRA adapter, unless it would replace a pushed adapter or has NaN or infinity."""
         if self.loras is not None:
             self.loras.check_foreign_load(lora_request)
             await run_sync(check_adapter_numbers, Path(lora_request.lora_path))
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
-        """Raise the gate's error if the gate has failed: then no request is served any more."""
+        """Also raise the error that the gate has failed with."""
         self.gate.check()
         await super().check_health()
 
     # --- pauses ------------------------------------------------------------------
 
     async def pause_engine(self, mode: Any, clear_cache: bool = True) -> None:
-        """Pause the engine, for the server or for a trainer.
-
-        If the engine is resumed while the pause is pending, the pause is undone as soon as it takes effect.
-        """
+        """Pause the engine. If it is resumed meanwhile, the pause is undone as soon as it takes effect."""
 
         # In vLLM 0.31 a pause that waits for running requests takes effect when the engine is next idle, even after a
-        # resume (``EngineCoreProc.pause_scheduler`` leaves a callback). The engine would then be paused while the
-        # server believes that it runs. The pause of a caller that gave up continues here for the same reason.
+        # resume (``EngineCoreProc.pause_scheduler`` leaves a callback). So this task must outlive its caller.
         async def pause() -> None:
             try:
                 await AsyncLLM.pause_generation(self, mode=mode, clear_cache=clear_cache)
@@ -122,19 +108,18 @@ class ControlledLLM(AsyncLLM):
         task = asyncio.create_task(pause())
         self._pauses.add(task)
         task.add_done_callback(self._pauses.discard)
-        # Read the exception: if the caller has given up, nobody else does, and asyncio would log it.
+        # If the caller has given up, nobody else reads the exception, and asyncio would log it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(task)
 
     async def resume_engine(self) -> None:
-        """Resume the engine, for the server or for a trainer."""
         self.is_pause_wanted = False
         await AsyncLLM.resume_generation(self)
 
     # --- control calls of trainers -------------------------------------------------
 
     async def _coordinate(self, plain: Callable[[], Awaitable[T]], coordinated: Callable[[Updates], Awaitable[T]]) -> T:
-        """Make a call of vLLM's: through the coordinator of updates if there is one, otherwise plainly."""
+        """Make a call of vLLM's, through the coordinator of updates if there is one."""
         with note_own_error():
             if self.updates is None:
                 return await plain()
@@ -147,23 +132,19 @@ class ControlledLLM(AsyncLLM):
         wait_for_inflight_requests: bool | None = None,
         clear_cache: bool = True,
     ) -> None:
-        """Wait for whole groups or abort them, then pause. New requests wait until the engine resumes."""
+        """Pause after waiting for whole groups or aborting them. New requests wait for the resume."""
         if wait_for_inflight_requests:
             mode = "wait"
         pause = partial(self.pause_engine, mode, clear_cache)
         await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """Resume the engine. During an update it resumes when the update has ended.
-
-        Raises:
-            Conflict: the engine is asleep.
-        """
+        """Resume the engine, or let the update in progress resume it. `Conflict`: the engine is asleep."""
         resume = self.resume_engine
         await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests. If ``/abort_requests`` aborts everything, all groups fail."""
+        """Abort requests, and all groups if ``/abort_requests`` aborts everything."""
         abort = partial(super().abort, request_id, internal=internal)
         if not is_abort_by_route():
             await abort()
@@ -172,7 +153,7 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(abort, lambda updates: updates.coordinator.abort_by_trainer(abort, everything=internal))
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
-        """Wait for whole groups or abort them, then sleep. New requests wait until the engine is awake."""
+        """Sleep after waiting for whole groups or aborting them. New requests wait until the engine is awake."""
         sleep = partial(super().sleep, level, mode)
         await self._coordinate(
             sleep, lambda updates: updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
@@ -183,24 +164,23 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(free, lambda updates: updates.coordinator.free_by_trainer(KV_CACHE, free))
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
-        """Wake the engine up. Since vLLM 0.32 the result says whether the whole engine is awake."""
+        """Wake the engine up. Since vLLM 0.32 the result is whether all of it is awake."""
         wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
         return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
 
     async def scale_elastic_ep(self, *args: Any, **more: Any) -> None:
-        """Add ranks to a single engine. The engines of ``--replicas`` are not ranks of one engine."""
+        """Change the ranks of one engine. The engines of ``--replicas`` are no ranks of one engine."""
         with note_own_error():
             if isinstance(self.engine_core, FleetCore):
                 raise UpdateUnsupported("the number of engines cannot be changed; restart with another --replicas")
             await super().scale_elastic_ep(*args, **more)
 
     async def start_weight_update(self) -> None:
-        """Start an update. The server's rule pauses the engine unless the trainer has paused it."""
+        """Start an update. The server pauses the engine unless the trainer has paused it."""
         start = super().start_weight_update
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def start_draft_weight_update(self) -> None:
-        """Start an update of a draft model, see `start_weight_update`."""
         start = super().start_draft_weight_update
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
@@ -225,11 +205,7 @@ class ControlledLLM(AsyncLLM):
         await self.update_weights(SimpleNamespace(update_info=update_info))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
-        """Finish the update, and let groups continue.
-
-        Raises:
-            UpdateFailed: the model has NaN or infinity, which the update has brought.
-        """
+        """Finish the update, and let groups continue. `UpdateFailed`: the model has NaN or infinity."""
         finish = partial(super().finish_weight_update, *args, **more)
 
         async def finish_as(version: int) -> None:

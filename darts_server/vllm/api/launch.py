@@ -34,18 +34,12 @@ from darts_server.vllm.requests.structured_outputs import limit_checks
 from darts_server.weights.updates import Updates
 
 JOIN_POLL_SECONDS = 0.05
-"""Seconds between two checks whether engines have joined, or whether an update has ended."""
 MODEL_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json")
-"""Patterns of the files of a model: weights and configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningEngine:
-    """A started engine, or several engines behind one port.
-
-    ``port``: runs candidates. ``renderer``: renders prompts. ``model``: takes new weights. ``fingerprint``: hash of the
-    model that the engine was started with, see `fingerprint_of`.
-    """
+    """A started engine, or several engines behind one port. ``fingerprint``: see `fingerprint_of`."""
 
     llm: ShapingLLM
     port: VllmEngine
@@ -74,20 +68,17 @@ class RunningEngine:
 
 
 class Places(Protocol):
-    """Hosts of engines. A host that ends is started again."""
+    """Hosts of engines, which are started again when they end."""
 
     failure: InvalidSetting | None
-    """Why a host cannot be started, after repeated attempts."""
+    """Why a host cannot be started."""
 
     def restart(self, rank: int) -> None:
-        """End what is left of an engine, so that its host is started again."""
+        """End an engine, so that its host is started again."""
 
 
 Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[Places]]
-"""Starts a host for each engine and runs the hosts until the block ends.
-
-The arguments are an encoded `Start` for each engine, and the number of GPUs that an engine's model is divided over.
-"""
+"""Runs hosts until the block ends. Takes an encoded `Start` for each engine, and the number of GPUs of an engine."""
 
 
 @asynccontextmanager
@@ -101,8 +92,8 @@ async def start_fleet(
 ) -> AsyncIterator[RunningEngine]:
     """Run ``count`` engines behind this process until the block ends.
 
-    ``place``: starts the hosts, with vLLM's flags ``argv``. ``host``: address at which hosts reach this process.
-    ``watchdog``: seconds in which an engine that has requests must send something; 0 for no limit.
+    ``argv``: vLLM's flags. ``host``: address at which hosts reach this process. ``watchdog``: seconds in which an
+    engine that has requests must send something; 0 for no limit.
 
     Raises:
         InvalidSetting: the engines cannot be placed, or do not start.
@@ -159,7 +150,7 @@ def engine_client(core: FleetCore) -> Iterator[None]:
 
 
 def without_keys(argv: Sequence[str]) -> list[str]:
-    """Return vLLM's flags without ``--api-key KEY…``, since engines do not need API keys."""
+    """Return vLLM's flags without ``--api-key KEY…``."""
     kept = []
     is_key = False
     for word in argv:
@@ -172,17 +163,14 @@ def without_keys(argv: Sequence[str]) -> list[str]:
 async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> None:
     """Bring an engine that has started again to the weights, LoRA adapters and pause of the other engines.
 
-    The function returns in a turn of the event loop in which the others still have that state.
-
-    Raises:
-        UpdateFailed: the engine could not load the weights or adapters.
+    At the return, in the same turn of the event loop, the others still have that state.
     """
 
     def state_of_others() -> tuple[Any, ...]:
         return model.state, llm.weight_version, llm.is_pause_wanted
 
     def must_wait() -> bool:
-        # Weights that a trainer has written are in no file: the engine waits for the next weights from files.
+        # If no file has the weights, the engine waits for the next weights from files.
         return llm.written_by_trainer or (llm.updates is not None and not llm.updates.coordinator.is_settled)
 
     while True:
@@ -193,7 +181,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
         try:
             await model.bring_to_state(engine.name)
         except UpdateFailed:
-            # If the state has changed, the failure is that of old weights, whose files may be gone.
+            # If the state has changed, the files of old weights may be gone, and the new weights are loaded.
             if state == state_of_others():
                 raise
         pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
@@ -205,7 +193,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
 
 @asynccontextmanager
 async def start_engine(args: Namespace, config: VllmConfig | None = None) -> AsyncIterator[RunningEngine]:
-    """Run the engine until the block ends. ``config``: in place of the configuration that ``args`` describe."""
+    """Run the engine until the block ends. ``config``: overrides the configuration that ``args`` describe."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -246,7 +234,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
 def fingerprint_of(config: VllmConfig) -> str:
     """Return a hash of a model's name, version and precision, and of size and time of its files if it is in a folder.
 
-    Call this before the weights are loaded: if files are replaced later, the next start must get another hash.
+    Call it before the weights are loaded: if files are replaced later, the next start must get another hash.
     """
     model = config.model_config
     path = Path(model.model)

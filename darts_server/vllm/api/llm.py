@@ -34,21 +34,20 @@ from darts_server.vllm.requests.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.requests.validation import check_group, check_request
 
 HAND_BACK_TIMEOUT = 3.0
-"""Timeout in seconds of `ShapingLLM.hand_back`. Batches are handed back at the same time, within HAND_BACK_SECONDS."""
+"""Less than HAND_BACK_SECONDS, in which batches are handed back too."""
 HAND_BACK_POLL_SECONDS = 0.02
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
-"""Merges options of headers and model alias with options of ``vllm_xargs``. Raises `InvalidRequest`."""
+"""Merges options of headers and model alias with ``vllm_xargs``. Raises `InvalidRequest`."""
 
 
 @dataclass(slots=True, eq=False)
 class Generation:
     """One call of ``generate()``, passed on until its last output.
 
-    ``ticket``: holds the candidates of the call. ``turn``: gets the rank of the engine before the first output.
-    ``turns``: remembers the answers, or None. ``plan``: None if vLLM serves the request alone. ``prompt_key``: key
-    under which lengths are learned, or empty. ``group_name``: the caller's name for a group of single requests.
-    ``answers_at_stop``: whether the caller prefers a partial answer to an error if the server stops. ``member``: the
-    request's place in a group that is only counted.
+    ``turn``: gets the rank of the engine before the first output. ``turns``: remembers the answers. ``plan``: None if
+    vLLM serves the request alone. ``prompt_key``: key under which lengths are learned, or empty. ``group_name``: the
+    caller's name for a group of single requests. ``answers_at_stop``: whether the caller gets a partial answer instead
+    of an error if the server stops. ``member``: place in a group that is only counted.
     """
 
     request: PromptRequest
@@ -64,7 +63,7 @@ class Generation:
 
 
 class ShapingLLM(ControlledLLM):
-    """Serves requests as groups of ``rollouts``. Until ``rollouts`` is set, it serves them as vLLM does."""
+    """Serves requests as groups of ``rollouts``, and as vLLM does until ``rollouts`` is set."""
 
     rollouts: VllmRollouts | None = None
     merge_options: MergeOptions = staticmethod(lambda options, _: options)
@@ -75,8 +74,7 @@ class ShapingLLM(ControlledLLM):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        # Ids of running requests whose callers want partial answers if the server stops. Callers choose ids, so an id
-        # may be here twice.
+        # Running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
         self._answered_at_stop: list[str] = []
         # Before vLLM's task, which may exist already, reads the first outputs.
         self.observe_outputs()
@@ -88,7 +86,6 @@ class ShapingLLM(ControlledLLM):
 
     @property
     def admission(self) -> Admission:
-        """The admission of requests. Without ``rollouts`` it has no limit."""
         return Admission(lambda: 0, None) if self.rollouts is None else self.rollouts.admission
 
     def generate(
@@ -98,9 +95,9 @@ class ShapingLLM(ControlledLLM):
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does. A request with n > 1 may become a group, and one with n = 1 a part of a group.
+        """Generate as vLLM does, but n > 1 may become a group, and n = 1 a part of a group.
 
-        Bad input raises here and not at the first iteration, because streaming routes send their status in between.
+        Bad input raises here and not at the first iteration: streaming routes send their status in between.
 
         Raises:
             InvalidRequest
@@ -113,7 +110,7 @@ class ShapingLLM(ControlledLLM):
         check_request(self.vllm_config, request)
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
 
-        # Choose the policy, and find out whether the request continues a trajectory.
+        # Choose the policy, and recognise the trajectory and group of the request.
         rollouts = self.rollouts
         turns = None
         turn = Turn()
@@ -130,8 +127,7 @@ class ShapingLLM(ControlledLLM):
             is_counted = plan is not None and plan.policy == OFF
             if plan is not None and not is_counted:
                 check_group(self, request)
-            # A request that names the policy `off` or the model `MODEL:raw` may be an evaluation, whose lengths say
-            # nothing about training.
+            # A request that names the policy `off` or the model `MODEL:raw` may be an evaluation.
             if plan is not None or (sampling_params.n > 1 and shaping.policy is None):
                 prompt_key = shaping.prompt_key or request.prompt_key
                 if shaping.prompt_key is not None:
@@ -143,7 +139,7 @@ class ShapingLLM(ControlledLLM):
                             "names one prompt, and the request has several; send them one by one",
                         )
 
-        # Admit the candidates. This comes last, because a call that raises must not hold candidates.
+        # Admit the candidates last: a call that raises must not hold any.
         if rollouts is not None and plan is not None:
             ticket = rollouts.admission.admit(1 if plan.single else rollouts.usual_candidates(plan))
             if not plan.single:
@@ -174,7 +170,7 @@ class ShapingLLM(ControlledLLM):
             generation.member = member
             route.groups.append(member.group.group_id)
 
-        # A generator that is never iterated does not run its `finally`, so the garbage collector releases the ticket.
+        # A generator that is never iterated does not run its `finally`.
         outputs = self._serve(generation)
         loop = asyncio.get_running_loop()
 
@@ -184,7 +180,7 @@ class ShapingLLM(ControlledLLM):
                 member.leave(DiscardReason.CANCELLED)
 
         def release_in_loop() -> None:
-            # The garbage collector runs in any thread, and possibly after the loop was closed.
+            # The garbage collector may run in any thread, and after the loop was closed.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(release)
 
@@ -192,19 +188,19 @@ class ShapingLLM(ControlledLLM):
         return outputs
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` for wrong options of a request for one trajectory, before it is rendered."""
+        """Raise `InvalidRequest` for wrong options of a request that is not rendered yet."""
         shaping = self.merge_options(options, extra_args)
         if self.rollouts is not None:
             self.rollouts.plan(1, shaping)
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
-        """Add a request, with the LoRA adapter that is now served under its name, see `VllmLoras.resolve`."""
+        """Add a request with its current LoRA adapter, see `VllmLoras.resolve`."""
         if self.loras is not None and more.get("lora_request") is not None:
             more["lora_request"] = self.loras.resolve(more["lora_request"])
         return await super().add_request(*args, **more)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """Send a request to the engine, and forget it if that fails. vLLM does so only for n > 1."""
+        """Forget a request that could not be sent to the engine. vLLM does so only for n > 1."""
         try:
             await super()._add_request(request, *args)
         except BaseException:
@@ -212,7 +208,7 @@ class ShapingLLM(ControlledLLM):
             raise
 
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request. Its answers are recorded before the caller gets their last tokens."""
+        """Yield outputs, and record answers before the caller gets their ends."""
         request = generation.request
         plan = generation.plan
         turns = generation.turns
@@ -227,7 +223,7 @@ class ShapingLLM(ControlledLLM):
             self._answered_at_stop.append(request.request_id)
 
         is_delta = request.params.output_kind is RequestOutputKind.DELTA
-        # Tokens of unfinished choices; length and finish reason of finished choices; by index.
+        # By index: tokens of unfinished choices, and length and finish reason of finished choices.
         tokens: dict[int, list[int]] = {}
         ends: dict[int, tuple[int, str]] = {}
         try:
@@ -258,7 +254,7 @@ class ShapingLLM(ControlledLLM):
                             member.leave(DiscardReason.FAILED, len(answer))
                     yield output
         except (EngineRefused, EngineBusy, EngineDead) as error:
-            # vLLM's routes give vLLM's own exception the right HTTP status.
+            # vLLM's routes map vLLM's own exception to its HTTP status.
             raise (error.__cause__ or error) from None
         except Exception:
             if member is not None:
@@ -273,14 +269,14 @@ class ShapingLLM(ControlledLLM):
 
         if plan is not None or self.rollouts is None or not generation.prompt_key:
             return
-        # Lengths are learned of all trajectories of the request, or of none.
+        # Learn the lengths of all trajectories of the request, or of none.
         reasons = {reason for _, reason in ends.values()}
         if len(ends) == request.params.n and reasons <= set(FinishReason):
             lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
             self.rollouts.learn_unshaped(generation.prompt_key, lengths, request.tokens)
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
+        """Generate as vLLM does, a later turn on the engine that has its prefix."""
         request = generation.request
         turn = generation.turn
         member = generation.member
@@ -310,7 +306,7 @@ class ShapingLLM(ControlledLLM):
                     raise
 
     async def _generate_group(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
-        """Generate a group. A stream gets each trajectory whole, as soon as it is certain to be in the group."""
+        """Generate a group. A stream gets each trajectory whole, once it is certain to be in the group."""
         request = generation.request
         rollouts = self.rollouts
         assert rollouts is not None
@@ -333,7 +329,7 @@ class ShapingLLM(ControlledLLM):
             allocation = replace(allocation, candidates=generation.ticket.fit(allocation.candidates))
             run = rollouts.start(spec, allocation, generation.ticket.split(allocation.candidates))
             if rollouts.aborts != aborts:
-                # Everything was aborted while the group waited for its cohort.
+                # All groups were aborted while this group waited for its cohort.
                 run.abort()
             try:
                 # Choice indices are shuffled: in the order of delivery they would reveal the rank by length.
@@ -392,12 +388,11 @@ class ShapingLLM(ControlledLLM):
 
     def _join_key(self, generation: Generation, plan: Plan) -> str:
         """Return a key that is equal for requests that may be in the same group."""
-        # The caller is part of the key: callers with different keys must not answer each other's requests.
+        # Callers with different API keys must not answer each other's requests.
         caller_name = generation.turn.caller
         return f"{caller_name}/{plan.policy}/{plan.size}/{generation.group_name}/{generation.request.join_key}"
 
     def _count_tokens(self, request_id: str) -> int:
-        """Return the number of tokens that a running request has generated, or 0."""
         internal_ids = self.output_processor.external_req_ids.get(request_id, ())
         return max((self.held.tokens(internal_id) or 0 for internal_id in internal_ids), default=0)
 
@@ -405,14 +400,13 @@ class ShapingLLM(ControlledLLM):
         """Report the engine's death, and let other tasks run between two outputs of the engine.
 
         Reading from a queue that is not empty does not yield to the event loop. An API process that is slower than its
-        engine would therefore process the whole queue in one turn, while the queue grows. Each turn would be longer
-        than the turn before, and nothing would be stopped, started or answered meanwhile.
+        engine would process the whole growing queue in one turn, and stop, start and answer nothing meanwhile.
         """
         engine_core: Any = self.engine_core
         get_output = engine_core.get_output_async
 
         async def get_output_after_yielding() -> Any:
-            # vLLM's task asks for more outputs when it has processed the previous ones.
+            # vLLM's task has processed the previous outputs.
             self.is_handling = False
             await asyncio.sleep(0)
             try:
@@ -426,7 +420,7 @@ class ShapingLLM(ControlledLLM):
         engine_core.get_output_async = get_output_after_yielding
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests. A request that runs as a group is aborted as a whole."""
+        """Abort requests, and the groups that they run as."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await super().abort(ids, internal=internal)
         if not internal and self.rollouts is not None:
@@ -434,13 +428,11 @@ class ShapingLLM(ControlledLLM):
                 self.rollouts.abort(group_id)
 
     async def hand_back(self) -> None:
-        """Abort requests whose callers want partial answers, and wait until the callers have them.
-
-        The wait has a timeout: a request that has not started cannot be aborted yet, and a reader may have stalled.
-        """
+        """Abort requests with `answers_at_stop`, and wait until their callers have the partial answers."""
         ids = list(self._answered_at_stop)
         if ids:
             await self.abort(ids)
+        # A request that has not started cannot be aborted yet, and a reader may have stalled.
         with suppress(TimeoutError):
             async with asyncio.timeout(HAND_BACK_TIMEOUT):
                 while set(ids).intersection(self._answered_at_stop):

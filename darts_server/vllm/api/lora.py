@@ -38,7 +38,7 @@ class VllmLoras:
         self._layers: LoraLayers | None = None
 
     def attach(self, registry: Any, raw_names: set[str]) -> None:
-        """Set vLLM's registry of served models, and the set of model names that are not shaped."""
+        """Register names in vLLM's ``registry`` of served models, and unshaped names in ``raw_names``."""
         self._registry = registry
         self._raw_names = raw_names
 

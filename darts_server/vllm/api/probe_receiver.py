@@ -16,9 +16,9 @@ from darts_server.vllm.engine_core.probe_capture import INSTALL, READY, STATES, 
 logger = logging.getLogger(__name__)
 
 READY_SECONDS = 10.0
-"""Timeout for workers. A worker answers within milliseconds, or never if it runs on a host without this socket."""
+"""A worker answers within milliseconds, or never if it runs on another host."""
 LINGER_SECONDS = 5.0
-"""Seconds after its end in which a candidate's last states are accepted. They may be late by one decode step."""
+"""A candidate's last states may arrive one decode step after its end."""
 
 
 class ProbeReceiver:
@@ -44,7 +44,7 @@ class ProbeReceiver:
         return self._last_number
 
     def unregister(self, number: int) -> None:
-        """Remove a probe after LINGER_SECONDS. Its candidate has ended, or was not started."""
+        """Remove a probe after LINGER_SECONDS."""
         if number in self._probes:
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._probes.pop, number, None)
 

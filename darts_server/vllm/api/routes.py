@@ -1,15 +1,14 @@
 """Our changes to vLLM's routes: shaping options, our errors in their answers, streams with several choices.
 
-vLLM's handlers pass only fields that they know to ``generate()``. Shaping options go there in a context variable.
+Shaping options reach ``generate()`` in a context variable, since vLLM's handlers pass only fields that they know.
 
-vLLM's handlers answer every exception that they do not know with a 500. An error that is raised before an answer begins
-reaches FastAPI's handlers, which include ours. Four kinds of errors do not:
+An error before the answer begins reaches FastAPI's handlers, which include ours. Four kinds of errors do not:
 
-* In a stream, the status was sent. vLLM's generators turn the error into an event by ``create_error_response``.
-* Streams of the Responses API raise the error, and the connection breaks. In the background they end without an event,
-  and a response that is not streamed stays queued.
-* ``/v1/messages`` answers the error itself. In a stream it fails to parse the event that the chat route sends.
-* The handlers of some control routes catch all exceptions.
+* In a stream, vLLM's generators turn the error into an event by ``create_error_response``.
+* Streams of the Responses API break the connection. In the background they end without an event, and a response that is
+  not streamed stays queued.
+* ``/v1/messages`` answers the error itself, and its stream cannot parse the chat route's error event.
+* The handlers of some control routes catch all exceptions and answer 500.
 """
 
 import json
@@ -53,7 +52,7 @@ ErrorFields = Callable[[DartsError], Mapping[str, Any]]
 """Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
 CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
-"""Checks the options of headers and model name together with ``vllm_xargs``. Raises `InvalidRequest`."""
+"""Checks options of headers and model name together with ``vllm_xargs``. Raises `InvalidRequest`."""
 
 
 class Extension(Protocol):
@@ -73,10 +72,9 @@ def attach(
     check_options: CheckOptions,
     extensions: Sequence[Extension],
 ) -> None:
-    """Let vLLM's generation routes read headers and model name, and let all its routes answer our errors.
+    """Let vLLM's generation routes read headers and model name, and all its routes answer our errors.
 
-    ``raw_names``: names of models that are not shaped. ``check_options``: raises the errors of ``generate()`` before a
-    stream of the Responses API begins.
+    ``raw_names``: names of models that are not shaped.
     """
     for route in application.routes:
         if not isinstance(route, APIRoute) or route.dependant.call is None:
@@ -116,10 +114,10 @@ def attach(
 class RouteCall:
     """A call of a generation route, as ``generate()`` reads it and adds to it.
 
-    ``options``: options of headers and model name. ``session``: session that a header names. ``beams``: number of beams
-    of a beam search over all its prompts. A beam search calls ``generate()`` for every token of every beam, but is
-    admitted once: ``ticket`` holds its beams until it ends. ``groups``: ids of groups that serve the call. ``named``:
-    keys of the prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted.
+    ``options``, ``session``: read from headers and model name. ``beams``: beams of a beam search over all its prompts.
+    A beam search calls ``generate()`` for every token of every beam, but is admitted once, with ``ticket``. ``groups``:
+    ids of groups that serve the call. ``named``: keys of the prompts that share the caller's prompt key. ``aborted``:
+    whether an answer was aborted.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -132,7 +130,6 @@ class RouteCall:
 
 
 route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
-"""The call of a generation route that is being handled."""
 
 
 def _with_options(
@@ -196,7 +193,7 @@ def _with_options(
             extension.after(request, answer)
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if call.groups and metadata is not None:
-            # Callers find the group by the id of the response, or by the id of a group of several requests.
+            # The id of the response finds the group, unless several requests share the group.
             is_shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
             raw_request.state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
         if is_responses_api and isinstance(answer, AsyncGenerator):
@@ -207,7 +204,7 @@ def _with_options(
 
 
 async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Read a stream in the context of its request. The task that sends the stream ends with it."""
+    """Read a stream in the context of its request. The task that sends it ends with it."""
     route_call.set(call)
     async with aclosing(answer):
         async for part in answer:
@@ -217,7 +214,7 @@ async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> Asyn
 async def move_xargs(params: Any, raw_request: Any) -> None:
     """Move extra arguments of the token route to ``extra_args`` of its sampling parameters.
 
-    The route's model has no ``vllm_xargs``, so vLLM drops them, in the request and in its sampling parameters.
+    The route's models have no ``vllm_xargs`` and drop them.
 
     Raises:
         InvalidRequest: the arguments are no object, or differ between the two places.
@@ -244,7 +241,7 @@ async def move_xargs(params: Any, raw_request: Any) -> None:
 
 @dataclass(slots=True)
 class _ControlCall:
-    """A call of a control route. ``is_abort``: whether the call will abort requests, and has not done so yet."""
+    """A call of a control route. ``is_abort``: whether the call has yet to abort requests."""
 
     is_abort: bool
     error: DartsError | None = None
@@ -255,7 +252,7 @@ _control_call: ContextVar[_ControlCall | None] = ContextVar("darts_control_call"
 
 @contextmanager
 def note_own_error() -> Iterator[None]:
-    """Record an error of ours that is raised in the block, for the caller of the control route."""
+    """Record our errors in the block, for the caller of the control route."""
     try:
         yield
     except DartsError as error:
@@ -266,7 +263,7 @@ def note_own_error() -> Iterator[None]:
 
 
 def is_abort_by_route() -> bool:
-    """Whether ``/abort_requests`` itself makes this abort. Further aborts in the same call are consequences."""
+    """Whether ``/abort_requests`` itself makes this abort. Later aborts of the same call are consequences."""
     call = _control_call.get()
     if call is None or not call.is_abort:
         return False
@@ -304,7 +301,6 @@ def checks_finite() -> bool:
 
 
 def _with_finite_check(handler: Handler) -> Handler:
-    """Add our query parameter to vLLM's route that finishes an update."""
 
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
@@ -345,7 +341,7 @@ def _make_error(make: Callable[..., Any], fields_of: ErrorFields, message: Any, 
 
 
 def _end_responses(responses: Any) -> None:
-    """End failed streams of the Responses API by an event, fail responses in the background, and report aborts."""
+    """Report errors and aborts in the streams and background responses of the Responses API."""
     make_response = responses.responses_full_generator
     stream = responses.responses_stream_generator
     stream_stored = responses.responses_background_stream_generator
@@ -361,7 +357,6 @@ def _end_responses(responses: Any) -> None:
         return response
 
     async def mark_failed(response_id: str) -> None:
-        # As vLLM marks a stored response in the background.
         async with responses.response_store_lock:
             stored = responses.response_store.get(response_id)
             if stored is not None and stored.status not in ("completed", "cancelled"):
@@ -413,7 +408,7 @@ def _end_responses(responses: Any) -> None:
 
 
 def _end_messages(messages: Any) -> None:
-    """Answer our errors on ``/v1/messages``, and end its failed streams by Anthropic's event."""
+    """Answer our errors on ``/v1/messages``, in streams by Anthropic's event."""
     chat = messages.create_chat_completion
     convert = messages.message_stream_converter
 
@@ -453,7 +448,7 @@ def _end_messages(messages: Any) -> None:
 async def with_all_choices(
     outputs: AsyncGenerator[RequestOutput, None], choices: int
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Add an empty, unfinished choice to the first output for each choice that it does not have."""
+    """Add missing choices, empty and unfinished, to the first output."""
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:

@@ -24,11 +24,10 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 GRACE_SECONDS = 30.0
-"""Default of the seconds that running work may take after a signal."""
 CHILD_GRACE_SECONDS = 5.0
-"""Seconds that the engine's processes may take to end. No caller waits for them any more."""
+"""For the engine's processes to end. No caller waits for them any more."""
 CONNECTION_SECONDS = 5
-"""Seconds that answers may take to reach slow readers, after everything else has ended."""
+"""For answers to reach slow readers, after everything else has ended."""
 RETRY_SECONDS = 30
 """``Retry-After`` of a stopping server: about the time in which another server starts."""
 STATE_LOST = 3
@@ -36,39 +35,33 @@ STATE_LOST = 3
 POLL_SECONDS = 0.05
 MAX_WATCH_SECONDS = 5.0
 MIN_WATCHES = 10
-"""Number of times that the watchdog looks at the engine within its time limit."""
+"""How often the watchdog looks at the engine within its time limit."""
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
-    """Choose the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and prolong the latter.
-
-    A signal to the process group reaches the engine too. The engine must run until work has been handed back.
-    """
+    """Choose the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and set the latter."""
     seconds = grace if grace is not None else float(args.shutdown_timeout or GRACE_SECONDS)
+    # A signal to the process group reaches the engine too, which must run until work was handed back.
     args.shutdown_timeout = math.ceil(seconds + HAND_BACK_SECONDS)
     return seconds
 
 
 def exit_on_signals() -> None:
-    """Exit at once on a signal, until `Shutdown` replaces these handlers.
-
-    SIGUSR1 writes the stacks of all threads to standard error, even while the event loop is blocked.
-    """
+    """Exit at once on a signal, until `Shutdown` replaces these handlers."""
     for number in SIGNALS:
         signal.signal(number, exit_at_once)
-    # A forked engine would share the descriptor that wakes the event loop. A signal that ends the engine would then
-    # arrive here too.
+    # A forked engine would share the descriptor that wakes the event loop, so its signals would arrive here too.
     os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
-    # SIGHUP reloads keys, see `handle_sighup`. It must not end a server that has no keys, nor the engine's processes,
-    # which inherit that it is ignored.
+    # SIGHUP reloads keys. It must not end a server without keys, nor the engine's processes, which inherit this.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # SIGUSR1 writes the stacks of all threads to standard error, even while the event loop is blocked.
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def handle_sighup(reload: Callable[[], None] | None) -> None:
-    """Call ``reload`` on SIGHUP. Without ``reload``, log that there is nothing to reload.
+    """Call ``reload`` on SIGHUP, or log that there is nothing to reload.
 
-    Call this after the engine has started: its processes inherit an ignored signal, but not a handled signal.
+    Call it after the engine has started: its processes inherit ignored signals, but not handled signals.
     """
     ignore = partial(logger.warning, "SIGHUP: ignored, since the server has no key files to reload")
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or ignore)
@@ -95,11 +88,10 @@ def exit_at_once(number: int, _: object = None) -> None:
 
 
 class Shutdown:
-    """Lets running work finish after a stop, hands the rest back, fails what remains, and exits.
+    """Lets running work finish after a stop, hands back or fails the rest, and exits.
 
-    Args:
-        grace: seconds that running work may take after a signal.
-        watchdog: seconds that an engine with requests may send nothing; 0 for no limit.
+    ``grace``: seconds that running work may take after a signal. ``watchdog``: seconds that an engine with requests may
+    send nothing; 0 for no limit.
     """
 
     def __init__(
@@ -118,7 +110,7 @@ class Shutdown:
 
     @asynccontextmanager
     async def watch(self, exit: Callable[[], None]) -> AsyncIterator[None]:
-        """Watch the engine, and call ``exit``, which stops the HTTP server, when the server has stopped."""
+        """Watch the engine, and call ``exit`` to stop the HTTP server when work has ended."""
         self._llm.on_death = lambda: self._lifecycle.stop(
             EngineDead(f"the engine died: {cause_of_death(self._llm.engine_core)}")
         )
@@ -132,10 +124,9 @@ class Shutdown:
                 task.cancel()
 
     async def watch_engine(self) -> None:
-        """Stop the server when the engine should have sent something, but was silent for the watchdog's seconds."""
+        """Stop the server when the engine should send something and is silent."""
         interval = min(MAX_WATCH_SECONDS, self._watchdog / MIN_WATCHES)
-        # Polls are counted instead of reading a clock: time in which this process was stopped or starved does not
-        # count.
+        # Polls are counted, since time in which this process was stopped or starved must not count.
         silent = 0.0
         while silent < self._watchdog:
             messages = self._llm.held.messages
@@ -151,7 +142,7 @@ class Shutdown:
         )
 
     def handle_signals(self) -> None:
-        """Handle signals by `handle_signal`, in place of vLLM's handlers, which know no groups."""
+        """Replace vLLM's handlers, which know no groups."""
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.handle_signal, number)
 
@@ -170,7 +161,6 @@ class Shutdown:
             self._llm.rollouts.joiner.drain()
 
     async def run(self, exit: Callable[[], None]) -> None:
-        """Wait for the stop, give running work its grace time, hand it back or fail it, and exit."""
         reason = await self._lifecycle.wait_for_stop()
         if isinstance(reason, ServerStopping) and await self._is_busy_after(self._grace):
             try:
@@ -186,7 +176,7 @@ class Shutdown:
         exit()
 
     async def _is_busy_after(self, seconds: float) -> bool:
-        """Wait until no caller waits for work, for ``seconds`` at most. Return whether a caller still waits."""
+        """Wait until no caller waits for work, for ``seconds`` at most, and return whether a caller still waits."""
         # Time is counted in polls, as in `watch_engine`.
         while self._llm.admission.requests > 0 or self._lifecycle.requests > 0:
             if seconds <= 0:
@@ -197,10 +187,7 @@ class Shutdown:
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:
-    """Return 1 if the engine failed, `STATE_LOST` if prompts were lost, or 0, and log the reason last.
-
-    ``lost``: number of carried prompts that could not be saved for the next server.
-    """
+    """Return the exit code, and log the reason last. ``lost``: carried prompts that could not be saved."""
     reason = lifecycle.stop_reason
     if not isinstance(reason, ServerStopping) and (reason or llm.died):
         logger.critical("%s", reason or f"the engine died: {cause_of_death(llm.engine_core)}")
