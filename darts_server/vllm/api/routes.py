@@ -92,19 +92,15 @@ def attach(
             setattr(serving, method, _with_options(handler, read_options, raw_names, check_options, extensions))
             serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
 
-    responses = getattr(state, "openai_serving_responses", None)
-    if responses is not None:
-        _end_responses(responses)
-    messages = getattr(state, "anthropic_serving_messages", None)
-    if messages is not None:
-        _end_messages(messages)
-    serving_tokens = getattr(state, "serving_tokens", None)
-    if serving_tokens is not None:
-        # The stream of the token route allocates room for the choices of its first output.
-        stream = serving_tokens.serve_tokens_stream_generator
-        serving_tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
-            request, with_all_choices(outputs, request.sampling_params.n), *more
-        )
+    changes = {
+        "openai_serving_responses": _end_responses,
+        "anthropic_serving_messages": _end_messages,
+        "serving_tokens": _complete_choices,
+    }
+    for attribute, change in changes.items():
+        serving = getattr(state, attribute, None)
+        if serving is not None:
+            change(serving)
 
 
 # --- options of generation routes -------------------------------------------------
@@ -443,6 +439,14 @@ def _end_messages(messages: Any) -> None:
 
 
 # --- the token route ----------------------------------------------------------------
+
+
+def _complete_choices(serving_tokens: Any) -> None:
+    """Let streams have several choices: vLLM's generator has room for the choices of its first output only."""
+    stream = serving_tokens.serve_tokens_stream_generator
+    serving_tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
+        request, with_all_choices(outputs, request.sampling_params.n), *more
+    )
 
 
 async def with_all_choices(
