@@ -67,12 +67,13 @@ class Control:
 
 def make_planner(settings: Settings) -> Planner:
     """Create the policies that the settings describe."""
-    redundancy = settings.redundancy
-    budget = BudgetKind.FIXED
-    if redundancy == "auto":
+    if settings.redundancy == "auto":
         # The redundancy until the spread of lengths is known.
         redundancy = min(REDUNDANCY, settings.max_redundancy)
         budget = BudgetKind.CV_LOG
+    else:
+        redundancy = settings.redundancy
+        budget = BudgetKind.FIXED
     uniform = Shaping(
         redundancy=redundancy,
         num_longest=settings.num_longest,

@@ -155,7 +155,7 @@ def test_detection_points_are_ascending_numbers_separated_by_commas(config: Path
             load({"detect_at": wrong}, None)
 
 
-def test_dialects_are_known_names_once_each(config: Path) -> None:
+def test_dialects_are_known_names_without_duplicates(config: Path) -> None:
     assert load({}, None).dialect == ()
     assert load({"dialect": "areal, prime-rl,areal,"}, None).dialect == ("areal", "prime-rl")
     config.write_text('dialect = ["skyrl"]\n')
