@@ -106,7 +106,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
 
     access = _access(settings, args)
     # Only this machine reaches a Unix socket.
-    if getattr(args, "uds", None) is None:
+    if args.uds is None:
         check_listening(args.host, access, settings.allow_unauthenticated)
 
     with Store(settings.state_dir, check=check_document) as store:
@@ -135,9 +135,9 @@ def _access(settings: Settings, args: Namespace) -> Access:
         if name.upper() == f"{ENV_PREFIX}ADMIN_API_KEY":
             del os.environ[name]
 
-    # Browsers, which could send requests for foreign web pages, have no access to a Unix socket.
+    # Browsers, which may send requests of foreign web pages, cannot reach a Unix socket.
     hosts = ["*"]
-    if not getattr(args, "uds", None):
+    if not args.uds:
         hosts = [args.host, *filter(None, settings.allowed_hosts.split(","))]
     access = Access(
         Keys(server.take_api_keys(args), settings.api_key_file),
@@ -381,7 +381,9 @@ def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias, batche
     rewards = statistics.rewards
 
     def length(kind: str, statistic: str) -> float | None:
-        return bias.mean(kind) if statistic == "mean" else bias.quantile(kind, QUANTILES[statistic])
+        if statistic == "mean":
+            return bias.mean(kind)
+        return bias.quantile(kind, QUANTILES[statistic])
 
     return {
         "darts_prompts_tracked": lambda: store.count(KIND),

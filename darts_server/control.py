@@ -61,7 +61,8 @@ class Control:
         Raises:
             InvalidRequest: names the key that cannot be changed so.
         """
-        patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
+        settings_of = {"name": "policy"}
+        patch = {settings_of.get(key, key): value for key, value in overrides.items()}
         return make_planner(apply_patch(self.settings, patch))
 
 

@@ -82,13 +82,17 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
     version = vllm_version()
     warning = version_warning(version)
     yield ok("vLLM", version or "none") if warning is None else warn("vLLM", warning)
-    devices, fault = checks.devices()
-    yield ok("devices", devices) if fault is None else fail("devices", f"{devices}: {fault}")
-    if not has_model:
+    yield _judge("devices", *checks.devices())
+    if has_model:
+        yield _judge("model", *checks.model(args))
+    else:
         yield warn("model", "no model given; name a model to check it too")
-        return
-    model, fault = checks.model(args)
-    yield ok("model", model) if fault is None else fail("model", f"{model}: {fault}")
+
+
+def _judge(subject: str, description: str, fault: str | None) -> Finding:
+    if fault is None:
+        return ok(subject, description)
+    return fail(subject, f"{description}: {fault}")
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARED_BYTES) -> Finding:
@@ -169,10 +173,14 @@ def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) 
         check_listening(args.host, access, allow_unauthenticated)
     except InvalidSetting as error:
         return fail("address", str(error))
-    keys = "with keys" if access.keys else "without API keys"
-    if allow_unauthenticated and not access.keys:
-        return warn("address", f"{args.host}, {keys} (--allow-unauthenticated): everybody who reaches it may use it")
-    return ok("address", f"{args.host}, {keys}, {'with' if access.admin_keys else 'without'} admin keys")
+    admin_keys = "with admin keys" if access.admin_keys else "without admin keys"
+    if access.keys:
+        return ok("address", f"{args.host}, with keys, {admin_keys}")
+    if allow_unauthenticated:
+        return warn(
+            "address", f"{args.host}, without API keys (--allow-unauthenticated): everybody who reaches it may use it"
+        )
+    return ok("address", f"{args.host}, without API keys, {admin_keys}")
 
 
 def check_policy(settings: Settings) -> Finding:

@@ -50,8 +50,10 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
 
     if config is not None and not Path(config).is_file():
         raise InvalidSetting(f"--darts-config: {config} is not a file")
+    file: dict[str, Any] = {}
     try:
-        file = {} if config is None else tomllib.loads(Path(config).read_text(encoding="utf-8"))
+        if config is not None:
+            file = tomllib.loads(Path(config).read_text(encoding="utf-8"))
         return Settings(**{name.lower(): value for name, value in file.items()} | variables | given)
     except ValidationError as error:
         raise InvalidSetting("\n".join(_describe(detail, given) for detail in error.errors())) from error
@@ -60,7 +62,6 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
 
 
 def _describe(error: Any, given: Mapping[str, str]) -> str:
-    """Describe a validation error at start: the flag, variable or key, its value and the allowed values."""
     message = _message_of(error)
     # An error of a combination of settings has no location.
     if not error["loc"]:
@@ -68,8 +69,10 @@ def _describe(error: Any, given: Mapping[str, str]) -> str:
     name = str(error["loc"][0])
     if error["type"] == "extra_forbidden":
         return f"{name}: unknown setting; the settings are {', '.join(Settings.model_fields)}"
-    where = flag_of(name) if name in given else f"{name} (from {ENV_PREFIX}{name.upper()} or the file)"
-    return f"{where} = {error['input']}: {message} ({help_of(Settings.model_fields[name])})"
+    source = f"{name} (from {ENV_PREFIX}{name.upper()} or the file)"
+    if name in given:
+        source = flag_of(name)
+    return f"{source} = {error['input']}: {message} ({help_of(Settings.model_fields[name])})"
 
 
 def _message_of(error: Any) -> str:

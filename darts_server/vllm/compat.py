@@ -1,7 +1,7 @@
 """Differences between vLLM's versions and builds.
 
-The code tests for a name, never for a version. ``tests/vllm/signatures`` lists all names of vLLM that we use, and tests
-compare them with the source of each version. This module does not import vLLM, which takes seconds.
+The code tests for a name, never for a version. ``tests/vllm/signatures`` lists the names of vLLM that we use, for
+comparison with each version. This module does not import vLLM, which takes seconds.
 """
 
 from contextlib import suppress
@@ -18,7 +18,7 @@ GENERATION_HANDLERS = (
     ("openai_serving_chat_batch", "create_batch_chat_completion"),
     ("serving_tokens", "serve_tokens"),
     ("openai_serving_responses", "create_responses"),
-    # The method of its base class. Before and after it, the route converts requests and answers.
+    # The method of its base class.
     ("anthropic_serving_messages", "create_chat_completion"),
 )
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 RAW_SUFFIX = ":raw"
-"""Each served model has a second name with this suffix. Requests that use it are never shaped."""
+"""Suffix of a model's second name. Requests with the second name are never shaped."""
 
 NO_COMPILATION = "TORCHDYNAMO_DISABLE"
 """Environment variable of torch: ``1`` disables compilation, in child processes too."""
@@ -31,7 +31,7 @@ NO_COMPILER = "no C++ compiler with Python's headers: nothing is compiled, as wi
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 FORK = "fork"
 PLUGINS = "VLLM_PLUGINS"
-"""vLLM's environment variable with the plugins to load, separated by commas. Without it, vLLM loads all plugins."""
+"""vLLM's variable with the names of plugins, separated by commas. Without it, vLLM loads all plugins."""
 PLUGIN_GROUP = "vllm.general_plugins"
 OUR_PLUGIN = "darts_server"
 
@@ -44,8 +44,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     """
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]"))
-    # vLLM lets web pages of all sites read all answers by default, and returns log-probs at temperature 1 instead of
-    # the log-probs of the distribution that it samples from.
+    # vLLM's own defaults let web pages of all sites read answers, and compute log-probs at temperature 1 instead of from
+    # the sampled distribution.
     parser.set_defaults(allowed_origins=[], logprobs_mode=PROCESSED_LOGPROBS)
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
@@ -68,11 +68,8 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def prepare(args: Namespace) -> None:
-    """Add our worker extension and plugin to the user's, and set defaults for flags that the user left open.
-
-    Raises:
-        InvalidSetting: vLLM's processes would not load our plugin, so they would never answer an abort.
-    """
+    """Add our worker extension and plugin to the user's, and set defaults for vLLM's platform."""
+    # Without the plugin, vLLM's processes would never answer an abort.
     if not entry_points(group=PLUGIN_GROUP, name=OUR_PLUGIN):
         raise InvalidSetting(
             "darts-server is imported but not installed, so vLLM finds no plugin of it: pip install it"
@@ -89,8 +86,8 @@ def prepare(args: Namespace) -> None:
         args.enable_chunked_prefill = False
     # The engine's processes sleep while they wait, instead of spinning on cores that this process needs.
     os.environ.setdefault(SHARE_CORES, "1")
-    # vLLM would spawn processes in any case. A forked process starts 15 seconds earlier, but this process must not have
-    # computed with threads before.
+    # vLLM would ignore the variable. A forked process starts 15 seconds faster, but this process must not have computed
+    # with threads before.
     if os.environ.get(START_METHOD) == FORK:
         envs.environment_variables[START_METHOD] = lambda: FORK
     # Without a compiler, vLLM's sampler fails to compile kernels at the first request, which kills the engine.
@@ -107,7 +104,7 @@ def can_compile() -> bool:
 
 
 def extension(users: str | None) -> str:
-    """Return the qualified name of the worker extension: ours, combined with the user's extension if there is one."""
+    """Return the qualified name of our worker extension, combined with the user's extension."""
     if not users:
         return f"{WORKER}.{EXTENSION}"
     return f"{WORKER}.{COMBINED}{users.replace('.', ':')}"

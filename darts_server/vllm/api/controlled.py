@@ -68,7 +68,7 @@ class ControlledLLM(AsyncLLM):
         args: Any = (),
         kwargs: Any = None,
     ) -> list[Any]:
-        """Return the answers of the workers of all data-parallel engines. vLLM returns only the first engine's."""
+        """Call the workers of all data-parallel engines. vLLM returns only the first engine's answers."""
         core = self.engine_core
         call = ("collective_rpc", method, timeout, args, kwargs)
         if isinstance(core, FleetCore):
@@ -85,7 +85,6 @@ class ControlledLLM(AsyncLLM):
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
-        """Also raise the error that the gate has failed with."""
         self.gate.check()
         await super().check_health()
 
@@ -119,7 +118,6 @@ class ControlledLLM(AsyncLLM):
     # --- control calls of trainers -------------------------------------------------
 
     async def _coordinate(self, plain: Callable[[], Awaitable[T]], coordinated: Callable[[Updates], Awaitable[T]]) -> T:
-        """Make a call of vLLM's, through the coordinator of updates if there is one."""
         with note_own_error():
             if self.updates is None:
                 return await plain()
@@ -132,14 +130,14 @@ class ControlledLLM(AsyncLLM):
         wait_for_inflight_requests: bool | None = None,
         clear_cache: bool = True,
     ) -> None:
-        """Pause after waiting for whole groups or aborting them. New requests wait for the resume."""
+        """Wait for whole groups or abort them, and pause. New requests wait for the resume."""
         if wait_for_inflight_requests:
             mode = "wait"
         pause = partial(self.pause_engine, mode, clear_cache)
         await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """Resume the engine, or let the update in progress resume it. `Conflict`: the engine is asleep."""
+        """Resume the engine, at the end of an update in progress. `Conflict`: the engine is asleep."""
         resume = self.resume_engine
         await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
 
@@ -153,7 +151,7 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(abort, lambda updates: updates.coordinator.abort_by_trainer(abort, everything=internal))
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
-        """Sleep after waiting for whole groups or aborting them. New requests wait until the engine is awake."""
+        """Wait for whole groups or abort them, and sleep. New requests wait for the wake-up."""
         sleep = partial(super().sleep, level, mode)
         await self._coordinate(
             sleep, lambda updates: updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
@@ -169,14 +167,14 @@ class ControlledLLM(AsyncLLM):
         return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
 
     async def scale_elastic_ep(self, *args: Any, **more: Any) -> None:
-        """Change the ranks of one engine. The engines of ``--replicas`` are no ranks of one engine."""
+        # The engines of --replicas are not ranks of one engine.
         with note_own_error():
             if isinstance(self.engine_core, FleetCore):
                 raise UpdateUnsupported("the number of engines cannot be changed; restart with another --replicas")
             await super().scale_elastic_ep(*args, **more)
 
     async def start_weight_update(self) -> None:
-        """Start an update. The server pauses the engine unless the trainer has paused it."""
+        """Pause the engine, unless the trainer has paused it, and start an update."""
         start = super().start_weight_update
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
@@ -185,7 +183,6 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def update_weights(self, request: Any) -> None:
-        """Write tensors. A failure ends the update."""
         update = partial(super().update_weights, request)
 
         async def write() -> None:
@@ -196,8 +193,9 @@ class ControlledLLM(AsyncLLM):
         info = request.update_info
         if isinstance(info, list):
             info = next(iter(info), None)
-        listed = info.get("names") if isinstance(info, dict) else None
-        names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+        names: list[str] = []
+        if isinstance(info, dict) and isinstance(info.get("names"), list):
+            names = [name for name in info["names"] if isinstance(name, str)]
         await self._coordinate(write, lambda updates: updates.external.write(write, names))
 
     async def write_weights(self, update_info: dict[str, Any]) -> None:
@@ -205,7 +203,6 @@ class ControlledLLM(AsyncLLM):
         await self.update_weights(SimpleNamespace(update_info=update_info))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
-        """Finish the update, and let groups continue. `UpdateFailed`: the model has NaN or infinity."""
         finish = partial(super().finish_weight_update, *args, **more)
 
         async def finish_as(version: int) -> None:

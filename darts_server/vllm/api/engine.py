@@ -1,6 +1,6 @@
 """vLLM behind the engine port. Each candidate is a vLLM request with final-only output.
 
-This file relies on six undocumented details of vLLM. A test on the real engine covers each of them:
+This relies on six undocumented details of vLLM, each covered by a test on the real engine:
 
 * ``add_request`` returns a collector. Its ``request_id`` is vLLM's internal id of the request.
 * ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far.
@@ -77,7 +77,7 @@ class VllmCandidate:
     constrained: bool
     """Whether a schema or grammar constrains the candidate."""
     is_released: bool = False
-    """Whether the engine sends tokens as it generates them."""
+    """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
         return self.held.tokens(self.collector.request_id)
@@ -87,7 +87,6 @@ class VllmCandidate:
         if state is None or state.detokenizer is None:
             return None
         if not self.is_released:
-            # From the first read on, the engine sends the candidate's tokens as it generates them.
             self.is_released = True
             self.held.release(self.collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]

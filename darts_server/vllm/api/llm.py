@@ -34,7 +34,7 @@ from darts_server.vllm.requests.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.requests.validation import check_group, check_request
 
 HAND_BACK_TIMEOUT = 3.0
-"""Less than HAND_BACK_SECONDS, in which batches are handed back too."""
+"""Less than HAND_BACK_SECONDS, the limit for batches and requests together."""
 HAND_BACK_POLL_SECONDS = 0.02
 MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
 """Merges options of headers and model alias with ``vllm_xargs``. Raises `InvalidRequest`."""
@@ -76,7 +76,7 @@ class ShapingLLM(ControlledLLM):
         super().__init__(*args, **more)
         # Running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
         self._answered_at_stop: list[str] = []
-        # Before vLLM's task, which may exist already, reads the first outputs.
+        # vLLM's task, which may exist already, must not read outputs before this.
         self.observe_outputs()
 
     @property
@@ -86,7 +86,9 @@ class ShapingLLM(ControlledLLM):
 
     @property
     def admission(self) -> Admission:
-        return Admission(lambda: 0, None) if self.rollouts is None else self.rollouts.admission
+        if self.rollouts is None:
+            return Admission(lambda: 0, None)
+        return self.rollouts.admission
 
     def generate(
         self,
@@ -170,7 +172,7 @@ class ShapingLLM(ControlledLLM):
             generation.member = member
             route.groups.append(member.group.group_id)
 
-        # A generator that is never iterated does not run its `finally`.
+        # A generator that is never iterated does not run its `finally`, so a finalizer releases the ticket.
         outputs = self._serve(generation)
         loop = asyncio.get_running_loop()
 

@@ -19,8 +19,8 @@ WEIGHT = ".weight"
 class VllmLoras:
     """Implements :class:`darts_server.weights.port.LoraEngine`.
 
-    A LoRA adapter keeps vLLM's integer id when it is replaced. So a request that began with the old adapter continues
-    with the new one, and no request names an id that is not loaded, which would kill the engine.
+    A LoRA adapter keeps vLLM's integer id when it is replaced. Requests that began with the old adapter continue with
+    the new adapter. A request with an id that is not loaded would kill the engine.
 
     ``checkpoint``: reads the headers of the model's tensors.
     """

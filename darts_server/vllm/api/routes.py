@@ -110,10 +110,9 @@ def attach(
 class RouteCall:
     """A call of a generation route, as ``generate()`` reads it and adds to it.
 
-    ``options``, ``session``: read from headers and model name. ``beams``: beams of a beam search over all its prompts.
-    A beam search calls ``generate()`` for every token of every beam, but is admitted once, with ``ticket``. ``groups``:
-    ids of groups that serve the call. ``named``: keys of the prompts that share the caller's prompt key. ``aborted``:
-    whether an answer was aborted.
+    ``beams``: beams of a beam search over all its prompts. A beam search calls ``generate()`` for every token of every
+    beam, but is admitted once, with ``ticket``. ``groups``: ids of groups that serve the call. ``named``: keys of
+    prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)

@@ -64,7 +64,7 @@ async def make_app(
     args: Namespace,
     read_options: ReadOptions,
     error_fields: ErrorFields,
-    extensions: Sequence[Extension] = (),
+    extensions: Sequence[Extension],
 ) -> FastAPI:
     """Build vLLM's app on this engine. Its generation routes read our options from headers and model names."""
     tasks = await llm.get_supported_tasks()

@@ -25,17 +25,16 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 GRACE_SECONDS = 30.0
 CHILD_GRACE_SECONDS = 5.0
-"""For the engine's processes to end. No caller waits for them any more."""
+"""For the engine's processes to end, when no caller waits for them."""
 CONNECTION_SECONDS = 5
 """For answers to reach slow readers, after everything else has ended."""
 RETRY_SECONDS = 30
-"""``Retry-After`` of a stopping server: about the time in which another server starts."""
+"""``Retry-After`` of a stopping server: another server starts in about that time."""
 STATE_LOST = 3
-"""Exit code of a server that could not save all carried prompts, or the newest learned state."""
+"""Exit code of a server that could not save carried prompts or learned state."""
 POLL_SECONDS = 0.05
 MAX_WATCH_SECONDS = 5.0
 MIN_WATCHES = 10
-"""How often the watchdog looks at the engine within its time limit."""
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
@@ -59,16 +58,14 @@ def exit_on_signals() -> None:
 
 
 def handle_sighup(reload: Callable[[], None] | None) -> None:
-    """Call ``reload`` on SIGHUP, or log that there is nothing to reload.
-
-    Call it after the engine has started: its processes inherit ignored signals, but not handled signals.
-    """
+    """Call ``reload`` on SIGHUP, or log that there is nothing to reload."""
+    # The engine must have started: its processes inherit ignored signals, but not handled signals.
     ignore = partial(logger.warning, "SIGHUP: ignored, since the server has no key files to reload")
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or ignore)
 
 
 def exit_at_once(number: int, _: object = None) -> None:
-    """End the engine's processes and exit, while the engine starts or on a second signal."""
+    """End the engine's processes, and exit."""
     children = multiprocessing.active_children()
     workers: list[psutil.Process] = []
     for child in children:
@@ -88,10 +85,9 @@ def exit_at_once(number: int, _: object = None) -> None:
 
 
 class Shutdown:
-    """Lets running work finish after a stop, hands back or fails the rest, and exits.
+    """Lets running work finish within ``grace`` seconds, hands back or fails the rest, and exits.
 
-    ``grace``: seconds that running work may take after a signal. ``watchdog``: seconds that an engine with requests may
-    send nothing; 0 for no limit.
+    ``watchdog``: seconds that an engine with requests may send nothing; 0 for no limit.
     """
 
     def __init__(
@@ -147,14 +143,13 @@ class Shutdown:
             asyncio.get_running_loop().add_signal_handler(number, self.handle_signal, number)
 
     def handle_signal(self, number: int) -> None:
-        """Shut down in order on the first signal, and exit at once on the second."""
         name = signal.Signals(number).name
         if self._lifecycle.stop_reason is not None:
             logger.warning("%s again: exiting at once", name)
             exit_at_once(number)
         logger.warning("%s: shutting down; running requests may take the grace time, another signal ends them", name)
         self._lifecycle.stop(
-            ServerStopping("the server is stopping; send this to another one, or retry later", RETRY_SECONDS)
+            ServerStopping("the server is stopping; send this request to another server, or retry later", RETRY_SECONDS)
         )
         self._batches.drain()
         if self._llm.rollouts is not None:
@@ -186,8 +181,8 @@ class Shutdown:
         return False
 
 
-def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int = 0) -> int:
-    """Return the exit code, and log the reason last. ``lost``: carried prompts that could not be saved."""
+def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int) -> int:
+    """Return the exit code, and log its reason. ``lost``: number of carried prompts that could not be saved."""
     reason = lifecycle.stop_reason
     if not isinstance(reason, ServerStopping) and (reason or llm.died):
         logger.critical("%s", reason or f"the engine died: {cause_of_death(llm.engine_core)}")

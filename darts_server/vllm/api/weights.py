@@ -26,8 +26,8 @@ IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 class VllmModel:
     """Implements :class:`darts_server.weights.port.Model`.
 
-    Workers load weights by a method of our worker extension (`engine_core.worker`), not by a backend of vLLM's
-    ``WeightTransferEngineFactory``: a server has only one backend, and ours would replace the trainer's NCCL.
+    Workers load weights by our worker extension. A server has only one backend of vLLM's
+    ``WeightTransferEngineFactory``, so a backend of ours would replace the trainer's NCCL.
     """
 
     def __init__(self, llm: ControlledLLM) -> None:
@@ -58,11 +58,7 @@ class VllmModel:
         return await self._tensors()
 
     async def _tensors(self) -> TensorSet:
-        """Return the tensors of the checkpoint that vLLM loaded its model from.
-
-        Raises:
-            UpdateUnsupported: the tensors are unknown.
-        """
+        """Return the tensors of the checkpoint that vLLM loaded, or raise `UpdateUnsupported`."""
         if self._checkpoint is None:
             self._check_supported()
             self._checkpoint = await run_sync(self._read_checkpoint)
@@ -92,11 +88,7 @@ class VllmModel:
         return self._loaded, () if self.loras is None else self.loras.changes
 
     async def bring_to_state(self, engine: bytes) -> None:
-        """Bring an engine that has started again to the weights and LoRA adapters of the other engines.
-
-        Raises:
-            UpdateFailed
-        """
+        """Load the weights and LoRA adapters of the other engines into an engine that has started again."""
         core: Any = self._llm.engine_core
         call = partial(core._call_utility_async, engine=engine)
         try:
@@ -130,7 +122,7 @@ class VllmModel:
         _raise_first(errors)
 
     def _check_supported(self) -> None:
-        """Refuse configurations that were never tested. A model with wrong weights does not fail, it trains badly."""
+        """Refuse untested configurations: a model with wrong weights does not fail, it trains badly."""
         config: Any = self._llm.vllm_config
         sizes = config.parallel_config
         parallelism = {"tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size}
@@ -162,12 +154,12 @@ class VllmModel:
 
 
 def _encode_plan(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
-    """Return a plan in the types that vLLM sends to its workers."""
+    """Return a plan in types that vLLM can send to workers."""
     return [(str(file.path), list(file.stamp), list(names)) for file, names in files]
 
 
 def _raise_first(errors: Sequence[str | None]) -> None:
-    """Raise `UpdateFailed` with the first worker's error, if any worker has an error."""
+    """Raise `UpdateFailed` with the first error of a worker."""
     for error in errors:
         if error is not None:
             raise UpdateFailed(f"the engine could not load the weights: {error}")
