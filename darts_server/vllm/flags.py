@@ -44,8 +44,7 @@ def parse(argv: Sequence[str]) -> Namespace:
     """
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]"))
-    # vLLM's own defaults let web pages of all sites read answers, and compute log-probs at temperature 1 instead of from
-    # the sampled distribution.
+    # vLLM's own defaults let web pages of all sites read answers, and leave temperature and top_k out of log-probs.
     parser.set_defaults(allowed_origins=[], logprobs_mode=PROCESSED_LOGPROBS)
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
