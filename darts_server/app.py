@@ -329,7 +329,13 @@ def make_rooms(
     )
 
 
-def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: Store, model_name: str) -> Pruner:
+def _make_pruner(
+    settings: Settings,
+    control: Control,
+    engine: VllmPort,
+    store: Store,
+    model_name: str,
+) -> Pruner:
     """Create the pruner, and start it if the default policy prunes.
 
     Raises:
@@ -374,7 +380,12 @@ def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: 
     return pruner
 
 
-def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias, batches: VllmBatches) -> Reads:
+def _read_metrics(
+    rollouts: VllmRollouts,
+    store: Store,
+    bias: LengthBias,
+    batches: VllmBatches,
+) -> Reads:
     """Return the functions that read metrics at each scrape."""
     statistics = rollouts.statistics
     deadlines = rollouts.allocator.deadlines

@@ -135,7 +135,12 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
     return lambda argv: import_module(module).main(argv)
 
 
-def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tuple[settings.Settings, list[str]] | None:
+def _parse(
+    command: str,
+    description: str,
+    epilog: str,
+    argv: list[str],
+) -> tuple[settings.Settings, list[str]] | None:
     """Return our settings and the remaining arguments, which are vLLM's. None if the help was printed.
 
     Raises:

@@ -207,7 +207,13 @@ class VllmEngine:
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
 
-    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
+    async def resume(
+        self,
+        request: PromptRequest,
+        index: int,
+        prefix: TokenSlice,
+        order: float = 0.0,
+    ) -> VllmCandidate:
         return await self.start(request, index, order=order, prefix=prefix)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
@@ -227,7 +233,11 @@ class VllmEngine:
         return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
-        self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
+        self,
+        request: PromptRequest,
+        tokens: TokenSlice,
+        finish_reason: FinishReason,
+        text: str,
     ) -> RequestOutput:
         deferred = Deferred(self._tokenizer, request.params, tokens)
         return deferred.make_output(request.prompt, finish_reason.value, text)

@@ -324,7 +324,13 @@ class ErrorEvent(BaseModel):
     sequence_number: int
 
 
-def _make_error(make: Callable[..., Any], fields_of: ErrorFields, message: Any, *args: Any, **more: Any) -> Any:
+def _make_error(
+    make: Callable[..., Any],
+    fields_of: ErrorFields,
+    message: Any,
+    *args: Any,
+    **more: Any,
+) -> Any:
     if not isinstance(message, DartsError):
         return make(message, *args, **more)
     fields = fields_of(message)
