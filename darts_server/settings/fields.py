@@ -106,8 +106,8 @@ class Settings(BaseModel):
     then runs until it finishes."""
     deadline_quantile: Runtime[float] = Field(0.9, ge=0.1, le=1)
     """darts_cut, cap: the deadline is the length at which this share of a cohort's groups have as many finished
-    candidates as they return. Prompts that need longer answers get up to twice the deadline. There every candidate is
-    cut, and groups with too few finished candidates are returned with truncated ones."""
+    candidates as they return. Prompts that need longer answers get up to twice the deadline. At that length
+    every candidate is cut, and groups with too few finished candidates are filled with truncated candidates."""
     exploration: Runtime[float] = Field(0.05, ge=0, le=1)
     """Share of cohorts that run past the deadline, to measure what the deadline discards. auto: maximum share of
     batches that test whether more or fewer prompts at once are faster."""
@@ -125,10 +125,10 @@ class Settings(BaseModel):
     """What happens to single requests that continue a trajectory, or seem to. alone: they run at once, unshaped. join:
     they wait for requests with the same prompt and are joined into groups, like requests that open a trajectory."""
     group_wait: float = Field(5.0, ge=0, le=600)
-    """Seconds without a further request after which single requests form a group that is not full."""
+    """Seconds to wait for a further request before single requests form a group that is not full."""
     group_name_wait: float = Field(60.0, ge=0, le=600)
-    """The same for groups with a name, at least --group-wait. Their requests may come late, when other trajectories of
-    a pool have ended or have left their environments."""
+    """Like --group-wait, for groups with a name, and at least as long. Their requests may arrive late, when other
+    trajectories of a pool have ended or have left their environments."""
     group_pattern: Annotated[str, AfterValidator(_group_pattern)] = ""
     """Regular expression that finds the name of a group in the name of a session. The part in parentheses is the
     group's name, such as (.+)_[0-9]+ for SkyRL. Default: sessions name no groups."""
@@ -153,8 +153,8 @@ class Settings(BaseModel):
     """Folder for pushed weights, with space for two models. Default: the folder for temporary files."""
     weights_rule: Literal["finish", "keep", "restart"] = "finish"
     """What happens to running groups when new weights arrive. finish: the update waits for running groups, and new
-    groups wait for the update. keep: groups pause, continue with the new weights, and are marked as mixed. restart:
-    groups are stopped and start again with the new weights."""
+    groups wait for the update. keep: groups pause and continue with the new weights, and their trajectories are marked
+    as mixed. restart: groups are stopped and start again with the new weights."""
     weights_timeout: float = Field(300.0, ge=0.001, le=86400)
     """Timeout in seconds for each step of an update. The wait for running groups may take twice as long. After a
     timeout, the old weights stay."""
