@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add our flags to a parser, as an argument group. `load` validates their values."""
     group = parser.add_argument_group(
         "shaped groups",
-        f"Each flag can also be set by the environment variable {ENV_PREFIX}NAME or by a key in the --darts-config file.",
+        f"An environment variable {ENV_PREFIX}NAME, or a key in the --darts-config file, does the same as a flag.",
     )
     group.add_argument("--darts-config", metavar="FILE", help="TOML file with these settings.")
     for name, field in Settings.model_fields.items():
