@@ -208,7 +208,7 @@ class ControlledLLM(AsyncLLM):
         async def finish_as(version: int) -> None:
             await finish()
             await self.collective_rpc("darts_complete_update")
-            if checks_finite():
+            if checks_finite.get():
                 names = [name for name in await self.collective_rpc("darts_find_nonfinite") if name is not None]
                 if names:
                     raise UpdateFailed(

@@ -287,26 +287,21 @@ def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
     return handle
 
 
-_checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True)
-
-
-def checks_finite() -> bool:
-    """Whether an update that ends now fails if the model has NaN or infinity."""
-    return _checks_finite.get()
+checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True)
+"""Whether the update that ends in this call fails if the model has NaN or infinity."""
 
 
 def _with_finite_check(handler: Handler) -> Handler:
-
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
         given = raw_request.query_params.get(CHECK_FINITE, "true")
         if given not in ("true", "false"):
             raise InvalidRequest(CHECK_FINITE, "must be true or false")
-        token = _checks_finite.set(given == "true")
+        token = checks_finite.set(given == "true")
         try:
             return await handler(raw_request=raw_request, **values)
         finally:
-            _checks_finite.reset(token)
+            checks_finite.reset(token)
 
     return handle
 
