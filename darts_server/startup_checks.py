@@ -166,7 +166,7 @@ def check_weights(root: Path | None, staging: Path | None, model_bytes: int | No
 
 
 def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) -> Finding:
-    """Check who can reach the server, and with which keys."""
+    """Check who can reach the server, and with what keys."""
     if args.uds:
         return ok("address", f"the socket {args.uds}, which only this machine reaches")
     try:

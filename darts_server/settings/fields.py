@@ -148,7 +148,7 @@ class Settings(BaseModel):
     tokens are used only under the weights that generated them."""
 
     weights_root: Path | None = None
-    """Folder from which new weights may be loaded. Default: weights can only be pushed."""
+    """Folder that new weights may be loaded from. Default: weights can only be pushed."""
     weights_staging: Path | None = None
     """Folder for pushed weights, with space for two models. Default: the folder for temporary files."""
     weights_rule: Literal["finish", "keep", "restart"] = "finish"
@@ -173,7 +173,7 @@ class Settings(BaseModel):
     allow_unauthenticated: bool = False
     """Allow listening on a non-loopback address without an API key."""
     allowed_hosts: str = Field("", pattern=NAMES)
-    """Host names by which callers without an API key may address the server: NAME, *.DOMAIN, or * for every name,
+    """Host names that callers without an API key may use for the server: NAME, *.DOMAIN, or * for every name,
     separated by commas. localhost, the machine's own name, the name in --host and IP addresses are always allowed.
     Default: no other name, so that a web page whose name points at this machine cannot use the server."""
     allow_dangerous_routes: bool = False

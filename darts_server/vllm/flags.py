@@ -97,7 +97,7 @@ def prepare(args: Namespace) -> None:
 
 
 def can_compile() -> bool:
-    """Whether torch can compile CPU kernels, for which it needs a C++ compiler and Python's headers."""
+    """Whether there are a C++ compiler and Python's headers, so that torch can compile CPU kernels."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 

@@ -1,4 +1,4 @@
-"""vLLM's control calls, with which trainers pause the engine and write its weights."""
+"""vLLM's control calls: trainers pause the engine and write its weights."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable

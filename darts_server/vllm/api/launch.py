@@ -92,8 +92,8 @@ async def start_fleet(
 ) -> AsyncIterator[RunningEngine]:
     """Run ``count`` engines behind this process until the block ends.
 
-    ``argv``: vLLM's flags. ``host``: address at which hosts reach this process. ``watchdog``: seconds in which an
-    engine that has requests must send something; 0 for no limit.
+    ``argv``: vLLM's flags. ``host``: address at which hosts reach this process. ``watchdog``: seconds that an
+    engine with requests may send nothing; 0 for no limit.
 
     Raises:
         InvalidSetting: the engines cannot be placed, or do not start.

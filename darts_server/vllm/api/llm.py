@@ -45,7 +45,7 @@ class Generation:
     """One call of ``generate()``, passed on until its last output.
 
     ``turn``: gets the rank of the engine before the first output. ``turns``: remembers the answers. ``plan``: None if
-    vLLM serves the request alone. ``prompt_key``: key under which lengths are learned, or empty. ``group_name``: the
+    vLLM serves the request alone. ``prompt_key``: key of learned lengths, or empty. ``group_name``: the
     caller's name for a group of single requests. ``answers_at_stop``: whether the caller gets a partial answer instead
     of an error if the server stops. ``member``: place in a group that is only counted.
     """

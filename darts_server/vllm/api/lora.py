@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM's engine, and the model names under which its server serves them."""
+"""LoRA adapters in vLLM's engine, and their model names in vLLM's server."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress

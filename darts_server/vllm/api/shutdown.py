@@ -122,7 +122,7 @@ class Shutdown:
     async def watch_engine(self) -> None:
         """Stop the server when the engine should send something and is silent."""
         interval = min(MAX_WATCH_SECONDS, self._watchdog / MIN_WATCHES)
-        # Polls are counted, since time in which this process was stopped or starved must not count.
+        # Polls are counted, not seconds: while this process is stopped or starved, no time counts.
         silent = 0.0
         while silent < self._watchdog:
             messages = self._llm.held.messages
