@@ -52,7 +52,7 @@ def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) ->
     with Store(tmp_path) as store:
         store.put("prompt", "a", {"n": 1})
         store.flush()
-        _create(tmp_path / FILE_NAME, "SELECT 1")
+        _create(tmp_path / FILE_NAME)
     with Store(tmp_path) as store:
         assert store.get("prompt", "a") == {"n": 1}
     assert {*os.listdir(tmp_path)} == {FILE_NAME}
