@@ -42,19 +42,19 @@ def test_auto_has_prompts_ahead_and_a_limit_of_stale_tokens() -> None:
     ("text", "message"),
     [
         ("fast", "there is no 'fast'; choose from off, uniform"),
-        ("uniform,speed=2", "unknown option 'speed'; known: redundancy"),
+        ("uniform,speed=2", "unknown option 'speed'; choose from redundancy"),
         ("uniform,redundancy=no", "redundancy must be a number from 1 to 8"),
         ("uniform,longest=8", "longest must be a number from 0 to 7"),
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
         ("auto,stale=2", "stale must be a number from 0 to 1"),
-        ("auto,redundancy=2", "unknown option 'redundancy'; known: start, stale"),
-        ("auto,allow=resume", "unknown option 'allow'; known: start, stale"),
-        ("off,redundancy=2", "off has no option but start, carry, rounds, order"),
+        ("auto,redundancy=2", "unknown option 'redundancy'; choose from start, stale"),
+        ("auto,allow=resume", "unknown option 'allow'; choose from start, stale"),
+        ("off,redundancy=2", "off has only the options start, carry, rounds, order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str) -> None:
+def test_an_invalid_policy_names_its_error(text: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         parse_policy(text, 8)
 
