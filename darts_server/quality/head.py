@@ -19,6 +19,8 @@ from darts_server.types import PruningStatus
 
 MAX_LOSS = 20.0
 """Loss in nats above which training has diverged. Guesses cost 0.7; at 20, logits are wrong by 20 on average."""
+SEED = 0
+WEIGHT_DECAY = 1e-4
 GRADIENT_NORM = 1.0
 """Longer gradients are clipped, so that one unusual batch cannot ruin the weights."""
 
@@ -70,8 +72,13 @@ class Head:
 
     @property
     def report(self) -> TrainerReport:
-        metrics = evaluate(self._scored, self.settings.max_weight)
-        return replace(self._totals, status=self.status, prior=self._replay.prior, metrics=metrics, steps=self.steps)
+        return replace(
+            self._totals,
+            status=self.status,
+            prior=self._replay.prior,
+            metrics=evaluate(self._scored),
+            steps=self.steps,
+        )
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
         """Add the label of a trajectory that had this hidden state, with finite values, after ``position`` tokens.
@@ -150,8 +157,7 @@ class ReplayBuffer:
         self._survivals = np.ones(settings.capacity)
         self._added = 0
         self._half_life = settings.half_life
-        self._max_weight = settings.max_weight
-        self._rng = np.random.default_rng(settings.seed)
+        self._rng = np.random.default_rng(SEED)
 
     def __len__(self) -> int:
         return min(self._added, self._targets.size)
@@ -189,7 +195,7 @@ class ReplayBuffer:
         return self._features[sampled], targets, weights
 
     def _weights(self) -> Floats:
-        return inverse_propensity_weights(self._survivals[: len(self)], self._max_weight)
+        return inverse_propensity_weights(self._survivals[: len(self)])
 
 
 class Network:
@@ -200,7 +206,7 @@ class Network:
 
     def __init__(self, width: int, settings: HeadSettings) -> None:
         # Torch's global generator is left alone: an engine in the same process may rely on its state.
-        generator = torch.Generator().manual_seed(settings.seed)
+        generator = torch.Generator().manual_seed(SEED)
         hidden = settings.hidden
         self._parameters = {
             "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
@@ -212,7 +218,7 @@ class Network:
         for parameter in self._parameters.values():
             parameter.requires_grad_()
         self._optimiser = torch.optim.Adam(
-            self._parameters.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+            self._parameters.values(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY
         )
 
     def fit(self, features: Single, targets: Single, weights: Single) -> float:

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_DEATHS = 3
 """Number of times that the process may die within `DEATH_SECONDS`. After one more death, none is started."""
 DEATH_SECONDS = 3600.0
+NEW_LABELS = 64
+"""Labels after which a training starts at once."""
 GRACE_SECONDS = 5.0
 """Time to finish a training, which takes a second."""
 ANSWER_SECONDS = 300.0
@@ -178,7 +180,7 @@ class RemoteHead:
             with self._changed:
                 self._changed.wait_for(lambda: is_due(1))
                 until_due = max(0.0, due - time.monotonic())
-                self._changed.wait_for(lambda: is_due(self.settings.new_labels), until_due)
+                self._changed.wait_for(lambda: is_due(NEW_LABELS), until_due)
                 if self._closed:
                     return
                 # The lock is held so that `close` sees the process that `submit` starts, and so that labels stay unsent

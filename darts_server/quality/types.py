@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.estimates.calibration import MAX_WEIGHT
 from darts_server.estimates.score_metrics import WINDOW, ScoreMetrics
 from darts_server.types import PruningStatus
 
@@ -16,12 +15,9 @@ Example = tuple[NDArray[np.floating], int, float, float]
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
-    """A training starts after ``new_labels`` new labels, or after ``max_delay`` seconds with any new label."""
-
     hidden: int = 256
     """Units of the hidden layer."""
     learning_rate: float = 1e-3
-    weight_decay: float = 1e-4
     batch_size: int = 64
     capacity: int = 4096
     """Examples in the replay buffer."""
@@ -29,13 +25,10 @@ class HeadSettings:
     """Age, in examples, at which an example is sampled half as often as the newest."""
     min_labels: int = 64
     """Labels before the first training."""
-    max_weight: float = MAX_WEIGHT
-    """Maximum inverse propensity weight."""
     window: int = WINDOW
     """Labels over which metrics are taken."""
-    seed: int = 0
-    new_labels: int = 64
     max_delay: float = 1.0
+    """Seconds from a training to the next, unless there are `remote.NEW_LABELS` new labels before."""
     max_steps: int = 50
     """Steps of a training."""
     max_seconds: float = 1.0

@@ -17,7 +17,7 @@ from darts_server.exceptions import RETRY_SECONDS, DartsError, InvalidRequest, O
 QUEUE_ROUNDS = 64
 MIN_QUEUE = 65_536
 """The default queue holds 64 times the candidates that run at once, at least 65,536. Trainers send all prompts of a
-step at once, often as single requests or as one batch, and none of them should be refused."""
+step at once, as a batch or as single requests, and all of these must be admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Ticket:
         self._who = who
         self._is_released = False
         self.candidates = 0
-        # Number of candidates that the engine does not have yet.
+        # Candidates that the engine does not have yet.
         self._ahead = 0
         if who is not None:
             admission.requests += 1
@@ -94,7 +94,7 @@ class Ticket:
         self.release()
 
     def _add(self, candidates: int) -> None:
-        """Count more candidates, or fewer: first fewer of those that the engine does not have yet."""
+        """Count more candidates, or drop some: first candidates that the engine does not have yet."""
         self._count(candidates, max(candidates, -self._ahead))
 
     def _count(self, candidates: int, ahead: int) -> None:
@@ -111,7 +111,7 @@ class Ticket:
 
 
 def _move(source: Ticket, target: Ticket, candidates: int) -> None:
-    """Move candidates, first those that the engine does not have yet."""
+    """Move candidates, first candidates that the engine does not have yet."""
     ahead = min(candidates, source._ahead)
     source._count(-candidates, -ahead)
     target._count(candidates, ahead)

@@ -26,8 +26,8 @@ class Kept(Generic[K, V]):
     """The newest entries of all owners together.
 
     At a limit, the owner that has the most entries (or the most weight, at the weight limit) loses its oldest entry.
-    If owners have equally many, the owner whose name sorts last loses it. Callers without a key are one owner. Each
-    operation takes a few comparisons, however many entries and owners there are.
+    Among equals it is the owner whose name sorts last. Callers without a key are the same owner. Each operation takes a
+    few comparisons, however many entries and owners there are.
 
     Args:
         limit: maximum number of entries.
@@ -47,16 +47,15 @@ class Kept(Generic[K, V]):
     def of(self, owner: str | None) -> Mapping[K, V]:
         """Return an owner's entries, oldest first."""
         owned = self._owned.get(owner or "")
-        return {} if owned is None else owned.entries
+        return owned.entries if owned else {}
 
     def newest(self, owner: str | None) -> Iterator[V]:
         """Iterate over an owner's values, newest first."""
-        owned = self._owned.get(owner or "")
-        return iter(()) if owned is None else reversed(owned.entries.values())
+        return reversed(self.of(owner).values())
 
     def weight_of(self, owner: str | None) -> int:
         owned = self._owned.get(owner or "")
-        return 0 if owned is None else owned.weight
+        return owned.weight if owned else 0
 
     def __iter__(self) -> Iterator[tuple[str | None, Mapping[K, V]]]:
         return ((name or None, owned.entries) for name, owned in self._owned.items())

@@ -127,16 +127,17 @@ class Store(AbstractContextManager["Store"]):
             with self._lock:
                 self._refuse_closed()
                 rows = [(kind, key, text) for (kind, key), text in self._unwritten.items()]
+            if self._connection is None:
+                return
             try:
-                if self._connection is not None:
-                    if rows:
-                        self._write(rows)
-                    with self._lock:
-                        for kind, key, text in rows:
-                            # A newer document may have been put meanwhile.
-                            if self._unwritten.get((kind, key)) is text:
-                                del self._unwritten[kind, key]
-                    self._read(self._connection)
+                if rows:
+                    self._write(rows)
+                with self._lock:
+                    for kind, key, text in rows:
+                        # A newer document may have been put meanwhile.
+                        if self._unwritten.get((kind, key)) is text:
+                            del self._unwritten[kind, key]
+                self._read(self._connection)
             except Exception as error:
                 if self.fault != str(error):
                     logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)

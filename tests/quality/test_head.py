@@ -167,7 +167,7 @@ def test_training_stops_when_its_time_is_up() -> None:
 
 
 def test_scores_in_numpy_equal_those_of_the_trained_network() -> None:
-    net = Network(5, HeadSettings(hidden=7, learning_rate=1e-2, weight_decay=0.0))
+    net = Network(5, HeadSettings(hidden=7, learning_rate=1e-2))
     batches = np.random.default_rng(0).normal(size=(21, 16, 5)).astype(np.float32)
     for x in batches[1:]:
         net.fit(x, (x[:, 0] > 0).astype(np.float32), np.ones(16, dtype=np.float32))

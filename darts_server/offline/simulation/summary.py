@@ -82,11 +82,11 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
     for step in steps:
         batch = step.batch
         rollout = step.rollout
-        ends = batch.ends if batch.done is None else batch.ends - batch.done
+        left = batch.ends - batch.generated_before
         for group in np.flatnonzero(np.isfinite(rollout.completed_at)).tolist():
             rule = step.plan.rule(group)
             count = step.plan.candidates[group]
-            whole = np.flatnonzero((batch.valid[group] & (rollout.generated[group] == ends[group]))[:count])
+            whole = np.flatnonzero((batch.valid[group] & (rollout.generated[group] == left[group]))[:count])
             shortest_first = whole[np.argsort(batch.lengths[group][whole], kind="stable")].tolist()
             short = shortest_first[: rule.num_shortest]
             candidates = [Candidate(index, 0.0) for index in range(count)]

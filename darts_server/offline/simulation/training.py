@@ -52,9 +52,7 @@ class Step:
     @property
     def stale_tokens(self) -> int:
         """Number of returned tokens that an earlier step has generated."""
-        if self.batch.done is None:
-            return 0
-        return int(self.batch.done[self.rollout.returned > 0].sum())
+        return int(self.batch.generated_before[self.rollout.returned > 0].sum())
 
 
 @dataclass(slots=True)
@@ -94,13 +92,7 @@ class Candidates:
             draws.append(all_draws[:count])
             if prompt.carried is not None:
                 done[row, : prompt.carried.size] = prompt.carried
-        return Batch(
-            np.asarray(tokens),
-            np.asarray(lengths),
-            np.asarray(draws),
-            self.workload.max_tokens,
-            done if done.any() else None,
-        )
+        return Batch(np.asarray(tokens), np.asarray(lengths), np.asarray(draws), self.workload.max_tokens, done)
 
     def step_prompts(self, step: int) -> list[Prompt]:
         """Return the prompts of a measured step, counted from 0, if no prompt is carried over."""
@@ -182,9 +174,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
         steps.append(step)
 
         # Prompts that are left over start again, or continue.
-        tokens = step.rollout.generated.astype(np.int64)
-        if step.batch.done is not None:
-            tokens += step.batch.done
+        tokens = step.rollout.generated.astype(np.int64) + step.batch.generated_before
         for row in np.flatnonzero(np.isinf(step.rollout.completed_at)).tolist():
             prompt = batch[row]
             generated = tokens[row, : step.plan.candidates[row]]

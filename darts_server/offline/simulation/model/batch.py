@@ -28,11 +28,16 @@ class Batch:
     """Random numbers in [0, 1), shape (G, C). The lowest numbers win the places of a sampled tail."""
     max_tokens: int
     done: Ints | None = None
-    """Tokens of each candidate that earlier rollouts have generated, at most its end, shape (G, C). None for none."""
+    """Tokens that earlier rollouts have generated, at most ``ends``, shape (G, C). None for none."""
 
     @property
     def groups(self) -> int:
         return int(self.lengths.shape[0])
+
+    @property
+    def generated_before(self) -> Ints:
+        """Tokens of each candidate that earlier rollouts have generated, shape (G, C)."""
+        return np.zeros_like(self.lengths) if self.done is None else self.done
 
     @property
     def ends(self) -> Ints:

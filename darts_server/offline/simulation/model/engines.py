@@ -113,9 +113,7 @@ class Clock:
         """Schedule the candidates of these groups that ``run`` for some tokens, shape (G, C)."""
         group, index = np.nonzero(run)
         tokens = run[group, index]
-        done = np.zeros(tokens.size)
-        if batch.done is not None:
-            done = batch.done[rows][group, index].astype(np.float64)
+        done = batch.generated_before[rows][group, index].astype(np.float64)
         prompts = batch.prompt_tokens[rows][group].astype(np.float64)
         rest = prompts % machine.block_size
         is_first = np.diff(group, prepend=-1) > 0

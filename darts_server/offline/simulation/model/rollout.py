@@ -231,9 +231,7 @@ class Groups:
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, rows: Ints) -> "Groups":
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
-        done = np.zeros(started.shape)
-        if batch.done is not None:
-            done = np.where(started, batch.done[rows], 0.0)
+        done = np.where(started, batch.generated_before[rows], 0.0)
         lengths = np.where(started, batch.ends[rows], inf)
         valid = batch.valid[rows] & started
         return Groups(rows, plan.rule(int(rows[0])), lengths, valid, batch.tail_draws[rows], done)
