@@ -47,7 +47,7 @@ class Step:
     rollout: Rollout
     training_seconds: float
     seconds: float
-    """Seconds of the whole step, which are fewer than those of rollout and training if they overlap."""
+    """Seconds of the whole step. Rollout and training may overlap."""
 
     @property
     def stale_tokens(self) -> int:
@@ -69,7 +69,7 @@ class Candidates:
     most: int
     """Maximum number of candidates of a prompt."""
     knows_prompts: bool = True
-    """Whether an earlier group of each prompt was seen, so that mean and std of its lengths are known."""
+    """Whether mean and std of each prompt's lengths are known from an earlier group."""
     seed: int = 0
     _drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = field(default_factory=dict)
     _earlier: dict[int, PromptStats] = field(default_factory=dict)
@@ -94,11 +94,6 @@ class Candidates:
                 done[row, : prompt.carried.size] = prompt.carried
         return Batch(np.asarray(tokens), np.asarray(lengths), np.asarray(draws), self.workload.max_tokens, done)
 
-    def step_prompts(self, step: int) -> list[Prompt]:
-        """Return the prompts of a measured step, counted from 0, if no prompt is carried over."""
-        first = (WARM_UP + step) * self.prompts
-        return [Prompt(number) for number in range(first, first + self.prompts)]
-
     def earlier(self, number: int) -> PromptStats | None:
         """Return the statistics of a prompt after one earlier group, or None for a new prompt."""
         if not self.knows_prompts:
@@ -112,7 +107,7 @@ class Candidates:
         return self._earlier[number]
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Order prompts as the server orders a batch: prompts of earlier steps, then long prompts first, then new."""
+        """Order prompts as the server orders a batch: left-over prompts first, then prompts with long earlier groups."""
 
         def key(prompt: Prompt) -> tuple[bool, float]:
             is_new = prompt.carried is None and prompt.attempt == 0
@@ -125,8 +120,8 @@ class Candidates:
 def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     """Simulate the measured steps under a policy.
 
-    Prompts that are not complete in their step come first in the next step, or in a long round. With long rounds whole
-    cycles are measured, which may be more steps. Completion lengths are remembered from step to step.
+    Prompts that are left over run first in the next step, or in a long round. With long rounds whole cycles are
+    measured, which may be more steps.
     """
     needed = candidates.prompts
     recent = RecentCompletionLengths()
@@ -138,7 +133,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
         warm_up = LEARNING
     else:
         warm_up = policy.cycle * ceil(WARM_UP / policy.cycle)
-    # No prompt is carried over, so the steps of the warm-up would change nothing.
+    # Without left-over prompts the warm-up would change nothing.
     if policy.start == 1:
         warm_up = WARM_UP
         first = WARM_UP
@@ -148,7 +143,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     waiting: list[Prompt] = []
     next_new = first * needed
     for number in range(first, warm_up + count):
-        # The prompts of the step: those that were left over, and new prompts.
+        # The prompts of the step: left-over prompts, and new prompts.
         batch = waiting
         waiting = []
         new = round(policy.start * needed) - len(batch)
@@ -173,7 +168,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
         step = run_step(policy, batch, enough, candidates, recent)
         steps.append(step)
 
-        # Prompts that are left over start again, or continue.
+        # Left-over prompts start again, or continue.
         tokens = step.rollout.generated.astype(np.int64) + step.batch.generated_before
         for row in np.flatnonzero(np.isinf(step.rollout.completed_at)).tolist():
             prompt = batch[row]
@@ -219,11 +214,9 @@ def run_step(
     prompts: Sequence[Prompt],
     enough: int | None,
     candidates: Candidates,
-    recent: RecentCompletionLengths | None = None,
+    recent: RecentCompletionLengths,
 ) -> Step:
-    """Simulate one step with these prompts in their order.
-
-    ``recent``: completion lengths of earlier steps, to which this step adds.
+    """Simulate one step with these prompts in their order, and add its completion lengths to ``recent``.
 
     Raises:
         ValueError: a sequence does not fit into an engine's KV cache.
@@ -246,14 +239,13 @@ def run_step(
         raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {longest} tokens")
 
     simulated = plan
-    if recent is not None and plan.shaping is not None and plan.deadline is not None:
+    if plan.shaping is not None and plan.deadline is not None:
         # `rollout.allocation` adds the deadline of earlier groups in the same way, for cohorts that are large enough.
         deadline = replace(plan.deadline, recent=recent.quantile(plan.deadline))
         simulated = replace(plan, shaping=replace(plan.shaping, deadline=deadline))
     rollout = simulate(batch, simulated, machine)
-    if recent is not None:
-        for tokens in rollout.completion_lengths:
-            recent.add(tokens)
+    for tokens in rollout.completion_lengths:
+        recent.add(tokens)
     training = machine.training_seconds(trained_tokens(batch, rollout))
     return Step(batch, plan, rollout, training, rollout.seconds + training)
 

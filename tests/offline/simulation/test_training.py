@@ -10,8 +10,9 @@ from darts_server.offline.simulation.model.batch import Ints
 from darts_server.offline.simulation.policies import parse_policy
 from darts_server.offline.simulation.presets import PRESETS, TINY_MACHINE
 from darts_server.offline.simulation.summary import relative_to, summarise
-from darts_server.offline.simulation.training import LEARNING, WARM_UP, Candidates, run_policy, run_step
+from darts_server.offline.simulation.training import LEARNING, WARM_UP, Candidates, Prompt, run_policy, run_step
 from darts_server.offline.simulation.workload import Workload
+from darts_server.policy.deadline import RecentCompletionLengths
 
 
 def candidates(prompts: int = 12, steps: int = 2, *, knows_prompts: bool = True) -> Candidates:
@@ -96,12 +97,12 @@ def test_long_prompts_can_come_first() -> None:
     given, ordered = (run_policy(parse_policy(text, 4), drawn) for text in ("off", "off,order=long"))
     for one, other in zip(given, ordered, strict=True):
         assert sorted(one.batch.lengths.tolist()) == sorted(other.batch.lengths.tolist())
-    numbers = [prompt.number for prompt in drawn.longest_first(drawn.step_prompts(0))]
+    first_step = [Prompt(number) for number in range(12)]
+    numbers = [prompt.number for prompt in drawn.longest_first(first_step)]
     means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier(number)) is not None]
     assert means == sorted(means, reverse=True)
     new = candidates(steps=1, knows_prompts=False)
-    ordered_numbers = [prompt.number for prompt in new.longest_first(new.step_prompts(0))]
-    assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
+    assert new.longest_first(first_step) == first_step
     deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn)
     assert [np.isfinite(step.rollout.completed_at).sum() for step in deferring] == [12, 12]
 
@@ -145,7 +146,8 @@ def test_deadlines_are_remembered_from_step_to_step() -> None:
     assert (first.deadline, first.completion_lengths) == (100, (100,) * 12)
     assert second.deadline == 338, "1.5 to the third power times that of the first step"
     assert second.completion_lengths == (100,) * 6 + (0,) * 6
-    alone = run_step(parse_policy("cap", 4), drawn.step_prompts(1), None, drawn).rollout
+    second_step = [Prompt(number) for number in range(12 * (WARM_UP + 1), 12 * (WARM_UP + 2))]
+    alone = run_step(parse_policy("cap", 4), second_step, None, drawn, RecentCompletionLengths()).rollout
     assert alone.seconds > 10 * second.seconds
 
 

@@ -1,15 +1,14 @@
 """Engines of a simulated rollout: continuous batching of sequences whose lengths are known.
 
-An engine is scheduled as vLLM is. Sequences are admitted in the order of arrival, as soon as there is a place among
+An engine schedules as vLLM does. Sequences are admitted in the order of arrival, if there is a place among
 ``max_num_seqs`` and space in the KV cache. If the cache is full, the sequence that was admitted last is preempted: it
-goes back to the head of the queue, and is prefilled again. Candidates of a prompt share its full blocks while one of
-them runs, and the first candidate prefills these blocks. A step takes
+returns to the head of the queue, and is prefilled again. Running candidates of a prompt share its full blocks, which
+the first candidate prefills. A step takes
 
     decode(b) + per_context_token * (tokens in the KV caches) + per_prefill_token * (prefilled tokens)
     + per_start * (admitted sequences)
 
-with b running sequences. Each step adds b tokens to the cache, so steps with the same sequences are an arithmetic
-series.
+with b running sequences, and adds b tokens to the cache. So steps of the same sequences are an arithmetic series.
 """
 
 from bisect import bisect_left
@@ -27,39 +26,39 @@ from darts_server.offline.simulation.model.batch import Batch, BatchPlan, Floats
 BLOCK_SIZE = 16
 """Tokens in a KV block: vLLM's default on GPUs."""
 TOLERANCE = 1e-9
-"""Relative difference below which two times are the same, because they are sums of many steps."""
+"""Relative difference below which two sums of step times are the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Time of a step in seconds."""
+    """Seconds of a step."""
 
     decode: LatencyCurve
     """Seconds by the number of running sequences."""
     per_context_token: float = 0.0
-    """Seconds for each token in the KV caches of running sequences, which every step reads."""
+    """Seconds for each token in the KV caches of running sequences."""
     per_prefill_token: float = 0.0
-    """Seconds for each token that is prefilled in the step."""
+    """Seconds for each prefilled token."""
     per_start: float = 0.0
-    """Seconds for each sequence that is admitted in the step, see `latency.start_seconds`."""
+    """Seconds for each admitted sequence, see `latency.start_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Inference engines that run a rollout, and the trainer that trains on it afterwards."""
+    """Engines that run a rollout, and the trainer that trains on it afterwards."""
 
     step_time: StepTime
     replicas: int = 1
     """Number of engines. A group runs on one engine."""
     max_num_seqs: int = 256
-    """Number of sequences that an engine runs at once."""
+    """Sequences that an engine runs at once."""
     kv_blocks: int | None = None
     """KV blocks of an engine, or None for no limit."""
     block_size: int = BLOCK_SIZE
     training_per_token: float = 0.0
     """Seconds of training for each token of a returned trajectory and its prompt."""
     between_rollouts: float = 0.0
-    """Seconds of a step that do not depend on lengths, such as the synchronisation of weights."""
+    """Seconds of a step that no length changes, such as the synchronisation of weights."""
 
     def training_seconds(self, tokens: float) -> float:
         """Return the seconds from the end of a rollout to the next rollout."""
@@ -81,29 +80,28 @@ def place_groups(candidates: Sequence[int], replicas: int) -> Ints:
 class Clock:
     """Schedule of one engine.
 
-    A stay is the time of a sequence in the engine, from an admission until it ends or is preempted. A part is the time
-    from one change of the running sequences to the next: k of its steps take ``prefill`` + ``linear`` k +
-    ``square`` k (k - 1) / 2 seconds.
+    A stay of a sequence lasts from its admission until it ends or is preempted. In a part of the schedule the same
+    sequences run: k steps of it take ``prefill`` + ``linear`` k + ``square`` k (k - 1) / 2 seconds.
     """
 
     rows: Ints
-    """The engine's groups in the batch, shape (G,)."""
+    """The engine's groups, shape (G,)."""
     starts: Floats
-    """Step at which each candidate is admitted first, shape (G, C). Infinite if it never runs."""
+    """Step at which each candidate is admitted first, or infinity, shape (G, C)."""
     ends: Floats
-    """Step at which each candidate has ended, shape (G, C). Infinite if it never runs."""
+    """Step at which each candidate has ended, or infinity, shape (G, C)."""
     sequence: Ints
     """Candidate of each stay, as an index into G * C."""
     begin: Floats
-    """Step at which each stay begins."""
+    """First step of each stay."""
     end: Floats
-    """Step at which each stay ends."""
+    """Step after each stay."""
     steps: Floats
-    """Steps at which sequences start or end."""
+    """Steps at which parts begin and end."""
     seconds: Floats
     """Seconds at which ``steps`` are done."""
     count: Floats
-    """Number of running sequences in each part."""
+    """Running sequences of each part."""
     prefill: Floats
     linear: Floats
     square: Floats
@@ -125,7 +123,7 @@ class Clock:
         own = rest + done + (machine.block_size - 1) / 2
         shared = prompts - rest
 
-        # `context` is the number of tokens in the KV cache when a stay begins, and `prefilled` the part that is new.
+        # `context`: tokens in the KV cache when a stay begins. `prefilled`: the tokens of them that are new.
         if tokens.size <= machine.max_num_seqs and (own + tokens).sum() + shared[is_first].sum() <= space:
             begin = np.zeros_like(tokens)
             end = tokens
@@ -142,7 +140,7 @@ class Clock:
             context = prompts[stay] + kept
             prefilled = kept + np.where(is_new > 0, prompts[stay], rest[stay])
 
-        # The running sequences, and so the time of a step, change only where a stay begins or ends.
+        # The time of a step changes only when a stay begins or ends.
         times = machine.step_time
         steps, place = np.unique(np.concatenate([begin, end]), return_inverse=True)
         begins, stops = np.split(place, 2)
@@ -177,7 +175,7 @@ class Clock:
         return np.asarray(self.seconds[part] + np.where(more > 0, seconds, 0.0))
 
     def completion(self, completed: Floats) -> Floats:
-        """Return the seconds at which groups are complete, from their steps of candidates side by side, shape (G,)."""
+        """Return the seconds at which groups are complete, but not before ``completed`` steps, shape (G,)."""
         last = np.where(np.isfinite(self.ends), self.ends, 0.0).max(axis=1)
         return self.at(np.maximum(last, completed))
 
@@ -188,7 +186,7 @@ class Clock:
         return np.bincount(self.sequence, done, self.starts.size).astype(np.float64).reshape(self.starts.shape)
 
     def busy_until(self, seconds: float) -> float:
-        """Return the sum over sequences of the seconds for which they have run."""
+        """Return the sum of the seconds that each sequence has run."""
         return float((self.count * np.clip(seconds - self.seconds[:-1], 0, np.diff(self.seconds))).sum())
 
     def steps_at(self, seconds: float) -> float:
@@ -208,7 +206,7 @@ class Clock:
         def seconds_after(more: int) -> float:
             return begin + (prefill + linear * more + square * more * (more - 1) / 2)
 
-        # The part does not end before `seconds`, so its last step needs no look.
+        # The part's last step needs no test: the part does not end before `seconds`.
         return first + 1 + bisect_left(range(1, int(self.steps[part + 1] - first)), seconds, key=seconds_after)
 
 
@@ -256,15 +254,15 @@ def _admissions(
 ) -> list[list[float]]:
     """Schedule sequences, and return a row for each stay.
 
-    A row has the sequence, the steps of begin and end, the tokens that were generated before, and whether no other
-    sequence of its group runs.
+    A row has the sequence, the steps of begin and end, the tokens that were generated before, and whether it is the
+    only running sequence of its group.
 
     Args:
         places: number of sequences that run at once.
-        space: tokens that the KV cache can store.
+        space: tokens that fit into the KV cache.
         group: group of each sequence, ascending.
-        own: tokens of each sequence in the KV cache that it does not share.
-        shared: tokens in the full blocks of each sequence's prompt, which its group shares.
+        own: tokens in the KV cache that each sequence does not share.
+        shared: tokens in the KV cache that the group of each sequence shares.
         tokens: tokens that each sequence will generate.
     """
     waiting = deque(range(len(tokens)))

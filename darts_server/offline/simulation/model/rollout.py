@@ -5,14 +5,13 @@ Usage::
     rollout = simulate(batch, BatchPlan(8, [12] * batch.groups, shaping), machine)
     rollout.seconds, rollout.generated.sum()
 
-No group gets events. Instead, the candidates of a group are assumed to run side by side: they start together, and each
-gets a token in every step. Then a length is also the step at which a candidate ends, and the order of the lengths says
-which candidates are stopped and when, for all groups at once (`Groups`). The tokens of all candidates say when each
-engine does what (`engines`). Candidates of earlier rollouts continue: their order is that of all their tokens, and
-their steps are the steps that are left.
+The candidates of a group are assumed to run side by side: they start together, and each gets a token in every step.
+Then a length is also the step at which a candidate ends, and the order of the lengths determines which candidates are
+stopped and when, for all groups at once (`Groups`). The tokens of all candidates determine the schedule of the engines
+(`engines`). Candidates of earlier rollouts continue: all their tokens count in the order, but take no step.
 
-The result is exact if each engine runs all its sequences at once. If sequences wait or are preempted, candidates of a
-group do not run side by side: candidates that are ahead are then stopped a little later than in this model.
+The result is exact if each engine runs all its sequences at once. If sequences wait or are preempted, candidates that
+are ahead of their group are stopped a little later than in this model.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -47,7 +46,7 @@ class Rollout:
     deadline: int | None
     """Deadline of the cohort in tokens."""
     completion_lengths: tuple[int, ...]
-    """Completion lengths of complete groups in the order of their ends, for `RecentCompletionLengths`."""
+    """Completion lengths in the order of completion, for `RecentCompletionLengths`."""
     clocks: Clocks
 
     @property
@@ -63,10 +62,7 @@ class Rollout:
         return min(1.0, busy / (peak * self.seconds))
 
     def times(self) -> tuple[Floats, Floats]:
-        """Return the seconds at which each candidate first ran, and at which it ended or was stopped.
-
-        Shape (G, C); infinite if a candidate did not run.
-        """
+        """Return the seconds at which each candidate first ran and ended, or infinity, shape (G, C)."""
         started = np.full(self.generated.shape, inf)
         ended = np.full(self.generated.shape, inf)
         for clock in self.clocks.clocks:
@@ -160,10 +156,9 @@ def _determine(
     completed: Floats,
     clocks: Clocks,
 ) -> KnownDeadline | None:
-    """Return the deadline that the cohort computes from its groups' reports, in the order of the reports.
+    """Return the deadline that the cohort computes from its groups' reports, in their order.
 
-    Each group needs ``needs`` tokens, reports it after ``reported`` steps, and is complete after ``completed`` steps.
-    All shapes are (G,).
+    Each group needs ``needs`` tokens, reports them after ``reported`` steps, and is complete after ``completed`` steps.
     """
     cohort = CohortDeadline(rule, needs.size)
     has_need = reported <= completed
@@ -196,8 +191,8 @@ def _determine(
             ends[group] = inf
         passes[group] = inf
 
-    # The deadline does not change groups that are complete before. In the step in which it becomes known, the groups
-    # before the group that reported last were processed already.
+    # The deadline does not change groups that are complete. In the step in which it becomes known, the groups before
+    # the last reporter were processed already.
     run = clocks.steps_at(now)
     late = (completed > run) | ((completed == run) & (np.arange(needs.size) > group))
     return KnownDeadline(cohort.tokens, rule.bound_of(cohort.tokens), run[:, None], late[:, None], now)
@@ -214,8 +209,7 @@ def _end(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
 class Groups:
     """Groups under one rule.
 
-    The rules stand here a second time, for arrays: 64 groups of 12 candidates take .25 ms, and 40 ms as `Group`s that
-    get events.
+    This repeats the rules for arrays: 64 groups of 12 candidates take .25 ms, and 40 ms as `Group`s that get events.
     """
 
     rows: Ints
@@ -248,7 +242,7 @@ class Groups:
         return needs, np.where(np.isfinite(needs), left, inf)
 
     def ends(self, deadline: KnownDeadline | None) -> Ends:
-        """Return how candidates end, with a deadline of the whole batch or without."""
+        """Return how candidates end with the deadline of the batch, or without a deadline."""
         lengths = self.lengths
         if deadline is not None:
             steps = deadline.steps[self.rows] + self.done
@@ -268,12 +262,9 @@ class Groups:
         return ends
 
     def _by_rule(self, lengths: Floats, valid: Bools, deadline: KnownDeadline | None) -> Ends:
-        """Return how candidates of these ``lengths`` end, counting all their tokens.
-
-        ``deadline.steps``: tokens of each candidate when the deadline becomes known, shape (G, C).
-        """
+        """Return how candidates of these ``lengths`` end if a step is a token; ``deadline.steps`` has shape (G, C)."""
         # The order of selection: valid candidates first, shorter candidates first, then by index. Candidates that are
-        # not started have an infinite length, and come last.
+        # not started have an infinite length, and are last.
         started = np.isfinite(lengths)
         order = np.lexsort((lengths, ~valid), axis=1)
         rank = np.empty_like(order)
@@ -314,7 +305,6 @@ class Groups:
 
         needed = nth(rule.completion_place)
         tail_end = np.where(winners, lengths, 0.0).max(axis=1, keepdims=True)
-        # Tokens of the deadline and its moment, and the length at which each group cuts its own tail.
         tokens: float = inf
         known_at = np.full_like(needed, inf)
         cut_at = np.full_like(needed, inf)
