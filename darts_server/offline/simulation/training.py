@@ -107,7 +107,7 @@ class Candidates:
         return self._earlier[number]
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Order prompts as the server orders a batch: left-over prompts first, then prompts with long earlier groups."""
+        """Order prompts as the server orders a batch: left-over prompts first, then prompts with long groups."""
 
         def key(prompt: Prompt) -> tuple[bool, float]:
             is_new = prompt.carried is None and prompt.attempt == 0
