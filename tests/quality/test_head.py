@@ -22,7 +22,7 @@ def unseen_auc(head: Head, task: SyntheticTask) -> float:
     return found
 
 
-def test_it_separates_trajectories_that_it_has_not_seen_and_follows_a_policy_that_drifts() -> None:
+def test_the_head_separates_unseen_trajectories_and_follows_a_policy_that_drifts() -> None:
     """The best possible AUC here is about 0.94."""
     head, old = trained_head(task := SyntheticTask()), Head(WIDTH, QUICK)
     assert head.status is PruningStatus.READY
@@ -38,7 +38,7 @@ def test_it_separates_trajectories_that_it_has_not_seen_and_follows_a_policy_tha
     assert metrics.auc > 0.8
 
 
-def test_metrics_are_over_labels_that_were_not_trained_on() -> None:
+def test_metrics_are_about_labels_that_were_not_trained_on() -> None:
     """Random labels can be memorised, but not predicted."""
     head = trained_head(SyntheticTask(sharpness=0.0), rounds=10)
     metrics = head.report.metrics
@@ -62,7 +62,7 @@ def test_one_head_distinguishes_positions() -> None:
     assert scorer(head).score(hidden, 513).value == pytest.approx(scorer(head).score(hidden, 512).value, abs=0.02)
 
 
-def test_labels_of_survivors_are_weighted_for_the_pruned_ones() -> None:
+def test_weights_of_survivors_stand_for_pruned_trajectories() -> None:
     """Features carry no information, and correct ones survive five times as often: weights give the true share, 1/2."""
     shares = {}
     for corrected in (False, True):
@@ -87,7 +87,7 @@ def test_soft_targets_are_learned_as_probabilities() -> None:
     assert scorer(head).score(np.zeros(WIDTH), 512).value == pytest.approx(0.3, abs=0.07)
 
 
-def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_why() -> None:
+def test_until_the_first_training_the_score_is_the_prior_and_the_status_says_why() -> None:
     head = Head(WIDTH, QUICK)
     hidden = np.zeros(WIDTH)
     assert scorer(head).score(hidden, 512) == Score(0.5, PruningStatus.NO_LABELS)
@@ -106,7 +106,7 @@ def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_wh
 
 @pytest.mark.parametrize("target", [0.0, 0.3])
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_with_labels_of_one_class_the_score_is_the_prior_also_of_a_trained_head(target: float, rounds: int) -> None:
+def test_with_labels_of_one_class_the_score_is_the_prior_even_after_training(target: float, rounds: int) -> None:
     head = trained_head(SyntheticTask(), rounds)
     for hidden, _ in SyntheticTask(seed=1).trajectories(QUICK.capacity):
         head.learn(hidden, 512, target)
@@ -142,7 +142,7 @@ def test_a_training_that_diverges_is_undone() -> None:
     assert head.report.divergences == 2
 
 
-def test_a_loss_that_explodes_is_a_divergence_and_the_next_training_starts_from_the_last_good_weights() -> None:
+def test_a_loss_that_explodes_is_a_divergence_and_the_last_good_weights_stay() -> None:
     """At this learning rate the first step from the initial weights is good, and the second one has too high a loss."""
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
     for hidden, target in SyntheticTask(sharpness=0.0).trajectories(64):

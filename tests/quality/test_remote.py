@@ -99,7 +99,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_that_is_trained_directl
         assert [state for state in states if state][-1] == local.state()
 
 
-def test_few_labels_are_trained_on_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_labels_are_trained_after_the_maximum_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ProcessPoolExecutor", Threads)
     monkeypatch.setattr(trainer, "train", fake_trainers.count_labels)
     with running_head(replace(QUICK, max_delay=0.05)) as head:
@@ -116,7 +116,7 @@ def test_states_that_are_not_finite_have_no_score() -> None:
 
 
 @pytest.mark.nightly
-def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process() -> None:
+def test_a_restored_head_scores_at_once_and_replaces_the_head_of_a_running_process() -> None:
     saved, task = trained_head(SyntheticTask()), SyntheticTask(seed=6)
     head = RemoteHead(WIDTH, AFTER_64_LABELS)
     head.restore(saved.state())
@@ -136,7 +136,7 @@ def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process()
         assert head.report.steps == 30
 
 
-def test_a_state_that_cannot_be_restored_and_a_report_from_before_a_restore_change_nothing() -> None:
+def test_an_invalid_state_and_a_report_from_before_a_restore_change_nothing() -> None:
     head = RemoteHead(WIDTH, QUICK)
     head.restore(trained_head(SyntheticTask(), rounds=1).state())
     before = head.report, head.score(np.ones(WIDTH), 512)
@@ -169,7 +169,7 @@ def test_a_killed_trainer_is_replaced_and_continues_from_its_last_state(caplog: 
         (fake_trainers.report_nonsense, "could not be handled", Threads),
     ],
 )
-def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
+def test_a_trainer_that_always_fails_is_given_up_and_leaves_no_process_or_thread(
     train: Any, logged: str, pool: object, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "MAX_DEATHS", 1)
@@ -253,6 +253,6 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def test_the_process_that_scores_does_not_import_torch() -> None:
+def test_scoring_does_not_import_torch() -> None:
     code = "import sys, darts_server.quality.remote; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -78,7 +78,7 @@ def test_a_restored_head_without_training_is_a_new_head() -> None:
         (changed("out_weight", np.full((1, 16), 1e7, np.float32)), StateDamaged, "weights above"),
     ],
 )
-def test_what_is_no_head_of_this_model_is_refused(data: bytes, error: type[Exception], complaint: str) -> None:
+def test_a_state_that_is_no_head_of_this_model_is_refused(data: bytes, error: type[Exception], complaint: str) -> None:
     head = trained_head(SyntheticTask(seed=1), rounds=1)
     before = head.state()
     with pytest.raises(error, match=complaint):

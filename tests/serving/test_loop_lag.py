@@ -18,7 +18,9 @@ def hold_the_loop(seconds: float) -> None:
         pass
 
 
-async def test_a_stall_is_measured_and_what_held_the_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_blocked_loop_is_measured_and_the_call_that_blocks_it_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lags: list[float] = []
     began = time.monotonic()
     # Less than the first stall, and more than the machine may hold the loop for.
@@ -38,7 +40,7 @@ async def test_a_stall_is_measured_and_what_held_the_loop_is_logged(caplog: pyte
     assert vars(record)["seconds"] >= 0.8
 
 
-async def test_nothing_is_logged_while_the_loop_runs_and_nothing_runs_afterwards(
+async def test_no_line_is_logged_while_the_loop_is_on_time_and_no_thread_stays(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lags: list[float] = []

@@ -8,7 +8,7 @@ from tests.store.children import start
 from tests.store.reading import saved_documents
 
 
-def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path, nightly: bool) -> None:
+def test_a_killed_process_loses_only_the_last_puts(tmp_path: Path, nightly: bool) -> None:
     # Older puts must survive. On an idle machine one second is enough; on a busy one the writer starts late.
     loss = 6.0 if nightly else 3.0
     with start("put_for_ever", tmp_path) as child:
@@ -29,7 +29,7 @@ def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path, nightly: bool
     assert list(found) == [f"{number:08}" for number in range(len(found))]  # what is lost is the end
 
 
-def test_a_restore_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: Path, nightly: bool) -> None:
+def test_a_restore_that_is_killed_leaves_the_old_or_the_new_state(tmp_path: Path, nightly: bool) -> None:
     for attempt in range(8) if nightly else (2,):
         with start("restore_for_ever", tmp_path) as child:
             assert child.stdout is not None

@@ -48,7 +48,7 @@ def test_a_file_that_is_newer_or_that_another_program_changed_is_refused(
     assert (tmp_path / FILE_NAME).read_bytes() == data
 
 
-def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) -> None:
+def test_if_two_processes_create_the_file_the_first_file_stays(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.put("prompt", "a", {"n": 1})
         store.flush()
@@ -79,7 +79,7 @@ def test_only_the_database_stays_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o007])
-def test_the_umask_decides_who_may_write_the_file(tmp_path: Path, mask: int) -> None:
+def test_the_file_has_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         with Store(tmp_path) as store:
@@ -97,7 +97,7 @@ def test_the_checksum_covers_kind_key_and_text_separately() -> None:
     assert len({checksum(*row) for row in rows}) == len(rows)
 
 
-def test_the_next_server_sees_what_the_previous_one_writes_while_it_ends(tmp_path: Path) -> None:
+def test_the_next_server_sees_the_last_writes_of_the_previous_server(tmp_path: Path) -> None:
     with Store(tmp_path) as one, Store(tmp_path) as two:
         two.put("prompt", "b", {"n": 0})
         one.put("prompt", "a", {"n": 1})
@@ -107,7 +107,7 @@ def test_the_next_server_sees_what_the_previous_one_writes_while_it_ends(tmp_pat
         assert (two.get("prompt", "a"), two.get("prompt", "b"), two.count("prompt")) == ({"n": 1}, {"n": 2}, 2)
 
 
-def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:
+def test_a_write_waits_for_the_write_of_another_process(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")

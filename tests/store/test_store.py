@@ -39,7 +39,7 @@ def test_values_are_returned_unchanged_and_as_copies(store: Store) -> None:
             got["v"] = "changed"
 
 
-def test_get_returns_the_newest_document_written_or_not(store: Store) -> None:
+def test_get_returns_the_newest_document_whether_it_is_written_or_not(store: Store) -> None:
     for number in range(3):
         for key in range(number, 6):
             store.put("prompt", str(key), {"number": number})

@@ -31,7 +31,7 @@ def test_options_change_a_policy() -> None:
     assert tail.tail is Tail.LONGEST
 
 
-def test_auto_has_prompts_ahead_and_a_limit_of_stale_tokens() -> None:
+def test_auto_has_options_for_prompts_ahead_and_stale_tokens() -> None:
     auto = parse_policy("auto,stale=0.25", 8)
     assert auto.shaping is None
     assert (auto.start, auto.resumes, auto.long_first, auto.most_stale) == (1.5, True, True, 0.25)
@@ -59,7 +59,7 @@ def test_an_invalid_policy_names_its_error(text: str, message: str) -> None:
         parse_policy(text, 8)
 
 
-def test_redundancy_auto_gives_more_candidates_where_lengths_of_a_prompt_vary_more() -> None:
+def test_redundancy_auto_gives_more_candidates_if_lengths_of_a_prompt_vary_more() -> None:
     shaping = parse_policy("uniform,redundancy=auto", 8).shaping
     even, spread = (BatchPlan.of(shaping, 8, [std] * 4, mean_length=300.0).candidates for std in (10.0, 300.0))
     assert (list(even), list(spread)) == ([8] * 4, [14] * 4)

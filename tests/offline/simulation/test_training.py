@@ -35,7 +35,7 @@ def test_prompts_that_were_not_complete_start_again_in_the_next_step() -> None:
     assert steps[1].batch.prompt_tokens[:6].tolist() == left.tolist()
 
 
-def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_them() -> None:
+def test_a_long_round_has_the_left_over_prompts_and_waits_for_all_of_them() -> None:
     # Of 18 prompts 6 are left over, so each third step is a long round of 12; the warm-up is a cycle too.
     steps = run_policy(parse_policy("off,start=1.5,rounds=long", 4), candidates())
     assert [len(step.batch.lengths) for step in steps] == [18, 18, 12]
@@ -47,7 +47,7 @@ def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_t
 
 
 @pytest.mark.parametrize("policy", ["off", "cap", "uniform"])
-def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
+def test_prompts_that_continue_generate_no_token_twice(policy: str) -> None:
     steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates())
     first, second = steps[0], steps[1]
     left = np.flatnonzero(np.isinf(first.rollout.completed_at))
@@ -60,7 +60,7 @@ def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
     assert summarise("partial", steps, 4)["stale_share"] > 0
 
 
-def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
+def test_a_limit_in_hindsight_truncates_its_share() -> None:
     drawn = candidates(prompts=100, steps=1)
     off = run_policy(parse_policy("off", 4), drawn)
     anyway = summarise("off", off, 4)["truncated_share"] or 0.0
@@ -81,7 +81,7 @@ def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> Non
     assert found["stale_share"] == 1
 
 
-def test_unshaped_groups_have_their_whole_sample_size() -> None:
+def test_the_effective_sample_size_of_unshaped_groups_is_1() -> None:
     drawn = candidates()
     off = summarise("off", run_policy(parse_policy("off", 4), drawn), 4)
     assert relative_to(off, off)["step_speedup"] == relative_to(off, off)["tokens_generated"] == 1
@@ -132,7 +132,7 @@ class NearlyAllTruncated:
         return np.where(rng.random(count) < 0.9, self.max_tokens, rng.integers(20, self.max_tokens, count))
 
 
-def test_auto_runs_nothing_ahead_where_nearly_all_trajectories_are_truncated() -> None:
+def test_auto_runs_nothing_ahead_if_nearly_all_trajectories_are_truncated() -> None:
     for machine in (TINY_MACHINE, PRESETS["dapo-32b"].machine):
         drawn = Candidates(NearlyAllTruncated(), machine, 8, 32, 24, 8)
         steps = run_policy(parse_policy("auto", 8), drawn)
@@ -177,11 +177,11 @@ def speed_up(workload: Workload) -> float:
     return seconds[0] / seconds[1]
 
 
-def test_auto_is_faster_than_off_where_a_few_answers_are_long() -> None:
+def test_auto_is_faster_than_off_if_a_few_answers_are_long() -> None:
     assert speed_up(PRESETS["tiny"].workload) > 1.1
 
 
-def test_auto_is_as_fast_as_off_where_all_answers_end_together() -> None:
+def test_auto_is_as_fast_as_off_if_all_answers_end_together() -> None:
     """Also where they end at their length limit."""
     assert speed_up(EqualLengths()) > 0.99
 

@@ -108,7 +108,7 @@ def test_if_the_kv_cache_is_full_the_result_is_close(policy: str, kv_blocks: int
 
 
 @pytest.mark.parametrize("policy", RECENT)
-def test_some_worlds_are_bounded_by_the_deadline_of_earlier_groups_and_others_are_not(policy: str) -> None:
+def test_the_deadline_of_earlier_groups_shortens_some_worlds_and_not_others(policy: str) -> None:
     bounded = []
     for seed in range(1, 80, 2):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
@@ -192,7 +192,7 @@ def test_completion_lengths_are_in_order_and_0_for_a_group_that_was_cut_without_
     assert found.completion_lengths == (7, 8)
 
 
-def test_a_rollout_with_enough_groups_stops_the_others() -> None:
+def test_a_rollout_that_has_enough_groups_stops_all_other_groups() -> None:
     found = simulate(batch([[5, 2], [30, 4], [6, 1]]), BatchPlan(2, [2, 2, 2], enough=2), Machine(SECOND))
     assert (found.seconds, found.generated.tolist()) == (6, [[5, 2], [6, 4], [6, 1]])
     assert found.completed_at.tolist() == [5, float("inf"), 6]
@@ -230,7 +230,7 @@ def test_a_deadline_counts_all_tokens_of_a_candidate_that_continues() -> None:
     assert found.truncated[3, 1]
 
 
-def test_the_longest_candidates_or_none_of_them_are_returned() -> None:
+def test_rules_return_the_longest_candidates_or_none_or_a_sample() -> None:
     """Two of three candidates, with lengths 1, 2 and 3."""
     lengths = batch([[2, 3, 1]])
     longest = simulate(lengths, BatchPlan(2, [3], Shaping(tail=Tail.LONGEST)), Machine(SECOND))
