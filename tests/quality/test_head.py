@@ -42,7 +42,8 @@ def test_metrics_are_about_labels_that_were_not_trained_on() -> None:
     """Random labels can be memorised, but not predicted."""
     head = trained_head(SyntheticTask(sharpness=0.0), rounds=10)
     metrics = head.report.metrics
-    assert metrics.labels == 9 * 64  # none before the first training
+    # Labels before the first training do not count.
+    assert metrics.labels == 9 * 64
     assert metrics.auc is not None
     assert 0.4 < metrics.auc < 0.6
     assert metrics.brier is not None
@@ -51,7 +52,8 @@ def test_metrics_are_about_labels_that_were_not_trained_on() -> None:
 
 def test_one_head_distinguishes_positions() -> None:
     """Nearly all that are scored late are correct, nearly none that are scored early."""
-    head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
+    head = Head(WIDTH, QUICK)
+    rng = np.random.default_rng(0)
     for _ in range(400):
         late = rng.random() < 0.5
         head.learn(rng.normal(size=WIDTH), 512 if late else 128, float(rng.random() < (0.9 if late else 0.1)))
@@ -66,7 +68,8 @@ def test_weights_of_survivors_stand_for_pruned_trajectories() -> None:
     """Features carry no information, and correct ones survive five times as often: weights give the true share, 1/2."""
     shares = {}
     for corrected in (False, True):
-        head, rng = Head(WIDTH, replace(QUICK, capacity=2048)), np.random.default_rng(0)
+        head = Head(WIDTH, replace(QUICK, capacity=2048))
+        rng = np.random.default_rng(0)
         for _ in range(2000):
             right = rng.random() < 0.5
             survival = 0.75 if right else 0.15
@@ -79,7 +82,8 @@ def test_weights_of_survivors_stand_for_pruned_trajectories() -> None:
 
 
 def test_soft_targets_are_learned_as_probabilities() -> None:
-    head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
+    head = Head(WIDTH, QUICK)
+    rng = np.random.default_rng(0)
     for i in range(400):
         head.learn(np.full(WIDTH, i % 2) + 0.01 * rng.normal(size=WIDTH), 512, 0.8 if i % 2 else 0.3)
     head.train(200)
@@ -148,7 +152,8 @@ def test_a_loss_that_explodes_is_a_divergence_and_the_last_good_weights_stay() -
     for hidden, target in SyntheticTask(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(2) == 0
-    assert head.train(1) == 1  # kept, so all its weights are finite
+    # The training counts, so all weights are finite.
+    assert head.train(1) == 1
     assert (head.status, head.report.divergences) == (PruningStatus.READY, 1)
     before = head.state()
     assert head.train(1) == 0
@@ -171,7 +176,8 @@ def test_scores_in_numpy_equal_those_of_the_trained_network() -> None:
     batches = np.random.default_rng(0).normal(size=(21, 16, 5)).astype(np.float32)
     for x in batches[1:]:
         net.fit(x, (x[:, 0] > 0).astype(np.float32), np.ones(16, dtype=np.float32))
-    snapshot = Snapshot(net.arrays(), Standardiser(1, np.zeros(5), np.ones(5)), 0)  # leaves features as they are
+    # This standardiser leaves features as they are.
+    snapshot = Snapshot(net.arrays(), Standardiser(1, np.zeros(5), np.ones(5)), 0)
     a = {name: torch.from_numpy(x) for name, x in net.arrays().items()}
     for x in batches[0]:
         hidden = torch.relu(a["hidden_weight"] @ torch.from_numpy(x) + a["hidden_bias"])

@@ -75,10 +75,12 @@ def train(head: RemoteHead, task: SyntheticTask, rounds: int = 1) -> None:
 def test_scores_metrics_and_status_equal_those_of_a_head_that_is_trained_directly(
     nightly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not nightly:  # a process needs seconds of a core to import torch
+    # A process needs seconds of a core to import torch.
+    if not nightly:
         monkeypatch.setattr(trainer, "_head", None)
         monkeypatch.setattr(remote, "ProcessPoolExecutor", Threads)
-    local, task = Head(WIDTH, QUICK), SyntheticTask(seed=3)
+    local = Head(WIDTH, QUICK)
+    task = SyntheticTask(seed=3)
     states: list[bytes] = []
     with running_head(on_report=lambda _, state: states.append(state)) as trained:
         for hidden, _ in SyntheticTask(seed=4).trajectories(3):
@@ -109,7 +111,8 @@ def test_a_few_labels_are_trained_after_the_maximum_delay(monkeypatch: pytest.Mo
 
 
 def test_states_that_are_not_finite_have_no_score() -> None:
-    head, hidden = RemoteHead(WIDTH), np.zeros(WIDTH)
+    head = RemoteHead(WIDTH)
+    hidden = np.zeros(WIDTH)
     for bad in (math.nan, math.inf, 1e300):
         hidden[2] = bad
         assert head.score(hidden, 512).status is None
@@ -117,7 +120,8 @@ def test_states_that_are_not_finite_have_no_score() -> None:
 
 @pytest.mark.nightly
 def test_a_restored_head_scores_at_once_and_replaces_the_head_of_a_running_process() -> None:
-    saved, task = trained_head(SyntheticTask()), SyntheticTask(seed=6)
+    saved = trained_head(SyntheticTask())
+    task = SyntheticTask(seed=6)
     head = RemoteHead(WIDTH, AFTER_64_LABELS)
     head.restore(saved.state())
     for hidden, _ in task.trajectories(5):
@@ -188,7 +192,8 @@ def test_a_trainer_that_always_fails_is_given_up_and_leaves_no_process_or_thread
     assert not reported.is_set()
     assert caplog.text.count("died and is restarted") == 1
     assert "it is not restarted" in caplog.text
-    gc.collect()  # a queue of the pool is closed when it is collected
+    # The queues of the pool are closed when they are collected.
+    gc.collect()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1, "all but the resource tracker's pipe is closed")
     assert logged in caplog.text
 
@@ -221,7 +226,8 @@ def test_learning_does_not_wait_for_a_trainer_that_does_not_read(monkeypatch: py
     stopped = process_of(head)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        for _ in range(head.settings.capacity + 10):  # 64 MB, far more than a pipe holds
+        # 64 MB do not fit into a pipe.
+        for _ in range(head.settings.capacity + 10):
             head.learn(np.zeros(4096, np.float32), 512, 1.0)
         assert len(head._unsent) <= head.settings.capacity
         wait_until(lambda: process_of(head) not in (None, stopped), "it is replaced")

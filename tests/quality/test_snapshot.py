@@ -64,7 +64,8 @@ def test_a_restored_head_without_training_is_a_new_head() -> None:
     ("data", "error", "complaint"),
     [
         (b"", StateDamaged, "does not begin"),
-        (b"\x80\x04cos\nsystem\n(S'false'\ntR.", StateDamaged, "does not begin"),  # a pickle
+        # A pickle.
+        (b"\x80\x04cos\nsystem\n(S'false'\ntR.", StateDamaged, "does not begin"),
         (STATE[:200], StateDamaged, "cannot be read"),
         (STATE[:-1], StateDamaged, "cannot be read"),
         *((FIRST_LINE + body, StateDamaged, "cannot be read") for body in (b"", b"\xff" * 8, b"\2" + bytes(7) + b"[]")),

@@ -75,12 +75,15 @@ def test_no_more_candidates_wait_than_the_limit(engine: Engine) -> None:
 
 def test_each_key_has_its_own_quota_and_admins_have_none(engine: Engine) -> None:
     admission = an_admission(engine, max_per_caller=8)
-    one, other = Caller("one"), Caller("other")
+    one = Caller("one")
+    other = Caller("other")
     caller.set(one)
     with admission.admit(5):
-        caller.set(again := Caller("one"))
+        again = Caller("one")
+        caller.set(again)
         with admission.admit(3):
-            caller.set(late := Caller("one"))
+            late = Caller("one")
+            caller.set(late)
             with pytest.raises(QuotaReached, match="8 candidates in flight, and 1 more"):
                 admission.admit(1)
             assert isinstance(late.refused, QuotaReached)

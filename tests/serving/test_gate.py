@@ -42,7 +42,8 @@ async def test_a_closed_gate_holds_new_work_back_until_it_opens() -> None:
     old = Work(gate)
     await settle()
     gate.close()
-    new, needed = Work(gate), Work(gate, skip_wait=True)
+    new = Work(gate)
+    needed = Work(gate, skip_wait=True)
     empty = asyncio.create_task(gate.wait_until_empty())
     await settle()
     assert (old.inside, new.inside, needed.inside) == (True, False, True)
@@ -100,7 +101,8 @@ async def test_a_failed_gate_raises_in_waiting_and_new_work() -> None:
 
 
 async def test_the_error_of_a_failed_gate_keeps_no_frames() -> None:
-    gate, error = Gate(), LookupError("lost")
+    gate = Gate()
+    error = LookupError("lost")
     gate.fail(error)
     depths = []
     for _ in range(2):

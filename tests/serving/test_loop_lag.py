@@ -1,4 +1,4 @@
-"""How late the event loop is, and what held it."""
+"""Measurement of how late the event loop is."""
 
 import asyncio
 import logging
@@ -34,7 +34,8 @@ async def test_a_blocked_loop_is_measured_and_the_call_that_blocks_it_is_logged(
     assert sum(lag > 0.9 for lag in lags) >= 1
     assert sum(lag > 0.4 for lag in lags) >= 2
     assert sum(lags) <= time.monotonic() - began, "each stall counts once"
-    [record] = caplog.records  # the next line comes later
+    # Another line is logged after `LOG_SECONDS` at the earliest.
+    [record] = caplog.records
     assert "hold_the_loop (" in record.getMessage()
     assert record.levelno == logging.WARNING
     assert vars(record)["seconds"] >= 0.8

@@ -1,4 +1,4 @@
-"""What one server adds and the next one takes."""
+"""Values that a server adds for the next server."""
 
 import os
 import signal
@@ -66,7 +66,8 @@ def test_take_carried_returns_an_error_for_a_damaged_value(store: Store) -> None
 
 def test_a_failed_write_changes_nothing(store: Store) -> None:
     store.add_carried([b"x"])
-    connection(store).execute("PRAGMA max_page_count = 10")  # as if the disk was full
+    # The disk seems to be full.
+    connection(store).execute("PRAGMA max_page_count = 10")
     with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"):
         store.add_carried([b"y", b"z" * 100_000])
     assert store.take_carried() == [b"x"]

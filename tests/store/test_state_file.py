@@ -1,4 +1,4 @@
-"""Which state files are accepted, how a new one is created, and what else may happen to one."""
+"""State files: which are accepted, how they are created, and how they are shared."""
 
 import os
 import shutil
@@ -102,7 +102,8 @@ def test_the_next_server_sees_the_last_writes_of_the_previous_server(tmp_path: P
         two.put("prompt", "b", {"n": 0})
         one.put("prompt", "a", {"n": 1})
         one.flush()
-        two.put("prompt", "b", {"n": 2})  # its own are newer
+        # Its own document is newer.
+        two.put("prompt", "b", {"n": 2})
         two.flush()
         assert (two.get("prompt", "a"), two.get("prompt", "b"), two.count("prompt")) == ({"n": 1}, {"n": 2}, 2)
 
@@ -112,7 +113,8 @@ def test_a_write_waits_for_the_write_of_another_process(tmp_path: Path) -> None:
         with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             store.put("prompt", "a", {"n": 1})
-            time.sleep(0.7)  # the thread is waiting now; callers are not
+            # The thread waits now, but callers do not.
+            time.sleep(0.7)
             store.put("prompt", "b", {"n": 2})
             other.execute("COMMIT")
         store.flush()

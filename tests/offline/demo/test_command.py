@@ -27,7 +27,8 @@ def test_raw_is_compared_with_a_smaller_limit_and_with_policies() -> None:
 def test_demo_says_how_to_install_vllm_if_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # which makes Python take it for missing
+    # Python then takes it for missing.
+    monkeypatch.setitem(sys.modules, "vllm", None)
     assert main(["demo"]) == 1
     assert 'pip install "darts-server[cpu]"' in capsys.readouterr().err
 

@@ -10,7 +10,8 @@ from darts_server.cli import USAGE_ERROR, main
 SMALL = ["--prompts", "8", "--group-size", "4", "--steps", "1"]
 BLOCKED = """
 import sys
-sys.modules.update(dict.fromkeys(["torch", "vllm", "matplotlib"]))  # which makes Python take them for missing
+# Python then takes them for missing.
+sys.modules.update(dict.fromkeys(["torch", "vllm", "matplotlib"]))
 from darts_server.cli import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -24,7 +25,8 @@ def test_simulate_needs_neither_vllm_nor_torch_nor_matplotlib() -> None:
 
 
 def test_the_table_comes_last_and_the_file_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, found = tmp_path / "lengths.jsonl", tmp_path / "out" / "found.json"
+    trace = tmp_path / "lengths.jsonl"
+    found = tmp_path / "out" / "found.json"
     lines = [{"step": 0, "prompt_tokens": 20, "lengths": [30 + i, 50, 90, 10], "cap": 300} for i in range(10)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     flags = ["--trace", str(trace), "--preset", "tiny", "--replicas", "2", "--json", str(found)]

@@ -49,7 +49,7 @@ def test_a_long_round_has_the_left_over_prompts_and_waits_for_all_of_them() -> N
 @pytest.mark.parametrize("policy", ["off", "cap", "uniform"])
 def test_prompts_that_continue_generate_no_token_twice(policy: str) -> None:
     steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates())
-    first, second = steps[0], steps[1]
+    first, second = steps[:2]
     left = np.flatnonzero(np.isinf(first.rollout.completed_at))
     before = 0 if first.batch.done is None else first.batch.done[left]
     assert second.batch.done is not None

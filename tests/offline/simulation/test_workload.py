@@ -117,20 +117,25 @@ def write(folder: Path, *lines: Any, name: str = "trace.jsonl") -> Path:
 
 
 def test_a_line_is_a_prompt(tmp_path: Path) -> None:
-    one, two = write(tmp_path, LINE, ""), write(tmp_path, LINE | {"lengths": [30], "cap": 30}, name="more.jsonl")
+    one = write(tmp_path, LINE, "")
+    two = write(tmp_path, LINE | {"lengths": [30], "cap": 30}, name="more.jsonl")
     assert read_traces([one, two], Format.JSONL) == ([TracedPrompt(5, (7, 9)), TracedPrompt(5, (30,))], 30)
 
 
 UNCAPPED = {"prompt_tokens": 5, "lengths": [7, 30]}
-TRUNCATED, LONGER = LINE | {"lengths": [20, 3]}, LINE | {"lengths": [25, 40], "cap": 40}
+TRUNCATED = LINE | {"lengths": [20, 3]}
+LONGER = LINE | {"lengths": [25, 40], "cap": 40}
 
 
 @pytest.mark.parametrize(
     ("lines", "limit"),
     [
-        ([UNCAPPED], 30),  # the longest trajectory
-        ([LONGER, TRUNCATED], 20),  # what the truncated sample would have become is not known
-        ([LINE, LINE | {"cap": 25}, UNCAPPED], 30),  # a cap that no sample reaches truncates nothing
+        # The longest trajectory is the limit.
+        ([UNCAPPED], 30),
+        # Nobody knows how long the truncated sample would have become.
+        ([LONGER, TRUNCATED], 20),
+        # A cap that no sample reaches truncates nothing.
+        ([LINE, LINE | {"cap": 25}, UNCAPPED], 30),
         ([LINE, LINE | {"cap": 50}], 50),
     ],
 )

@@ -44,7 +44,8 @@ def test_if_all_candidates_start_together_the_result_equals_that_of_token_by_tok
     for seed in range((80 if policy in RECENT else 40) // (1 if nightly else 4)):
         case = world(policy, seed, replicas=1, room=1000, groups=13 * (seed % 2))
         case.plan = replace(case.plan, enough=None)
-        found, expected = simulate(case.batch, case.plan, case.machine), token_by_token(case)
+        found = simulate(case.batch, case.plan, case.machine)
+        expected = token_by_token(case)
         assert_same(found, expected)
         if case.plan.deadline is not None:
             assert sorted(found.completion_lengths) == sorted(expected.completion_lengths)
@@ -112,7 +113,8 @@ def test_the_deadline_of_earlier_groups_shortens_some_worlds_and_not_others(poli
     bounded = []
     for seed in range(1, 80, 2):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
-        plan, shaping = replace(case.plan, enough=None), case.plan.shaping
+        plan = replace(case.plan, enough=None)
+        shaping = case.plan.shaping
         assert shaping is not None
         assert shaping.deadline is not None
         alone = replace(plan, shaping=replace(shaping, deadline=replace(shaping.deadline, recent=None)))
