@@ -23,18 +23,18 @@ from darts_server.types import PruningStatus
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Number of times that the process may die within `DEATH_SECONDS`. After one more death, none is started."""
+"""Deaths within `DEATH_SECONDS` after which the process is restarted. After one more death it is not."""
 DEATH_SECONDS = 3600.0
 NEW_LABELS = 64
 """Labels after which a training starts at once."""
 GRACE_SECONDS = 5.0
 """Time to finish a training, which takes a second."""
 ANSWER_SECONDS = 300.0
-"""Time after which the process counts as hung. Importing torch from a slow disk may take minutes."""
+"""Time after which the process has hung. Importing torch from a slow disk may take minutes."""
 
 
 class RemoteHead:
-    """Head whose status, metrics and scores come from the last report of a training process. For all threads.
+    """Head that is trained in another process, whose last report has status, metrics and scores. For all threads.
 
     Args:
         width: size of the model's hidden states.
@@ -68,13 +68,12 @@ class RemoteHead:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the training process in the background, unless it was started before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._supervise, name="darts-quality", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """End the process. A running training is finished first, which may take some seconds."""
+        """End the process after its current training, which may take some seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from darts_server.quality.types import Example, HeadSettings, TrainerReport
 
 NICE = 10
-"""Serving comes first, but a trainer that never ran would leave the head behind the policy."""
+"""Serving has priority, but a trainer that never ran would leave the head behind the policy."""
 _head: Head | None = None
-"""Head of this process. It stays here between calls, because its replay buffer is too large to be sent each time."""
+"""Head of this process. Its replay buffer is too large to be sent with each call."""
 
 
 def start_worker() -> None:

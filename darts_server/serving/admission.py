@@ -1,7 +1,7 @@
 """Admission of requests: how many candidates may wait for the engine, and how many each key may have in flight.
 
-All routes use the same `Admission`. `Admission.admit` checks and counts without an await in between, so requests that
-arrive together cannot pass the same check.
+`Admission.admit` checks and counts without an await in between, so requests that arrive together cannot pass the same
+check.
 """
 
 from collections import Counter
@@ -31,15 +31,12 @@ class Bounds:
 
 
 class Ticket:
-    """Admitted candidates, which wait for the engine or run on it until `release`.
-
-    A ``with`` block releases it at its end.
-    """
+    """Admitted candidates, which wait for the engine or run on it until `release` or the end of a ``with`` block."""
 
     def __init__(self, admission: "Admission", name: str | None, who: Caller | None, candidates: int = 0) -> None:
         self._admission = admission
         self._name = name
-        # Caller of the admitted request, or None if the ticket has only a part of a request's candidates.
+        # None if the ticket is a part of a request's.
         self._who = who
         self._is_released = False
         self.candidates = 0
@@ -58,7 +55,7 @@ class Ticket:
         self._add(more)
 
     def fit(self, candidates: int) -> int:
-        """Change the number of candidates, but to no more than there is room for; return the number."""
+        """Change the number of candidates to at most what there is room for, and return it."""
         free = max(0, self._admission.room(self._name))
         self._add(int(min(candidates - self.candidates, free)))
         return self.candidates

@@ -9,7 +9,7 @@ HAND_BACK_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 """Time for errors to reach their callers: milliseconds on the same machine."""
 END_SECONDS = 30.0
-"""Maximum time from the end of the grace period to the end of the process. Each slow step has a limit of its own."""
+"""Maximum time from the end of the grace period to the end of the process."""
 
 
 class Lifecycle:
@@ -21,7 +21,7 @@ class Lifecycle:
         self._stopped = asyncio.Event()
 
     def stop(self, reason: DartsError) -> None:
-        """Accept no more work. Later reasons are ignored."""
+        """Accept no more work. The first reason counts."""
         if self.stop_reason is None:
             self.stop_reason = reason
             self._stopped.set()

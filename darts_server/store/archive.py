@@ -23,10 +23,9 @@ Row = tuple[str, str, str]
 """Kind, key and the document's JSON text."""
 
 KEY_BYTES = 64 * 1024
-"""Maximum size of a key in UTF-8. A whole prompt may be its own key; callers hash longer prompts."""
+"""Maximum size of a key in UTF-8. A whole prompt may be its own key."""
 DOCUMENT_BYTES = 64 * 1024
-"""Maximum size of a document in UTF-8. Statistics take some hundred bytes. A row of a key and a document of maximum
-size is within SQLite's limit."""
+"""Maximum size of a document in UTF-8. Statistics take some hundred bytes. With its key, it is below SQLite's limit."""
 VERSION = 1
 LIMIT_BYTES = 1024 * 1024 * 1024
 """Maximum size of all JSON lines: some million prompts. A gzip bomb decompresses to a thousand times its own size."""
@@ -42,8 +41,8 @@ def check_name(kind: str, key: str) -> None:
     """Check that kind and key can be stored.
 
     Raises:
-        ValueError: ``kind`` is not a short lower-case identifier.
-        InvalidRequest: ``key``, which callers choose, is not Unicode text of at most ``KEY_BYTES``.
+        ValueError: the kind is not a short lower-case identifier.
+        InvalidRequest: the key, which callers choose, is too long or no well-formed Unicode.
     """
     if not _KIND.fullmatch(kind):
         raise ValueError(f"a kind is a lower-case identifier of at most 64 characters, not {kind!r}")
@@ -87,7 +86,7 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
     """Yield the rows of a file that ``pack`` made. ``limit``: maximum size of the JSON lines in bytes.
 
     Raises:
-        StateDamaged: the file is in another format, incomplete or too large. Some rows may have been yielded.
+        StateDamaged: the file is in another format, incomplete or too large, perhaps found after some rows.
         StateTooNew: a newer version made the file.
     """
     first = _FIRST_LINE.match(data)

@@ -19,17 +19,15 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "state.db"
 FLUSH_SECONDS = 0.5
-"""Time between two writes, so that one write takes many documents. With the write itself it stays below the second that
-a killed process may lose."""
+"""Time between two writes. With the write itself it is below the second that a killed process may lose."""
 MAX_IN_MEMORY = 2**18
-"""Maximum number of documents of each kind without a folder. A prompt's document takes some hundred bytes, and data
-sets seldom have more prompts."""
+"""Documents of each kind without a folder. A prompt takes some hundred bytes, and data sets seldom have more."""
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
     "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
 )
 _CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
-"""The table is created when it is first used, because files of earlier versions do not have it."""
+"""Run before each use, because files of earlier versions do not have the table."""
 
 # JSON texts by kind and key. A plain dict finds its oldest key more slowly the more keys were deleted before it.
 _Texts = defaultdict[str, OrderedDict[str, str]]
@@ -65,7 +63,7 @@ class Store(AbstractContextManager["Store"]):
         self.fault: str | None = None
         """Why the last write failed, or None if it succeeded."""
         self.generation = 0
-        """Number of restores so far."""
+        """Number of restores."""
         self._check = check
         self._limit = max_in_memory if folder is None else math.inf
 

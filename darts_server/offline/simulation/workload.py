@@ -14,7 +14,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.offline.simulation.model.batch import Ints
 
 NEIGHBOURS = 8
-"""Number of prompts with the nearest mean length from which candidates are resampled."""
+"""Prompts with the nearest mean length, whose samples stand for a prompt's too."""
 OWN_SHARE = 0.5
 """Share of resampled candidates that come from the prompt's own samples."""
 
@@ -36,7 +36,7 @@ class Workload(Protocol):
 
 
 class TracedPrompt(NamedTuple):
-    """One prompt of a trace: its tokens, and the lengths of its samples."""
+    """A prompt of a trace, and the lengths of its samples."""
 
     prompt_tokens: int
     lengths: tuple[int, ...]
@@ -99,9 +99,9 @@ class FittedWorkload:
     """Prompts and lengths that are drawn from fitted distributions."""
 
     medians: Quantiles
-    """Medians of the lengths of a prompt's candidates."""
+    """Medians of prompts' lengths."""
     ratios: Quantiles
-    """Ratios of candidates' lengths to their prompt's median."""
+    """Ratios of lengths to their prompt's median."""
     max_tokens: int
     prompt_median: float
     """Median of prompts' tokens."""

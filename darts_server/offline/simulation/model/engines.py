@@ -36,7 +36,7 @@ class StepTime:
     decode: LatencyCurve
     """Seconds by the number of running sequences."""
     per_context_token: float = 0.0
-    """Seconds for each token in the KV caches of running sequences."""
+    """Seconds for each token in the KV cache."""
     per_prefill_token: float = 0.0
     """Seconds for each prefilled token."""
     per_start: float = 0.0
@@ -49,9 +49,8 @@ class Machine:
 
     step_time: StepTime
     replicas: int = 1
-    """Number of engines. A group runs on one engine."""
+    """Engines. A group runs on one engine."""
     max_num_seqs: int = 256
-    """Sequences that an engine runs at once."""
     kv_blocks: int | None = None
     """KV blocks of an engine, or None for no limit."""
     block_size: int = BLOCK_SIZE
@@ -61,7 +60,6 @@ class Machine:
     """Seconds of a step that no length changes, such as the synchronisation of weights."""
 
     def training_seconds(self, tokens: float) -> float:
-        """Return the seconds from the end of a rollout to the next rollout."""
         return self.training_per_token * tokens + self.between_rollouts
 
 
@@ -123,7 +121,7 @@ class Clock:
         own = rest + done + (machine.block_size - 1) / 2
         shared = prompts - rest
 
-        # `context`: tokens in the KV cache when a stay begins. `prefilled`: the tokens of them that are new.
+        # `context`: tokens in the KV cache when a stay begins. `prefilled`: new tokens among them.
         if tokens.size <= machine.max_num_seqs and (own + tokens).sum() + shared[is_first].sum() <= space:
             begin = np.zeros_like(tokens)
             end = tokens

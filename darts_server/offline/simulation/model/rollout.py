@@ -8,7 +8,7 @@ Usage::
 The candidates of a group are assumed to run side by side: they start together, and each gets a token in every step.
 Then a length is also the step at which a candidate ends, and the order of the lengths determines which candidates are
 stopped and when, for all groups at once (`Groups`). The tokens of all candidates determine the schedule of the engines
-(`engines`). Candidates of earlier rollouts continue: all their tokens count in the order, but take no step.
+(`engines`). If candidates continue from earlier rollouts, their earlier tokens count in the order, but take no step.
 
 The result is exact if each engine runs all its sequences at once. If sequences wait or are preempted, candidates that
 are ahead of their group are stopped a little later than in this model.
@@ -44,7 +44,6 @@ class Rollout:
     completed_at: Floats
     """Seconds at which each group is complete, or infinity, shape (G,)."""
     deadline: int | None
-    """Deadline of the cohort in tokens."""
     completion_lengths: tuple[int, ...]
     """Completion lengths in the order of completion, for `RecentCompletionLengths`."""
     clocks: Clocks
@@ -78,24 +77,22 @@ class KnownDeadline:
 
     tokens: int
     bound: int
-    """Length in tokens at which every candidate is cut."""
+    """Length at which every candidate is cut."""
     steps: Floats
-    """Steps that each group's candidates have run at that moment, shape (G, 1)."""
+    """Steps that each group has run at that moment, shape (G, 1)."""
     late: Bools
-    """Whether each group is not complete at that moment, shape (G, 1)."""
+    """Whether each group is incomplete at that moment, shape (G, 1)."""
     seconds: float
 
 
 @dataclass(slots=True, eq=False)
 class Ends:
-    """How candidates end."""
+    """How candidates end. ``returned`` and ``truncated`` are as in `Rollout`."""
 
     run: Floats
-    """Steps that each candidate runs, shape (G, C)."""
+    """Steps of each candidate, shape (G, C)."""
     returned: Floats
-    """Tokens of each candidate that are returned, shape (G, C)."""
     truncated: Bools
-    """Whether each candidate is returned truncated, shape (G, C)."""
     completed: Floats
     """Step in which each group is complete, shape (G,)."""
     cut: Bools
