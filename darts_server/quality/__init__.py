@@ -1,5 +1,4 @@
-"""Quality head: predicts from hidden states whether a trajectory will be correct, and is trained on-line from rewards.
+"""Quality head: predicts from hidden states whether a trajectory will be correct.
 
-`head` has the network and its training. `snapshot` is a trained head at one moment, which scores without torch.
-`remote` scores by the snapshots of a head that `trainer` trains in another process.
+`trainer` trains a `head` in a process of its own. `remote` scores by its snapshots, without torch.
 """

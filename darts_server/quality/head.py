@@ -28,9 +28,7 @@ GRADIENT_NORM = 1.0
 class Head:
     """A head that learns from labels. Its state is that of the last good training.
 
-    Args:
-        width: size of the model's hidden states.
-        clock: clock in seconds that limits the time of a training.
+    ``width``: size of the model's hidden states. ``clock``: seconds, to limit the time of a training.
     """
 
     def __init__(

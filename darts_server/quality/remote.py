@@ -1,6 +1,6 @@
-"""A quality head that is trained in a process of its own, and scores in this process.
+"""A quality head that scores in this process, and is trained in another process.
 
-A training thread in this process would share the interpreter lock with the event loop.
+A thread would share the interpreter lock with the event loop.
 """
 
 import logging
@@ -30,7 +30,7 @@ NEW_LABELS = 64
 GRACE_SECONDS = 5.0
 """Time to finish a training, which takes a second."""
 ANSWER_SECONDS = 300.0
-"""Time after which the process has hung. Importing torch from a slow disk may take minutes."""
+"""Importing torch from a slow disk may take minutes."""
 
 
 class RemoteHead:
@@ -164,9 +164,7 @@ class RemoteHead:
     def _run(self, pool: ProcessPoolExecutor) -> None:
         """Send restores and labels to the process, and apply its reports, until the head is closed.
 
-        Raises:
-            BrokenExecutor: the process has died.
-            TimeoutError: the process hangs.
+        Raises ``BrokenExecutor`` if the process has died, and ``TimeoutError`` if it hangs.
         """
         # A new process restores the newest state first.
         sent_restores = -1

@@ -1,8 +1,8 @@
 """A trained head at one moment, which scores hidden states and can be saved. It needs numpy only.
 
-A saved head is the line ``darts-quality-head 1 SHA256``, then safetensors. The SHA-256 (hex) of all bytes after the
-line is read by older versions only, as the store has checksums of its own. Integers are JSON in the metadata of the
-safetensors part. Nothing is pickled, so bytes from the network cannot run code.
+A saved head is the line ``darts-quality-head 1 SHA256``, then safetensors. Only older versions check the SHA-256 (hex)
+of all bytes after the line, as the store has checksums of its own. Integers are JSON in the metadata of the safetensors
+part. Nothing is pickled, so bytes from the network cannot run code.
 """
 
 import hashlib
@@ -151,7 +151,7 @@ def are_finite(arrays: Mapping[str, Single]) -> bool:
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a network's and its optimiser's arrays by name."""
+    """Return the shapes of all arrays by name."""
     shapes: dict[str, tuple[int, ...]] = {
         "hidden_weight": (hidden, width),
         "hidden_bias": (hidden,),

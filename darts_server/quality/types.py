@@ -16,23 +16,20 @@ Example = tuple[NDArray[np.floating], int, float, float]
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
     hidden: int = 256
-    """Units of the hidden layer."""
     learning_rate: float = 1e-3
     batch_size: int = 64
     capacity: int = 4096
-    """Examples in the replay buffer."""
+    """Size of the replay buffer."""
     half_life: float = 2048.0
-    """Age, in examples, at which an example is sampled half as often as the newest."""
+    """Age in examples at which an example is sampled half as often."""
     min_labels: int = 64
-    """Labels before the first training."""
     window: int = WINDOW
     """Labels over which metrics are taken."""
     max_delay: float = 1.0
-    """Seconds from a training to the next, unless there are `remote.NEW_LABELS` new labels before."""
+    """Seconds between trainings, unless there are `remote.NEW_LABELS` new labels before."""
     max_steps: int = 50
-    """Steps of a training."""
     max_seconds: float = 1.0
-    """Seconds after which a training starts no further step."""
+    """Time after which a training starts no further step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ class Bounds:
     """Limits of admission. None means no limit."""
 
     max_waiting: int | None = None
-    """Number of candidates that may wait."""
+    """Candidates that may wait."""
     max_per_caller: int | None = None
-    """Number of candidates that a caller may have in flight. Admins have no limit."""
+    """Candidates that a caller may have in flight. Admins have no limit."""
 
 
 class Ticket:
@@ -61,7 +61,7 @@ class Ticket:
         return self.candidates
 
     def split(self, candidates: int) -> "Ticket":
-        """Move candidates to a new ticket, which may outlive this one."""
+        """Move candidates to a new ticket, which may outlive this ticket."""
         part = Ticket(self._admission, self._name, None)
         _move(self, part, candidates)
         return part
@@ -119,7 +119,7 @@ class Admission:
 
     Args:
         unfinished: returns the number of candidates that the engine runs or queues.
-        capacity: number of candidates that the engine runs at once, or None for no limit: then no candidate waits.
+        capacity: number of candidates that the engine runs at once, or None if no candidate ever waits.
     """
 
     def __init__(self, unfinished: Callable[[], int], capacity: int | None, bounds: Bounds | None = None) -> None:

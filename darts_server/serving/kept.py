@@ -26,12 +26,12 @@ class Kept(Generic[K, V]):
     """The newest entries of all owners together.
 
     At a limit, the owner that has the most entries (or the most weight, at the weight limit) loses its oldest entry.
-    Among equals it is the owner whose name sorts last. Callers without a key are the same owner. Each operation takes a
-    few comparisons, however many entries and owners there are.
+    Among equals it is the owner whose name sorts last. Callers without a key are the same owner. An operation takes
+    O(log n) comparisons.
 
     Args:
         limit: maximum number of entries.
-        weight_limit: maximum sum of the weights that `put` gets, in any unit.
+        weight_limit: maximum sum of their weights, in any unit.
     """
 
     def __init__(self, limit: float, weight_limit: float = inf) -> None:

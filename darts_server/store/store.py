@@ -259,7 +259,7 @@ class Store(AbstractContextManager["Store"]):
             yield connection
 
     def _write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
-        """Add or overwrite rows, or ``replace`` all rows by them."""
+        """Add or overwrite rows, or ``replace`` all rows."""
         with self._transaction() as connection:
             if replace:
                 connection.execute("DELETE FROM documents")
