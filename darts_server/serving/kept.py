@@ -51,7 +51,8 @@ class Kept(Generic[K, V]):
 
     def newest(self, owner: str | None) -> Iterator[V]:
         """Iterate over an owner's values, newest first."""
-        return reversed(self.of(owner).values())
+        owned = self._owned.get(owner or "")
+        return reversed(owned.entries.values()) if owned else iter(())
 
     def weight_of(self, owner: str | None) -> int:
         owned = self._owned.get(owner or "")
