@@ -1,4 +1,8 @@
-"""Build all rooms from the settings and connect them: engine, rooms, app, in this order."""
+"""Builds all rooms from the settings and connects them.
+
+The file follows a server's life: settings and keys, the engine, the rooms above the engine, and vLLM's app with our
+routes.
+"""
 
 import logging
 import os
@@ -68,67 +72,9 @@ from darts_server.weights.updates import Updates
 logger = logging.getLogger(__name__)
 
 
-def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
-    """Serve with vLLM's own flags in ``vllm_argv``, and return the process's exit code.
-
-    Raises:
-        InvalidSetting
-        StateError: the state folder cannot be read; it was not touched.
-    """
-    hide_creation_times()
-    args = flags.parse(vllm_argv)
-    if failed := [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]:
-        raise InvalidSetting("\n".join(failed))
-    access = _access(settings, args)
-    if getattr(args, "uds", None) is None:  # a Unix socket is for this machine alone
-        check_listening(args.host, access, settings.allow_unauthenticated)
-    with Store(settings.state_dir, check=check_document) as store:
-        with Staging(settings.weights_staging) as staging:
-            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
-        # After the event loop, whose last tasks may still write.
-        return close_store(store, code)
-
-
-def close_store(store: Store, code: int) -> int:
-    """Write what was learned, and return the exit code of a server that ends with ``code``: 3 where that fails."""
-    try:
-        store.close()
-    except StateError as error:
-        logger.critical("what was learned last is lost: %s", error)
-        return code or STATE_LOST
-    return code
-
-
-def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
-    """Check everything that a server needs. Nothing is started."""
-    args = flags.parse(vllm_argv)
-    yield from check_local(settings, args)
-    try:
-        yield check_address(args, _access(settings, args), settings.allow_unauthenticated)
-    except InvalidSetting as error:
-        yield fail("keys", str(error))
-    yield from check_vllm(args, has_model=bool(args.model_tag) or "--model" in vllm_argv)
-
-
-def _access(settings: Settings, args: Namespace) -> Access:
-    admin_keys = [] if settings.admin_api_key is None else [settings.admin_api_key.get_secret_value()]
-    for name in [name for name in os.environ if name.upper() == f"{ENV_PREFIX}ADMIN_API_KEY"]:
-        del os.environ[name]  # the engine's processes must not inherit it
-    hosts = ["*"] if getattr(args, "uds", None) else [args.host, *filter(None, settings.allowed_hosts.split(","))]
-    access = Access(
-        Keys(server.take_api_keys(args), settings.api_key_file),
-        Keys(admin_keys, settings.admin_api_key_file),
-        settings.allow_dangerous_routes,
-        Sites(hosts, args.allowed_origins),  # browsers have no access to a Unix socket
-    )
-    if settings.max_candidates_per_key is not None and not access.keys:
-        raise InvalidSetting("--max-candidates-per-key needs API keys: set VLLM_API_KEY or --api-key-file")
-    return access
-
-
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """Everything above the engine."""
+    """All objects above the engine that routes use."""
 
     store: Store
     provenance: Provenance
@@ -142,28 +88,90 @@ class Rooms:
     dialect_controls: Controls
 
 
-def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> AbstractAsyncContextManager[RunningEngine]:
-    """Start one engine, or several under Ray."""
-    if settings.replicas is None:
-        return start_engine(args)
-    from darts_server.vllm.fleet.ray_hosts import Cluster  # imports Ray
+# --- settings, keys and files ---------------------------------------------------
 
-    cluster = Cluster(settings.ray_address, settings.gpus_per_replica)
-    return start_fleet(args, argv, settings.replicas, cluster.place, cluster.host, settings.engine_watchdog)
+
+def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
+    """Serve with vLLM's own flags in ``vllm_argv``, and return the process's exit code.
+
+    Raises:
+        InvalidSetting
+        StateError: the state folder cannot be read; it was not touched.
+    """
+    hide_creation_times()
+    args = flags.parse(vllm_argv)
+    failed = [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]
+    if failed:
+        raise InvalidSetting("\n".join(failed))
+
+    access = _access(settings, args)
+    # Only this machine reaches a Unix socket.
+    if args.uds is None:
+        check_listening(args.host, access, settings.allow_unauthenticated)
+
+    with Store(settings.state_dir, check=check_document) as store:
+        with Staging(settings.weights_staging) as staging:
+            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
+        # The last tasks of the event loop may still write, so the store is closed after the loop.
+        return close_store(store, code)
+
+
+def close_store(store: Store, code: int) -> int:
+    """Write learned state, and return the server's exit ``code``, or 3 if only writing failed."""
+    try:
+        store.close()
+    except StateError as error:
+        logger.critical("what was learned last is lost: %s", error)
+        return code or STATE_LOST
+    return code
+
+
+def _access(settings: Settings, args: Namespace) -> Access:
+    admin_keys = []
+    if settings.admin_api_key is not None:
+        admin_keys.append(settings.admin_api_key.get_secret_value())
+    # The engine's processes must not inherit the key.
+    for name in list(os.environ):
+        if name.upper() == f"{ENV_PREFIX}ADMIN_API_KEY":
+            del os.environ[name]
+
+    # Browsers, which may send requests of foreign web pages, cannot reach a Unix socket.
+    hosts = ["*"]
+    if not args.uds:
+        hosts = [args.host, *filter(None, settings.allowed_hosts.split(","))]
+    access = Access(
+        Keys(server.take_api_keys(args), settings.api_key_file),
+        Keys(admin_keys, settings.admin_api_key_file),
+        settings.allow_dangerous_routes,
+        Sites(hosts, args.allowed_origins),
+    )
+    if settings.max_candidates_per_key is not None and not access.keys:
+        raise InvalidSetting("--max-candidates-per-key needs API keys: set VLLM_API_KEY or --api-key-file")
+    return access
+
+
+# --- the server, from the first signal handler to the exit code -----------------
 
 
 async def _serve(
-    settings: Settings, args: Namespace, argv: Sequence[str], access: Access, store: Store, staging: Staging
+    settings: Settings,
+    args: Namespace,
+    argv: Sequence[str],
+    access: Access,
+    store: Store,
+    staging: Staging,
 ) -> int:
     exit_on_signals()
-    lifecycle, grace = Lifecycle(), set_grace_seconds(args, settings.grace_seconds)
-    watchdog = settings.engine_watchdog if settings.replicas is None else 0.0  # several are started again
+    grace = set_grace_seconds(args, settings.grace_seconds)
+    lifecycle = Lifecycle()
     with server.bound_socket(args) as sock, ExitStack() as closing:
         log_start(args.model)
         async with _engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, store, staging, closing)
-            has_files = settings.api_key_file or settings.admin_api_key_file
-            handle_sighup(partial(_reload_keys, access, rooms.batches) if has_files else None)
+            has_key_files = settings.api_key_file or settings.admin_api_key_file
+            handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
+
+            # Requests become groups, and vLLM's app gets our routes.
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
@@ -175,16 +183,31 @@ async def _serve(
             }
             metrics = ServingMetrics(engine.model_name, reads)
             closing.enter_context(watch_loop(metrics.loop_lagged))
+
+            # Several engines have watchdogs of their own, which start an engine again.
+            watchdog = settings.engine_watchdog if settings.replicas is None else 0.0
+            shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
+            ready = partial(
+                log_ready, server.url_of(args, sock), engine.model_name, settings.policy, settings.group_size
+            )
+            # If this server fails to start, the next server must find the saved prompts. So they are taken over last.
             rooms.batches.restore()
             try:
-                shutdown = Shutdown(lifecycle, engine.llm, rooms.batches, grace, watchdog)
-                ready = partial(
-                    log_ready, server.url_of(args, sock), engine.model_name, settings.policy, settings.group_size
-                )
                 await server.serve(application, args, sock, shutdown, LimitedHttp, ready)
             finally:
                 lost = await rooms.batches.close()
     return exit_code(engine.llm, lifecycle, lost)
+
+
+def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> AbstractAsyncContextManager[RunningEngine]:
+    """Start one engine, or several engines under Ray."""
+    if settings.replicas is None:
+        return start_engine(args)
+    # Imports Ray, which is optional.
+    from darts_server.vllm.fleet.ray_hosts import Cluster
+
+    cluster = Cluster(settings.ray_address, settings.gpus_per_replica)
+    return start_fleet(args, argv, settings.replicas, cluster.place, cluster.host, settings.engine_watchdog)
 
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
@@ -192,11 +215,22 @@ def _reload_keys(access: Access, batches: VllmBatches) -> None:
     batches.keys_changed()
 
 
+# --- the rooms above the engine -------------------------------------------------
+
+
 def make_rooms(
-    settings: Settings, engine: RunningEngine, access: Access, store: Store, staging: Staging, closing: ExitStack
+    settings: Settings,
+    engine: RunningEngine,
+    access: Access,
+    store: Store,
+    staging: Staging,
+    closing: ExitStack,
 ) -> Rooms:
-    """Create the rooms from bottom to top; what has to be closed is put on ``closing``."""
-    control, port, gate = Control(settings), engine.port, engine.llm.gate
+    """Create the rooms from bottom to top. ``closing`` closes them when the server ends."""
+    port = engine.port
+
+    # Policies, learned state, and groups.
+    control = Control(settings)
     statistics = Statistics(store, port.capacity, port.engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
@@ -208,15 +242,50 @@ def make_rooms(
         control.planner,
         statistics,
         Intervals(allocation=settings.cohort_window, join=settings.group_wait, join_named=settings.group_name_wait),
-        gate=gate,
+        gate=engine.llm.gate,
         bounds=Bounds(max_waiting, settings.max_candidates_per_key),
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
     )
     control.apply_to(rollouts)
 
-    bias, provenance, monitor, confidence = LengthBias(), Provenance(), Monitor(rollouts), Confidence(store)
-    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias, lambda: batches))
+    # New weights.
+    timeout = settings.weights_timeout
+    update_events = UpdateEvents()
+    update_events.announced.add(log_announced_update)
+    update_events.ended.add(WeightMetrics(engine.model_name).update_ended, log_update)
+    updates = Updates(
+        engine.model,
+        engine.llm.gate,
+        staging,
+        settings.weights_root,
+        UpdateSettings(Rule(settings.weights_rule), wait_timeout=WAIT_FACTOR * timeout, step_timeout=timeout),
+        update_events,
+        rollouts,
+    )
+
+    # Batches, and the prompts that they carry over.
+    batches: VllmBatches = BatchRegistry(
+        rollouts,
+        engine.renderer,
+        control.new_planner,
+        BatchRetention(kept_bytes=settings.kept_bytes),
+        carry_limits=CarryLimits(
+            settings.carried_prompts,
+            prompt_bytes=settings.kept_bytes // 2,
+            staleness=settings.max_staleness,
+        ),
+        saved=None if settings.state_dir is None else SavedPrompts(store, engine.fingerprint),
+        has_initial_weights=lambda: updates.loaded.are_initial,
+        may_call=access.may_call,
+    )
+
+    # Observers of groups, and rewards.
+    bias = LengthBias()
+    provenance = Provenance()
+    monitor = Monitor(rollouts)
+    confidence = Confidence(store)
+    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias, batches))
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
@@ -241,43 +310,126 @@ def make_rooms(
     events.scored_group_ended.add(pruner.group_ended)
     events.cohort_ended.add(metrics.cohort_ended, log_cohort)
 
-    retention = BatchRetention(kept_bytes=settings.kept_bytes)
-    carry_limits = CarryLimits(
-        settings.carried_prompts, prompt_bytes=settings.kept_bytes // 2, staleness=settings.max_staleness
-    )
-    batches: VllmBatches = BatchRegistry(
-        rollouts,
-        engine.renderer,
-        control.new_planner,
-        retention,
-        carry_limits=carry_limits,
-        saved=None if settings.state_dir is None else SavedPrompts(store, engine.fingerprint),
-        has_initial_weights=lambda: updates.loaded.are_initial,
-        may_call=access.may_call,
-    )
+    # Votes. The search for an answer in a text takes 3 seconds at most, so closing does not wait longer.
     searches = ThreadPoolExecutor(1, "vote-answers")
-    closing.callback(searches.shutdown, cancel_futures=True)  # waits for a search, for 3 seconds at most
+    closing.callback(searches.shutdown, cancel_futures=True)
     votes: VllmVoteRunner = VoteRunner(rollouts, engine.renderer, confidence, metrics.vote_ended, searches)
 
-    timeout = settings.weights_timeout
-    limits = UpdateSettings(Rule(settings.weights_rule), wait_timeout=WAIT_FACTOR * timeout, step_timeout=timeout)
-    update_events = UpdateEvents()
-    update_events.announced.add(log_announced_update)
-    update_events.ended.add(WeightMetrics(engine.model_name).update_ended, log_update)
-    updates = Updates(engine.model, gate, staging, settings.weights_root, limits, update_events, rollouts)
-    dialect_controls = Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes)
     return Rooms(
-        store, provenance, rollouts, reward_matcher, monitor, batches, votes, updates, control, dialect_controls
+        store,
+        provenance,
+        rollouts,
+        reward_matcher,
+        monitor,
+        batches,
+        votes,
+        updates,
+        control,
+        Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes),
     )
+
+
+def _make_pruner(
+    settings: Settings,
+    control: Control,
+    engine: VllmPort,
+    store: Store,
+    model_name: str,
+) -> Pruner:
+    """Create the pruner, and start it if the default policy prunes.
+
+    Raises:
+        InvalidSetting: the default policy prunes, and the engine sends no hidden states.
+    """
+
+    def predicted(name: str, prediction: str) -> float | None:
+        measured = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
+        value: float | None = getattr(measured, name)
+        return value
+
+    reads: Reads = {
+        **{f"darts_quality_{name}": partial(predicted, name) for name in METRICS},
+        "darts_quality_loss": lambda: pruner.report.loss,
+        "darts_quality_status": lambda status: pruner.status is status,
+    }
+    metrics = QualityMetrics(model_name, reads)
+
+    def create_head(width: int, update_checkpoint: Callable[[bytes], None]) -> RemoteHead:
+        def on_report(report: TrainerReport, state: bytes) -> None:
+            metrics.trained(report.trained_steps, report.trained_seconds, report.divergences)
+            update_checkpoint(state)
+
+        return RemoteHead(width, on_report=on_report)
+
+    pruner = Pruner(
+        ScoringSettings(settings.detect_at, ScoreKind(settings.quality)),
+        lambda: engine.probe_width,
+        create_head,
+        store,
+        lambda: engine.weight_version,
+        metrics,
+    )
+    shaping = control.planner.shaping(settings.policy)
+    if shaping is not None and shaping.prunes:
+        if engine.probe_width is None and pruner.uses_hidden_states:
+            raise InvalidSetting(
+                f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
+                "log-probs with --quality logprob"
+            )
+        pruner.start()
+    return pruner
+
+
+def _read_metrics(
+    rollouts: VllmRollouts,
+    store: Store,
+    bias: LengthBias,
+    batches: VllmBatches,
+) -> Reads:
+    """Return the functions that read metrics at each scrape."""
+    statistics = rollouts.statistics
+    deadlines = rollouts.allocator.deadlines
+    rewards = statistics.rewards
+
+    def length(kind: str, statistic: str) -> float | None:
+        if statistic == "mean":
+            return bias.mean(kind)
+        return bias.quantile(kind, QUANTILES[statistic])
+
+    return {
+        "darts_prompts_tracked": lambda: store.count(KIND),
+        "darts_store_fault": lambda: store.fault is not None,
+        "darts_carried_prompts": lambda: batches.carried_prompts,
+        "darts_carried_tokens": lambda: batches.carried_tokens,
+        "darts_redundancy_scale": rollouts.redundancy_scale,
+        "darts_observer_failures_total": lambda: rollouts.observers.failures,
+        "darts_step_seconds": statistics.latency.step_seconds,
+        "darts_start_seconds": lambda: statistics.latency.start_seconds,
+        "darts_length_tokens": length,
+        "darts_pass_rate": lambda: rewards.dataset.pass_rate,
+        "darts_answer_length_tokens": rewards.mean_length,
+        "darts_deadline_lost_share": deadlines.lost_share,
+        "darts_deadline_lost_groups": deadlines.lost_group_share,
+        "darts_deadline_stretch": deadlines.stretch,
+    }
+
+
+# --- our part of vLLM's app -----------------------------------------------------
 
 
 def extend(
-    application: FastAPI, rooms: Rooms, settings: Settings, access: Access, lifecycle: Lifecycle, model_name: str
+    application: FastAPI,
+    rooms: Rooms,
+    settings: Settings,
+    access: Access,
+    lifecycle: Lifecycle,
+    model_name: str,
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
     fail_fast(application)
     limit_json(application)
+
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
         rooms.monitor,
@@ -303,84 +455,27 @@ def extend(
     page.add_routes(application.router)
     share_answers(application)
     dialects.add_routes(application, settings.dialect, rooms.dialect_controls)
-    limits, refusals = BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"), AccessMetrics(model_name)
-    # Added last, so that it is the outermost.
+
+    # The last middleware that is added is the outermost.
     application.add_middleware(
         SecurityMiddleware,
         access=access,
-        limits=limits,
-        on_refusal=refusals.refused,
+        limits=BodyLimits(settings.max_body_bytes, flag="--max-body-bytes"),
+        on_refusal=AccessMetrics(model_name).refused,
         lifecycle=lifecycle,
         opened=dialects.opened_routes(settings.dialect),
     )
 
 
-def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias, batches: Callable[[], VllmBatches]) -> Reads:
-    statistics, deadlines = rollouts.statistics, rollouts.allocator.deadlines
-    rewards = statistics.rewards
-
-    def length(kind: str, statistic: str) -> float | None:
-        return bias.mean(kind) if statistic == "mean" else bias.quantile(kind, QUANTILES[statistic])
-
-    return {
-        "darts_prompts_tracked": lambda: store.count(KIND),
-        "darts_store_fault": lambda: store.fault is not None,
-        "darts_carried_prompts": lambda: batches().carried_prompts,
-        "darts_carried_tokens": lambda: batches().carried_tokens,
-        "darts_redundancy_scale": rollouts.redundancy_scale,
-        "darts_observer_failures_total": lambda: rollouts.observers.failures,
-        "darts_step_seconds": statistics.latency.step_seconds,
-        "darts_start_seconds": lambda: statistics.latency.start_seconds,
-        "darts_length_tokens": length,
-        "darts_pass_rate": lambda: rewards.dataset.pass_rate,
-        "darts_answer_length_tokens": rewards.mean_length,
-        "darts_deadline_lost_share": deadlines.lost_share,
-        "darts_deadline_lost_groups": deadlines.lost_group_share,
-        "darts_deadline_stretch": deadlines.stretch,
-    }
+# --- the command doctor ---------------------------------------------------------
 
 
-def _make_pruner(settings: Settings, control: Control, engine: VllmPort, store: Store, model_name: str) -> Pruner:
-    """Create what scores candidates for policies that prune, and start it if the default policy is one of these.
-
-    Raises:
-        InvalidSetting: the default policy prunes, and nothing can be scored.
-    """
-    scoring_settings = ScoringSettings(settings.detect_at, ScoreKind(settings.quality))
-
-    def predicted(name: str, prediction: str) -> float | None:
-        metrics_now = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
-        value: float | None = getattr(metrics_now, name)
-        return value
-
-    reads: Reads = {
-        **{f"darts_quality_{name}": partial(predicted, name) for name in METRICS},
-        "darts_quality_loss": lambda: pruner.report.loss,
-        "darts_quality_status": lambda status: pruner.status is status,
-    }
-    metrics = QualityMetrics(model_name, reads)
-
-    def create_head(width: int, update_checkpoint: Callable[[bytes], None]) -> RemoteHead:
-        def on_report(report: TrainerReport, state: bytes) -> None:
-            metrics.trained(report.trained_steps, report.trained_seconds, report.divergences)
-            update_checkpoint(state)
-
-        return RemoteHead(width, on_report=on_report)
-
-    pruner = Pruner(
-        scoring_settings,
-        lambda: engine.probe_width,
-        create_head,
-        store,
-        lambda: engine.weight_version,
-        metrics,
-    )
-    shaping = control.planner.shaping(settings.policy)
-    if shaping is not None and shaping.prunes:
-        if engine.probe_width is None and pruner.uses_hidden_states:
-            raise InvalidSetting(
-                f"--policy {settings.policy} prunes by hidden states, which this engine does not report; score by "
-                "log-probs with --quality logprob"
-            )
-        pruner.start()
-    return pruner
+def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
+    """Check everything that a server needs, and start nothing."""
+    args = flags.parse(vllm_argv)
+    yield from check_local(settings, args)
+    try:
+        yield check_address(args, _access(settings, args), settings.allow_unauthenticated)
+    except InvalidSetting as error:
+        yield fail("keys", str(error))
+    yield from check_vllm(args, has_model=bool(args.model_tag) or "--model" in vllm_argv)

@@ -1,4 +1,4 @@
-"""The command line: choose a command, read its flags into settings, run it."""
+"""The command line: chooses a command, reads its flags into settings, and runs it."""
 
 import argparse
 import sys
@@ -12,31 +12,33 @@ from darts_server import logs, settings, startup_checks
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.vllm.fleet.ray_cluster import prepare_cluster
 
+# argparse ends the process with the same code.
 USAGE_ERROR = 2
 
 ABOUT = """\
-Rollout server for LLM reinforcement learning: vLLM's own server, plus shaped groups. A trainer requests n trajectories
-of a prompt; the server starts more, stops those that can no longer be in the group, and returns exactly n.
+Rollout server for LLM reinforcement learning: vLLM's own server with one addition. A trainer requests n trajectories of
+a prompt. The server starts more candidates, stops candidates that can no longer be in the group, and returns exactly n.
 """
 
 FIRST_STEPS = """\
 first steps:
   darts-server demo                            see what shaping saves, on a tiny model, in about a minute
-  darts-server simulate --preset dapo-32b      see what policies would bring on a workload, in half a minute
-  darts-server doctor Qwen/Qwen3-8B            check that a server could start with this model and these flags
+  darts-server simulate --preset dapo-32b      compare policies on a simulated workload, in half a minute
+  darts-server doctor Qwen/Qwen3-8B            check whether a server could start with this model and these flags
   darts-server serve Qwen/Qwen3-8B --port 8000
 
 darts-server COMMAND --help explains a command.
 """
 
 DOCTOR = """\
-Check whether a server could start with these settings and flags, the same as serve takes. Prints a line for each thing
-that it needs, with the remedy where something is wrong. Nothing is started. The exit code is 1 if a check failed.
+Check whether a server could start with these settings and flags. doctor takes the same flags as serve, and starts
+nothing. It prints a line for each thing that a server needs, with the remedy if something is wrong. The exit code is 1
+if a check failed.
 """
 
 SERVE = """\
-Serve MODEL as vLLM does, with all its routes and flags, and shape the groups of requests with n > 1: more candidates
-are started than requested, those that can no longer be in the group are stopped, and exactly n are returned.
+Serve MODEL as vLLM does, with all its routes and flags, and shape the groups of requests with n > 1: the server starts
+more candidates than requested, stops candidates that can no longer be in the group, and returns exactly n.
 """
 
 SERVE_MORE = """\
@@ -45,9 +47,10 @@ All of vLLM's flags work too, e.g. --port 8000 --max-model-len 8192 --tensor-par
   darts-server serve --help=FLAG          vLLM's help on one flag or section
   darts-server serve MODEL --replicas N   N engines behind one address, under Ray
 
-The server listens on 127.0.0.1 unless --host says otherwise. Log-probs are those of the distribution that is sampled
-from unless --logprobs-mode says otherwise (vLLM's own default: raw_logprobs, without temperature, top_k and the like).
-A request is not shaped if it has n = 1, names the model as MODEL:raw, or carries the header "X-Darts-Policy: off".
+The server listens on 127.0.0.1 unless --host says otherwise. Log-probs are computed from the distribution that tokens
+are sampled from, unless --logprobs-mode says otherwise. (vLLM's own default is raw_logprobs, without temperature, top_k
+and the like.) A request is not shaped if it has n = 1, if it names the model as MODEL:raw, or if it carries the header
+"X-Darts-Policy: off".
 """
 
 
@@ -60,10 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, help_text) in COMMANDS.items():
         commands.add_parser(name, help=help_text, add_help=False)
-    parser.add_argument("--version", action="store_true", help="the same as the command")
-    if arguments[:1] == ["--version"]:  # argparse would insist on a command
+    parser.add_argument("--version", action="store_true", help="the same as the command version")
+    # argparse would insist on a command.
+    if arguments[:1] == ["--version"]:
         return _version([])
-    # The remaining arguments have parsers of their own: ours first, then vLLM's.
+
+    # The other arguments have parsers of their own: ours first, then vLLM's.
     run, _ = COMMANDS[parser.parse_args(arguments[:1]).command]
     try:
         return run(arguments[1:])
@@ -73,48 +78,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    if (parsed := _parse("serve", SERVE, SERVE_MORE, argv)) is None:
+    parsed = _parse("serve", SERVE, SERVE_MORE, argv)
+    if parsed is None:
         return 0
     loaded, vllm_argv = parsed
     logs.set_up(loaded.log_format, loaded.log_level)
 
-    if loaded.replicas is not None and find_spec("ray") is None:
-        raise InvalidSetting("--replicas runs engines under Ray: pip install 'darts-server[ray]'")
-    if loaded.replicas is not None and loaded.ray_address is None:
-        prepare_cluster()  # before vLLM imports Ray
+    if loaded.replicas is not None:
+        if find_spec("ray") is None:
+            raise InvalidSetting("--replicas runs engines under Ray: pip install 'darts-server[ray]'")
+        # This must happen before vLLM imports Ray.
+        if loaded.ray_address is None:
+            prepare_cluster()
 
-    from darts_server import app  # imports vLLM, which takes seconds
+    # Importing vLLM takes seconds.
+    from darts_server import app
 
     return app.serve(loaded, vllm_argv)
 
 
 def _doctor(argv: list[str]) -> int:
     try:
-        if (parsed := _parse("doctor", DOCTOR, "", argv)) is None:
-            return 0
+        parsed = _parse("doctor", DOCTOR, "", argv)
     except InvalidSetting as error:
         return _print_findings(
             [startup_checks.fail("settings", str(error)), startup_checks.warn("the rest", "not checked")]
         )
-    logs.set_up("console", "ERROR")  # vLLM logs while it parses its flags; only a server's log needs that
+    if parsed is None:
+        return 0
+    # vLLM logs while it parses its flags. Only the log of a server needs these lines.
+    logs.set_up("console", "ERROR")
 
-    from darts_server import app  # imports vLLM, which takes seconds
+    from darts_server import app
 
     return _print_findings(chain([startup_checks.ok("settings", "valid")], app.examine(*parsed)))
 
 
-def _print_findings(found: Iterable[startup_checks.Finding]) -> int:
-    """Print each finding as soon as it is there; return the exit code."""
+def _print_findings(findings: Iterable[startup_checks.Finding]) -> int:
+    """Print each finding as soon as it is known, and return the exit code."""
     failed = False
-    for finding in found:
+    for finding in findings:
         print(finding, flush=True)
         failed |= finding.verdict is startup_checks.Verdict.FAIL
     return int(failed)
-
-
-def _of(module: str) -> Callable[[list[str]], int]:
-    """Return a command that is imported when it runs."""
-    return lambda argv: import_module(module).main(argv)
 
 
 def _version(_: list[str]) -> int:
@@ -124,12 +130,23 @@ def _version(_: list[str]) -> int:
     return 0
 
 
-def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tuple[settings.Settings, list[str]] | None:
-    """Return our settings, and the remaining arguments for vLLM; ``None`` if the help was printed.
+def _main_of(module: str) -> Callable[[list[str]], int]:
+    """Return the ``main`` function of a module that is imported when the command runs."""
+    return lambda argv: import_module(module).main(argv)
+
+
+def _parse(
+    command: str,
+    description: str,
+    epilog: str,
+    argv: list[str],
+) -> tuple[settings.Settings, list[str]] | None:
+    """Return our settings and the remaining arguments, which are vLLM's. None if the help was printed.
 
     Raises:
         InvalidSetting
     """
+    # vLLM has its own --help=FLAG, so the parser must not handle --help.
     parser = argparse.ArgumentParser(
         prog=f"darts-server {command}",
         usage="%(prog)s MODEL [options] [any vLLM flag]",
@@ -137,7 +154,7 @@ def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tupl
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        add_help=False,  # --help=FLAG is vLLM's
+        add_help=False,
     )
     settings.add_flags(parser)
     if "-h" in argv or "--help" in argv:
@@ -150,12 +167,12 @@ def _parse(command: str, description: str, epilog: str, argv: list[str]) -> tupl
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "serve": (_serve, "serve a model with shaped groups"),
-    "demo": (_of("darts_server.offline.demo.command"), "see what shaped groups save, on a tiny model"),
+    "demo": (_main_of("darts_server.offline.demo.command"), "see what shaping saves, on a tiny model"),
     "simulate": (
-        _of("darts_server.offline.simulation.command"),
-        "see what policies would bring on your workload, without an engine",
+        _main_of("darts_server.offline.simulation.command"),
+        "compare policies on your workload, without an engine",
     ),
-    "trace": (_of("darts_server.offline.trace"), "write what a server has learned of lengths, for simulate"),
+    "trace": (_main_of("darts_server.offline.trace"), "write the lengths that a server has learned, for simulate"),
     "doctor": (_doctor, "check whether a server could start"),
     "version": (_version, "print the versions of darts-server and vLLM"),
 }

@@ -1,4 +1,4 @@
-"""Shaping as the settings describe it, and its changes while the server runs."""
+"""Turns settings into policies, at the start and when settings change while the server runs."""
 
 import re
 from collections.abc import Mapping
@@ -24,16 +24,16 @@ class Control:
         self._rollouts: Rollouts[Any, Any] | None = None
 
     def apply_to(self, rollouts: Rollouts[Any, Any]) -> None:
-        """Give these rollouts a new planner with every change."""
+        """Give ``rollouts`` a new planner with every change."""
         self._rollouts = rollouts
 
     def current(self) -> dict[str, object]:
-        """The settings that can change, and under ``policies`` the names that a request may use."""
+        """Return the settings that can change, and under ``policies`` the policies that a request may name."""
         in_force = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
         return {**in_force, "policies": list(self.planner.names())}
 
     def schema(self) -> dict[str, object]:
-        """The JSON schema of an object with any of the settings that can change."""
+        """Return the JSON schema of an object with any of the settings that can change."""
         properties = Settings.model_json_schema()["properties"]
         return {
             "type": "object",
@@ -42,34 +42,39 @@ class Control:
         }
 
     def change(self, patch: Mapping[str, object]) -> dict[str, object]:
-        """Apply all of the patch to groups planned from now on, or nothing; the settings in force afterwards.
+        """Change settings for groups that are planned from now on, and return `current`.
 
         Raises:
-            InvalidRequest: names the key that cannot be changed so.
+            InvalidRequest: names the key that cannot be changed so; nothing was changed.
         """
         settings = apply_patch(self.settings, patch)
         planner = make_planner(settings)
         if self._rollouts is not None:
             self._rollouts.planner = planner
-        self.settings, self.planner = settings, planner
+        self.settings = settings
+        self.planner = planner
         return self.current()
 
     def new_planner(self, overrides: Mapping[str, object]) -> Planner:
-        """Create the planner of one caller: ``name`` overrides the policy, other keys the settings in force.
+        """Create the planner of one batch. The key ``name`` overrides the policy, other keys override settings.
 
         Raises:
             InvalidRequest: names the key that cannot be changed so.
         """
-        patch = {("policy" if key == "name" else key): value for key, value in overrides.items()}
+        settings_of = {"name": "policy"}
+        patch = {settings_of.get(key, key): value for key, value in overrides.items()}
         return make_planner(apply_patch(self.settings, patch))
 
 
 def make_planner(settings: Settings) -> Planner:
     """Create the policies that the settings describe."""
     if settings.redundancy == "auto":
-        redundancy, budget = min(REDUNDANCY, settings.max_redundancy), BudgetKind.CV_LOG
+        # The redundancy until the spread of lengths is known.
+        redundancy = min(REDUNDANCY, settings.max_redundancy)
+        budget = BudgetKind.CV_LOG
     else:
-        redundancy, budget = settings.redundancy, BudgetKind.FIXED
+        redundancy = settings.redundancy
+        budget = BudgetKind.FIXED
     uniform = Shaping(
         redundancy=redundancy,
         num_longest=settings.num_longest,

@@ -1,6 +1,7 @@
-"""Find in seconds, without starting an engine, what would stop the server or trouble it later.
+"""Checks, without starting an engine, whether something would stop the server or fail later.
 
-``serve`` runs those that take no time and no network, and does not start if one fails; ``doctor`` prints all.
+``serve`` runs the checks that need no time and no network, and does not start if a check fails. ``doctor`` runs all
+checks and prints their results.
 """
 
 import os
@@ -30,7 +31,7 @@ MIN_FILES = 4096
 MIN_STATE_BYTES = 100 * 1024 * 1024
 """A kilobyte for each of a hundred thousand prompts."""
 STAGED_MODELS = 2
-"""The new weights, and the old ones that are restored if loading fails."""
+"""The new weights, and the old weights that are restored if loading fails."""
 GIB = 1 << 30
 
 
@@ -44,7 +45,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found. ``message`` includes the remedy where one is needed."""
+    """The result of a check. ``message`` includes the remedy if a remedy is needed."""
 
     verdict: Verdict
     subject: str
@@ -58,7 +59,7 @@ ok, warn, fail = (partial(Finding, verdict) for verdict in Verdict)
 
 
 def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
-    """Run the checks that take no time and no network: those of every start."""
+    """Run the checks of every start, which need no time and no network."""
     yield ok("Python", f"{platform.python_version()} on {platform.platform()}")
     yield check_shared_memory()
     yield check_file_descriptors()
@@ -66,6 +67,8 @@ def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
         yield check_port(args.host, args.port)
     yield check_state(settings.state_dir)
     yield check_policy(settings)
+
+    # Importing vLLM takes seconds.
     from darts_server.vllm import checks
 
     yield from check_weights(settings.weights_root, settings.weights_staging, checks.model_bytes(args))
@@ -73,19 +76,23 @@ def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
 
 
 def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
-    """Check vLLM, its devices and, if the command line names one, the model."""
+    """Check vLLM, its devices and, if the command line names a model, the model."""
     from darts_server.vllm import checks
 
     version = vllm_version()
     warning = version_warning(version)
     yield ok("vLLM", version or "none") if warning is None else warn("vLLM", warning)
-    devices, fault = checks.devices()
-    yield ok("devices", devices) if fault is None else fail("devices", f"{devices}: {fault}")
-    if not has_model:
-        yield warn("model", "no model given; name one to check it too")
-        return
-    model, fault = checks.model(args)
-    yield ok("model", model) if fault is None else fail("model", f"{model}: {fault}")
+    yield _judge("devices", *checks.devices())
+    if has_model:
+        yield _judge("model", *checks.model(args))
+    else:
+        yield warn("model", "no model given; name a model to check it too")
+
+
+def _judge(subject: str, description: str, fault: str | None) -> Finding:
+    if fault is None:
+        return ok(subject, description)
+    return fail(subject, f"{description}: {fault}")
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARED_BYTES) -> Finding:
@@ -100,8 +107,10 @@ def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARE
 
 def check_file_descriptors(minimum: int = MIN_FILES) -> Finding:
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    message = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} may be open"
-    if limit != resource.RLIM_INFINITY and limit < minimum:
+    if limit == resource.RLIM_INFINITY:
+        return ok("files", "no limit")
+    message = f"{limit} may be open"
+    if limit < minimum:
         return warn("files", f"{message}: raise the hard limit (ulimit -Hn) to at least {minimum}, or connections fail")
     return ok("files", message)
 
@@ -114,7 +123,7 @@ def check_port(host: str, port: int) -> Finding:
             probe.bind((host, port))
         except OSError as error:
             reason = error.strerror or error
-            return fail("port", f"{host}:{port}: {reason}; stop what listens there, or choose another --port")
+            return fail("port", f"{host}:{port}: {reason}; stop the program that uses it, or choose another --port")
     return ok("port", f"{host}:{port} is free")
 
 
@@ -130,13 +139,14 @@ def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Findin
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         return fail("state", f"{existing} is not writable; choose another --state-dir, or change its owner")
-    if (free := shutil.disk_usage(existing).free) < min_bytes:
+    free = shutil.disk_usage(existing).free
+    if free < min_bytes:
         return warn("state", f"{folder} has {free / GIB:.2f} GiB left: make room, or new lengths are not stored")
     return ok("state", str(folder))
 
 
 def check_weights(root: Path | None, staging: Path | None, model_bytes: int | None) -> Iterator[Finding]:
-    """Check the folders for new weights. ``model_bytes``: size of the model, ``None`` if unknown."""
+    """Check the folders for new weights. ``model_bytes``: size of the model, or None if it is unknown."""
     if root is not None:
         if os.access(root, os.R_OK | os.X_OK):
             yield ok("weights", f"may be loaded from {root}")
@@ -156,25 +166,29 @@ def check_weights(root: Path | None, staging: Path | None, model_bytes: int | No
 
 
 def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) -> Finding:
-    """Check who can reach the server, and with which keys."""
+    """Check who can reach the server, and with what keys."""
     if args.uds:
-        return ok("address", f"the socket {args.uds}, for this machine alone")
+        return ok("address", f"the socket {args.uds}, which only this machine reaches")
     try:
         check_listening(args.host, access, allow_unauthenticated)
     except InvalidSetting as error:
         return fail("address", str(error))
-    keys = "with keys" if access.keys else "without API keys"
-    if allow_unauthenticated and not access.keys:
-        return warn("address", f"{args.host}, {keys} (--allow-unauthenticated): whoever reaches it may use it")
-    return ok("address", f"{args.host}, {keys}, {'with' if access.admin_keys else 'without'} admin keys")
+    admin_keys = "with admin keys" if access.admin_keys else "without admin keys"
+    if access.keys:
+        return ok("address", f"{args.host}, with keys, {admin_keys}")
+    if allow_unauthenticated:
+        return warn(
+            "address", f"{args.host}, without API keys (--allow-unauthenticated): everybody who reaches it may use it"
+        )
+    return ok("address", f"{args.host}, without API keys, {admin_keys}")
 
 
 def check_policy(settings: Settings) -> Finding:
-    """Check whether a setting needs something that the default policy does not do."""
+    """Check whether the default policy ignores ``--group-size``."""
     if settings.policy == "auto" and settings.group_size is not None:
         return warn(
             "policy",
-            "auto shapes no groups, so --group-size joins no requests: choose a policy that does, such as "
+            "auto shapes no groups, so --group-size joins no requests: choose a policy that shapes groups, such as "
             "--policy uniform",
         )
     return ok("policy", settings.policy)
@@ -182,9 +196,9 @@ def check_policy(settings: Settings) -> Finding:
 
 def check_probe(settings: Settings, fault: str | None) -> Finding:
     """Check whether the quality head can get hidden states, as far as flags show."""
-    needed = "arrol" in settings.policy and "head" in settings.quality
+    is_needed = "arrol" in settings.policy and "head" in settings.quality
     if fault is None:
-        return ok("probe", "available" if needed else "not needed by the default policy")
-    if not needed:
+        return ok("probe", "available" if is_needed else "not needed by the default policy")
+    if not is_needed:
         return ok("probe", f"not available ({fault}), and not needed")
     return fail("probe", f"--policy {settings.policy} needs hidden states, and {fault}; score by --quality logprob")

@@ -1,4 +1,4 @@
-"""What the wiring connects, with an engine that runs nothing."""
+"""The wiring of all rooms, with an engine that runs nothing."""
 
 import os
 from argparse import Namespace
@@ -27,9 +27,12 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def own_metrics() -> Iterator[None]:
-    """Unregister the metrics of the test: a process can have those of one server."""
-    others = [each for each, names in REGISTRY._collector_to_names.items() if any("darts" in name for name in names)]
-    for collector in others:  # of a server that another test of this process has made
+    """Unregister the metrics of the test, since a process can have the metrics of only one server."""
+    # Another test of this process may have made a server.
+    others = [
+        collector for collector, names in REGISTRY._collector_to_names.items() if any("darts" in name for name in names)
+    ]
+    for collector in others:
         REGISTRY.unregister(collector)
     before = set(REGISTRY._collector_to_names)
     yield
@@ -46,22 +49,26 @@ def closing() -> Iterator[ExitStack]:
 
 
 def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -> tuple[app.Rooms, Store]:
-    """Connect all rooms to an engine that runs nothing; also return the store in the folder."""
-    llm, port = SimpleNamespace(gate=Gate()), ScriptedEngine(lambda *_: Script(1))
+    """Connect all rooms to an engine that runs nothing. Also return the store in the folder."""
     engine: Any = SimpleNamespace(
-        llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="m", source="m", fingerprint="of m"
+        llm=SimpleNamespace(gate=Gate()),
+        port=ScriptedEngine(lambda *_: Script(1)),
+        renderer=Mock(),
+        model=Mock(),
+        model_name="m",
+        fingerprint="of m",
     )
-    store, staging = closing.enter_context(Store(folder)), closing.enter_context(Staging())
-    rooms = app.make_rooms(
-        settings.load({"state_dir": str(folder)}, None), engine, access or Access(), store, staging, closing
-    )
+    store = closing.enter_context(Store(folder))
+    staging = closing.enter_context(Staging())
+    loaded = settings.load({"state_dir": str(folder)}, None)
+    rooms = app.make_rooms(loaded, engine, access or Access(), store, staging, closing)
     return rooms, store
 
 
 PROMPT = CarriedPrompt(PromptSpec(text="a"), ("a", "a"))
 
 
-async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_next_one(
+async def test_a_server_that_fails_to_start_leaves_carried_prompts_for_the_next_server(
     closing: ExitStack, tmp_path: Path
 ) -> None:
     rooms, store = make_rooms(closing, tmp_path)
@@ -73,9 +80,7 @@ async def test_a_server_that_fails_to_start_leaves_what_is_carried_over_for_the_
     assert SavedPrompts(store, "of m").take(0) == []
 
 
-async def test_what_was_generated_is_not_saved_once_the_weights_were_updated(
-    closing: ExitStack, tmp_path: Path
-) -> None:
+async def test_carried_tokens_are_not_saved_after_a_weight_update(closing: ExitStack, tmp_path: Path) -> None:
     rooms, store = make_rooms(closing, tmp_path)
     group: CarriedGroup[Any] = CarriedGroup("terms", False, (1,), [CarriedCandidate()])
     rooms.batches._carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
@@ -94,13 +99,14 @@ async def test_keys_are_taken_from_the_environment_so_that_the_engine_does_not_i
 ) -> None:
     for name, key in {"VLLM_API_KEY": "one", "DARTS_ADMIN_API_KEY": "root"}.items():
         monkeypatch.setenv(name, key)
-    access = app._access(settings.load({}, None), Namespace(api_key=None, host="127.0.0.1", allowed_origins=[]))
+    args = Namespace(api_key=None, host="127.0.0.1", uds=None, allowed_origins=[])
+    access = app._access(settings.load({}, None), args)
     assert access.keys.find(b"one")
     assert access.admin_keys.find(b"root")
     assert not {"one", "root"} & set(os.environ.values())
 
 
-async def test_what_is_carried_over_for_a_key_goes_with_it(closing: ExitStack, tmp_path: Path) -> None:
+async def test_carried_prompts_of_a_removed_key_are_dropped(closing: ExitStack, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\ntwo\n")
     access = Access(Keys([], file))
@@ -119,7 +125,8 @@ def test_a_disk_that_is_full_at_the_end_shows_in_the_exit_code(
 ) -> None:
     with Store(tmp_path) as store:
         assert store._connection is not None
-        store._connection.execute("PRAGMA max_page_count = 10")  # as if the disk was full
+        # SQLite then reports a full disk.
+        store._connection.execute("PRAGMA max_page_count = 10")
         for number in range(1000):
             store.put("prompt", f"{number}", {"text": "x" * 100})
         assert app.close_store(store, ended_with) == code

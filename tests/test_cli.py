@@ -18,7 +18,7 @@ def test_an_invalid_setting_is_a_usage_error_that_names_it(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("command", ["version", "--version"])
-def test_version_prints_ours_and_vllms(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_prints_our_version_and_vllms(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 0
     out = capsys.readouterr().out
     assert out.startswith(tuple(f"darts-server 0.1.0, vLLM {series}." for series in TESTED_SERIES))

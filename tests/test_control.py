@@ -79,7 +79,7 @@ def test_redundancy_auto_is_the_papers_formula_and_starts_with_the_default() -> 
 
 
 @pytest.mark.parametrize(("share", "limits"), [("0.1", MaxLost(0.1, 0.005)), ("1", MaxLost(1.0, 1.0))])
-def test_a_share_of_one_lets_the_deadline_take_away_anything(share: str, limits: MaxLost) -> None:
+def test_a_lost_share_of_one_never_moves_the_deadline(share: str, limits: MaxLost) -> None:
     deadline = shaping(Control(load({"max_lost_share": share}, None)).planner, "cap").deadline
     assert deadline is not None
     assert deadline.max_lost == limits

@@ -65,14 +65,14 @@ def test_a_group_size_that_no_policy_uses_is_a_warning(settings: dict[str, str],
 
 def test_too_little_memory_or_disk_or_too_few_descriptors_are_a_warning(tmp_path: Path) -> None:
     assert check_shared_memory(tmp_path, 1).verdict is check_file_descriptors(1).verdict is Verdict.OK
-    for small, remedy in (
+    for finding, remedy in (
         (check_shared_memory(tmp_path, 1 << 62), "--shm-size"),
         (check_shared_memory(tmp_path / "none"), "does not exist"),
         (check_file_descriptors(1 << 62), "ulimit"),
         (check_state(tmp_path, 1 << 62), "make room"),
     ):
-        assert small.verdict is Verdict.WARN
-        assert remedy in small.message
+        assert finding.verdict is Verdict.WARN
+        assert remedy in finding.message
 
 
 def test_a_server_on_a_unix_socket_has_no_port_to_check() -> None:
@@ -97,7 +97,7 @@ def test_a_state_that_cannot_be_used_fails_and_is_not_changed(tmp_path: Path) ->
     for folder in (tmp_path, file, file / "below"):
         assert check_state(folder).verdict is Verdict.FAIL
     assert file.read_bytes() == DAMAGED
-    assert [*tmp_path.iterdir()] == [file]
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @as_user
@@ -118,7 +118,6 @@ def test_staging_needs_room_for_two_models(tmp_path: Path) -> None:
 
 
 def test_a_public_address_fails_without_keys_or_explicit_permission() -> None:
-    """By the rule of `check_listening`."""
     public = Namespace(uds=None, host="0.0.0.0")
     assert check_address(public, Access(), False).verdict is Verdict.FAIL
     assert check_address(public, Access(), True).verdict is Verdict.WARN
@@ -151,7 +150,10 @@ def test_a_policy_that_needs_hidden_states_fails_where_they_are_not_available() 
 def test_a_missing_model_is_a_fault(name: str, expected_fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     _, fault = checks.model(Namespace(model=name, revision=None))
-    assert (fault is None) if expected_fault is None else (expected_fault in str(fault))
+    if expected_fault is None:
+        assert fault is None
+    else:
+        assert expected_fault in str(fault)
 
 
 def test_a_folder_without_a_model_fails_and_the_size_of_a_model_is_found(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Commands that run without serving: the demo, the simulation, and the conversion of logs to traces."""
+"""Commands that run without a server: demo, simulation, and export of learned lengths."""

@@ -1,7 +1,4 @@
-"""``darts-server trace export``: what a server has learned of lengths, as a trace for ``darts-server simulate``.
-
-Uses the saved state and policies, and nothing that serves.
-"""
+"""``darts-server trace export``: learned lengths of a server as a trace for ``darts-server simulate``."""
 
 import argparse
 import json
@@ -20,20 +17,20 @@ from darts_server.offline.simulation.model.batch import Floats
 from darts_server.store.archive import LIMIT_BYTES, unpack
 
 DESCRIPTION = """\
-Write what a server has learned of its prompts' lengths as a trace, which darts-server simulate reads: so you can see
-what a policy would bring on your own workload before you use it. The server learns of /darts/v1/rollouts, and of
-requests to /v1 with n > 1, but not of those that say themselves that they are not to be shaped.
+Write the lengths that a server has learned from its prompts as a trace for darts-server simulate, which shows what a
+policy would bring on your own workload. The server learns from /darts/v1/rollouts, and from requests to /v1 with n > 1
+unless the request turns shaping off.
 """
 
 EPILOG = """\
 A trace has one prompt a line: {"step": 0, "prompt_tokens": 37, "lengths": [450, 396, 274], "cap": 10112}. The lengths
-are those of the candidates of the prompt's last group, and "cap" is the limit of their tokens: a length that equals it
-counts as truncated. "step" is the weight version of the group.
+are those of the candidates of the prompt's last group. "cap" is their limit in tokens: a length that equals it counts
+as truncated. "step" is the weight version of the group.
 
-The length that a stopped candidate would have had is not known. It is drawn from what is longer than the candidate was
-when it was stopped, by the prompt's estimated mean and the distribution of all lengths around these means, and it is at
-most the cap. A state that an earlier version of the server has saved has the estimates alone: all its lengths are
-drawn, and --prompt-tokens says how long its prompts are.
+The length that a stopped candidate would have had is not known. It is drawn from the lengths above the length at which
+the candidate was stopped, by the prompt's estimated mean and the distribution of all lengths around these means. It is
+at most the cap. A state that an earlier version of the server has saved has estimates only: all its lengths are drawn,
+and --prompt-tokens sets the length of its prompts.
 
 examples:
   darts-server trace export --url http://127.0.0.1:8000 --output lengths.jsonl
@@ -48,20 +45,19 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TracedLengths:
-    """Lengths of one prompt in a trace.
-
-    ``truncated``: how many of the ``lengths`` end at the ``cap`` and not by themselves. ``drawn``: how many are drawn,
-    as they were not seen. ``cap``: limit in tokens, ``None`` if it is not known.
-    """
+    """Lengths of one prompt in a trace."""
 
     lengths: Sequence[int]
     truncated: int
+    """Number of lengths that end at the ``cap`` and not by themselves."""
     drawn: int
+    """Number of lengths that were not seen, and are drawn."""
     cap: int | None
+    """Limit in tokens, or None if it is not known."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code.
+    """Run the command, and return the exit code.
 
     Raises:
         InvalidSetting: a flag is invalid, or the state cannot be read.
@@ -72,20 +68,20 @@ def main(argv: Sequence[str]) -> int:
     _check_flags(options, prompts)
     ratios = None if profile is None else profile.quantiles(RATIOS)
     rng = np.random.default_rng(options.seed)
-    traced: list[TracedLengths] = []
+    traces: list[TracedLengths] = []
     lines: list[str] = []
     for prompt in prompts:
-        found = _trace(prompt, ratios, rng, options.samples, options.cap)
-        if not found.lengths:
+        traced = _trace(prompt, ratios, rng, options.samples, options.cap)
+        if not traced.lengths:
             continue
-        traced.append(found)
+        traces.append(traced)
         line: dict[str, int | Sequence[int]] = {
             "step": prompt.weight_version or 0,
             "prompt_tokens": prompt.prompt_tokens or options.prompt_tokens,
-            "lengths": found.lengths,
+            "lengths": traced.lengths,
         }
-        if found.cap is not None:
-            line["cap"] = found.cap
+        if traced.cap is not None:
+            line["cap"] = traced.cap
         lines.append(json.dumps(line))
     if not lines:
         raise InvalidSetting("the state has no lengths: no group with more than one trajectory has ended there yet")
@@ -94,12 +90,12 @@ def main(argv: Sequence[str]) -> int:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidSetting(f"--output: {options.output} cannot be written: {error}") from error
-    print(f"{len(lines)} prompts: {options.output}\n{_describe(traced)}")
+    print(f"{len(lines)} prompts: {options.output}\n{_describe(traces)}")
     return 0
 
 
 def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) -> None:
-    """Check that the flags fit what was seen.
+    """Check that the flags fit the state.
 
     Raises:
         InvalidSetting: names the flag.
@@ -107,14 +103,14 @@ def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) ->
     unknown = sum(prompt.prompt_tokens is None for prompt in prompts)
     if unknown and options.prompt_tokens is None:
         raise InvalidSetting(
-            f"--prompt-tokens: the state does not say how long {unknown} of {len(prompts)} prompts are, as an earlier "
-            "version has saved it or they are no token ids; add the flag with their length in tokens"
+            f"--prompt-tokens: the state does not say how long {unknown} of {len(prompts)} prompts are, because an "
+            "earlier version saved it or these prompts have no token ids; add the flag with their length in tokens"
         )
-    most = max((prompt.max_tokens for prompt in prompts if prompt.max_tokens is not None), default=None)
-    if options.cap is not None and most is not None and options.cap > most:
+    limit = max((prompt.max_tokens for prompt in prompts if prompt.max_tokens is not None), default=None)
+    if options.cap is not None and limit is not None and options.cap > limit:
         raise InvalidSetting(
-            f"--cap: requests allowed at most {most} tokens, and what would have become of truncated answers is not "
-            "known; lower it, or leave it out"
+            f"--cap: requests allowed at most {limit} tokens, and nobody knows how long their truncated answers would "
+            "have become; lower the cap, or leave it out"
         )
 
 
@@ -125,17 +121,17 @@ def _trace(
     samples: int,
     cap_flag: int | None,
 ) -> TracedLengths:
-    """Return the lengths that were seen of a prompt. Lengths that were not seen are drawn, if ``ratios`` are known."""
-    seen = prompt.observations or [Observation(0, censored=True)] * samples
+    """Return the lengths of a prompt. Lengths that were not seen are drawn, or left out if ``ratios`` is None."""
     cap = prompt.max_tokens
     if cap_flag is not None:
         cap = cap_flag if cap is None else min(cap, cap_flag)
     lengths: list[int] = []
     truncated = 0
     drawn = 0
-    for o in seen:
-        tokens = o.tokens
-        if o.censored and not prompt.is_truncated(o) and (cap is None or tokens < cap):
+    for observation in prompt.observations or [Observation(0, censored=True)] * samples:
+        tokens = observation.tokens
+        is_stopped = observation.censored and not prompt.is_truncated(observation)
+        if is_stopped and (cap is None or tokens < cap):
             if ratios is None:
                 continue
             possible = np.ceil(prompt.mean_ema * ratios)
@@ -143,29 +139,32 @@ def _trace(
             tokens = int(rng.choice(longer)) if longer.size else tokens + 1
             drawn += 1
         if cap is not None:
-            # An answer may end by itself with the last token that it is allowed.
-            truncated += tokens > cap or (o.censored and tokens == cap)
+            # An answer may end by itself with its last allowed token.
+            truncated += tokens > cap or (observation.censored and tokens == cap)
             tokens = min(tokens, cap)
         lengths.append(tokens)
     return TracedLengths(lengths, truncated, drawn, cap)
 
 
-def _describe(traced: Sequence[TracedLengths]) -> str:
-    """Say in words what the lengths are, and what is not known of them."""
-    lengths = [length for each in traced for length in each.lengths]
-    caps = {each.cap for each in traced if each.cap is not None}
-    truncated = sum(each.truncated for each in traced)
-    drawn = sum(each.drawn for each in traced)
+def _describe(traces: Sequence[TracedLengths]) -> str:
+    """Describe the lengths in sentences."""
+    lengths = [length for traced in traces for length in traced.lengths]
     mean = sum(lengths) / len(lengths)
-    said = [f"{len(lengths)} lengths: mean {mean:.1f} tokens, longest {max(lengths)}."]
+    sentences = [f"{len(lengths)} lengths: mean {mean:.1f} tokens, longest {max(lengths)}."]
+    caps = {traced.cap for traced in traces if traced.cap is not None}
     if caps:
         limits = f"{min(caps)}" if len(caps) == 1 else f"{min(caps)} to {max(caps)}"
-        said.append(f"Limit: {limits} tokens; {truncated / len(lengths):.0%} of the lengths are truncated there.")
-    if unknown := sum(each.cap is None for each in traced):
-        said.append(f"The limit of {unknown} prompts is not known; --cap N says what it is.")
+        truncated = sum(traced.truncated for traced in traces) / len(lengths)
+        sentences.append(f"Limit: {limits} tokens; {truncated:.0%} of the lengths are truncated there.")
+    unknown = sum(traced.cap is None for traced in traces)
+    if unknown:
+        sentences.append(f"The limit of {unknown} prompts is not known; set it with --cap N.")
+    drawn = sum(traced.drawn for traced in traces)
     if drawn:
-        said.append(f"{drawn} lengths are drawn by estimates, since the ends of these candidates were not seen.")
-    return "\n".join(said)
+        sentences.append(
+            f"{drawn} lengths are drawn from estimates, because the ends of their candidates were not seen."
+        )
+    return "\n".join(sentences)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -181,19 +180,20 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     source = export.add_mutually_exclusive_group(required=True)
-    source.add_argument("--url", help=f"of a running server; its API key, if it has one, in {API_KEY}")
-    source.add_argument("--state", type=Path, metavar="FILE", help="saved by GET /darts/v1/state")
+    source.add_argument("--url", help=f"URL of a running server; its API key, if it has one, in {API_KEY}")
+    source.add_argument("--state", type=Path, metavar="FILE", help="state that was saved by GET /darts/v1/state")
     add = export.add_argument
-    add("--output", type=Path, required=True, metavar="FILE", help="the trace, as JSON lines")
-    samples = "lengths of each prompt of which none was seen (default: %(default)s)"
-    add("--samples", type=int, default=16, metavar="N", help=samples)
+    add("--output", type=Path, required=True, metavar="FILE", help="file for the trace, as JSON lines")
+    samples_help = "number of lengths for a prompt whose lengths were not seen (default: %(default)s)"
+    add("--samples", type=int, default=16, metavar="N", help=samples_help)
     add("--prompt-tokens", type=int, metavar="N", help="tokens of each prompt whose length is not known")
-    cap = "longest that a trajectory may become, at most what requests allowed (default: what they allowed)"
-    add("--cap", type=int, metavar="N", help=cap)
-    add("--seed", type=int, default=0, metavar="N", help="of the drawn lengths (default: %(default)s)")
+    cap_help = "maximum length of a trajectory, at most the limit of the requests (default: the limit of the requests)"
+    add("--cap", type=int, metavar="N", help=cap_help)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the drawn lengths (default: %(default)s)")
     options = parser.parse_args(argv)
     for flag, least in {"samples": 1, "prompt_tokens": 1, "cap": 1, "seed": 0}.items():
-        if getattr(options, flag) is not None and getattr(options, flag) < least:
+        value = getattr(options, flag)
+        if value is not None and value < least:
             export.error(f"--{flag.replace('_', '-')} must be at least {least}")
     return options
 
@@ -205,27 +205,29 @@ def _read_state(options: argparse.Namespace) -> bytes:
             return Path(options.state).read_bytes()
         except OSError as error:
             raise InvalidSetting(f"--state: {options.state} cannot be read: {error}") from error
-    url, key = options.url, os.environ.get(API_KEY)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    url = options.url
+    headers = {}
+    if API_KEY in os.environ:
+        headers["Authorization"] = f"Bearer {os.environ[API_KEY]}"
     try:
         answer = httpx.get(f"{url.rstrip('/')}/darts/v1/state", headers=headers, timeout=TIMEOUT_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise InvalidSetting(f"--url: {url} does not answer: {error}") from error
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise InvalidSetting(f"--url: {url} wants an API key; set {API_KEY}")
+        raise InvalidSetting(f"--url: {url} requires an API key; set {API_KEY}")
     if not answer.is_success:
         raise InvalidSetting(f"--url: {url} answered {answer.status_code}: {answer.text[:200]}")
     return answer.content
 
 
 def _read_lengths(data: bytes) -> tuple[list[PromptStats], LengthProfile | None]:
-    """Return what a saved state has learned: of each prompt, and of ratios to its mean length.
+    """Return the statistics of each prompt, and the distribution of lengths around their prompt's mean.
 
     Raises:
-        InvalidSetting: it contains lengths that cannot be used.
+        InvalidSetting: the state has lengths that cannot be used.
         StateDamaged, StateTooNew
     """
-    prompts = list[PromptStats]()
+    prompts: list[PromptStats] = []
     profile = None
     for kind, key, text in unpack(data, LIMIT_BYTES):
         try:

@@ -1,7 +1,4 @@
-"""The quality head (ARRoL): predicts whether a partial trajectory will be correct, trained on-line from rewards.
-
-`remote.RemoteHead` runs it in a process of its own, and scores by its report and state.
-"""
+"""Quality head (ARRoL): predicts whether a partial trajectory will be correct, and is trained on-line from rewards."""
 
 import math
 import time
@@ -21,17 +18,17 @@ from darts_server.quality.types import HeadSettings, TrainerReport
 from darts_server.types import PruningStatus
 
 MAX_LOSS = 20.0
-"""Nats; a higher loss is a divergence. Guessing costs 0.7, and 20 means logits that are wrong by 20 on average."""
+"""Loss in nats above which training has diverged. Guesses cost 0.7; at 20, logits are wrong by 20 on average."""
+SEED = 0
+WEIGHT_DECAY = 1e-4
 GRADIENT_NORM = 1.0
 """Longer gradients are clipped, so that one unusual batch cannot ruin the weights."""
 
 
 class Head:
-    """Its state is that of the last good training.
+    """A head that learns from labels. Its state is that of the last good training.
 
-    Args:
-        width: of the model's hidden states.
-        clock: seconds; bounds the duration of a training.
+    ``width``: size of the model's hidden states. ``clock``: seconds, to limit the time of a training.
     """
 
     def __init__(
@@ -49,20 +46,22 @@ class Head:
         self._network = Network(width + 1, settings)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
-        self._report = TrainerReport()  # the counts and the loss alone
+        # Totals and the last loss only.
+        self._totals = TrainerReport()
 
     @property
     def status(self) -> PruningStatus:
-        labels, has_trained = len(self._replay), self._snapshot.steps > 0
         if self._has_diverged:
             return PruningStatus.DIVERGED
-        if labels >= self.settings.min_labels:
+        has_trained = self.steps > 0
+        if len(self._replay) >= self.settings.min_labels:
             if self._replay.is_one_class:
                 return PruningStatus.ONE_CLASS
             return PruningStatus.READY if has_trained else PruningStatus.UNTRAINED
-        if has_trained:  # it was restored, and its labels are still to come
+        # A restored head is trained, but has no labels yet.
+        if has_trained:
             return PruningStatus.READY
-        return PruningStatus.FEW_LABELS if labels else PruningStatus.NO_LABELS
+        return PruningStatus.FEW_LABELS if len(self._replay) else PruningStatus.NO_LABELS
 
     @property
     def steps(self) -> int:
@@ -71,51 +70,60 @@ class Head:
 
     @property
     def report(self) -> TrainerReport:
-        metrics = evaluate(self._scored, self.settings.max_weight)
-        return replace(self._report, status=self.status, prior=self._replay.prior, metrics=metrics, steps=self.steps)
+        return replace(
+            self._totals,
+            status=self.status,
+            prior=self._replay.prior,
+            metrics=evaluate(self._scored),
+            steps=self.steps,
+        )
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
-        """Add the label of a trajectory with this hidden state after ``position`` tokens, which must be finite.
+        """Add the label of a trajectory that had this hidden state, with finite values, after ``position`` tokens.
 
-        ``target``: 1 correct, 0 wrong. ``survival``: the probability with which pruning kept it.
+        ``target``: 1 for correct, 0 for wrong. ``survival``: probability with which pruning kept the trajectory.
         """
         feature = assemble_feature(hidden, position)
         assert feature is not None
-        self._report = replace(self._report, labels=self._report.labels + 1)
-        if self.steps:  # the label evaluates the head from before it is learned
+        self._totals = replace(self._totals, labels=self._totals.labels + 1)
+        # Metrics are about labels that the head has not learned yet.
+        if self.steps:
             self._scored.append(Label(self._snapshot.score(feature), target, survival))
         self._replay.add(feature, target, survival)
         self._standardiser = self._standardiser.after(feature)
 
     def train(self, steps: int, seconds: float = math.inf) -> int:
-        """Make at most ``steps`` steps, start none after ``seconds``, and score by the new weights; return the steps.
+        """Make at most ``steps`` steps, start none after ``seconds``, and return the number of steps.
 
-        With too few labels, or with labels that are all equal, it does nothing. If the training diverges (the loss or a
-        weight is not finite, or the loss exceeds `MAX_LOSS`), the head returns to its last good snapshot with a new
-        optimiser, and scores are the prior until a training succeeds; no step counts then.
+        No step is made with too few labels, or if all labels are equal. Training has diverged if the loss exceeds
+        `MAX_LOSS`, or if a weight is not finite. Then the head returns to its last good snapshot with a new optimiser,
+        no step counts, and scores are the prior until a training succeeds.
         """
-        started = self._clock()
+        started_at = self._clock()
         if len(self._replay) < self.settings.min_labels or self._replay.is_one_class:
             return 0
         losses: list[float] = []
-        while len(losses) < steps and self._clock() < started + seconds:
+        while len(losses) < steps and self._clock() < started_at + seconds:
             features, targets, weights = self._replay.sample(self.settings.batch_size)
             losses.append(self._network.fit(self._standardiser.apply(features), targets, weights))
-            if not losses[-1] < MAX_LOSS:  # also true of NaN
+            # True of NaN as well.
+            if not losses[-1] < MAX_LOSS:
                 break
         if not losses:
             return 0
-        report = self._report
-        report = replace(report, trained_seconds=report.trained_seconds + self._clock() - started)
+
+        totals = self._totals
+        totals = replace(totals, trained_seconds=totals.trained_seconds + self._clock() - started_at)
         arrays = self._network.arrays()
         self._has_diverged = not (losses[-1] < MAX_LOSS and are_finite(arrays))
         if self._has_diverged:
-            self._report = replace(report, divergences=report.divergences + 1)
+            self._totals = replace(totals, divergences=totals.divergences + 1)
             self._network.load(self._snapshot.arrays, moments=False)
             return 0
+
         self._snapshot = Snapshot(arrays, self._standardiser, self.steps + len(losses))
-        loss, trained_steps = math.fsum(losses) / len(losses), report.trained_steps + len(losses)
-        self._report = replace(report, loss=loss, trained_steps=trained_steps)
+        loss = math.fsum(losses) / len(losses)
+        self._totals = replace(totals, loss=loss, trained_steps=totals.trained_steps + len(losses))
         return len(losses)
 
     def state(self) -> bytes:
@@ -123,20 +131,20 @@ class Head:
         return self._snapshot.to_bytes()
 
     def restore(self, data: bytes) -> None:
-        """Continue from what `state` returned; the replay buffer and metrics stay.
+        """Continue from the bytes of `state`. The replay buffer and metrics stay.
 
         Raises:
-            StateDamaged: nothing was changed.
-            InvalidRequest: it is of a model or a head of another size; nothing was changed.
+            StateDamaged, InvalidRequest: see `Snapshot.from_bytes`; nothing was changed.
         """
         restored = Snapshot.from_bytes(data, self.width, self.settings.hidden)
         self._network.load(restored.arrays, moments=restored.steps > 0)
         self._standardiser = restored.standardiser
-        self._snapshot, self._has_diverged = restored, False
+        self._snapshot = restored
+        self._has_diverged = False
 
 
 class ReplayBuffer:
-    """The last ``capacity`` examples; each takes 4 ``width`` bytes, allocated at once.
+    """The last ``capacity`` examples. Each takes 4 ``width`` bytes, which are allocated at once.
 
     Batches are sampled with replacement, newer examples more often.
     """
@@ -147,15 +155,14 @@ class ReplayBuffer:
         self._survivals = np.ones(settings.capacity)
         self._added = 0
         self._half_life = settings.half_life
-        self._max_weight = settings.max_weight
-        self._rng = np.random.default_rng(settings.seed)
+        self._rng = np.random.default_rng(SEED)
 
     def __len__(self) -> int:
         return min(self._added, self._targets.size)
 
     @property
     def is_one_class(self) -> bool:
-        """Whether all targets are equal, so that there is nothing to learn from them."""
+        """Whether all targets are equal, so that nothing can be learned from them."""
         targets = self._targets[: len(self)]
         return not targets.size or float(np.ptp(targets)) == 0.0
 
@@ -167,11 +174,13 @@ class ReplayBuffer:
 
     def add(self, feature: Single, target: float, survival: float) -> None:
         place = self._added % self._targets.size
-        self._features[place], self._targets[place], self._survivals[place] = feature, target, survival
+        self._features[place] = feature
+        self._targets[place] = target
+        self._survivals[place] = survival
         self._added += 1
 
     def sample(self, size: int) -> tuple[Single, Single, Single]:
-        """Copy a batch out of the buffer, which must not be empty: features [size, width], targets and weights [size].
+        """Sample features [size, width], targets [size] and weights [size] of a buffer that is not empty.
 
         The weights of the whole buffer have mean 1.
         """
@@ -179,41 +188,45 @@ class ReplayBuffer:
         age = (self._added - 1 - np.arange(count)) % count
         probabilities = np.exp2(-age / self._half_life)
         sampled = self._rng.choice(count, size, p=probabilities / probabilities.sum())
-        targets, weights = self._targets[sampled], self._weights()[sampled]
-        return self._features[sampled], targets.astype(np.float32), weights.astype(np.float32)
+        targets = self._targets[sampled].astype(np.float32)
+        weights = self._weights()[sampled].astype(np.float32)
+        return self._features[sampled], targets, weights
 
     def _weights(self) -> Floats:
-        return inverse_propensity_weights(self._survivals[: len(self)], self._max_weight)
+        return inverse_propensity_weights(self._survivals[: len(self)])
 
 
 class Network:
     """Linear, ReLU, linear, to one logit; binary cross-entropy and Adam.
 
-    The initial weights come from the seed alone. Torch's global generator is not used, because an engine in the same
-    process may rely on its state. It computes on the CPU: GPUs are for the engine, and a training takes a second.
+    It runs on the CPU, because GPUs are for the engine and a training takes a second.
     """
 
     def __init__(self, width: int, settings: HeadSettings) -> None:
-        generator = torch.Generator().manual_seed(settings.seed)
+        # Torch's global generator is left alone: an engine in the same process may rely on its state.
+        generator = torch.Generator().manual_seed(SEED)
         hidden = settings.hidden
-        initial = {
+        self._parameters = {
             "hidden_weight": torch.randn(hidden, width, generator=generator) * (2 / width) ** 0.5,
             "hidden_bias": torch.zeros(hidden),
-            "out_weight": torch.zeros(1, hidden),  # so that all initial scores are a half
+            # All initial scores are .5.
+            "out_weight": torch.zeros(1, hidden),
             "out_bias": torch.zeros(1),
         }
-        self._parameters = {name: x.requires_grad_() for name, x in initial.items()}
+        for parameter in self._parameters.values():
+            parameter.requires_grad_()
         self._optimiser = torch.optim.Adam(
-            self._parameters.values(), lr=settings.learning_rate, weight_decay=settings.weight_decay
+            self._parameters.values(), lr=settings.learning_rate, weight_decay=WEIGHT_DECAY
         )
 
     def fit(self, features: Single, targets: Single, weights: Single) -> float:
-        """Make one step on standardised features; return the loss before the step, in nats."""
+        """Make one step on standardised features, and return the loss before the step in nats."""
         p = self._parameters
-        x, y, w = (torch.from_numpy(a) for a in (features, targets, weights))
-        hidden = functional.relu(functional.linear(x, p["hidden_weight"], p["hidden_bias"]))
+        hidden = functional.relu(functional.linear(torch.from_numpy(features), p["hidden_weight"], p["hidden_bias"]))
         logits = functional.linear(hidden, p["out_weight"], p["out_bias"]).squeeze(1)
-        loss = functional.binary_cross_entropy_with_logits(logits, y, weight=w)
+        loss = functional.binary_cross_entropy_with_logits(
+            logits, torch.from_numpy(targets), weight=torch.from_numpy(weights)
+        )
         self._optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(p.values(), GRADIENT_NORM)
@@ -221,20 +234,23 @@ class Network:
         return float(loss.detach())
 
     def arrays(self) -> dict[str, Single]:
-        """Copy everything learned, by the names of `snapshot.shapes`."""
-        arrays = {name: p.detach().numpy().copy() for name, p in self._parameters.items()}
-        for name, p in self._parameters.items():
-            adam = self._optimiser.state.get(p, {})
-            for m in MOMENTS:
-                initial = torch.zeros(()) if m == "step" else torch.zeros_like(p)
-                arrays[f"{name}.{m}"] = adam.get(m, initial).numpy().copy()
+        """Copy weights and moments, by the names of `snapshot.shapes`."""
+        arrays = {}
+        for name, parameter in self._parameters.items():
+            arrays[name] = parameter.detach().numpy().copy()
+            # Adam has no state before its first step.
+            adam = self._optimiser.state.get(parameter, {})
+            for moment in MOMENTS:
+                initial = torch.zeros(()) if moment == "step" else torch.zeros_like(parameter)
+                arrays[f"{name}.{moment}"] = adam.get(moment, initial).numpy().copy()
         return arrays
 
     def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
-        """Continue from these arrays; the optimiser starts again unless ``moments`` are to be loaded as well."""
+        """Continue from these weights, and from their ``moments`` or with a new optimiser."""
         self._optimiser.state.clear()
-        for name, p in self._parameters.items():
+        for name, parameter in self._parameters.items():
             with torch.no_grad():
-                p.copy_(torch.from_numpy(arrays[name]))
+                parameter.copy_(torch.from_numpy(arrays[name]))
             if moments:
-                self._optimiser.state[p] = {m: torch.from_numpy(arrays[f"{name}.{m}"].copy()) for m in MOMENTS}
+                copies = {moment: torch.from_numpy(arrays[f"{name}.{moment}"].copy()) for moment in MOMENTS}
+                self._optimiser.state[parameter] = copies

@@ -1,6 +1,6 @@
-"""A quality head that is trained in a process of its own, and scores in this one.
+"""A quality head that scores in this process, and is trained in another process.
 
-A training thread in the server instead would share one interpreter lock with the event loop.
+A thread would share the interpreter lock with the event loop.
 """
 
 import logging
@@ -23,23 +23,22 @@ from darts_server.types import PruningStatus
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Deaths of the process within `DEATH_SECONDS`; after one more no other process is started."""
+"""Deaths within `DEATH_SECONDS` after which the process is restarted. After one more death it is not."""
 DEATH_SECONDS = 3600.0
+NEW_LABELS = 64
+"""Labels after which a training starts at once."""
 GRACE_SECONDS = 5.0
-"""For the end of a training, which takes a second."""
+"""Time to finish a training, which takes a second."""
 ANSWER_SECONDS = 300.0
-"""Without an answer for so long the process counts as hanging. A training takes a second, but importing torch from a
-slow disk may take minutes."""
+"""Importing torch from a slow disk may take minutes."""
 
 
 class RemoteHead:
-    """Scores and learns here, and is trained in a process of its own. Any thread may call any method.
-
-    Status, metrics and scores are those of the last report of that process. It is not started before `start`.
+    """Head that is trained in another process, whose last report has status, metrics and scores. For all threads.
 
     Args:
-        width: of the model's hidden states.
-        on_report: called in a thread of its own with each report, and with the new state where there is one.
+        width: size of the model's hidden states.
+        on_report: called in a separate thread with each report and the new state, empty if no step was made.
     """
 
     def __init__(
@@ -49,16 +48,19 @@ class RemoteHead:
         *,
         on_report: Callable[[TrainerReport, bytes], None] = lambda _, __: None,
     ) -> None:
-        self.settings = settings = settings or HeadSettings()
+        self.settings = settings or HeadSettings()
         self.width = width
         self.is_lost = False
         """Whether training has stopped for good, because the process died too often."""
-        self._train = partial(trainer.train, width, settings)
+        self._train = partial(trainer.train, width, self.settings)
         self._on_report = on_report
-        # The newest report and snapshot. One value, so that a reader in another thread never sees half of a change.
-        self._current: tuple[TrainerReport, Snapshot | None] = TrainerReport(), None
-        self._changed = threading.Condition()  # for all below
-        self._unsent: deque[Example] = deque(maxlen=settings.capacity)  # the head would not remember more than that
+        # One value, so that a reader in another thread never sees half of a change.
+        self._current: tuple[TrainerReport, Snapshot | None] = (TrainerReport(), None)
+
+        # Guards the attributes below.
+        self._changed = threading.Condition()
+        # The replay buffer would not hold more.
+        self._unsent: deque[Example] = deque(maxlen=self.settings.capacity)
         self._state = b""
         self._restores = 0
         self._pool: ProcessPoolExecutor | None = None
@@ -66,19 +68,19 @@ class RemoteHead:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the training process in the background, unless that was done before."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._supervise, name="darts-quality", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """End the process. This may take some seconds: it first finishes the training that it is in."""
+        """End the process after its current training, which may take some seconds."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(GRACE_SECONDS)
-            self._kill_process()  # it still starts, or hangs
+            # The process may still be starting, or hang.
+            self._kill_process()
             self._thread.join()
 
     # --- scoring and learning -----------------------------------------------
@@ -89,48 +91,50 @@ class RemoteHead:
 
     @property
     def report(self) -> TrainerReport:
-        """The last report of the process."""
         return self._current[0]
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
-
-        Unless the status is ``READY``, it is the share of correct ones among the labels.
-        """
+        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct."""
         feature = assemble_feature(hidden, position)
         report, snapshot = self._current
-        status = None if feature is None else self.status
-        if feature is None or snapshot is None or status is not PruningStatus.READY:
+        if feature is None:
+            return Score(report.prior, None)
+        status = self.status
+        if snapshot is None or status is not PruningStatus.READY:
             return Score(report.prior, status)
         return Score(snapshot.score(feature), status)
 
     def learn(self, hidden: NDArray[np.floating], position: int, target: float, survival: float = 1.0) -> None:
-        """Add a label, see `head.Head.learn`, for the next training."""
+        """Add a label for the next training, see `head.Head.learn`."""
         with self._changed:
             self._unsent.append((hidden, position, target, survival))
             self._changed.notify_all()
 
     def restore(self, data: bytes) -> None:
-        """Continue from a saved state; empty ``data`` stands for a new head, without labels.
+        """Continue from a saved state. Empty ``data`` stands for a new head, without labels.
 
         Raises:
-            StateDamaged, InvalidRequest: nothing was changed.
+            StateDamaged, InvalidRequest: see `Snapshot.from_bytes`; nothing was changed.
         """
-        snapshot = Snapshot.from_bytes(data, self.width, self.settings.hidden) if data else None
-        steps = 0 if snapshot is None else snapshot.steps
-        status = PruningStatus.READY if steps else PruningStatus.NO_LABELS
+        snapshot = self._read(data)
+        report = TrainerReport()
+        if snapshot is not None and snapshot.steps:
+            report = TrainerReport(PruningStatus.READY, steps=snapshot.steps)
         with self._changed:
             self._restores += 1
             self._state = data
-            self._current = TrainerReport(status, steps=steps), snapshot
+            self._current = (report, snapshot)
             if not data:
                 self._unsent.clear()
             self._changed.notify_all()
 
-    # --- the process, in a thread of its own ----------------------------------
+    def _read(self, state: bytes) -> Snapshot | None:
+        return Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
+
+    # --- the process, and the thread that supervises it -----------------------
 
     def _supervise(self) -> None:
-        """Train until `close`, in a process that is replaced when it dies or hangs, until it has died too often."""
+        """Train until `close`, and replace a process that dies or hangs, unless it has died too often."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         while not self._closed:
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), trainer.start_worker)
@@ -138,14 +142,18 @@ class RemoteHead:
                 self._run(self._pool)
             except TimeoutError:
                 logger.error("the quality head's trainer has not answered for %g seconds", ANSWER_SECONDS)
-            except Exception:  # it died or cannot be started, training raised, or the callback has a bug of its own
-                if not self._closed:  # else it may have been killed
+            except Exception:
+                # The process died or could not be started, or training or the callback raised. `close` may have killed
+                # the process.
+                if not self._closed:
                     logger.exception("the quality head's trainer failed, or its report could not be handled")
             finally:
-                self._kill_process()  # it has nothing to save: all that is kept was in its reports
+                # The process has nothing to save: everything worth keeping was in its reports.
+                self._kill_process()
                 self._pool.shutdown(wait=False)
             if self._closed:
                 return
+
             deaths.append(time.monotonic())
             if len(deaths) > MAX_DEATHS and deaths[-1] - deaths[0] < DEATH_SECONDS:
                 logger.error("the quality head's trainer died %d times in an hour; it is not restarted", len(deaths))
@@ -156,45 +164,46 @@ class RemoteHead:
     def _run(self, pool: ProcessPoolExecutor) -> None:
         """Send restores and labels to the process, and apply its reports, until the head is closed.
 
-        Raises:
-            BrokenExecutor: the process has died.
-            TimeoutError: it hangs.
+        Raises ``BrokenExecutor`` if the process has died, and ``TimeoutError`` if it hangs.
         """
-        restores, due = -1, 0.0  # a new process first restores the newest state
+        # A new process restores the newest state first.
+        sent_restores = -1
+        due = 0.0
 
         def is_due(labels: int) -> bool:
-            return self._closed or restores != self._restores or len(self._unsent) >= labels
+            return self._closed or sent_restores != self._restores or len(self._unsent) >= labels
 
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: is_due(1))
                 until_due = max(0.0, due - time.monotonic())
-                self._changed.wait_for(lambda: is_due(self.settings.new_labels), until_due)
+                self._changed.wait_for(lambda: is_due(NEW_LABELS), until_due)
                 if self._closed:
                     return
-                # Submitted under the lock: `close` sees the process that this starts, and labels stay unsent if the
-                # last one has died since. Nothing waits here: a thread of the pool sends, however full the pipe is.
-                if restores != self._restores:
-                    answer, restores = pool.submit(self._train, self._state, []), self._restores
+                # The lock is held so that `close` sees the process that `submit` starts, and so that labels stay unsent
+                # if the last process has died. `submit` does not wait, however full the pipe is: a thread sends.
+                if sent_restores != self._restores:
+                    answer = pool.submit(self._train, self._state, [])
+                    sent_restores = self._restores
                 else:
                     answer = pool.submit(self._train, None, list(self._unsent))
                     self._unsent.clear()
             report, state = answer.result(ANSWER_SECONDS)
             due = time.monotonic() + self.settings.max_delay
-            self._apply(report, state, restores)
+            self._apply(report, state, sent_restores)
 
     def _kill_process(self) -> None:
-        """Kill the process of the pool, if it has one; `ProcessPoolExecutor.kill_workers` comes with Python 3.14."""
-        processes = None if self._pool is None else self._pool._processes
-        for process in list((processes or {}).values()):
-            process.kill()
+        # `ProcessPoolExecutor.kill_workers` comes with Python 3.14.
+        if self._pool is not None and self._pool._processes:
+            for process in list(self._pool._processes.values()):
+                process.kill()
 
     def _apply(self, report: TrainerReport, state: bytes, restores: int) -> None:
-        """Score by the new state from now on, unless there was a restore after those that it was trained from."""
-        snapshot = Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
+        """Score by the new state from now on, unless there was a restore since the training began."""
+        snapshot = self._read(state)
         with self._changed:
             if restores != self._restores:
                 return
-            self._current = report, snapshot or self._current[1]
+            self._current = (report, snapshot or self._current[1])
             self._state = state or self._state
         self._on_report(report, state)

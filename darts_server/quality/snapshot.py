@@ -1,8 +1,8 @@
-"""A trained head at one moment: it scores hidden states, and it is what is saved. Plain numpy.
+"""A trained head at one moment, which scores hidden states and can be saved. It needs numpy only.
 
-A saved head is a line of ASCII, then safetensors. The line is ``darts-quality-head 1 SHA256``, with the SHA-256 (hex)
-of all bytes after it, which only older versions check: the store has one of its own. Integers are JSON in the metadata
-of the safetensors part. Nothing is pickled, so bytes from the network cannot run code.
+A saved head is the line ``darts-quality-head 1 SHA256``, then safetensors. Only older versions check the SHA-256 (hex)
+of all bytes after the line, as the store has checksums of its own. Integers are JSON in the metadata of the safetensors
+part. Nothing is pickled, so bytes from the network cannot run code.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ from safetensors import numpy as safetensors
 from darts_server.exceptions import InvalidRequest, StateDamaged
 
 MEMORY = 4096
-"""Features over which mean and variance are taken, roughly. They must follow a policy whose hidden states drift."""
+"""Features over which mean and variance are taken, roughly. The hidden states drift with the policy."""
 CLIP = 10.0
-"""Standard deviations. Values further out are outliers, and must not outweigh all the others."""
+"""Standard deviations at which values are clipped, so that outliers do not outweigh all other values."""
 MIN_VARIANCE = 1e-12
 """A feature with less variance is constant and carries no information."""
 LOGIT_RANGE = 60.0
-"""Logits are clipped to it, so that ``exp`` cannot overflow; beyond it a sigmoid is as good as 0 or 1."""
+"""Maximum of a logit, so that ``exp`` cannot overflow. The sigmoid is as good as 0 or 1 there."""
 MAX_WEIGHT = 1e6
-"""Far above any trained one. Logits of any input are finite floats with such weights."""
+"""Far above any trained weight. Below it, the logit of any input is a finite float."""
 SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""The state that torch's Adam keeps for each parameter."""
+"""State that torch's Adam keeps for each parameter."""
 _FIRST_LINE = re.compile(rb"darts-quality-head 1 [0-9a-f]{64}\n")
 
 Single = NDArray[np.float32]
@@ -38,10 +38,10 @@ Floats = NDArray[np.float64]
 
 
 def assemble_feature(hidden: NDArray[np.floating], position: int) -> Single | None:
-    """Append the logarithm of its position to a hidden state; ``None`` if a value is not a finite float32.
+    """Append the logarithm of its position to a hidden state. Return None if a value is not a finite float32.
 
-    With the position as an input, one head serves all detection points, and also states that were taken some tokens
-    past one. With a single detection point it is constant, and standardising removes it.
+    With the position as an input, one head serves all detection points, and also states from some tokens after a point.
+    With a single point the logarithm is constant, and the standardiser removes it.
     """
     with np.errstate(over="ignore"):
         feature = np.append(hidden, np.log2(position)).astype(np.float32)
@@ -50,7 +50,7 @@ def assemble_feature(hidden: NDArray[np.floating], position: int) -> Single | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Standardiser:
-    """Running mean and variance. Immutable: `after` returns the next one."""
+    """Running mean and variance of features."""
 
     count: int
     mean: Floats
@@ -61,14 +61,15 @@ class Standardiser:
         return Standardiser(0, np.zeros(width), np.zeros(width))
 
     def after(self, feature: Single) -> "Standardiser":
-        """Add a feature: exactly for the first `MEMORY` ones; from then on, older ones lose weight exponentially."""
+        """Add a feature. From `MEMORY` features on, older features lose weight exponentially."""
         count = min(self.count + 1, MEMORY)
         deviation = feature - self.mean
         mean = self.mean + deviation / count
-        return Standardiser(count, mean, self.variance + (deviation * (feature - mean) - self.variance) / count)
+        variance = self.variance + (deviation * (feature - mean) - self.variance) / count
+        return Standardiser(count, mean, variance)
 
     def apply(self, features: Single) -> Single:
-        """Scale one feature, or rows of them, to mean 0 and variance 1."""
+        """Scale a feature, or rows of features, to mean 0 and variance 1."""
         spread = np.where(self.variance > MIN_VARIANCE, np.sqrt(self.variance), np.inf)
         scaled: Floats = (features - self.mean) / spread
         return np.clip(scaled, -CLIP, CLIP).astype(np.float32)
@@ -76,65 +77,68 @@ class Standardiser:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Immutable, so any thread may read it.
-
-    ``arrays``: the weights of a network, and the optimiser's moments, by name; see `shapes`. They are never written to.
-    ``steps``: training steps behind them.
-    """
+    """A trained head, which never changes. For all threads."""
 
     arrays: Mapping[str, Single]
+    """Weights of the network and moments of the optimiser by name, see `shapes`."""
     standardiser: Standardiser
     steps: int
+    """Training steps behind the weights."""
 
     def score(self, feature: Single) -> float:
-        """Compute the score s' of a feature that `assemble_feature` returned: the sigmoid of the network's logit."""
+        """Return the score s' of a feature of `assemble_feature`: the sigmoid of the network's logit."""
         a = self.arrays
         hidden = np.maximum(a["hidden_weight"] @ self.standardiser.apply(feature) + a["hidden_bias"], 0)
         logit = float((a["out_weight"] @ hidden + a["out_bias"])[0])
         return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
 
     def to_bytes(self) -> bytes:
-        """Serialize weights, optimiser and scale."""
         hidden, features = self.arrays["hidden_weight"].shape
         numbers = {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}
         arrays = {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance}
         body = safetensors.save(
-            {name: np.asarray(x, order="C") for name, x in arrays.items()},
+            {name: np.asarray(array, order="C") for name, array in arrays.items()},
             metadata={"numbers": json.dumps(numbers, sort_keys=True)},
         )
         return b"darts-quality-head 1 %s\n" % hashlib.sha256(body).hexdigest().encode() + body
 
     @staticmethod
     def from_bytes(data: bytes, width: int, hidden: int) -> "Snapshot":
-        """Read what `to_bytes` returned.
+        """Read the bytes of `to_bytes`.
 
         Raises:
-            StateDamaged: `to_bytes` of this version did not make it.
-            InvalidRequest: it is of a model or a head of another size.
+            StateDamaged: `to_bytes` of this version did not make them.
+            InvalidRequest: the saved head, or its model, has another size.
         """
         line = _FIRST_LINE.match(data)
         if not line:
             raise StateDamaged("it does not begin like a quality head of format 1")
         body = data[line.end() :]
         try:
-            # The header: JSON, after its length in eight bytes. The library's reader for bytes returns tensors only.
+            # The header is JSON after its length in eight bytes. `safetensors.load` does not return the metadata.
             header = json.loads(body[8 : 8 + int.from_bytes(body[:8], "little")])
             numbers = json.loads(header["__metadata__"]["numbers"])
-            steps, seen, *sizes = (int(numbers[name]) for name in ("steps", "seen", "width", "hidden"))
+            steps = int(numbers["steps"])
+            seen = int(numbers["seen"])
+            sizes = (int(numbers["width"]), int(numbers["hidden"]))
             arrays = safetensors.load(body)
         except (SafetensorError, OverflowError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateDamaged(f"it cannot be read ({error!r})") from error
-        if sizes != [width, hidden]:
+
+        if sizes != (width, hidden):
             raise InvalidRequest(
                 "state",
-                f"is of a quality head with {sizes[0]} inputs and {sizes[1]} hidden units, this one has {width} and "
-                f"{hidden}; restore it where the same model is served",
+                f"is of a quality head with {sizes[0]} inputs and {sizes[1]} hidden units, but this server's head has "
+                f"{width} and {hidden}; restore it on a server of the same model",
             )
-        network, scale = shapes(width + 1, hidden), dict.fromkeys(("mean", "variance"), (width + 1,))
-        if {name: x.shape for name, x in arrays.items()} != network | scale or min(steps, seen) < 0:
+        network = shapes(width + 1, hidden)
+        scale = {"mean": (width + 1,), "variance": (width + 1,)}
+        if {name: array.shape for name, array in arrays.items()} != network | scale or min(steps, seen) < 0:
             raise StateDamaged("it has arrays of other shapes than its sizes say, or negative numbers")
+
         weights = {name: arrays[name].astype(np.float32) for name in network}
-        mean, variance = (arrays[name].astype(np.float64) for name in scale)
+        mean = arrays["mean"].astype(np.float64)
+        variance = arrays["variance"].astype(np.float64)
         if not (are_finite(weights) and np.isfinite([mean, variance]).all() and (variance >= 0).all()):
             raise StateDamaged("it has values that are not finite, or negative variances")
         if any((np.abs(weights[name]) > MAX_WEIGHT).any() for name in SHAPES):
@@ -143,16 +147,19 @@ class Snapshot:
 
 
 def are_finite(arrays: Mapping[str, Single]) -> bool:
-    return all(bool(np.isfinite(x).all()) for x in arrays.values())
+    return all(bool(np.isfinite(array).all()) for array in arrays.values())
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of all arrays of a network and its optimiser."""
-    parameters: dict[str, tuple[int, ...]] = {
+    """Return the shapes of all arrays by name."""
+    shapes: dict[str, tuple[int, ...]] = {
         "hidden_weight": (hidden, width),
         "hidden_bias": (hidden,),
         "out_weight": (1, hidden),
         "out_bias": (1,),
     }
-    moments = {f"{name}.{m}": () if m == "step" else parameters[name] for name in SHAPES for m in MOMENTS}
-    return parameters | moments
+    for name in SHAPES:
+        shapes[f"{name}.exp_avg"] = shapes[name]
+        shapes[f"{name}.exp_avg_sq"] = shapes[name]
+        shapes[f"{name}.step"] = ()
+    return shapes

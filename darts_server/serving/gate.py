@@ -1,4 +1,4 @@
-"""A gate in front of the engine: closed while the engine's weights are about to change."""
+"""Gate in front of the engine, which is closed while a weight update is in progress."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,11 +6,14 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Count the work that is inside, and hold new work back while closed. One event loop."""
+    """Count the work inside, and hold new work back while the gate is closed.
+
+    A request of a group counts twice. The request counts because no update may begin while it waits for its allocation,
+    and the group because it may outlive the request.
+    """
 
     def __init__(self) -> None:
         self.inside = 0
-        """Number of pieces of work that have entered and not left."""
         self._unshaped = 0
         self._closed_by: set[str] = set()
         self._opened = asyncio.Event()
@@ -25,18 +28,19 @@ class Gate:
 
     @property
     def opening(self) -> int | None:
-        """A number that is the same for as long as the gate stays open; ``None`` while it is closed."""
+        """Number that changes each time the gate opens, or None while the gate is closed."""
         return None if self.closed else self._openings
 
     @asynccontextmanager
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
-        """Enter as soon as the gate is open, and leave at the end of the block.
+        """Wait until the gate is open, and count as inside until the end of the block.
 
-        ``skip_wait``: enter a closed gate too, for work that others inside wait for. ``unshaped``: the work is not a
-        group.
+        ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: this is no group.
         """
+        # The gate may have been closed again before this task runs.
         while not (skip_wait or self._opened.is_set()):
             await self._opened.wait()
+
         self.let_in()
         self._unshaped += unshaped
         try:
@@ -46,25 +50,22 @@ class Gate:
             self.leave()
 
     def let_in(self) -> None:
-        """Count one more piece of work, which must call `leave`.
-
-        Raises:
-            Exception: that of `fail`.
-        """
+        """Count one more piece of work, which must call `leave`, or raise the error of `fail`."""
         self.check()
         self.inside += 1
 
     def check(self) -> None:
-        """Raise the error of `fail`, if the gate has failed."""
+        """Raise the error of `fail`, if there is one."""
         if self._error is not None:
-            raise self._error.with_traceback(None)  # or it keeps everything that it is raised in
+            # Without this, the error's traceback would grow with each raise and keep the frames alive.
+            raise self._error.with_traceback(None)
 
     def leave(self) -> None:
         self.inside -= 1
         self._left.set()
 
     def close(self, by: str = "") -> None:
-        """Hold new work back until everyone who closed the gate, each with its own name, has opened it."""
+        """Hold new work back until every ``by`` that closed the gate has opened it."""
         self._closed_by.add(by)
         self._opened.clear()
 
@@ -75,12 +76,11 @@ class Gate:
             self._opened.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise this error in all work that waits or comes later."""
+        """Raise ``error`` in all work that waits or enters later."""
         self._error = error
         self._opened.set()
 
     async def wait_until_empty(self, *, except_groups: bool = False) -> None:
-        """Wait until nothing is inside, or nothing but groups."""
         while self._unshaped or (self.inside and not except_groups):
             self._left.clear()
             await self._left.wait()

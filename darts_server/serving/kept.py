@@ -1,4 +1,4 @@
-"""What the server keeps for its callers, up to a limit, so that no caller loses its entries to one that has more."""
+"""Bounded storage shared by all callers, in which no caller loses entries to a caller that has more."""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -11,12 +11,12 @@ V = TypeVar("V")
 
 
 class _Owned(Generic[K, V]):
-    """The entries of one owner, the oldest first, and the weights of those that have one."""
+    """Entries of one owner, oldest first, and the weights that are not 0."""
 
     __slots__ = ("entries", "weight", "weights")
 
     def __init__(self) -> None:
-        # Ordered: the oldest key of a plain dict takes longer to find the more keys were deleted before it.
+        # A plain dict finds its oldest key more slowly the more keys were deleted before it.
         self.entries: OrderedDict[K, V] = OrderedDict()
         self.weights: dict[K, int] = {}
         self.weight = 0
@@ -25,50 +25,46 @@ class _Owned(Generic[K, V]):
 class Kept(Generic[K, V]):
     """The newest entries of all owners together.
 
-    At a limit, the oldest entry of the owner that has most is dropped: most entries at the limit of entries, most
-    weight at the limit of weight. Of owners that have equally much, it is the one whose name comes last. Callers
-    without a key are one owner. An entry takes a few comparisons, however many entries and owners there are.
+    At a limit, the owner that has the most entries (or the most weight, at the weight limit) loses its oldest entry.
+    Among equals it is the owner whose name sorts last. Callers without a key are the same owner. An operation takes
+    O(log n) comparisons.
 
     Args:
-        limit: the largest number of entries.
-        weight_limit: the largest sum of their weights, in whatever unit `put` is called with.
+        limit: maximum number of entries.
+        weight_limit: maximum sum of their weights, in any unit.
     """
 
     def __init__(self, limit: float, weight_limit: float = inf) -> None:
         self._limit = limit
         self._weight_limit = weight_limit
         self.size = 0
-        """Number of entries."""
         self.weight = 0
-        """Sum of their weights."""
         self._owned: dict[str, _Owned[K, V]] = {}
-        # The owners in order: by their number of entries, and by their weight.
+        # Owners in ascending order of their number of entries, and of their weight.
         self._by_size: list[tuple[int, str]] = []
         self._by_weight: list[tuple[int, str]] = []
 
     def of(self, owner: str | None) -> Mapping[K, V]:
-        """Return an owner's entries, the oldest first."""
+        """Return an owner's entries, oldest first."""
         owned = self._owned.get(owner or "")
-        return {} if owned is None else owned.entries
+        return owned.entries if owned else {}
 
     def newest(self, owner: str | None) -> Iterator[V]:
-        """Iterate over an owner's entries, the newest first."""
+        """Iterate over an owner's values, newest first."""
         owned = self._owned.get(owner or "")
-        return iter(()) if owned is None else reversed(owned.entries.values())
+        return reversed(owned.entries.values()) if owned else iter(())
 
     def weight_of(self, owner: str | None) -> int:
-        """Return how much an owner's entries weigh together."""
         owned = self._owned.get(owner or "")
-        return 0 if owned is None else owned.weight
+        return owned.weight if owned else 0
 
     def __iter__(self) -> Iterator[tuple[str | None, Mapping[K, V]]]:
-        """Iterate over the owners, each with its entries."""
         return ((name or None, owned.entries) for name, owned in self._owned.items())
 
     def put(self, owner: str | None, key: K, value: V, weight: int = 0) -> list[tuple[K, V]]:
-        """Add or renew an entry, which then is its owner's newest; return the entries that are dropped for it.
+        """Add or renew an entry, and return the entries that are dropped for it.
 
-        The entry itself is never dropped, not even if it is heavier than the limit.
+        The entry itself stays, even if it is heavier than the limit.
         """
         name = owner or ""
         owned = self._owned.setdefault(name, _Owned())
@@ -81,7 +77,6 @@ class Kept(Generic[K, V]):
         return self._shrink(self._limit, self._weight_limit, name)
 
     def pop(self, owner: str | None, key: K) -> V | None:
-        """Remove an entry and return it; ``None`` without one."""
         name = owner or ""
         owned = self._owned.get(name)
         if owned is None or key not in owned.entries:
@@ -91,11 +86,11 @@ class Kept(Generic[K, V]):
         return value
 
     def shrink(self, weight_limit: float) -> list[tuple[K, V]]:
-        """Drop entries until they weigh no more than that; return them."""
+        """Drop entries until their weight is at most ``weight_limit``, and return them."""
         return self._shrink(inf, weight_limit, None)
 
     def _shrink(self, limit: float, weight_limit: float, newest: str | None) -> list[tuple[K, V]]:
-        """Drop entries beyond the limits, but not the last one of the owner ``newest``, which was added just now."""
+        """Drop entries beyond the limits, but not the last entry of ``newest``, whose entry was just added."""
         dropped: list[tuple[K, V]] = []
         while self.size > limit or self.weight > weight_limit:
             ranking = self._by_size if self.size > limit else self._by_weight
@@ -104,14 +99,12 @@ class Kept(Generic[K, V]):
                 if len(ranking) == 1:
                     break
                 name = ranking[-2][1]
-            key = next(iter(self._owned[name].entries))
-            value = self._owned[name].entries[key]
+            key, value = next(iter(self._owned[name].entries.items()))
             self.pop(name, key)
             dropped.append((key, value))
         return dropped
 
     def _count(self, name: str, owned: _Owned[K, V], entries: int, weight: int) -> None:
-        """Note how many entries and how much weight an owner has gained."""
         size = len(owned.entries)
         _move(self._by_size, name, size - entries, size)
         _move(self._by_weight, name, owned.weight, owned.weight + weight)

@@ -1,4 +1,4 @@
-"""Watch how late the event loop is, and log what holds it."""
+"""Measurement of how late the event loop is."""
 
 import asyncio
 import logging
@@ -12,30 +12,36 @@ from contextlib import contextmanager
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 0.1
-"""Between two measurements, which together take about a thousandth of a core."""
+"""At this interval, measurements take about a thousandth of a core."""
 LATE_SECONDS = 0.25
 """Callers notice a server that stands still for longer."""
 LOG_SECONDS = 10.0
-"""Between two log lines."""
+"""Minimum time between two log lines."""
 STACK_DEPTH = 10
 """Innermost calls that are logged."""
 
 
 @contextmanager
 def watch_loop(
-    observe: Callable[[float], None], interval: float = INTERVAL_SECONDS, late: float = LATE_SECONDS
+    observe: Callable[[float], None],
+    interval: float = INTERVAL_SECONDS,
+    late: float = LATE_SECONDS,
 ) -> Iterator[None]:
-    """Measure the delay of a timer of the event loop, and log from a thread what the loop does while it is late.
+    """Measure the delay of a timer on the running event loop, and log the loop's stack while the timer is late.
 
-    To be entered in the event loop. The stack is that of the first moment after `LATE_SECONDS` at which the interpreter
-    is free; a call into C code that keeps it shows as the line that made the call.
+    A thread takes the stack at the first moment after ``late`` seconds at which the interpreter is free. A call into C
+    code that keeps the interpreter shows as the line that made the call.
 
     Args:
-        observe: called with each delay, in seconds.
-        interval, late: seconds between two measurements, and from which delay on the stack is logged.
+        observe: function that gets each delay, in seconds.
+        interval: seconds between two measurements.
+        late: delay in seconds from which on the stack is logged.
     """
-    loop, loop_thread, closed = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
-    due = time.monotonic() + interval  # uvloop's own clock stands still within a turn
+    loop = asyncio.get_running_loop()
+    loop_thread = threading.get_ident()
+    closed = threading.Event()
+    # `loop.time()` would not do: the clock of uvloop stands still within a turn.
+    due = time.monotonic() + interval
     timer = loop.call_later(interval, lambda: measure())
 
     def measure() -> None:
@@ -45,20 +51,27 @@ def watch_loop(
         timer = loop.call_later(interval, measure)
 
     def watch() -> None:
-        logged_for, silent_until = 0.0, 0.0
+        last_logged = 0.0
+        silent_until = 0.0
         while not closed.wait(interval):
-            now, awaited = time.monotonic(), due
-            if now - awaited < late or awaited == logged_for or now < silent_until:
+            now = time.monotonic()
+            missed = due
+            delay = now - missed
+            if delay < late or missed == last_logged or now < silent_until:
                 continue
             frame = sys._current_frames().get(loop_thread)
-            if frame is not None and awaited == due:
-                logged_for, silent_until = awaited, now + LOG_SECONDS
-                extra = {"seconds": round(now - awaited, 3)}
-                stack = traceback.StackSummary.extract(
-                    traceback.walk_stack(frame), limit=STACK_DEPTH, lookup_lines=False
-                )
-                calls = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in stack)
-                logger.warning("the event loop is %.2f s late, in %s", now - awaited, calls, extra=extra)
+            # If the timer has fired meanwhile, the frame belongs to something else.
+            if frame is None or missed != due:
+                continue
+
+            last_logged = missed
+            silent_until = now + LOG_SECONDS
+            frames = traceback.walk_stack(frame)
+            # Source lines would be read from the disk.
+            stack = traceback.StackSummary.extract(frames, limit=STACK_DEPTH, lookup_lines=False)
+            calls = " < ".join(f"{call.name} ({call.filename}:{call.lineno})" for call in stack)
+            extra = {"seconds": round(delay, 3)}
+            logger.warning("the event loop is %.2f s late, in %s", delay, calls, extra=extra)
 
     thread = threading.Thread(target=watch, name="darts-loop-lag", daemon=True)
     thread.start()

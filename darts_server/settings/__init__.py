@@ -1,4 +1,4 @@
-"""Settings: validated here, once, at start. Other rooms get plain values."""
+"""The settings, validated once at the start. Other rooms get plain values."""
 
 from darts_server.settings.fields import Settings
 from darts_server.settings.sources import add_flags, apply_patch, load

@@ -1,4 +1,4 @@
-"""Every setting: its type, default and help text, and which combinations are valid."""
+"""All settings: their types, defaults and help texts, and the combinations that are valid."""
 
 import re
 from pathlib import Path
@@ -26,7 +26,7 @@ Runtime = Annotated[T, RUNTIME]
 """Marks a setting that can change while the server runs."""
 
 NAMES = r"^$|^N(,N)*$".replace("N", r"(\*|(\*\.)?[^\s,/@:*]+)")
-"""A comma-separated list of host names without port, or patterns of them: ``*.example.com``, ``*``."""
+"""Regular expression for host names without port or patterns of them (``*.example.com``, ``*``), with commas."""
 
 if TYPE_CHECKING:
     Policy = str
@@ -37,28 +37,32 @@ Dialect = Literal["areal", "nemo-rl", "prime-rl", "skyrl"]
 """Trainers with routes or fields of their own."""
 
 
-def _names(value: object) -> object:
-    """Parse ``areal,skyrl``, or a list."""
+def _dialects(value: object) -> object:
+    """Parse names from ``areal,skyrl`` or from a list."""
     names = value.split(",") if isinstance(value, str) else value
-    stripped = [str(name).strip() for name in names] if isinstance(names, list | tuple) else [str(names)]
-    if unknown := [name for name in stripped if name and name not in get_args(Dialect)]:
-        raise ValueError(f"{unknown[0]!r} is unknown; known ones are {', '.join(get_args(Dialect))}")
+    if not isinstance(names, list | tuple):
+        names = [names]
+    stripped = [str(name).strip() for name in names]
+    for name in stripped:
+        if name and name not in get_args(Dialect):
+            raise ValueError(f"{name!r} is unknown; choose from {', '.join(get_args(Dialect))}")
     return tuple(dict.fromkeys(filter(None, stripped)))
 
 
 def _detection_points(value: Any) -> object:
     """Parse ascending whole numbers from ``128,512`` or from a list."""
     try:
-        points = [int(part) for part in (value.split(",") if isinstance(value, str) else value)]
+        parts = value.split(",") if isinstance(value, str) else value
+        points = {int(part) for part in parts}
     except (TypeError, ValueError):
-        points = []
+        points = set()
     if not points or min(points) < 1:
         raise ValueError("must be positive whole numbers, separated by commas")
-    return tuple(sorted(set(points)))
+    return tuple(sorted(points))
 
 
 def _redundancy(value: object, parse: ValidatorFunctionWrapHandler) -> object:
-    """Report one error for a value that is neither a number in the range nor ``auto``."""
+    # pydantic would report an error for each type of the union.
     try:
         return parse(value)
     except ValidationError as error:
@@ -88,120 +92,123 @@ class Settings(BaseModel):
         description=f"How groups are shaped. {' '.join(f'{name}: {about}.' for name, about in POLICIES.items())}",
     )
     redundancy: Runtime[Redundancy] = 1.5
-    """Candidates started per returned trajectory, 1 to 16; on average, except for uniform. auto: the formula of the
-    DARTS paper's public code, by the spread of lengths; 1.5 until that is known."""
+    """Candidates started for each returned trajectory, 1 to 16. uniform starts this number for every prompt, other
+    policies on average. auto: the formula of the DARTS paper's public code, which uses the spread of lengths (1.5 until
+    lengths are known)."""
     max_redundancy: Runtime[float] = Field(2.0, ge=1, le=16)
-    """Maximum candidates per trajectory for one prompt. Not used by uniform."""
+    """Maximum candidates per returned trajectory for one prompt. uniform ignores it."""
     num_longest: Runtime[int] = Field(1, ge=0, le=1024)
-    """L: trajectories of a group that come from the tail. The others are the K = n - L shortest. 0 keeps only the
-    shortest."""
+    """L: trajectories of a group that are chosen from the tail. The other K = n - L trajectories are the shortest. 0
+    returns only the shortest."""
     tail: Runtime[Literal["sampled", "longest"]] = "sampled"
     """How the L trajectories of the tail are chosen. sampled: at random among all candidates that are not among the K
-    shortest; the rest are stopped at once. longest: the longest ones (the DARTS paper's rule; every candidate then runs
-    until it finishes)."""
+    shortest; all other candidates are stopped at once. longest: the L longest, as in the DARTS paper; every candidate
+    then runs until it finishes."""
     deadline_quantile: Runtime[float] = Field(0.9, ge=0.1, le=1)
-    """darts_cut, cap: the deadline is the length at which this share of a cohort's groups has as many finished
-    candidates as it returns. Prompts that need longer get longer, up to twice the deadline; there every candidate is
-    cut, and groups with too few finished candidates are returned with truncated ones."""
+    """darts_cut, cap: the deadline is the length at which this share of a cohort's groups have as many finished
+    candidates as they return. Prompts that need longer answers get up to twice the deadline. At that length
+    every candidate is cut, and groups with too few finished candidates are filled with truncated candidates."""
     exploration: Runtime[float] = Field(0.05, ge=0, le=1)
-    """Share of cohorts that run past the deadline, to measure what it discards. auto: maximum share of batches that
-    test whether more or fewer prompts at once are faster by now."""
+    """Share of cohorts that run past the deadline, to measure what the deadline discards. auto: maximum share of
+    batches that test whether more or fewer prompts at once are faster."""
     max_lost_share: Runtime[float] = Field(0.02, ge=0, le=1)
-    """Maximum share of correct answers that the deadline may discard, by the rewards reported for cohorts that ran past
-    it. Above it, or if more than one in 200 of the groups with correct answers would lose all of them, the deadline is
-    moved later. 1: the deadline is never moved."""
+    """Maximum share of correct answers that the deadline may discard, measured by the rewards of cohorts that ran past
+    the deadline. If more are lost, or if more than 1 in 200 groups with correct answers would lose all of them, the
+    deadline is moved later. 1: the deadline is never moved."""
     most_stale: Runtime[float] = Field(0.5, ge=0, le=1)
-    """auto: maximum share of returned tokens that older weights have generated, on average over batches with "carry":
+    """auto: maximum share of returned tokens that older weights generated, on average over batches with "carry":
     "resume"."""
     group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
-    """The group size that your trainer uses. If set, a shaped request must have this n, and requests with n = 1 and the
-    same prompt are joined into groups of this size."""
+    """Group size of your trainer. If set, a shaped request must have this n, and requests with n = 1 and the same
+    prompt are joined into groups of this size."""
     later_turns: Runtime[Literal["alone", "join"]] = "alone"
-    """Single requests that continue a trajectory, or look so. alone: they run at once, unshaped. join: they are joined
-    into groups like those that open one, and wait for others with the same prompt."""
+    """What happens to single requests that continue a trajectory, or seem to. alone: they run at once, unshaped. join:
+    they wait for requests with the same prompt and are joined into groups, like requests that open a trajectory."""
     group_wait: float = Field(5.0, ge=0, le=600)
-    """Seconds without another request after which single requests form a group even if it is not full."""
+    """Seconds to wait for a further request before single requests form a group that is not full."""
     group_name_wait: float = Field(60.0, ge=0, le=600)
-    """The same for a group that has a name, at least --group-wait. Requests of it may come late: when others of a pool
-    of trajectories have ended, or have left their environments."""
+    """Like --group-wait, for groups with a name, and at least as long. Their requests may arrive late, when other
+    trajectories of a pool have ended or have left their environments."""
     group_pattern: Annotated[str, AfterValidator(_group_pattern)] = ""
-    """Regular expression for sessions whose name contains that of their group: what its parentheses match, so
-    (.+)_[0-9]+ for SkyRL's. Default: sessions name no groups."""
+    """Regular expression that finds the name of a group in the name of a session. The part in parentheses is the
+    group's name, such as (.+)_[0-9]+ for SkyRL. Default: sessions name no groups."""
     cohort_window: float = Field(0.02, ge=0, le=1)
-    """Seconds within which groups form a cohort: they share one budget and one deadline."""
+    """Seconds within which arriving groups form a cohort, which shares one budget and one deadline."""
     state_dir: Path | None = None
-    """Folder for learned state, so that it survives a restart. Default: it is kept in memory."""
+    """Folder for learned state, which then survives a restart. Default: learned state is kept in memory."""
     kept_bytes: int = Field(1 << 30, ge=0)
-    """Maximum memory for batches with an Idempotency-Key, running ones counted by the size of their requests. The
-    oldest ended one of the key that has most is dropped first. One API key has half of it, and as much for prompts
-    carried over."""
+    """Maximum memory in bytes for batches with an Idempotency-Key. A running batch counts as the size of its request.
+    At the limit, the oldest ended batch of the API key with the most memory is dropped. One API key may use half of the
+    limit, and as much again for carried prompts."""
     carried_prompts: int = Field(4096, ge=0, le=1_000_000)
-    """Maximum prompts carried over from batch to batch, for each API key; the oldest are dropped first."""
+    """Maximum prompts that are carried over from batch to batch, for each API key. At the limit, the oldest prompts are
+    dropped."""
     max_staleness: int = Field(4, ge=0, le=1_000_000)
-    """Weight versions after which tokens that were carried over are dropped, and their prompt starts again. 0: only
-    under the weights that generated them."""
+    """Maximum age of carried tokens in weight versions. Older tokens are dropped, and their prompt starts again. 0:
+    tokens are used only under the weights that generated them."""
 
     weights_root: Path | None = None
-    """Folder from which new weights may be loaded. Default: weights can only be pushed."""
+    """Folder that new weights may be loaded from. Default: weights can only be pushed."""
     weights_staging: Path | None = None
     """Folder for pushed weights, with space for two models. Default: the folder for temporary files."""
     weights_rule: Literal["finish", "keep", "restart"] = "finish"
-    """What happens to running groups when new weights arrive. finish: the update waits for them, and new groups wait
-    for the update. keep: they pause and continue with the new weights, marked as mixed. restart: they are stopped and
-    restarted with the new weights."""
+    """What happens to running groups when new weights arrive. finish: the update waits for running groups, and new
+    groups wait for the update. keep: groups pause and continue with the new weights, and their trajectories are marked
+    as mixed. restart: groups are stopped and start again with the new weights."""
     weights_timeout: float = Field(300.0, ge=0.001, le=86400)
-    """Timeout in seconds of each step of an update. The wait for running groups may take twice as long; then the old
-    weights stay."""
+    """Timeout in seconds for each step of an update. The wait for running groups may take twice as long. After a
+    timeout, the old weights stay."""
 
-    dialect: Annotated[tuple[Dialect, ...], BeforeValidator(_names)] = ()
+    dialect: Annotated[tuple[Dialect, ...], BeforeValidator(_dialects)] = ()
     """Trainers whose own routes are served too, as aliases of ours: areal, nemo-rl, prime-rl, skyrl, separated by
     commas, such as areal,skyrl. Default: none."""
     api_key_file: Path | None = None
-    """File with API keys, one per line, in addition to vLLM's --api-key; lines that begin with # are comments. SIGHUP
-    reloads it."""
+    """File with API keys, one per line, in addition to vLLM's --api-key. Lines that begin with # are comments. SIGHUP
+    reloads the file."""
     admin_api_key: SecretStr | None = Field(None, min_length=1)
-    """Gives access to every route, including those that change the server. Without an admin key only callers on this
-    machine have access to those. Prefer DARTS_ADMIN_API_KEY: flags are visible to every user of the machine."""
+    """Key for every route, including routes that change the server. Without an admin key, only callers on this machine
+    may change the server. Prefer DARTS_ADMIN_API_KEY: flags are visible to every user of the machine."""
     admin_api_key_file: Path | None = None
     """File with admin API keys, one per line."""
     allow_unauthenticated: bool = False
     """Allow listening on a non-loopback address without an API key."""
     allowed_hosts: str = Field("", pattern=NAMES)
-    """Names by which callers without an API key may address the server, in addition to localhost, the machine's own
-    name, that of --host, and IP addresses: NAME, *.DOMAIN, or * for every name, separated by commas. Default: none, so
-    that a web page whose name points at this machine cannot use the server."""
+    """Host names that callers without an API key may use for the server: NAME, *.DOMAIN, or * for every name,
+    separated by commas. localhost, the machine's own name, the name in --host and IP addresses are always allowed.
+    Default: no other name, so that a web page whose name points at this machine cannot use the server."""
     allow_dangerous_routes: bool = False
     """Enable vLLM's /collective_rpc, /weight_checker and profiler routes for admins."""
     max_body_bytes: int = Field(64 * 1024 * 1024, ge=1)
-    """Maximum size of a request body, except for pushed weights and states."""
+    """Maximum size of a request body in bytes, except for pushed weights and states."""
     max_queued_candidates: int | None = Field(None, ge=1)
-    """Maximum candidates that wait for the engine; requests with more get status 429. From half of it, redundancy is
-    reduced, down to none when the queue is full. Default: 64 times as many as run at once, at least 65,536."""
+    """Maximum candidates that wait for the engine. Requests beyond it get status 429. When the queue is half full,
+    redundancy begins to fall. When it is full, no redundancy is left. Default: 64 times as many as run at once, at
+    least 65,536."""
     max_candidates_per_key: int | None = Field(None, ge=1)
-    """Maximum candidates in flight for one API key, with those that shaping adds."""
+    """Maximum candidates in flight for one API key, including candidates that shaping adds."""
 
     detect_at: Annotated[tuple[int, ...], BeforeValidator(_detection_points)] = (512,)
     """arrol: numbers of generated tokens at which candidates are scored, such as 128,512."""
     keep_ratio: Runtime[float] = Field(0.5, ge=0.1, le=1)
-    """arrol: share of the scored candidates that is kept at each of these points, 0.1 to 0.9, or 1: candidates are
+    """arrol: share of the scored candidates that is kept at each number of --detect-at, 0.1 to 0.9. 1: candidates are
     scored, and none is pruned."""
     quality: Literal["head", "head+logprob", "logprob", "lowest_logprob"] = "head+logprob"
-    """arrol: what candidates are scored by. head: hidden states, with a head trained on rewards. logprob: the mean
-    log-prob of the tokens. lowest_logprob: the lowest mean log-prob of 64 tokens in a row. head+logprob: hidden states
-    and log-probs, trained on rewards."""
+    """arrol: how candidates are scored. head: by hidden states, with a quality head that is trained on rewards.
+    logprob: by the mean log-prob of their tokens. lowest_logprob: by the lowest mean log-prob of 64 tokens in a row.
+    head+logprob: by hidden states and log-probs, with a quality head that is trained on rewards."""
 
     grace_seconds: float | None = Field(None, ge=0, le=86400)
-    """Seconds that running requests may take after a stop signal; then batches get what their groups have generated,
-    and other requests status 503. Default: vLLM's --shutdown-timeout, or 30."""
+    """Seconds that running requests may take after a stop signal. Then batches get what their groups have generated,
+    and other requests get status 503. Default: vLLM's --shutdown-timeout, or 30."""
     engine_watchdog: float = Field(300.0, ge=0, le=86400)
-    """Seconds without output from an engine that has requests, after which the server exits with an error. 0 disables
-    it."""
+    """Seconds that an engine with requests may send nothing. Then the server exits with an error or, with --replicas,
+    restarts the engine. 0: no limit."""
     replicas: int | None = Field(None, ge=1, le=1024)
-    """Engines behind this server, each with the GPUs of --tensor-parallel-size and the like, placed, watched and
-    started again by Ray. Default: one engine, without Ray."""
+    """Number of engines behind this server. Ray places, watches and restarts them, each with the GPUs of
+    --tensor-parallel-size and the like. Default: one engine, without Ray."""
     ray_address: str | None = None
-    """Ray cluster for --replicas: auto, or HOST:PORT of its head. Default: one is started on this machine, and ends
-    with the server."""
+    """Ray cluster for --replicas: auto, or HOST:PORT of its head. Default: a cluster on this machine, which ends with
+    the server."""
     gpus_per_replica: float | None = Field(None, ge=0)
     """GPUs that Ray reserves for an engine. Default: as many as the model is divided over."""
     log_format: Literal["console", "json"] = "console"
@@ -211,25 +218,26 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        size = self.group_size
         is_limited = self.policy not in ("off", "uniform", "arrol")
         if is_limited and self.redundancy != "auto" and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"
             )
-        # A candidate survives with a probability from 0.1 to 0.9, as in the ARRoL paper.
+        # In the ARRoL paper, a candidate survives with a probability from 0.1 to 0.9.
         if 0.9 < self.keep_ratio < 1:
             raise ValueError(
                 f"keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none, got {self.keep_ratio}"
             )
-        for folder in ("weights_root", "weights_staging"):
-            if (path := getattr(self, folder)) is not None and not path.is_dir():
-                raise ValueError(f"{folder} must be an existing folder, got {path}")
-        if size is not None and self.num_longest >= size:
-            raise ValueError(f"num_longest must be smaller than group_size = {size}, got {self.num_longest}")
+        for name in ("weights_root", "weights_staging"):
+            folder: Path | None = getattr(self, name)
+            if folder is not None and not folder.is_dir():
+                raise ValueError(f"{name} must be an existing folder, got {folder}")
+        if self.group_size is not None and self.num_longest >= self.group_size:
+            raise ValueError(f"num_longest must be smaller than group_size = {self.group_size}, got {self.num_longest}")
         return self
 
 
-for _field in Settings.model_fields.values():  # the docstrings are the help texts, without their line breaks
+# The docstrings are the help texts, without their line breaks.
+for _field in Settings.model_fields.values():
     _field.description = " ".join(str(_field.description).split())
 Settings.model_rebuild(force=True)

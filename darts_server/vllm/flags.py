@@ -1,7 +1,4 @@
-"""Parse vLLM's flags, and set flags and environment for the platform that vLLM was built for.
-
-The API process and the hosts of engines use it.
-"""
+"""Parses vLLM's flags, and sets flags and environment for vLLM's platform: for the API process and hosts of engines."""
 
 import logging
 import os
@@ -25,64 +22,53 @@ from darts_server.vllm.requests.sampling import PROCESSED_LOGPROBS
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-# Each served model has a second name with this suffix. Requests that use the second name are never shaped.
 RAW_SUFFIX = ":raw"
+"""Suffix of a model's second name. Requests with the second name are never shaped."""
 
 NO_COMPILATION = "TORCHDYNAMO_DISABLE"
 """Environment variable of torch: ``1`` disables compilation, in child processes too."""
 NO_COMPILER = "no C++ compiler with Python's headers: nothing is compiled, as with --enforce-eager"
-START_METHOD, FORK = "VLLM_WORKER_MULTIPROC_METHOD", "fork"
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+FORK = "fork"
 PLUGINS = "VLLM_PLUGINS"
-"""vLLM's environment variable with the names of the only plugins to load, separated by commas. Without it all are."""
-PLUGIN_GROUP, OUR_PLUGIN = "vllm.general_plugins", "darts_server"
+"""vLLM's variable with the names of plugins, separated by commas. Without it, vLLM loads all plugins."""
+PLUGIN_GROUP = "vllm.general_plugins"
+OUR_PLUGIN = "darts_server"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Parse and check vLLM's flags as ``vllm serve`` does; exits with a message on a wrong one.
+    """Parse and check vLLM's flags as ``vllm serve`` does. A wrong flag exits with a message.
 
     Raises:
-        InvalidSetting: a mode of vLLM's in which groups could not be shaped.
+        InvalidSetting: a mode of vLLM's that cannot shape groups.
     """
     cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]"))
-    parser.set_defaults(
-        allowed_origins=[],  # vLLM's default lets the web pages of all sites read all answers
-        logprobs_mode=PROCESSED_LOGPROBS,  # of what was sampled from; vLLM's are those of the model at temperature 1
-    )
+    # vLLM's own defaults let web pages of all sites read answers, and leave temperature and top_k out of log-probs.
+    parser.set_defaults(allowed_origins=[], logprobs_mode=PROCESSED_LOGPROBS)
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag
     validate_parsed_serve_args(args)
     if args.headless or args.grpc:
-        raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for those")
+        raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for them")
     if args.api_server_count not in (None, 1):
         raise InvalidSetting(
-            f"--api-server-count = {args.api_server_count}: API processes share no groups, so a server has one"
+            f"--api-server-count = {args.api_server_count}: API processes cannot share groups; omit it, or set it to 1"
         )
     args.api_server_count = None
     refuse_speculation(args.speculative_config or args.spec_method or args.spec_model or args.spec_tokens)
     args.host = args.host or LOOPBACK
-    served = args.served_model_name or [args.model]  # vLLM's answers name the first one
+    # vLLM's answers name the first model.
+    served = args.served_model_name or [args.model]
     args.served_model_name = [*served, *(name + RAW_SUFFIX for name in served)]
     prepare(args)
     return args
 
 
 def prepare(args: Namespace) -> None:
-    """Add our worker extension and plugin to the user's, and set defaults for flags that the user left open.
-
-    On CPU:
-
-    * prompts are not split over steps (chunked prefill), since a split prompt with a seed kills vLLM's engine there;
-    * the engine's processes sleep while they wait, instead of spinning on the cores that this process needs;
-    * with ``VLLM_WORKER_MULTIPROC_METHOD=fork`` its processes are forked, where vLLM would spawn them in any case: each
-      takes a quarter of a minute less to start, but must not be forked once this process has computed with threads;
-    * without a compiler nothing is compiled: vLLM's sampler would compile kernels at the first request, which kills
-      the engine if it fails.
-
-    Raises:
-        InvalidSetting: vLLM's processes would not load our plugin, and so never answer an abort.
-    """
+    """Add our worker extension and plugin to the user's, and set defaults for vLLM's platform."""
+    # Without the plugin, vLLM's processes would never answer an abort.
     if not entry_points(group=PLUGIN_GROUP, name=OUR_PLUGIN):
         raise InvalidSetting(
             "darts-server is imported but not installed, so vLLM finds no plugin of it: pip install it"
@@ -93,11 +79,17 @@ def prepare(args: Namespace) -> None:
         os.environ[PLUGINS] = ",".join(filter(None, (os.environ[PLUGINS], OUR_PLUGIN)))
     if not current_platform.is_cpu():
         return
+
+    # On CPU, vLLM's engine dies of a prompt with a seed that is split over steps (chunked prefill).
     if args.enable_chunked_prefill is None and args.max_num_batched_tokens is None:
         args.enable_chunked_prefill = False
+    # The engine's processes sleep while they wait, instead of spinning on cores that this process needs.
     os.environ.setdefault(SHARE_CORES, "1")
+    # vLLM would ignore the variable. A forked process starts 15 seconds faster, but this process must not have computed
+    # with threads before.
     if os.environ.get(START_METHOD) == FORK:
         envs.environment_variables[START_METHOD] = lambda: FORK
+    # Without a compiler, vLLM's sampler fails to compile kernels at the first request, which kills the engine.
     if not can_compile():
         logger.warning("%s", NO_COMPILER)
         args.enforce_eager = True
@@ -105,24 +97,24 @@ def prepare(args: Namespace) -> None:
 
 
 def can_compile() -> bool:
-    """Return whether torch can compile CPU kernels: that takes a C++ compiler and Python's headers."""
+    """Whether there are a C++ compiler and Python's headers, so that torch can compile CPU kernels."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
 def extension(users: str | None) -> str:
-    """Return the qualified name of the worker extension: ours, combined with the user's if there is one."""
-    return f"{WORKER}.{COMBINED}{users.replace('.', ':')}" if users else f"{WORKER}.{EXTENSION}"
+    """Return the qualified name of our worker extension, combined with the user's extension."""
+    if not users:
+        return f"{WORKER}.{EXTENSION}"
+    return f"{WORKER}.{COMBINED}{users.replace('.', ':')}"
 
 
 def refuse_speculation(speculative_config: object) -> None:
-    """Refuse speculative decoding on CPU as an `InvalidSetting`: it changes what is sampled there.
-
-    Measured in plain vLLM 0.31 at temperature 1 on the tiny model: answers of 35 tokens without, some 160 with n-gram
-    speculation (`benchmarks.speculation`). Greedy answers agree.
-    """
+    """Refuse speculative decoding on CPU as an `InvalidSetting`, because it changes the sampled distribution there."""
+    # Measured in plain vLLM 0.31 at temperature 1 on the tiny model: answers have 35 tokens without speculation, and
+    # 160 with n-gram speculation (`benchmarks.speculation`). Greedy answers agree.
     if speculative_config and current_platform.is_cpu():
         raise InvalidSetting(
             "--speculative-config: on a CPU vLLM samples from another distribution with it, so lengths and rewards "
-            "would be wrong; leave it out, or serve on GPUs"
+            "would be wrong; omit it, or serve on GPUs"
         )

@@ -58,4 +58,4 @@ def test_truncated_answers_are_exported_as_truncated_and_simulated_without_a_gai
     said = capsys.readouterr().out
     at_limit = sum(length == LIMIT for pair in sent for length in pair)
     assert f"mean {mean:.1f} tokens, longest {LIMIT}, {at_limit / 200:.0%} at the limit" in said
-    assert "Carry-over: it gains next to nothing on these lengths, at best 1.0" in said
+    assert "Carry-over gains next to nothing on these lengths: it is at best 1.0" in said

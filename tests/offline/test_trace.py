@@ -50,7 +50,7 @@ def seen(*prompts: dict[str, Any], profile: bool = False) -> bytes:
 TRUNCATED = {"lengths": "96+ 40 96+ 96+", "max_tokens": 96, "prompt_tokens": 7}
 
 
-def test_lengths_that_were_seen_are_exported_as_they_were(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_observed_lengths_are_exported_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = {"lengths": "20", "max_tokens": 300, "prompt_tokens": 8}
     assert export(tmp_path, seen(TRUNCATED, other)) == [
         {"step": 3, "prompt_tokens": 7, "lengths": [96, 40, 96, 96], "cap": 96},
@@ -72,16 +72,16 @@ def test_an_answer_that_ends_by_itself_at_the_limit_is_not_truncated(
     assert "75% of the lengths are truncated" in capsys.readouterr().out
 
 
-def test_no_length_is_drawn_beyond_what_the_request_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_length_is_drawn_above_the_limit_of_the_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stopped = {"lengths": " ".join(["40", "96+", *["50+"] * 200]), "max_tokens": 96, "prompt_tokens": 7}
     [line] = export(tmp_path, seen(stopped, profile=True))
     lengths = line["lengths"]
     assert lengths[:2] == [40, 96]
     assert 50 < min(lengths[2:]) < max(lengths) == 96
-    assert "200 lengths are drawn by estimates" in capsys.readouterr().out
+    assert "200 lengths are drawn from estimates" in capsys.readouterr().out
 
 
-def test_a_stopped_candidate_is_left_out_if_nothing_says_how_long_it_would_be(tmp_path: Path) -> None:
+def test_a_stopped_candidate_is_left_out_without_a_distribution_of_lengths(tmp_path: Path) -> None:
     stopped = {"lengths": "50+ 96+", "max_tokens": 96, "prompt_tokens": 7}
     [line] = export(tmp_path, seen(stopped, {"lengths": "5+", "prompt_tokens": 7}))
     assert line["lengths"] == [96]
@@ -104,7 +104,7 @@ def test_prompts_of_an_unknown_length_need_a_flag(tmp_path: Path, capsys: pytest
     assert "--prompt-tokens: the state does not say how long 1 of 2 prompts are" in capsys.readouterr().err
     lines = export(tmp_path, seen(TRUNCATED, {"lengths": "5"}), "--prompt-tokens", "77")
     assert [line["prompt_tokens"] for line in lines] == [7, 77]
-    assert "The limit of 1 prompts is not known; --cap N says what it is." in capsys.readouterr().out
+    assert "The limit of 1 prompts is not known; set it with --cap N." in capsys.readouterr().out
 
 
 # --- states of earlier versions, which have estimates alone --------------------
@@ -128,11 +128,11 @@ def test_the_trace_can_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "cap" in capsys.readouterr().out
 
 
-def test_a_cap_that_was_not_seen_is_said_by_a_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_sets_a_cap_that_the_state_does_not_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cap" not in export(tmp_path, state(), *OLD)[0]
     said = capsys.readouterr().out
-    assert "The limit of 3 prompts is not known; --cap N says what it is." in said
-    assert "48 lengths are drawn by estimates" in said
+    assert "The limit of 3 prompts is not known; set it with --cap N." in said
+    assert "48 lengths are drawn from estimates" in said
     lines = export(tmp_path, state(), "--cap", "50", *OLD)
     assert {line["cap"] for line in lines} == {50}
     assert max(max(line["lengths"]) for line in lines) == 50

@@ -11,7 +11,8 @@ from darts_server.quality.head import Head
 from darts_server.quality.remote import RemoteHead
 from darts_server.quality.types import HeadSettings
 
-torch.set_num_threads(1)  # cores are shared, and these networks are small
+# Cores are shared, and these networks are small.
+torch.set_num_threads(1)
 
 WIDTH = 16
 QUICK = HeadSettings(hidden=16, batch_size=32, capacity=512, half_life=256.0, min_labels=32, learning_rate=1e-2)

@@ -22,7 +22,7 @@ def unseen_auc(head: Head, task: SyntheticTask) -> float:
     return found
 
 
-def test_it_separates_trajectories_that_it_has_not_seen_and_follows_a_policy_that_drifts() -> None:
+def test_the_head_separates_unseen_trajectories_and_follows_a_policy_that_drifts() -> None:
     """The best possible AUC here is about 0.94."""
     head, old = trained_head(task := SyntheticTask()), Head(WIDTH, QUICK)
     assert head.status is PruningStatus.READY
@@ -38,11 +38,12 @@ def test_it_separates_trajectories_that_it_has_not_seen_and_follows_a_policy_tha
     assert metrics.auc > 0.8
 
 
-def test_metrics_are_over_labels_that_were_not_trained_on() -> None:
+def test_metrics_are_about_labels_that_were_not_trained_on() -> None:
     """Random labels can be memorised, but not predicted."""
     head = trained_head(SyntheticTask(sharpness=0.0), rounds=10)
     metrics = head.report.metrics
-    assert metrics.labels == 9 * 64  # none before the first training
+    # Labels before the first training do not count.
+    assert metrics.labels == 9 * 64
     assert metrics.auc is not None
     assert 0.4 < metrics.auc < 0.6
     assert metrics.brier is not None
@@ -51,7 +52,8 @@ def test_metrics_are_over_labels_that_were_not_trained_on() -> None:
 
 def test_one_head_distinguishes_positions() -> None:
     """Nearly all that are scored late are correct, nearly none that are scored early."""
-    head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
+    head = Head(WIDTH, QUICK)
+    rng = np.random.default_rng(0)
     for _ in range(400):
         late = rng.random() < 0.5
         head.learn(rng.normal(size=WIDTH), 512 if late else 128, float(rng.random() < (0.9 if late else 0.1)))
@@ -62,11 +64,12 @@ def test_one_head_distinguishes_positions() -> None:
     assert scorer(head).score(hidden, 513).value == pytest.approx(scorer(head).score(hidden, 512).value, abs=0.02)
 
 
-def test_labels_of_survivors_are_weighted_for_the_pruned_ones() -> None:
+def test_weights_of_survivors_stand_for_pruned_trajectories() -> None:
     """Features carry no information, and correct ones survive five times as often: weights give the true share, 1/2."""
     shares = {}
     for corrected in (False, True):
-        head, rng = Head(WIDTH, replace(QUICK, capacity=2048)), np.random.default_rng(0)
+        head = Head(WIDTH, replace(QUICK, capacity=2048))
+        rng = np.random.default_rng(0)
         for _ in range(2000):
             right = rng.random() < 0.5
             survival = 0.75 if right else 0.15
@@ -79,7 +82,8 @@ def test_labels_of_survivors_are_weighted_for_the_pruned_ones() -> None:
 
 
 def test_soft_targets_are_learned_as_probabilities() -> None:
-    head, rng = Head(WIDTH, QUICK), np.random.default_rng(0)
+    head = Head(WIDTH, QUICK)
+    rng = np.random.default_rng(0)
     for i in range(400):
         head.learn(np.full(WIDTH, i % 2) + 0.01 * rng.normal(size=WIDTH), 512, 0.8 if i % 2 else 0.3)
     head.train(200)
@@ -87,7 +91,7 @@ def test_soft_targets_are_learned_as_probabilities() -> None:
     assert scorer(head).score(np.zeros(WIDTH), 512).value == pytest.approx(0.3, abs=0.07)
 
 
-def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_why() -> None:
+def test_until_the_first_training_the_score_is_the_prior_and_the_status_says_why() -> None:
     head = Head(WIDTH, QUICK)
     hidden = np.zeros(WIDTH)
     assert scorer(head).score(hidden, 512) == Score(0.5, PruningStatus.NO_LABELS)
@@ -106,7 +110,7 @@ def test_before_the_first_training_the_score_is_the_prior_and_the_status_says_wh
 
 @pytest.mark.parametrize("target", [0.0, 0.3])
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_with_labels_of_one_class_the_score_is_the_prior_also_of_a_trained_head(target: float, rounds: int) -> None:
+def test_with_labels_of_one_class_the_score_is_the_prior_even_after_training(target: float, rounds: int) -> None:
     head = trained_head(SyntheticTask(), rounds)
     for hidden, _ in SyntheticTask(seed=1).trajectories(QUICK.capacity):
         head.learn(hidden, 512, target)
@@ -142,13 +146,14 @@ def test_a_training_that_diverges_is_undone() -> None:
     assert head.report.divergences == 2
 
 
-def test_a_loss_that_explodes_is_a_divergence_and_the_next_training_starts_from_the_last_good_weights() -> None:
+def test_a_loss_that_explodes_is_a_divergence_and_the_last_good_weights_stay() -> None:
     """At this learning rate the first step from the initial weights is good, and the second one has too high a loss."""
     head = Head(WIDTH, replace(QUICK, learning_rate=1e4))
     for hidden, target in SyntheticTask(sharpness=0.0).trajectories(64):
         head.learn(hidden, 512, target)
     assert head.train(2) == 0
-    assert head.train(1) == 1  # kept, so all its weights are finite
+    # The training counts, so all weights are finite.
+    assert head.train(1) == 1
     assert (head.status, head.report.divergences) == (PruningStatus.READY, 1)
     before = head.state()
     assert head.train(1) == 0
@@ -167,11 +172,12 @@ def test_training_stops_when_its_time_is_up() -> None:
 
 
 def test_scores_in_numpy_equal_those_of_the_trained_network() -> None:
-    net = Network(5, HeadSettings(hidden=7, learning_rate=1e-2, weight_decay=0.0))
+    net = Network(5, HeadSettings(hidden=7, learning_rate=1e-2))
     batches = np.random.default_rng(0).normal(size=(21, 16, 5)).astype(np.float32)
     for x in batches[1:]:
         net.fit(x, (x[:, 0] > 0).astype(np.float32), np.ones(16, dtype=np.float32))
-    snapshot = Snapshot(net.arrays(), Standardiser(1, np.zeros(5), np.ones(5)), 0)  # leaves features as they are
+    # This standardiser leaves features as they are.
+    snapshot = Snapshot(net.arrays(), Standardiser(1, np.zeros(5), np.ones(5)), 0)
     a = {name: torch.from_numpy(x) for name, x in net.arrays().items()}
     for x in batches[0]:
         hidden = torch.relu(a["hidden_weight"] @ torch.from_numpy(x) + a["hidden_bias"])

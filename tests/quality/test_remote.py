@@ -75,10 +75,12 @@ def train(head: RemoteHead, task: SyntheticTask, rounds: int = 1) -> None:
 def test_scores_metrics_and_status_equal_those_of_a_head_that_is_trained_directly(
     nightly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not nightly:  # a process needs seconds of a core to import torch
+    # A process needs seconds of a core to import torch.
+    if not nightly:
         monkeypatch.setattr(trainer, "_head", None)
         monkeypatch.setattr(remote, "ProcessPoolExecutor", Threads)
-    local, task = Head(WIDTH, QUICK), SyntheticTask(seed=3)
+    local = Head(WIDTH, QUICK)
+    task = SyntheticTask(seed=3)
     states: list[bytes] = []
     with running_head(on_report=lambda _, state: states.append(state)) as trained:
         for hidden, _ in SyntheticTask(seed=4).trajectories(3):
@@ -99,7 +101,7 @@ def test_scores_metrics_and_status_equal_those_of_a_head_that_is_trained_directl
         assert [state for state in states if state][-1] == local.state()
 
 
-def test_few_labels_are_trained_on_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_labels_are_trained_after_the_maximum_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "ProcessPoolExecutor", Threads)
     monkeypatch.setattr(trainer, "train", fake_trainers.count_labels)
     with running_head(replace(QUICK, max_delay=0.05)) as head:
@@ -109,15 +111,17 @@ def test_few_labels_are_trained_on_after_a_while(monkeypatch: pytest.MonkeyPatch
 
 
 def test_states_that_are_not_finite_have_no_score() -> None:
-    head, hidden = RemoteHead(WIDTH), np.zeros(WIDTH)
+    head = RemoteHead(WIDTH)
+    hidden = np.zeros(WIDTH)
     for bad in (math.nan, math.inf, 1e300):
         hidden[2] = bad
         assert head.score(hidden, 512).status is None
 
 
 @pytest.mark.nightly
-def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process() -> None:
-    saved, task = trained_head(SyntheticTask()), SyntheticTask(seed=6)
+def test_a_restored_head_scores_at_once_and_replaces_the_head_of_a_running_process() -> None:
+    saved = trained_head(SyntheticTask())
+    task = SyntheticTask(seed=6)
     head = RemoteHead(WIDTH, AFTER_64_LABELS)
     head.restore(saved.state())
     for hidden, _ in task.trajectories(5):
@@ -136,7 +140,7 @@ def test_a_restored_head_scores_at_once_and_replaces_that_of_a_running_process()
         assert head.report.steps == 30
 
 
-def test_a_state_that_cannot_be_restored_and_a_report_from_before_a_restore_change_nothing() -> None:
+def test_an_invalid_state_and_a_report_from_before_a_restore_change_nothing() -> None:
     head = RemoteHead(WIDTH, QUICK)
     head.restore(trained_head(SyntheticTask(), rounds=1).state())
     before = head.report, head.score(np.ones(WIDTH), 512)
@@ -169,7 +173,7 @@ def test_a_killed_trainer_is_replaced_and_continues_from_its_last_state(caplog: 
         (fake_trainers.report_nonsense, "could not be handled", Threads),
     ],
 )
-def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
+def test_a_trainer_that_always_fails_is_given_up_and_leaves_no_process_or_thread(
     train: Any, logged: str, pool: object, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "MAX_DEATHS", 1)
@@ -188,7 +192,8 @@ def test_a_trainer_that_always_fails_is_given_up_and_leaves_nothing_behind(
     assert not reported.is_set()
     assert caplog.text.count("died and is restarted") == 1
     assert "it is not restarted" in caplog.text
-    gc.collect()  # a queue of the pool is closed when it is collected
+    # The queues of the pool are closed when they are collected.
+    gc.collect()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1, "all but the resource tracker's pipe is closed")
     assert logged in caplog.text
 
@@ -221,7 +226,8 @@ def test_learning_does_not_wait_for_a_trainer_that_does_not_read(monkeypatch: py
     stopped = process_of(head)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        for _ in range(head.settings.capacity + 10):  # 64 MB, far more than a pipe holds
+        # 64 MB do not fit into a pipe.
+        for _ in range(head.settings.capacity + 10):
             head.learn(np.zeros(4096, np.float32), 512, 1.0)
         assert len(head._unsent) <= head.settings.capacity
         wait_until(lambda: process_of(head) not in (None, stopped), "it is replaced")
@@ -253,6 +259,6 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def test_the_process_that_scores_does_not_import_torch() -> None:
+def test_scoring_does_not_import_torch() -> None:
     code = "import sys, darts_server.quality.remote; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -64,7 +64,8 @@ def test_a_restored_head_without_training_is_a_new_head() -> None:
     ("data", "error", "complaint"),
     [
         (b"", StateDamaged, "does not begin"),
-        (b"\x80\x04cos\nsystem\n(S'false'\ntR.", StateDamaged, "does not begin"),  # a pickle
+        # A pickle.
+        (b"\x80\x04cos\nsystem\n(S'false'\ntR.", StateDamaged, "does not begin"),
         (STATE[:200], StateDamaged, "cannot be read"),
         (STATE[:-1], StateDamaged, "cannot be read"),
         *((FIRST_LINE + body, StateDamaged, "cannot be read") for body in (b"", b"\xff" * 8, b"\2" + bytes(7) + b"[]")),
@@ -78,7 +79,7 @@ def test_a_restored_head_without_training_is_a_new_head() -> None:
         (changed("out_weight", np.full((1, 16), 1e7, np.float32)), StateDamaged, "weights above"),
     ],
 )
-def test_what_is_no_head_of_this_model_is_refused(data: bytes, error: type[Exception], complaint: str) -> None:
+def test_a_state_that_is_no_head_of_this_model_is_refused(data: bytes, error: type[Exception], complaint: str) -> None:
     head = trained_head(SyntheticTask(seed=1), rounds=1)
     before = head.state()
     with pytest.raises(error, match=complaint):

@@ -52,7 +52,7 @@ def test_admitted_candidates_count_until_the_engine_counts_them(engine: Engine) 
     assert (admission.waiting, admission.requests) == (0, 0)
 
 
-def test_never_more_candidates_wait_than_may(engine: Engine) -> None:
+def test_no_more_candidates_wait_than_the_limit(engine: Engine) -> None:
     admission = an_admission(engine, max_waiting=20)
     with pytest.raises(InvalidRequest, match=r"needs 31 candidates, and at most 30 may run and wait") as alone:
         admission.admit(31, "prompts")
@@ -75,12 +75,15 @@ def test_never_more_candidates_wait_than_may(engine: Engine) -> None:
 
 def test_each_key_has_its_own_quota_and_admins_have_none(engine: Engine) -> None:
     admission = an_admission(engine, max_per_caller=8)
-    one, other = Caller("one"), Caller("other")
+    one = Caller("one")
+    other = Caller("other")
     caller.set(one)
     with admission.admit(5):
-        caller.set(again := Caller("one"))
+        again = Caller("one")
+        caller.set(again)
         with admission.admit(3):
-            caller.set(late := Caller("one"))
+            late = Caller("one")
+            caller.set(late)
             with pytest.raises(QuotaReached, match="8 candidates in flight, and 1 more"):
                 admission.admit(1)
             assert isinstance(late.refused, QuotaReached)
@@ -95,7 +98,7 @@ def test_each_key_has_its_own_quota_and_admins_have_none(engine: Engine) -> None
     admission.admit(8)
 
 
-def test_a_request_whose_prompts_together_exceed_the_quota_is_told_so_and_not_to_retry(engine: Engine) -> None:
+def test_a_request_whose_prompts_together_exceed_the_quota_is_invalid(engine: Engine) -> None:
     admission = an_admission(engine, max_per_caller=8)
     caller.set(Caller("one"))
     first = admission.admit(6)
@@ -105,7 +108,7 @@ def test_a_request_whose_prompts_together_exceed_the_quota_is_told_so_and_not_to
     admission.admit(6)
 
 
-def test_what_a_ticket_holds_may_grow_within_the_bounds_alone(engine: Engine) -> None:
+def test_a_ticket_grows_only_within_the_limits(engine: Engine) -> None:
     admission = an_admission(engine, max_waiting=10, max_per_caller=8)
     caller.set(Caller("one"))
     with admission.admit(4) as ticket:
@@ -122,7 +125,7 @@ def test_what_a_ticket_holds_may_grow_within_the_bounds_alone(engine: Engine) ->
     assert admission.ahead == 0
 
 
-def test_parts_of_a_ticket_outlive_it_and_are_merged(engine: Engine) -> None:
+def test_parts_of_a_ticket_outlive_it_and_can_be_merged(engine: Engine) -> None:
     admission = an_admission(engine, max_per_caller=8)
     who = Caller("one")
     caller.set(who)
@@ -142,7 +145,7 @@ def test_parts_of_a_ticket_outlive_it_and_are_merged(engine: Engine) -> None:
     admission.admit(8)
 
 
-def test_a_caller_sees_its_own_and_admins_see_all() -> None:
+def test_a_caller_sees_its_own_work_and_admins_see_all_work() -> None:
     assert [Caller("one").may_see(owner) for owner in ("one", "other", None)] == [True, False, False]
     assert [Caller().may_see(owner) for owner in ("one", None)] == [False, True]
     assert all(Caller("root", is_admin=True).may_see(owner) for owner in ("one", None, "root"))

@@ -24,7 +24,7 @@ class Work:
         self.inside = False
 
 
-async def test_an_opening_lasts_until_the_gate_is_closed() -> None:
+async def test_the_opening_changes_when_the_gate_opens_again() -> None:
     gate = Gate()
     first = gate.opening
     gate.open()
@@ -37,12 +37,13 @@ async def test_an_opening_lasts_until_the_gate_is_closed() -> None:
     assert gate.opening not in (None, first)
 
 
-async def test_a_closed_gate_holds_new_work_back_and_reports_when_it_is_empty() -> None:
+async def test_a_closed_gate_holds_new_work_back_until_it_opens() -> None:
     gate = Gate()
     old = Work(gate)
     await settle()
     gate.close()
-    new, needed = Work(gate), Work(gate, skip_wait=True)
+    new = Work(gate)
+    needed = Work(gate, skip_wait=True)
     empty = asyncio.create_task(gate.wait_until_empty())
     await settle()
     assert (old.inside, new.inside, needed.inside) == (True, False, True)
@@ -60,7 +61,7 @@ async def test_a_closed_gate_holds_new_work_back_and_reports_when_it_is_empty() 
     await new.task
 
 
-async def test_work_started_inside_is_waited_for_too() -> None:
+async def test_the_gate_waits_for_work_that_was_let_in_while_it_was_closed() -> None:
     gate = Gate()
     async with gate.enter():
         gate.close()
@@ -73,7 +74,7 @@ async def test_work_started_inside_is_waited_for_too() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-async def test_work_that_is_cancelled_is_not_inside(waits: bool) -> None:
+async def test_cancelled_work_is_not_inside(waits: bool) -> None:
     gate = Gate()
     if waits:
         gate.close()
@@ -99,8 +100,9 @@ async def test_a_failed_gate_raises_in_waiting_and_new_work() -> None:
         gate.check()
 
 
-async def test_a_failed_gate_keeps_nothing_of_what_it_has_refused() -> None:
-    gate, error = Gate(), LookupError("lost")
+async def test_the_error_of_a_failed_gate_keeps_no_frames() -> None:
+    gate = Gate()
+    error = LookupError("lost")
     gate.fail(error)
     depths = []
     for _ in range(2):

@@ -52,7 +52,7 @@ STEPS = st.lists(
 
 
 @given(limit=st.integers(1, 8), weight_limit=st.integers(0, 20), steps=STEPS)
-def test_the_oldest_entry_of_the_owner_that_has_most_is_dropped(
+def test_the_owner_with_the_most_entries_loses_its_oldest_entry(
     limit: int, weight_limit: int, steps: list[tuple[bool, str | None, int, int]]
 ) -> None:
     kept: Kept[int, int] = Kept(limit, weight_limit)
@@ -70,7 +70,7 @@ def test_the_oldest_entry_of_the_owner_that_has_most_is_dropped(
         assert kept.weight == sum(entry[3] for entry in expected.entries)
 
 
-def test_no_owner_loses_an_entry_to_one_that_has_more() -> None:
+def test_no_owner_loses_an_entry_to_an_owner_that_has_more() -> None:
     kept: Kept[int, str] = Kept(100)
     kept.put("victim", 0, "mine")
     for number in range(10_000):
@@ -80,7 +80,7 @@ def test_no_owner_loses_an_entry_to_one_that_has_more() -> None:
     assert next(iter(kept.of("flooder"))) == 9901
 
 
-def test_the_newest_entry_stays_also_if_it_is_heavier_than_the_limit() -> None:
+def test_the_newest_entry_stays_even_if_it_is_heavier_than_the_limit() -> None:
     kept: Kept[int, str] = Kept(10, 10)
     kept.put("other", 0, "light", 3)
     assert kept.put("one", 1, "heavy", 50) == [(0, "light")]
@@ -88,7 +88,7 @@ def test_the_newest_entry_stays_also_if_it_is_heavier_than_the_limit() -> None:
     assert kept.put("other", 2, "light", 3) == [(1, "heavy")]
 
 
-def test_entries_can_be_dropped_for_something_else_that_takes_their_place() -> None:
+def test_shrink_drops_entries_down_to_a_weight() -> None:
     kept: Kept[int, str] = Kept(10)
     for key in range(4):
         kept.put("ab"[key % 2], key, "", 1 + key % 2)
@@ -113,7 +113,7 @@ class Name(str):
     __hash__ = str.__hash__
 
 
-def test_a_full_store_takes_an_entry_in_a_few_comparisons_however_much_it_has() -> None:
+def test_adding_an_entry_takes_a_few_comparisons_however_many_entries_there_are() -> None:
     kept: Kept[int, int] = Kept(10_000, 10_000)
     names = [Name(f"key-{number}") for number in range(1000)]
     for key in range(10):

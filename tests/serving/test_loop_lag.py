@@ -1,4 +1,4 @@
-"""How late the event loop is, and what held it."""
+"""Measurement of how late the event loop is."""
 
 import asyncio
 import logging
@@ -18,7 +18,9 @@ def hold_the_loop(seconds: float) -> None:
         pass
 
 
-async def test_a_stall_is_measured_and_what_held_the_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_blocked_loop_is_measured_and_the_call_that_blocks_it_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lags: list[float] = []
     began = time.monotonic()
     # Less than the first stall, and more than the machine may hold the loop for.
@@ -32,13 +34,14 @@ async def test_a_stall_is_measured_and_what_held_the_loop_is_logged(caplog: pyte
     assert sum(lag > 0.9 for lag in lags) >= 1
     assert sum(lag > 0.4 for lag in lags) >= 2
     assert sum(lags) <= time.monotonic() - began, "each stall counts once"
-    [record] = caplog.records  # the next line comes later
+    # Another line is logged after `LOG_SECONDS` at the earliest.
+    [record] = caplog.records
     assert "hold_the_loop (" in record.getMessage()
     assert record.levelno == logging.WARNING
     assert vars(record)["seconds"] >= 0.8
 
 
-async def test_nothing_is_logged_while_the_loop_runs_and_nothing_runs_afterwards(
+async def test_no_line_is_logged_while_the_loop_is_on_time_and_no_thread_stays(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lags: list[float] = []

@@ -48,7 +48,7 @@ def test_an_invalid_variable_or_file_is_reported(config: Path, monkeypatch: pyte
         load({}, str(config))
     for written, message in (
         ("redundancy = = 2", r"darts\.toml"),
-        ("redundncy = 2\n", "redundncy: unknown setting; known ones are policy, redundancy"),
+        ("redundncy = 2\n", "redundncy: unknown setting; the settings are policy, redundancy"),
     ):
         config.write_text(written)
         with pytest.raises(InvalidSetting, match=message):
@@ -155,11 +155,11 @@ def test_detection_points_are_ascending_numbers_separated_by_commas(config: Path
             load({"detect_at": wrong}, None)
 
 
-def test_dialects_are_known_names_once_each(config: Path) -> None:
+def test_dialects_are_known_names_without_duplicates(config: Path) -> None:
     assert load({}, None).dialect == ()
     assert load({"dialect": "areal, prime-rl,areal,"}, None).dialect == ("areal", "prime-rl")
     config.write_text('dialect = ["skyrl"]\n')
     assert load({}, str(config)).dialect == ("skyrl",)
     for wrong, name in (("areal,verl", "verl"), ("prime_rl", "prime_rl")):
-        with pytest.raises(InvalidSetting, match=f"--dialect = .*'{name}' is unknown; known ones are areal, nemo-rl"):
+        with pytest.raises(InvalidSetting, match=f"--dialect = .*'{name}' is unknown; choose from areal, nemo-rl"):
             load({"dialect": wrong}, None)

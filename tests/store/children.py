@@ -74,10 +74,12 @@ def run_out_of_space(store: Store) -> None:
         say("restore failed")
     store.put("prompt", "0", {"text": "newest"})
     say(store.fault is not None, store.count("prompt"), store.get("prompt", "0"), store.get("prompt", "before"))
-    time.sleep(0.8)  # the thread retries in vain
+    # The thread retries in vain.
+    time.sleep(0.8)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     wait_until = time.monotonic() + 20
-    while store.fault is not None and time.monotonic() < wait_until:  # and again, without a call
+    # The thread retries without a call.
+    while store.fault is not None and time.monotonic() < wait_until:
         time.sleep(0.05)
     say("recovered" if store.fault is None else store.fault)
     os.kill(os.getpid(), signal.SIGKILL)

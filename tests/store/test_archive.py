@@ -35,7 +35,7 @@ def test_unpack_returns_what_was_packed(documents: dict[tuple[str, str], dict[st
     assert pack(rows) == data
 
 
-def test_an_archive_can_be_read_and_written_without_us() -> None:
+def test_an_archive_can_be_read_and_written_with_gzip_and_json() -> None:
     first, body = pack(ROWS).split(b"\n", 1)
     assert first == b"darts-state 1 " + hashlib.sha256(body).hexdigest().encode()
     assert [json.loads(line) for line in gzip.decompress(body).splitlines()][1] == ["prompt", "a", {}]
@@ -57,7 +57,7 @@ def test_every_flipped_bit_and_every_truncation_is_refused() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_are_refused_with_and_without_our_first_line(data: bytes) -> None:
+def test_random_bytes_are_refused_with_and_without_the_first_line(data: bytes) -> None:
     for whole in (data, signed(data) if data else b"", signed(gzip.compress(data + b"\n"))):
         with pytest.raises(StateDamaged):
             list(unpack(whole, LIMIT))
@@ -94,14 +94,14 @@ def test_a_gzip_bomb_is_refused_before_it_is_decompressed(unit: bytes) -> None:
         list(unpack(signed(gzip.compress(unit * (5_000_000 // len(unit)), 1)), LIMIT))
 
 
-def test_more_than_the_limit_is_refused() -> None:
+def test_a_file_above_the_limit_is_refused() -> None:
     documents = [["prompt", f"{n:04}", {"n": n}] for n in range(100)]
     with pytest.raises(StateDamaged, match="more than 500 bytes"):
         list(unpack(lines(*documents), 500))
 
 
 @pytest.mark.parametrize("key", ["\ud800", "x" * 65537, "\u00e4" * 32769], ids=["surrogate", "long", "long in UTF-8"])
-def test_an_impossible_key_is_an_invalid_request(key: str) -> None:
+def test_an_invalid_key_is_an_invalid_request(key: str) -> None:
     with pytest.raises(InvalidRequest, match="prompt key"):
         check_name("prompt", key)
 

@@ -1,4 +1,4 @@
-"""What one server adds and the next one takes."""
+"""Values that a server adds for the next server."""
 
 import os
 import signal
@@ -25,9 +25,7 @@ def connection(store: Store) -> sqlite3.Connection:
     return store._connection
 
 
-def test_values_are_taken_once_in_their_order_also_by_a_server_that_starts_before_the_last_one_ended(
-    store: Store, tmp_path: Path
-) -> None:
+def test_values_are_taken_once_and_in_order_even_if_two_servers_overlap(store: Store, tmp_path: Path) -> None:
     store.add_carried([])
     store.add_carried([b"\x00x", b""])
     with Store(tmp_path) as other:
@@ -39,7 +37,7 @@ def test_values_are_taken_once_in_their_order_also_by_a_server_that_starts_befor
         assert other.take_carried() == store.take_carried() == []
 
 
-def test_what_was_added_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_added_values_survive_a_kill(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         "from darts_server.store import Store\n"
@@ -53,12 +51,12 @@ def test_what_was_added_is_there_after_a_kill(tmp_path: Path) -> None:
         assert store.take_carried() == [b"x" * i for i in range(20)]
 
 
-def test_without_a_folder_there_is_nowhere_to_keep_it() -> None:
+def test_values_cannot_be_added_without_a_folder() -> None:
     with Store() as store, pytest.raises(StateError, match="without --state-dir"):
         store.add_carried([b"x"])
 
 
-def test_a_damaged_value_is_an_error_in_place_of_it(store: Store) -> None:
+def test_take_carried_returns_an_error_for_a_damaged_value(store: Store) -> None:
     store.add_carried([b"x", b"y"])
     connection(store).execute("UPDATE carried SET value = x'00' WHERE value = x'78'")
     [error, value] = store.take_carried()
@@ -68,7 +66,8 @@ def test_a_damaged_value_is_an_error_in_place_of_it(store: Store) -> None:
 
 def test_a_failed_write_changes_nothing(store: Store) -> None:
     store.add_carried([b"x"])
-    connection(store).execute("PRAGMA max_page_count = 10")  # as if the disk was full
+    # The disk seems to be full.
+    connection(store).execute("PRAGMA max_page_count = 10")
     with pytest.raises(StateFull, match=r"full.*SQLITE_FULL.*look for a full disk"):
         store.add_carried([b"y", b"z" * 100_000])
     assert store.take_carried() == [b"x"]

@@ -8,7 +8,7 @@ from tests.store.children import start
 from tests.store.reading import saved_documents
 
 
-def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path, nightly: bool) -> None:
+def test_a_killed_process_loses_only_the_last_puts(tmp_path: Path, nightly: bool) -> None:
     # Older puts must survive. On an idle machine one second is enough; on a busy one the writer starts late.
     loss = 6.0 if nightly else 3.0
     with start("put_for_ever", tmp_path) as child:
@@ -26,10 +26,11 @@ def test_a_killed_process_loses_the_last_puts_only(tmp_path: Path, nightly: bool
         found = saved_documents(store, "prompt")
     assert old
     assert all(found.get(f"{number:08}") == {"number": number} for number in old)
-    assert list(found) == [f"{number:08}" for number in range(len(found))]  # what is lost is the end
+    # Only the end is lost.
+    assert list(found) == [f"{number:08}" for number in range(len(found))]
 
 
-def test_a_restore_that_is_killed_leaves_the_old_state_or_the_new_one(tmp_path: Path, nightly: bool) -> None:
+def test_a_restore_that_is_killed_leaves_the_old_or_the_new_state(tmp_path: Path, nightly: bool) -> None:
     for attempt in range(8) if nightly else (2,):
         with start("restore_for_ever", tmp_path) as child:
             assert child.stdout is not None
@@ -51,8 +52,10 @@ def test_a_write_that_fails_on_a_full_disk_is_retried_and_loses_nothing(tmp_path
         "True 2001 {'text': 'newest'} {'number': 1}",
         "recovered",
     ], errors
-    assert errors.count("cannot be written") == 1  # once, not at each try
-    with Store(tmp_path) as store:  # the child was killed after it had recovered
+    # The line is logged once, and not at each try.
+    assert errors.count("cannot be written") == 1
+    # The child was killed after it had recovered.
+    with Store(tmp_path) as store:
         assert store.count("prompt") == 2001
         assert store.get("prompt", "0") == {"text": "newest"}
 

@@ -82,7 +82,8 @@ def test_a_truncated_file_is_refused(whole: File, share: float) -> None:
 
 
 @given(bits=st.lists(st.integers(0, 2**20), min_size=1, max_size=4), where=st.sampled_from([100, 4096, 2**20]))
-@example(bits=[8 * 4096 - 1], where=4096)  # the last letter of the schema: SQLite's message is no UTF-8
+# A bit in the last letter of the schema makes SQLite's message invalid UTF-8.
+@example(bits=[8 * 4096 - 1], where=4096)
 def test_flipped_bits_are_refused_or_harmless(whole: File, bits: list[int], where: int) -> None:
     documents = opened(flipped(whole.data, [bit % (8 * where) for bit in bits]))
     assert documents is None or documents == {**DOCUMENTS, "large": {"text": "x" * 9000}}

@@ -1,4 +1,4 @@
-"""Which state files are accepted, how a new one is created, and what else may happen to one."""
+"""State files: which are accepted, how they are created, and how they are shared."""
 
 import os
 import shutil
@@ -48,11 +48,11 @@ def test_a_file_that_is_newer_or_that_another_program_changed_is_refused(
     assert (tmp_path / FILE_NAME).read_bytes() == data
 
 
-def test_of_two_processes_that_create_the_file_the_first_wins(tmp_path: Path) -> None:
+def test_if_two_processes_create_the_file_the_first_file_stays(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.put("prompt", "a", {"n": 1})
         store.flush()
-        _create(tmp_path / FILE_NAME, "SELECT 1")
+        _create(tmp_path / FILE_NAME)
     with Store(tmp_path) as store:
         assert store.get("prompt", "a") == {"n": 1}
     assert {*os.listdir(tmp_path)} == {FILE_NAME}
@@ -79,7 +79,7 @@ def test_only_the_database_stays_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o007])
-def test_the_umask_decides_who_may_write_the_file(tmp_path: Path, mask: int) -> None:
+def test_the_file_has_the_permissions_of_the_umask(tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         with Store(tmp_path) as store:
@@ -97,22 +97,24 @@ def test_the_checksum_covers_kind_key_and_text_separately() -> None:
     assert len({checksum(*row) for row in rows}) == len(rows)
 
 
-def test_the_next_server_sees_what_the_previous_one_writes_while_it_ends(tmp_path: Path) -> None:
+def test_the_next_server_sees_the_last_writes_of_the_previous_server(tmp_path: Path) -> None:
     with Store(tmp_path) as one, Store(tmp_path) as two:
         two.put("prompt", "b", {"n": 0})
         one.put("prompt", "a", {"n": 1})
         one.flush()
-        two.put("prompt", "b", {"n": 2})  # its own are newer
+        # Its own document is newer.
+        two.put("prompt", "b", {"n": 2})
         two.flush()
         assert (two.get("prompt", "a"), two.get("prompt", "b"), two.count("prompt")) == ({"n": 1}, {"n": 2}, 2)
 
 
-def test_a_write_waits_for_that_of_another_process(tmp_path: Path) -> None:
+def test_a_write_waits_for_the_write_of_another_process(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         with closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             store.put("prompt", "a", {"n": 1})
-            time.sleep(0.7)  # the thread is waiting now; callers are not
+            # The thread waits now, but callers do not.
+            time.sleep(0.7)
             store.put("prompt", "b", {"n": 2})
             other.execute("COMMIT")
         store.flush()

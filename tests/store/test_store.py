@@ -39,7 +39,7 @@ def test_values_are_returned_unchanged_and_as_copies(store: Store) -> None:
             got["v"] = "changed"
 
 
-def test_get_returns_the_newest_document_written_or_not(store: Store) -> None:
+def test_get_returns_the_newest_document_whether_it_is_written_or_not(store: Store) -> None:
     for number in range(3):
         for key in range(number, 6):
             store.put("prompt", str(key), {"number": number})
@@ -90,7 +90,8 @@ def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
         for number in range(3):
             store.put("prompt", str(number), {"n": number})
         store.flush()
-        store.put("prompt", "0", {"n": 10})  # the newest now
+        # This document is the newest now.
+        store.put("prompt", "0", {"n": 10})
         store.put("prompt", "3", {"n": 3})
         store.flush()
         assert saved_documents(store, "prompt") == {"0": {"n": 10}, "2": {"n": 2}, "3": {"n": 3}}
@@ -103,7 +104,8 @@ def test_everything_can_be_exported_and_restored(store: Store, tmp_path: Path) -
     for number in range(200):
         store.put("prompt", f"ü{number}", {"number": number, "mean": number / 3})
     store.flush()
-    store.put("singleton", "dataset", {"mean": 1.0})  # not written yet
+    # This document is not written yet.
+    store.put("singleton", "dataset", {"mean": 1.0})
     data = store.export()
     for other in (Store(), Store(tmp_path / "other")):
         with other:

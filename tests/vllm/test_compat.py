@@ -1,4 +1,4 @@
-"""What we lean on of the installed vLLM is the same in the newest one, whose source was recorded."""
+"""Names of vLLM that we use: the installed version has the signatures that were recorded from the newest version."""
 
 import ast
 import json
@@ -18,22 +18,26 @@ NODES = [node for source in SOURCES for node in ast.walk(ast.parse(source.read_t
 INSTALLED = ".".join((vllm_version() or "").split(".")[:2])
 RECORDED: dict[str, str] = json.loads((Path(extract.__file__).parent / f"{TESTED_SERIES[-1]}.json").read_text())
 DIFFERENT = {
-    "vllm.entrypoints.launchers.launcher:serve_http",  # has a parameter more
-    "vllm.renderers.chat_utils:load_chat_template",  # was moved
-    "vllm.v1.core.sched.output:SchedulerOutput",  # we make none
-    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation",  # has a parameter less
+    # It has one parameter more.
+    "vllm.entrypoints.launchers.launcher:serve_http",
+    # It was moved.
+    "vllm.renderers.chat_utils:load_chat_template",
+    # We create no such object.
+    "vllm.v1.core.sched.output:SchedulerOutput",
+    # It has one parameter less.
+    "vllm.v1.engine.async_llm:AsyncLLM.pause_generation",
 }
-"""What differs in the series before, where our code works with both."""
+"""Names that differ in the previous series. Our code works with both."""
 
 
-def test_the_installed_version_has_what_was_recorded_of_the_newest() -> None:
-    said = extract.extract(Path(vllm.__file__).parents[1], RECORDED)
-    different = {name for name in RECORDED if said[name] != RECORDED[name]}
+def test_the_installed_vllm_has_the_signatures_of_the_newest_vllm() -> None:
+    installed = extract.extract(Path(vllm.__file__).parents[1], RECORDED)
+    different = {name for name in RECORDED if installed[name] != RECORDED[name]}
     assert different == (set() if TESTED_SERIES[-1] == INSTALLED else DIFFERENT)
 
 
 def test_every_name_that_we_import_is_recorded() -> None:
-    # If this fails, add the name to the file and record it again, see extract.py.
+    # If this fails, add the name to the file of signatures and record the file again, see extract.py.
     modules = {name.partition(":")[0] for name in RECORDED}
     imported = {
         (node.module or "", alias.name)
@@ -45,7 +49,7 @@ def test_every_name_that_we_import_is_recorded() -> None:
     assert missing == {("vllm.entrypoints.chat_utils", "load_chat_template")}, "which was moved"
 
 
-def test_every_flag_that_we_read_is_one_of_vllms() -> None:
+def test_every_flag_that_we_read_is_a_flag_of_vllm() -> None:
     read = {
         node.attr
         for node in NODES
@@ -58,7 +62,7 @@ def test_every_flag_that_we_read_is_one_of_vllms() -> None:
 
 def test_the_generation_handlers_exist_and_take_a_request_and_a_raw_request() -> None:
     makers = {name.partition("[")[2] for name in RECORDED}
-    methods = {name.rpartition(".")[2]: said for name, said in RECORDED.items()}
+    methods = {name.rpartition(".")[2]: signature for name, signature in RECORDED.items()}
     for attribute, method in GENERATION_HANDLERS:
         assert f"state.{attribute}]" in makers
         assert methods[method] == "async def (self, request, raw_request=)"
@@ -66,7 +70,8 @@ def test_the_generation_handlers_exist_and_take_a_request_and_a_raw_request() ->
 
 @pytest.mark.parametrize("version", [None, "0.310.0", "0.33.1", "0.26.0", *(f"{series}.0" for series in TESTED_SERIES)])
 def test_only_versions_of_other_series_give_a_warning(version: str | None) -> None:
-    known = version is not None and version.rpartition(".")[0] in TESTED_SERIES
-    assert version_warning(version) == (
-        None if known else f"vLLM {version} is not tested with darts-server; 0.31 and 0.32 are"
-    )
+    warning = version_warning(version)
+    if version is not None and version.rpartition(".")[0] in TESTED_SERIES:
+        assert warning is None
+    else:
+        assert warning == f"vLLM {version} is not tested with darts-server; 0.31 and 0.32 are"

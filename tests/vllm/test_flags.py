@@ -34,7 +34,7 @@ def resolved(name: str) -> type:
     return found
 
 
-def test_the_workers_extension_is_ours_or_one_class_of_ours_and_the_users() -> None:
+def test_the_worker_extension_combines_our_class_with_the_users() -> None:
     assert resolved(extension(None)) is resolved(extension("")) is worker.WorkerExtension
     both = resolved(extension(f"{__name__}.Users"))
     assert issubclass(both, Users)
@@ -45,11 +45,12 @@ def test_the_workers_extension_is_ours_or_one_class_of_ours_and_the_users() -> N
 
 
 @pytest.mark.parametrize(("users", "loaded"), [(None, None), ("theirs", "theirs,darts_server"), ("", "darts_server")])
-def test_our_plugin_is_loaded_beside_those_that_the_user_chose(
+def test_our_plugin_is_loaded_beside_the_users_plugins(
     users: str | None, loaded: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # After this, monkeypatch restores the variables.
     for name in (PLUGINS, NO_COMPILATION, SHARE_CORES, SERVER_PID):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(name, "")
     if users is None:
         monkeypatch.delenv(PLUGINS)
     else:
@@ -71,8 +72,9 @@ def test_without_a_compiler_compilation_is_disabled(
     compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
+    # After this, monkeypatch restores the variables.
     for name in (NO_COMPILATION, SHARE_CORES, SERVER_PID):
-        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     args = arguments()
     compiles = can_compile()

@@ -1,1 +1,1 @@
-"""``darts-server demo``: the tiny model and its task, a server on it, a report. It talks HTTP, as a trainer does."""
+"""``darts-server demo``: a tiny model, its task, and a server. The demo uses HTTP, as a trainer does."""

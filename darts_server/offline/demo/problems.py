@@ -1,14 +1,14 @@
 """Problems of the tiny task, running-digit arithmetic, and its verifier. One character is one token.
 
-A prompt ``7a-5b*4>`` is a start digit and n steps; a step is a letter, an operator and a digit. The letters come in
+A prompt ``7a-5b*4>`` is a start digit and n steps. A step is a letter, an operator and a digit. The letters are in
 alphabetical order: they are anchors that make copying easy to learn. All arithmetic is modulo 10, from left to right.
 An answer ends with ``#`` and the resulting digit.
 
-A looped problem ``7@9a-5b*3c-8d+7>`` applies its steps nine times. Each round begins with a step of its own, which adds
-the number of rounds that are left: ``@+9=6a-5=1b*3=3c-8=5d+7=2@+8=0a-5=5…``. So it has a short prompt and necessarily a
-long answer. Multiplication is by 1, 3, 7 or 9 alone there, which has an inverse: no step makes the earlier ones
-irrelevant. And since the number added changes, the rounds have no period: stopping early is right in less than a fifth
-of all cases, after any number of rounds, where a guess is right in a tenth.
+A looped problem ``7@9a-5b*3c-8d+7>`` applies its steps nine times. Each round begins with a step that adds the number
+of rounds that are left: ``@+9=6a-5=1b*3=3c-8=5d+7=2@+8=0a-5=5…``. So a short prompt needs a long answer. Its factors
+are 1, 3, 7 and 9 only, which have an inverse, so that no step makes earlier steps irrelevant. The number that is added
+changes, so the rounds have no period: an answer that stops early, after any number of rounds, is right in less than a
+fifth of all cases, and a guess in a tenth.
 """
 
 from __future__ import annotations
@@ -23,22 +23,28 @@ Operator = Literal["+", "-", "*"]
 DIGITS = "0123456789"
 LETTERS = "abcdefghi"
 OPERATORS: tuple[Operator, ...] = ("+", "-", "*")
-PROMPT_END, EQUALS, RECHECK, ANSWER, LOOP = ">", "=", "?", "#", "@"
+PROMPT_END = ">"
+EQUALS = "="
+RECHECK = "?"
+ANSWER = "#"
+LOOP = "@"
 # The order determines the token ids of models that are trained already: append only.
 ALPHABET = DIGITS + LETTERS + "".join(OPERATORS) + EQUALS + ANSWER + RECHECK + PROMPT_END + LOOP
 
 # Drawn uniformly: 4 stands twice, so that easy chains are a little longer on average.
 STEP_COUNTS: dict[Difficulty, tuple[int, ...]] = {"easy": (2, 3, 4, 4), "hard": (6, 7, 8, 9), "looped": (4,)}
 ROUNDS = (8, 9)
-INVERTIBLE = (1, 3, 7, 9)  # modulo 10
+# Factors that have an inverse modulo 10.
+INVERTIBLE = (1, 3, 7, 9)
 
-MAX_PROMPT_TOKENS = 29  # start digit + 9 steps of 3 characters + ">"
+MAX_PROMPT_TOKENS = 29
+"""A start digit, 9 steps of 3 characters and ``>``."""
 MAX_RESPONSE_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the running digit, with its letter."""
+    """One operation on the running digit."""
 
     letter: str
     operator: Operator
@@ -51,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with what is needed to write and to check answers to it; ``chain``: all steps of a worked answer."""
+    """A prompt and its answer. ``chain``: all steps of a worked answer."""
 
     prompt: str
     chain: tuple[Step, ...]
@@ -60,25 +66,30 @@ class Problem:
 
 
 def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem:
-    """Draw a problem; without a difficulty, easy and hard are equally likely."""
+    """Draw a problem of the given difficulty, or an easy or a hard problem with equal probability."""
     if difficulty is None:
         difficulty = "easy" if rng.random() < 0.5 else "hard"
     is_looped = difficulty == "looped"
-    start, count, steps = rng.randrange(10), rng.choice(STEP_COUNTS[difficulty]), list[Step]()
-    for letter in LETTERS[:count]:
+    start = rng.randrange(10)
+    steps = []
+    for letter in LETTERS[: rng.choice(STEP_COUNTS[difficulty])]:
         operator = rng.choice(OPERATORS)
         digit = rng.choice(INVERTIBLE) if is_looped and operator == "*" else rng.randrange(10)
         steps.append(Step(letter, operator, digit))
-    chain, loop = tuple(steps), ""
+
+    chain = steps
+    loop = ""
     if is_looped:
         rounds = rng.choice(ROUNDS)
-        chain = tuple(step for left in range(rounds, 0, -1) for step in (Step(LOOP, "+", left), *steps))
         loop = f"{LOOP}{rounds}"
+        chain = []
+        for left in range(rounds, 0, -1):
+            chain += [Step(LOOP, "+", left), *steps]
     answer = start
     for step in chain:
         answer = step.apply(answer)
     body = "".join(f"{step.letter}{step.operator}{step.digit}" for step in steps)
-    return Problem(f"{start}{loop}{body}{PROMPT_END}", chain, answer, difficulty)
+    return Problem(f"{start}{loop}{body}{PROMPT_END}", tuple(chain), answer, difficulty)
 
 
 def reward(problem: Problem, response_text: str) -> float:

@@ -1,4 +1,4 @@
-"""Request batches of groups over HTTP, time what arrives, and compare the runs: a table, a sentence, a picture."""
+"""Request batches of groups over HTTP, measure them, and compare the runs: a table, a sentence and a picture."""
 
 import json
 import time
@@ -14,58 +14,70 @@ from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Problem, rew
 
 RAW = "raw"
 CLEAR = 0.15
-"""Times whose ratio is closer to 1 than this are called equal: runs of a few seconds vary by as much."""
-TIMEOUT_SECONDS = 300.0  # a batch of the tiny model takes a few seconds, on a busy machine some tens
+"""Times whose ratio is closer to 1 are called equal: runs of a few seconds vary as much."""
+TIMEOUT_SECONDS = 300.0
+"""A batch of the tiny model takes a few seconds, and some tens on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a run samples: ``policy``, a policy's name, and ``max_tokens`` of each trajectory.
-
-    ``ahead``: prompts that are started ahead of their step, as a share of those that a step needs. Those that are not
-    among the first to be complete go on in the next step.
-    """
+    """How a run samples."""
 
     policy: str
     max_tokens: int = MAX_RESPONSE_TOKENS
     ahead: float = 0.0
+    """Prompts that are started ahead of their step, as a share of the prompts that a step needs."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One batch, as a trainer requests one for each step. Lengths are in generated tokens, the end of sequence counted.
+    """One batch, as a trainer requests it. Lengths are in generated tokens, with the end of sequence.
 
-    ``arrivals``, ``lengths``, ``resumed``: of each group, in the order of arrival: seconds from the request, the
-    returned trajectories, and whether it went on from what an earlier step had generated.
+    ``arrivals``, ``lengths`` and ``resumed`` have an entry for each group, in the order of arrival.
     """
 
     arrivals: Sequence[float]
+    """Seconds from the request to the group."""
     lengths: Sequence[Sequence[int]]
-    right: int  # returned trajectories with the right answer
-    generated: int  # tokens of all candidates, returned or not
-    seconds: float  # from the request to the end of the answer
+    """Lengths of the returned trajectories."""
+    right: int
+    """Returned trajectories with the right answer."""
+    generated: int
+    """Tokens of all candidates, returned or not."""
+    seconds: float
+    """Seconds from the request to the end of the answer."""
     resumed: Sequence[bool] = ()
-    waiting: int = 0  # groups that go on in the next step
-    truncated: int = 0  # returned trajectories that were cut off before the limit of raw
+    """Whether the group continued what an earlier step had generated."""
+    waiting: int = 0
+    """Groups that continue in the next step."""
+    truncated: int = 0
+    """Returned trajectories that were cut off before the limit of raw."""
 
 
 class Batches:
-    """The batches of one run: each problem is in one step, or goes on until it is complete."""
+    """The batches of one run. Each problem is in one step, or continues until it is complete."""
 
     def __init__(self, problems: Sequence[Problem], needed: int, group_size: int, method: Method) -> None:
-        self._problems, self._needed, self._group_size, self._method = problems, needed, group_size, method
-        self._begun = self._waiting = 0
+        self._problems = problems
+        self._needed = needed
+        self._group_size = group_size
+        self._method = method
+        # Number of problems that were requested.
+        self._requested = 0
+        # Number of groups that continue in the next step.
+        self._waiting = 0
 
     def request(self, client: httpx.Client) -> Step:
-        """Request the next step's groups, all in one batch, and read them as they complete.
+        """Request the groups of the next step as one batch, and read them as they complete.
 
         Raises:
             RuntimeError: the server refused the batch, or a group failed.
         """
-        needed, method = self._needed, self._method
-        running = needed + round(method.ahead * needed)
-        new = range(self._begun, min(self._begun + running - self._waiting, len(self._problems)))
-        self._begun = new.stop
+        method = self._method
+        running = self._needed + round(method.ahead * self._needed)
+        first = self._requested
+        self._requested = min(first + running - self._waiting, len(self._problems))
+        new = range(first, self._requested)
         body: dict[str, Any] = {
             "prompts": [{"text": self._problems[number].prompt, "metadata": {"number": number}} for number in new],
             "group_size": self._group_size,
@@ -74,10 +86,16 @@ class Batches:
             "stream": "groups",
         }
         if method.ahead:
-            # The last step waits for all.
-            is_last = self._begun == len(self._problems) or self._waiting + len(new) <= needed
-            body |= {"carry": "resume", "carried": True, "num_groups": None if is_last else needed}
-        arrivals, lengths, resumed, right, truncated, done = [], [], [], 0, 0, dict[str, Any]()
+            # The last step waits for all groups.
+            is_last = self._requested == len(self._problems) or self._waiting + len(new) <= self._needed
+            body |= {"carry": "resume", "carried": True, "num_groups": None if is_last else self._needed}
+
+        arrivals: list[float] = []
+        lengths: list[list[int]] = []
+        resumed: list[bool] = []
+        right = 0
+        truncated = 0
+        done: dict[str, Any] = {}
         start = time.perf_counter()
         with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
             if response.is_error:
@@ -86,25 +104,30 @@ class Batches:
                 if data.get("error"):
                     raise RuntimeError(f"the server answered: {data['error']['message']}")
                 if event == "group":
-                    problem, trajectories = self._problems[data["metadata"]["number"]], data["trajectories"]
+                    problem = self._problems[data["metadata"]["number"]]
+                    trajectories = data["trajectories"]
                     arrivals.append(time.perf_counter() - start)
-                    lengths.append([each["length"] for each in trajectories])
+                    lengths.append([trajectory["length"] for trajectory in trajectories])
                     resumed.append(data["number"] >= len(new))
-                    # Those that reach the limit of raw are cut off by it in every run.
-                    cut = [each for each in trajectories if each["finish_reason"] == "length"]
-                    truncated += sum(each["length"] < MAX_RESPONSE_TOKENS for each in cut)
-                    right += sum(reward(problem, each["text"]) == 1 for each in trajectories)
+                    for trajectory in trajectories:
+                        right += reward(problem, trajectory["text"]) == 1
+                        # The limit of raw cuts trajectories off in every run.
+                        is_cut = trajectory["finish_reason"] == "length"
+                        truncated += is_cut and trajectory["length"] < MAX_RESPONSE_TOKENS
                 elif event == "done":
                     done = data
-        seconds, returned = time.perf_counter() - start, sum(map(sum, lengths))
-        usage, self._waiting = done.get("usage", {}), len(done.get("unfinished") or ())
+        seconds = time.perf_counter() - start
+
+        returned = sum(map(sum, lengths))
+        usage = done.get("usage", {})
         if usage.get("returned") != returned:
             raise RuntimeError(f"{returned} tokens arrived, the server counted {usage.get('returned')}")
+        self._waiting = len(done.get("unfinished") or ())
         return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, self._waiting, truncated)
 
 
 def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Parse server-sent events, as darts-server sends them: one line of JSON each."""
+    """Parse server-sent events whose data is one line of JSON, as darts-server sends them."""
     name = ""
     for line in lines:
         field, _, value = line.partition(":")
@@ -118,23 +141,22 @@ def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class Run:
-    """All steps under one policy; ``name`` is the policy's, or `RAW`. Lengths are in tokens.
-
-    ``right``, ``cut``: shares of the returned trajectories that have the right answer, and that were cut off before the
-    limit of raw.
-    """
+    """All steps of one method."""
 
     def __init__(self, name: str, steps: Sequence[Step]) -> None:
-        self.name, self.steps = name, steps
+        self.name = name
+        self.steps = steps
         self.lengths = [length for step in steps for group in step.lengths for length in group]
         self.generated = sum(step.generated for step in steps)
         self.seconds = sum(step.seconds for step in steps)
         self.right = sum(step.right for step in steps) / len(self.lengths)
+        """Share of the returned trajectories that have the right answer."""
         self.cut = sum(step.truncated for step in steps) / len(self.lengths)
+        """Share of the returned trajectories that were cut off before the limit of raw."""
 
 
 def table(raw: Run, others: Sequence[Run]) -> str:
-    """Put the runs side by side."""
+    """Format a table with a column for each run."""
     runs = [raw, *others]
     rows = [
         ["", *(run.name for run in runs)],
@@ -149,38 +171,48 @@ def table(raw: Run, others: Sequence[Run]) -> str:
 
 
 def verdict(raw: Run, others: Sequence[Run]) -> str:
-    """Say in one sentence what each run cost and kept, against raw in this very run."""
-    # Two standard errors of a difference: trajectories of the same prompts differ by chance.
-    costs, noise = [], 200 * sqrt(2 * raw.right * (1 - raw.right) / len(raw.lengths))
+    """Say in one sentence how each run differs from raw."""
+    # Two standard errors of a difference in points: trajectories of the same prompts differ by chance.
+    noise = 200 * sqrt(2 * raw.right * (1 - raw.right) / len(raw.lengths))
+    differences = []
     for run in others:
-        ratio, points = run.seconds / raw.seconds, 100 * (run.right - raw.right)
+        ratio = run.seconds / raw.seconds
         pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
+
+        points = 100 * (run.right - raw.right)
         more = "more" if points > 0 else "fewer"
-        kept = f"has {abs(points):.1f} points {more} right answers"
+        answers = f"has {abs(points):.1f} points {more} right answers"
         if abs(points) <= noise:
-            kept = f"is as right within the noise of ± {noise:.0f} points"
-        what = "throws nothing away" if sum(run.lengths) > 0.95 * run.generated else "returns the shorter ones"
+            answers = f"has as many right answers (within the noise of ± {noise:.0f} points)"
+
+        selection = "returns the shorter answers"
         if run.cut > 0.005:
-            what = f"cuts {run.cut:.0%} of the answers"
-        longest = f"longest {max(run.lengths)} tokens of {max(raw.lengths)}"
-        costs.append(f"{run.name} takes {pace}, {kept} and {what} ({longest})")
-    return f"Against raw: {'; '.join(costs)}."
+            selection = f"cuts off {run.cut:.0%} of the answers"
+        elif sum(run.lengths) > 0.95 * run.generated:
+            selection = "discards nothing"
+        longest = f"longest answer {max(run.lengths)} tokens, raw {max(raw.lengths)}"
+        differences.append(f"{run.name} takes {pace}, {answers} and {selection} ({longest})")
+    return f"Compared with raw: {'; '.join(differences)}."
 
 
 # --- a picture ----------------------------------------------------------------
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
-NEW, RESUMED, WAITING, GREY = "#0072B2", "#009E73", "#E69F00", "#555555"
+# Colours of Okabe and Ito, which colour-blind readers can tell apart.
+NEW = "#0072B2"
+RESUMED = "#009E73"
+WAITING = "#E69F00"
+GREY = "#555555"
 LEGEND = {
     NEW: "a group, from its request to its end",
-    RESUMED: "goes on from what an earlier step has generated",
-    WAITING: "not waited for: goes on in the next step",
+    RESUMED: "continues what an earlier step has generated",
+    WAITING: "continues in the next step",
 }
 
 
 def draw(raw: Run, other: Run, path: Path) -> None:
-    """Draw the same step of both runs, the middle one, as lanes into a PNG file."""
-    from matplotlib.figure import Figure  # which is optional
+    """Draw the middle step of both runs into a PNG file, with a line for each group."""
+    # matplotlib is optional.
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     number = len(raw.steps) // 2
@@ -189,8 +221,8 @@ def draw(raw: Run, other: Run, path: Path) -> None:
     figure = Figure(figsize=(9.6, 6.2), dpi=140, layout="constrained")
     for axes, run in zip(figure.subplots(2, 1, sharex=True), (raw, other), strict=True):
         step = run.steps[number]
-        colours = [RESUMED if each else NEW for each in step.resumed] + [WAITING] * step.waiting
-        shown |= {*colours}
+        colours = [RESUMED if is_resumed else NEW for is_resumed in step.resumed] + [WAITING] * step.waiting
+        shown.update(colours)
         ends = [*step.arrivals, *[step.seconds] * step.waiting]
         waiting = range(len(step.arrivals), len(ends))
         axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)

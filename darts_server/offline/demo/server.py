@@ -1,4 +1,4 @@
-"""Start and stop a server process, on the tiny model by default. The demo, benchmarks and tests use it.
+"""Start and stop a server process, by default on the tiny model. The demo, benchmarks and tests use it.
 
 ::
 
@@ -25,27 +25,32 @@ MODEL = Path(__file__).parent / "model"
 """The tiny policy: 451,648 parameters (Qwen3), made by ``examples/tiny_rl/warm_start.py``."""
 DARTS = ("darts_server", "serve", str(MODEL))
 PLAIN = ("vllm.entrypoints.openai.api_server", "--model", str(MODEL))
-"""vLLM's own server; ``vllm serve`` itself does not start under the CPU build."""
+"""vLLM's own server. ``vllm serve`` itself does not start under the CPU build."""
 
 FLAGS = ("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager", "--max-model-len", "320")
-# One thread: so small a model gains nothing from more, and the server's other processes need the cores.
-# They are forked, as each would import vLLM again.
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
+    # So small a model gains nothing from more threads, and the server's other processes need the cores.
     "OMP_NUM_THREADS": "1",
+    # A worker that is not forked imports vLLM again.
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
 }
-STARTUP_SECONDS = 300.0  # importing vLLM takes half a minute, and several times that from a cold disk
-GRACE_SECONDS = 30.0  # vLLM stops within a few seconds
+STARTUP_SECONDS = 300.0
+"""Importing vLLM takes half a minute, and several times that from a cold disk."""
+GRACE_SECONDS = 30.0
+"""vLLM stops within a few seconds."""
 POLL_SECONDS = 0.3
-PORTS, MAX_TRIES = range(20_000, 30_000), 100
-REQUEST_SECONDS = 30.0  # on a busy machine a server that starts or stops may take seconds to answer
+PORTS = range(20_000, 30_000)
+"""Ports below those that Linux gives to outgoing connections."""
+MAX_TRIES = 100
+REQUEST_SECONDS = 30.0
+"""On a busy machine, a server that starts or stops may take seconds to answer."""
 LOG_LINES = 25
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that a server is controlled with."""
+    """The part of `subprocess.Popen` that controls a server."""
 
     pid: int
     returncode: int | Any
@@ -71,24 +76,26 @@ class Server:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum the samples of a metric that carry these labels; 0 if there are none."""
-        # Without `verify` httpx reads all root certificates, which takes longer than the request.
+        """Sum the samples of a metric that have these labels; 0 if there are none."""
+        # Without `verify=False` httpx reads all root certificates, which takes longer than the request.
         text = httpx.get(f"{self.url}/metrics", timeout=REQUEST_SECONDS, verify=False).text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        lines = (line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} ")))
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted))
+        total = 0.0
+        for line in text.splitlines():
+            if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
 
     def busy(self) -> float:
-        """Count the requests that the engine runs or queues."""
+        """Return the number of requests that the engine runs or queues."""
         return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
 
     def log_tail(self) -> str:
-        """Return the last lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
-"""Starts ``python -m`` with arguments, a file for output and this environment, in its own process group."""
+"""Runs ``python -m`` with arguments, a file for the output and an environment, in a process group of its own."""
 
 
 def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
@@ -98,14 +105,14 @@ def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Proce
             stdout=output,
             stderr=subprocess.STDOUT,
             env=env,
-            # The terminal's Ctrl-C does not reach it; `_stop` ends it in order. Not a session of its own: Linux shares
-            # cores among sessions, and was seen to leave this one waiting for up to five seconds at a time.
+            # Ctrl-C in the terminal does not reach the group; `_stop` ends it in order. A new session would be worse:
+            # Linux shares cores among sessions, and a session was seen to wait for up to five seconds at a time.
             process_group=0,
         )
 
 
 def bind(port: int = 0) -> socket.socket:
-    """Bind a port; 0 for one that the system gives to no connection, since a server binds it seconds after this."""
+    """Bind a port, or for 0 a port that the system gives to no connection: a server binds it again seconds later."""
     if port:
         return socket.create_server(("127.0.0.1", port))
     for candidate in SystemRandom().sample(PORTS, MAX_TRIES):
@@ -124,25 +131,26 @@ def serving(
     launch: Launch = launch,
     patience: float = STARTUP_SECONDS,
 ) -> Iterator[Server]:
-    """Run a server that is healthy when the block begins and stopped when it ends, also by SIGTERM to this process.
+    """Run a server that is healthy when the block begins. It is stopped at the end, or by SIGTERM to this process.
 
     Args:
-        command: what to run with ``python -m``: `DARTS` or `PLAIN`.
-        log: file for its output.
-        port: 0 for a free one.
-        patience: seconds that it may take to start.
+        command: arguments of ``python -m``: `DARTS` or `PLAIN`.
+        log: file for the output.
+        port: port, or 0 for a free port.
+        patience: seconds that the start may take.
 
     Raises:
-        RuntimeError: it exited or did not become healthy; the message has the end of its log.
+        RuntimeError: the server exited or did not become healthy; the message has the end of its log.
     """
-    # Fails if the port is taken; otherwise the server that listens there would pass for ours.
+    # If the port is taken, this fails. Otherwise the server that listens there would pass for this server.
     with bind(port) as free:
         port = int(free.getsockname()[1])
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [*command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags]
     process = launch(arguments, log, ENVIRONMENT | os.environ | (env or {}))
     server = Server(process, port, log)
-    # SIGTERM ends the block as Ctrl-C does, so that the server is stopped; a handler that is already set stays.
+
+    # SIGTERM ends the block as Ctrl-C does, so that the server is stopped. A handler that is set already stays.
     is_main = threading.current_thread() is threading.main_thread()
     interrupts = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if interrupts:
@@ -168,6 +176,7 @@ def _stop(process: Process) -> None:
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(GRACE_SECONDS)
             return
-    with suppress(ProcessLookupError):  # a killed server leaves its engine process behind
+    # A server that was killed leaves its engine process behind.
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,5 +1,5 @@
-"""``darts-server simulate``: what policies would bring on a workload, without an engine.
+"""``darts-server simulate``: compare policies on a workload, without an engine.
 
-The model of a rollout is in ``model/``. This room gives it workloads (traces and presets), machines and
-policies, and reports what comes out.
+``model/`` is the model of one rollout. The files beside it are about workloads (traces and presets), machines, policies
+and the table of results.
 """

@@ -1,4 +1,4 @@
-"""Baselines that are no policies: they need to know the lengths."""
+"""Baselines that are no policies, because they need to know the lengths."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,34 +12,40 @@ from darts_server.offline.simulation.summary import Summary, summarise
 from darts_server.offline.simulation.training import Candidates, Step, trained_tokens
 
 LOST_SHARES = (0.02, 0.1)
+"""Shares of trajectories that a fixed limit truncates besides the trajectories that are truncated anyway."""
 
 
 def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     """Compute all baselines for the batches of ``off``."""
-    size, found, lengths = candidates.size, [], np.concatenate([step.batch.ends.ravel() for step in off])
-    machine, plan = candidates.machine, BatchPlan(size, [size] * candidates.prompts)
-    most = off[0].batch.max_tokens
-    whole = np.sort(lengths[lengths < most])[::-1]
-    for share in LOST_SHARES:
-        # The smallest limit that truncates at most this share besides those that are truncated anyway.
-        limit = int(whole[min(int(share * lengths.size), whole.size - 1)]) + 1 if whole.size else most
-        steps = []
-        for step in off:
-            batch = replace(step.batch, max_tokens=limit)
-            rollout = simulate(batch, plan, machine)
-            training = machine.training_seconds(trained_tokens(batch, rollout))
-            steps.append(Step(batch, plan, rollout, training, rollout.seconds + training))
-        found.append(summarise(f"hindsight max_tokens {limit}", steps, size, f"cuts {share:.0%}"))
+    machine = candidates.machine
+    plan = BatchPlan(candidates.size, [candidates.size] * candidates.prompts)
+    found = [_fixed_limit(off, plan, machine, share) for share in LOST_SHARES]
     if machine.replicas > 1:
         found.append(_one_step_off(off, plan, machine))
     return found
 
 
-def _one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machine) -> Summary:
-    """Roll out one step ahead of training, on GPUs of their own: the best division in hindsight.
+def _fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine, share: float) -> Summary:
+    """Roll out with the smallest limit that truncates at most ``share`` more of the trajectories."""
+    lengths = np.concatenate([step.batch.ends.ravel() for step in off])
+    limit = off[0].batch.max_tokens
+    longest_first = np.sort(lengths[lengths < limit])[::-1]
+    if longest_first.size:
+        limit = int(longest_first[min(int(share * lengths.size), longest_first.size - 1)]) + 1
+    steps = []
+    for step in off:
+        batch = replace(step.batch, max_tokens=limit)
+        rollout = simulate(batch, plan, machine)
+        training = machine.training_seconds(trained_tokens(batch, rollout))
+        steps.append(Step(batch, plan, rollout, training, rollout.seconds + training))
+    return summarise(f"hindsight max_tokens {limit}", steps, plan.size, f"cuts {share:.0%}")
 
-    With r of the R engines' GPUs for rollouts, training takes R / (R - r) times as long; a step takes the longer of the
-    two, and the synchronisation of weights.
+
+def _one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machine) -> Summary:
+    """Roll out one step ahead of training, with the best division of the GPUs in hindsight.
+
+    If r of R engines roll out, training takes R / (R - r) times as long. A step takes the longer of rollout and
+    training, and then the synchronisation of weights.
     """
     between = machine.between_rollouts
     training = float(np.mean([step.training_seconds for step in off])) - between
@@ -47,10 +53,11 @@ def _one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machine) -> Sum
     def seconds(replicas: int, rollout: float, trained: float) -> float:
         return max(rollout, trained * machine.replicas / (machine.replicas - replicas)) + between
 
-    best = min(
-        range(1, machine.replicas),
-        key=lambda r: seconds(r, simulate(off[0].batch, plan, replace(machine, replicas=r)).seconds, training),
-    )
+    def first_step(replicas: int) -> float:
+        rollout = simulate(off[0].batch, plan, replace(machine, replicas=replicas))
+        return seconds(replicas, rollout.seconds, training)
+
+    best = min(range(1, machine.replicas), key=first_step)
     steps = []
     for step in off:
         rollout = simulate(step.batch, plan, replace(machine, replicas=best))

@@ -1,4 +1,4 @@
-"""``darts-server simulate``: its flags, and a picture of one step under each policy."""
+"""``darts-server simulate``: its flags, its output, and a picture of one step under each policy."""
 
 import argparse
 import json
@@ -20,23 +20,37 @@ from darts_server.policy.auto import MARGIN
 from darts_server.types import OFF
 
 DESCRIPTION = """\
-Simulate what policies would bring on your workload, before you run it: the rules that the server uses, on a model of
-engines and trainer, with the lengths of a trace or of a preset. Needs neither vLLM nor a GPU. Prints a table.
+Simulate what policies would bring on your workload before you run it. The simulation uses the server's own rules on a
+model of engines and trainer, with the lengths of a trace or of a preset. It prints a table, and needs neither vLLM nor
+a GPU.
 """
 
 EPILOG = f"""\
-A trace has one prompt a line: {{"step": 0, "prompt_tokens": 112, "lengths": [450, 396, 274], "cap": 10112}}, with the
-lengths of its samples in tokens and the longest that they may become: a sample of that length counts as truncated.
-Without a preset, a trace runs on the machine of dapo-32b. Candidates beyond the samples are resampled; docs/scaling.md
-says how, and what the model leaves out.
+A trace has one prompt a line: {{"step": 0, "prompt_tokens": 112, "lengths": [450, 396, 274], "cap": 10112}}. "lengths"
+are the lengths of the prompt's samples in tokens, and "cap" is their limit: a sample of that length counts as
+truncated. Without a preset, a trace runs on the machine of dapo-32b. Candidates beyond the samples are resampled.
+docs/scaling.md says how, and what the model leaves out.
 
-A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25. Names: {", ".join(NAMES)}.
-Options: redundancy (a number, or auto), max_redundancy, longest (places of the tail), tail (sampled or longest),
-adaptive (yes or no), quantile (of the deadline), start (prompts that are started, over those that are returned), carry
-(restart, or resume: prompts that are left over go on from what they have, for {MAX_STALENESS} steps at most), rounds
-(all, or long: they wait until they fill a step), order (given, or long: those first that were left over, then those
-with the longest earlier groups). Of auto: start (default 1.5: what it may start) and stale (--most-stale of the
-server). It learns for {LEARNING} batches before those that are measured.
+A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25.
+names: {", ".join(NAMES)}
+
+options of a policy:
+  redundancy      a number, or auto
+  max_redundancy  a number
+  longest         places of the tail
+  tail            sampled or longest
+  adaptive        yes or no
+  quantile        quantile of the deadline
+  start           prompts that are started, divided by the prompts that are returned
+  carry           restart: left-over prompts start again. resume: they continue, in at most {MAX_STALENESS} steps
+  rounds          all: left-over prompts run in the next step. long: they wait until they fill a step
+  order           given, or long: first left-over prompts, then prompts with the longest earlier groups
+
+options of auto:
+  start           maximum of the prompts that are started (default: 1.5)
+  stale           --most-stale of the server
+
+auto learns for {LEARNING} steps before the measured steps.
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
@@ -48,7 +62,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit code.
+    """Run the command, and return the exit code.
 
     Raises:
         InvalidSetting: a flag or a trace is invalid.
@@ -57,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
     name = options.preset or "dapo-32b"
     preset = PRESETS[name]
     machine = with_engines(preset.machine, options.replicas or preset.machine.replicas)
-    size, steps, prompts = options.group_size, options.steps, options.prompts or preset.prompts
+    size = options.group_size
+    steps = options.steps
+    prompts = options.prompts or preset.prompts
     workload: Workload = preset.workload
     about = ""
     if options.trace:
@@ -68,19 +84,22 @@ def main(argv: Sequence[str]) -> int:
     policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
     most = max(2 * size, *(policy.max_candidates(size) for policy in policies))
     candidates = Candidates(workload, machine, size, prompts, steps, most, not options.new_prompts, options.seed)
-    runs, found = dict[str, list[Step]](), list[Summary]()
+
+    runs: dict[str, list[Step]] = {}
     try:
         for policy in policies:
             run = run_policy(policy, candidates)
-            print(f"{policy.name}: {run[0].rollout.seconds:.1f} s for the first rollout", flush=True)
+            print(f"{policy.name}: the first rollout takes {run[0].rollout.seconds:.1f} s", flush=True)
             runs[policy.name] = run
-            found.append(summarise(policy.name, run, size))
+        found = [summarise(policy, run, size) for policy, run in runs.items()]
         found += baselines(runs[OFF], candidates)
-    except ValueError as error:  # a sequence that does not fit into the engines' KV cache
+    except ValueError as error:
+        # A sequence does not fit into the engines' KV cache.
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
     summaries = [relative_to(found[0], summary) for summary in found]
+
     if options.picture is not None:
-        draw({policy: each[0] for policy, each in runs.items()}, options.picture)
+        draw({policy: run[0] for policy, run in runs.items()}, options.picture)
         print(f"Picture: {options.picture}")
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -95,52 +114,60 @@ def main(argv: Sequence[str]) -> int:
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
-        f"\n{name}: {steps} steps of {prompts} prompts x {size}, "
-        f"at most {workload.max_tokens} tokens, {machine.replicas} engines\n{about}{advice(policies, summaries)}"
-        f"{LEGEND}\n\n{table(summaries)}"
+        f"\n{name}: {steps} steps, {prompts} prompts x {size} trajectories, at most {workload.max_tokens} tokens, "
+        f"engines: {machine.replicas}\n{about}{advice(policies, summaries)}\n{LEGEND}\n\n{table(summaries)}"
     )
     return 0
 
 
 def advice(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
-    """Return a line that says what carry-over brings, if a policy was simulated that carries prompts over."""
-    speeds = {each.name: row["step_speedup"] for each, row in zip(policies, summaries, strict=False) if each.resumes}
+    """Return a line about the best policy that carries prompts over, or nothing if there is no such policy."""
+    speeds = {}
+    # The summaries of baselines come last.
+    for policy, summary in zip(policies, summaries, strict=False):
+        if policy.resumes:
+            speeds[policy.name] = summary["step_speedup"]
     if not speeds:
         return ""
     best = max(speeds, key=lambda name: speeds[name])
-    said = "it gains next to nothing on these lengths, " if speeds[best] < 1 + MARGIN else ""
-    return f"Carry-over: {said}at best {speeds[best]:.2f} times as fast as off ({best}).\n"
+    gain = "gains next to nothing on these lengths: it " if speeds[best] < 1 + MARGIN else ""
+    return f"Carry-over {gain}is at best {speeds[best]:.2f} times as fast as off ({best}).\n"
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and check the flags."""
-    form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        "darts-server simulate", description=DESCRIPTION, epilog=EPILOG, formatter_class=form, allow_abbrev=False
+        "darts-server simulate",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--preset", choices=PRESETS, metavar="NAME", help="lengths and machine, or with --trace the machine alone")
-    add("--trace", action="append", type=Path, metavar="FILE", help="lengths from a file; may be repeated")
-    add("--format", type=Format, choices=list(Format), default=Format.JSONL, help="of the traces (default: jsonl)")
-    limit = "length limit, at most the smallest cap that a sample of the trace reaches, which is the default"
-    add("--max-tokens", type=int, metavar="N", help=limit)
+    add("--preset", choices=PRESETS, metavar="NAME", help="lengths and machine, or with --trace only the machine")
+    add("--trace", action="append", type=Path, metavar="FILE", help="file with lengths; may be repeated")
+    format_help = "format of the traces: jsonl or polytrace (default: jsonl)"
+    add("--format", type=Format, choices=list(Format), default=Format.JSONL, help=format_help)
+    limit_help = "length limit; default and maximum: the smallest cap that a sample of the trace reaches"
+    add("--max-tokens", type=int, metavar="N", help=limit_help)
     add("--replicas", type=int, metavar="N", help="engines, whose GPUs also train (default: the preset's)")
-    add("--prompts", type=int, metavar="N", help="prompts of a step, a group each (default: the preset's)")
+    add("--prompts", type=int, metavar="N", help="prompts of a step (default: the preset's)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
     add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
-    default = f"compared with off (default: {' '.join(DEFAULT)})"
-    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help=default)
-    add("--new-prompts", action="store_true", help="no prompt was seen before, so that nothing is known of its lengths")
-    add("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="file for the table's figures")
+    policies_help = f"policies to compare with off (default: {' '.join(DEFAULT)})"
+    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help=policies_help)
+    add("--new-prompts", action="store_true", help="no prompt was seen before, so its lengths are not known")
+    add("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="file for the figures of the table")
     add("--picture", type=Path, metavar="FILE", help="file for a picture of one step under each policy")
     options = parser.parse_args(argv)
     if options.preset is None and not options.trace:
         parser.error("--preset or --trace is needed")
-    least = {"max_tokens": 1, "replicas": 1, "prompts": 1, "steps": 1, "group_size": 2, "seed": 0}
-    for flag, bound in least.items():
-        if getattr(options, flag) is not None and getattr(options, flag) < bound:
-            parser.error(f"--{flag.replace('_', '-')} must be at least {bound}")
+    limits = {"max_tokens": 1, "replicas": 1, "prompts": 1, "steps": 1, "group_size": 2, "seed": 0}
+    for flag, least in limits.items():
+        value = getattr(options, flag)
+        if value is not None and value < least:
+            parser.error(f"--{flag.replace('_', '-')} must be at least {least}")
     if options.picture is not None and find_spec("matplotlib") is None:
         parser.error("--picture needs matplotlib: pip install matplotlib")
     return options
@@ -148,17 +175,18 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 # --- the picture ------------------------------------------------------------
 
-RETURNED, TRUNCATED, STOPPED = "#0072B2", "#D55E00", "#BBBBBB"
-"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+# Colours of Okabe and Ito, which colour-blind readers can tell apart.
+RETURNED = "#0072B2"
+TRUNCATED = "#D55E00"
+STOPPED = "#BBBBBB"
 LABELS = {"returned": RETURNED, "returned truncated": TRUNCATED, "not returned": STOPPED}
 PANELS = 3
+"""Panels in a row."""
 
 
 def draw(steps: Mapping[str, Step], path: Path) -> None:
-    """Draw a panel for each policy, with a line for each candidate, in the order of engines and groups.
-
-    It needs matplotlib, which is optional.
-    """
+    """Draw a panel for each policy, with a line for each candidate, in the order of engines and groups."""
+    # matplotlib is optional.
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -174,10 +202,13 @@ def draw(steps: Mapping[str, Step], path: Path) -> None:
         colours = []
         for group in np.argsort(rollout.clocks.placed, kind="stable").tolist():
             for index in np.flatnonzero(np.isfinite(ended_at[group])).tolist():
-                row, place = len(lines), (group, index)
+                row = len(lines)
+                place = (group, index)
                 lines.append([(started_at[place], row), (ended_at[place], row)])
-                fate = TRUNCATED if rollout.truncated[place] else RETURNED
-                colours.append(fate if rollout.returned[place] else STOPPED)
+                colour = STOPPED
+                if rollout.returned[place]:
+                    colour = TRUNCATED if rollout.truncated[place] else RETURNED
+                colours.append(colour)
         axes.add_collection(LineCollection(lines, colors=colours, linewidths=max(0.4, 150 / len(lines))))
         axes.axvline(rollout.seconds, color="#222222", linewidth=1)
         axes.set(xlim=(0, longest * 1.02), ylim=(len(lines), 0), yticks=[])

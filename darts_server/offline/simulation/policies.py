@@ -1,4 +1,4 @@
-"""The policies that are compared: their names on the command line, and what they do with a batch."""
+"""Policies that are compared, and their names on the command line."""
 
 import re
 from collections.abc import Iterable
@@ -16,45 +16,56 @@ DEFERRING = ("start", "carry", "rounds", "order")
 OPTIONS = ("redundancy", "max_redundancy", "longest", "tail", "adaptive", "quantile", *DEFERRING)
 AUTO_OPTIONS = ("start", "stale")
 DEFAULT = (
-    *("uniform", "uniform,tail=longest", "uniform,longest=0", "darts", "darts,longest=0"),
-    *("darts_cut", "darts_cut,adaptive=no", "darts_cut,adaptive=no,quantile=0.8", "cap"),
-    *("off,order=long", "off,start=1.5", "off,start=1.25,rounds=long", "off,start=1.5,carry=resume"),
-    *("cap,start=1.5,carry=resume", "auto"),
+    "uniform",
+    "uniform,tail=longest",
+    "uniform,longest=0",
+    "darts",
+    "darts,longest=0",
+    "darts_cut",
+    "darts_cut,adaptive=no",
+    "darts_cut,adaptive=no,quantile=0.8",
+    "cap",
+    "off,order=long",
+    "off,start=1.5",
+    "off,start=1.25,rounds=long",
+    "off,start=1.5,carry=resume",
+    "cap,start=1.5,carry=resume",
+    "auto",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """``shaping``: ``None`` shapes nothing. ``start``: prompts that are started, over those that are returned.
-
-    ``resumes``: prompts that are not complete go on from what they have; otherwise they start again. ``long_rounds``:
-    they wait until they fill a step of their own, which waits for them all. ``most_stale``: share of tokens of older
-    weights up to which `auto` starts more prompts, at most ``start``; ``None`` for always as many.
-    ``long_first``: whether prompts are submitted by the mean lengths of their earlier groups, longest first.
-    """
+    """A policy with its options."""
 
     name: str
     shaping: Shaping | None = None
+    """None starts and returns as many candidates as a group has."""
     start: float = 1.0
+    """Prompts that are started, over the prompts that are returned. For `auto`, the maximum."""
     resumes: bool = False
+    """Whether prompts that are not complete continue in the next step. Otherwise they start again."""
     long_rounds: bool = False
+    """Whether prompts that are not complete wait until they fill a step, which then waits for all of them."""
     long_first: bool = False
+    """Whether prompts with the longest earlier groups are submitted first."""
     most_stale: float | None = None
+    """Maximum share of tokens of older weights up to which `auto` starts more prompts, or None under other policies."""
 
     @property
     def cycle(self) -> int:
-        """Steps from one long round to the next; 1 without."""
+        """Steps from one long round to the next, or 1 without long rounds."""
         return 1 + ceil(1 / (self.start - 1)) if self.long_rounds else 1
 
     def max_candidates(self, size: int) -> int:
-        """Return how many candidates a prompt may get."""
+        """Return the maximum number of candidates of a prompt."""
         if self.shaping is None:
             return size
         return max(self.shaping.bounds(size)[1], self.shaping.candidates(size))
 
 
 def split_policies(texts: Iterable[str]) -> list[str]:
-    """Return each policy with its options, from texts that may name several: a part without ``=`` begins another."""
+    """Split texts into policies with their options. A part without ``=`` begins another policy."""
     return [policy for text in texts for policy in re.split(r",(?=[^,=]*(?:,|$))", text)]
 
 
@@ -67,11 +78,15 @@ def parse_policy(text: str, size: int) -> Policy:
     name, *pairs = text.split(",")
     if name not in NAMES:
         raise InvalidSetting(f"--policies: there is no {name!r}; choose from {', '.join(NAMES)}")
-    options = dict(pair.partition("=")[::2] for pair in pairs)
-    known = AUTO_OPTIONS if name == AUTO else OPTIONS
-    for option in options:
-        if option not in known:
-            raise InvalidSetting(f"--policies: {text} has an unknown option {option!r}; known: {', '.join(known)}")
+    allowed = AUTO_OPTIONS if name == AUTO else OPTIONS
+    options = {}
+    for pair in pairs:
+        option, _, value = pair.partition("=")
+        if option not in allowed:
+            raise InvalidSetting(
+                f"--policies: {text} has an unknown option {option!r}; choose from {', '.join(allowed)}"
+            )
+        options[option] = value
 
     def number(option: str, default: float, least: float, most: float) -> float:
         try:
@@ -84,7 +99,7 @@ def parse_policy(text: str, size: int) -> Policy:
         return value
 
     def is_second(option: str, first: str, second: str) -> bool:
-        """Return which of two choices it is; the first one by default."""
+        """Return whether an option has the second of two values. The first value is the default."""
         value = options.get(option, first)
         if value not in (first, second):
             raise InvalidSetting(f"--policies: {text}: {option} must be {first} or {second}")
@@ -94,14 +109,20 @@ def parse_policy(text: str, size: int) -> Policy:
         most_stale = number("stale", AutoLimits().most_stale, 0.0, 1.0)
         return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
 
-    start, resumes = number("start", 1.0, 1.0, 4.0), is_second("carry", "restart", "resume")
-    policy = Policy(text, None, start, resumes, is_second("rounds", "all", "long"), is_second("order", "given", "long"))
-    if policy.long_rounds and start < 1.01:
+    policy = Policy(
+        text,
+        start=number("start", 1.0, 1.0, 4.0),
+        resumes=is_second("carry", "restart", "resume"),
+        long_rounds=is_second("rounds", "all", "long"),
+        long_first=is_second("order", "given", "long"),
+    )
+    if policy.long_rounds and policy.start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
     if name == OFF:
         if set(options) - set(DEFERRING):
-            raise InvalidSetting(f"--policies: {text}: off has no option but {', '.join(DEFERRING)}")
+            raise InvalidSetting(f"--policies: {text}: off has only the options {', '.join(DEFERRING)}")
         return policy
+
     budget = BudgetKind.FIXED
     if options.get("redundancy") == "auto":
         budget = BudgetKind.CV_LOG

@@ -1,9 +1,9 @@
 """Presets: workloads fitted to public traces of RL training, each with a machine computed from public figures.
 
-A decode step reads the weights and the KV caches from memory and computes 2 FLOPs per parameter and sequence. It takes
-as long as the slower of the weights' reads and the arithmetic, and on top of that the reads of KV caches and an
-overhead for launches, scheduling and the all-reduces of tensor parallelism. Training takes 8 FLOPs per parameter and
-token: 6 for forward and backward, 2 for the log-probs of the old policy.
+A decode step reads the weights and the KV caches from memory, and computes 2 FLOPs per parameter and sequence. Its time
+is the slower of reading the weights and the arithmetic, plus the time to read the KV caches, and an overhead for
+launches, scheduling and the all-reduces of tensor parallelism. Training takes 8 FLOPs per parameter and token: 6 for
+forward and backward, 2 for the log-probs of the old policy.
 """
 
 from dataclasses import dataclass, replace
@@ -13,54 +13,74 @@ from darts_server.estimates.latency import LatencyCurve
 from darts_server.offline.simulation.model.engines import BLOCK_SIZE, Machine, StepTime
 from darts_server.offline.simulation.workload import FittedWorkload
 
-MEMORY_EFFICIENCY = 0.8  # of the peak bandwidth: a copy on an H200 reaches 0.9 of it (4.3 of 4.8 TB/s)
+MEMORY_EFFICIENCY = 0.8
+"""Share of the peak bandwidth. A copy on an H200 reaches .9 of it (4.3 of 4.8 TB/s)."""
 COMPUTE_EFFICIENCY = 0.6
-"""Of the peak: large matrix products on an H200 reach 0.8 of it (790 of 989 TFLOP/s), those of a decode step less."""
-TRAINING_EFFICIENCY = 0.4  # of the peak, over a whole training step: what large dense models usually reach
-KV_SHARE = 0.9  # of the memory that vLLM uses by default
-STEP_OVERHEAD = 1.5e-3  # seconds of a step for scheduling, launches and sampling
+"""Share of the peak arithmetic. Large matrix products on an H200 reach .8 (790 of 989 TFLOP/s), a decode step less."""
+TRAINING_EFFICIENCY = 0.4
+"""Share of the peak arithmetic over a whole training step, as large dense models usually reach it."""
+KV_SHARE = 0.9
+"""Share of the memory that vLLM uses by default."""
+STEP_OVERHEAD = 1.5e-3
+"""Seconds of a step for scheduling, launches and sampling."""
 ALL_REDUCE = 10e-6
-"""Seconds of a small all-reduce, of which each layer has two, where a model is split over several GPUs."""
-PER_SEQUENCE = 10e-6  # seconds of a step for each sequence: sampling and output
-BYTES = 2  # of a parameter or a KV entry in bf16
+"""Seconds of a small all-reduce. Each layer of a model that is split over several GPUs has two."""
+PER_SEQUENCE = 10e-6
+"""Seconds of a step for each sequence: sampling and output."""
+BYTES = 2
+"""Size of a parameter or a KV entry in bf16."""
+HEAD_SIZE = 128
+"""Values of a KV head."""
 TRAINING_FLOPS = 8
 MAX_NUM_SEQS = 1024
 """vLLM's default on GPUs with much memory."""
 
 
 class Gpu(NamedTuple):
-    """``bandwidth`` of the memory in bytes/s, ``flops`` in bf16 without sparsity, ``memory`` in bytes. Peaks."""
+    """Peak figures of a GPU."""
 
     bandwidth: float
+    """Bytes per second."""
     flops: float
+    """FLOPs per second in bf16, without sparsity."""
     memory: float
+    """Bytes."""
 
 
 class Model(NamedTuple):
-    """A dense model: number of ``parameters`` and ``layers``, and its KV heads of 128 values each."""
+    """A dense model."""
 
     parameters: float
     layers: int
     kv_heads: int
 
 
-H20, H100, H200 = Gpu(4.0e12, 148e12, 96e9), Gpu(3.35e12, 989e12, 80e9), Gpu(4.8e12, 989e12, 141e9)
-"""From the vendor's data sheets."""
-QWEN_7B, QWEN_8B = Model(7.6e9, 28, 4), Model(8.2e9, 36, 8)
-QWEN_14B, QWEN_32B = Model(14.8e9, 48, 8), Model(32.8e9, 64, 8)
-"""From the models' public configurations (Qwen2.5 and, with 8B, Qwen3)."""
+# From the vendor's data sheets.
+H20 = Gpu(4.0e12, 148e12, 96e9)
+H100 = Gpu(3.35e12, 989e12, 80e9)
+H200 = Gpu(4.8e12, 989e12, 141e9)
+# From the models' public configurations: Qwen2.5, and Qwen3 for 8B.
+QWEN_7B = Model(7.6e9, 28, 4)
+QWEN_8B = Model(8.2e9, 36, 8)
+QWEN_14B = Model(14.8e9, 48, 8)
+QWEN_32B = Model(32.8e9, 64, 8)
 
 
 def machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rollouts: float) -> Machine:
-    """Build the machine of ``replicas`` engines of ``per_replica`` GPUs each, which also train."""
-    bandwidth, flops = gpu.bandwidth * MEMORY_EFFICIENCY * per_replica, gpu.flops * COMPUTE_EFFICIENCY * per_replica
-    overhead = STEP_OVERHEAD + (2 * model.layers * ALL_REDUCE if per_replica > 1 else 0.0)
-    reading, computing = model.parameters * BYTES / bandwidth, 2 * model.parameters / flops
-    bend = max(2.0, reading / computing)  # sequences from which on the arithmetic takes longer than the reads
+    """Build a machine with ``replicas`` engines of ``per_replica`` GPUs each, which also train."""
+    bandwidth = gpu.bandwidth * MEMORY_EFFICIENCY * per_replica
+    flops = gpu.flops * COMPUTE_EFFICIENCY * per_replica
+    overhead = STEP_OVERHEAD
+    if per_replica > 1:
+        overhead += 2 * model.layers * ALL_REDUCE
+    reading = model.parameters * BYTES / bandwidth
+    computing = 2 * model.parameters / flops
+    # From so many sequences on, the arithmetic takes longer than reading the weights.
+    bend = max(2.0, reading / computing)
     first = overhead + max(reading, computing) + PER_SEQUENCE
     last = overhead + max(reading, bend * computing) + bend * PER_SEQUENCE
     curve = LatencyCurve((1.0, bend), (first, last), computing + PER_SEQUENCE)
-    kv_bytes = 2 * model.layers * model.kv_heads * 128 * BYTES  # of a token
+    kv_bytes = 2 * model.layers * model.kv_heads * HEAD_SIZE * BYTES
     free = gpu.memory * KV_SHARE * per_replica - model.parameters * BYTES
     training = gpu.flops * TRAINING_EFFICIENCY * per_replica * replicas
     return Machine(
@@ -74,7 +94,7 @@ def machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rol
 
 
 def with_engines(machine: Machine, replicas: int) -> Machine:
-    """Return the machine with other engines. They also train, so more of them train faster."""
+    """Return the machine with another number of engines. Engines also train, so more engines train faster."""
     per_token = machine.training_per_token * machine.replicas / replicas
     return replace(machine, replicas=replicas, training_per_token=per_token)
 
@@ -85,7 +105,7 @@ TINY_MACHINE = Machine(
     training_per_token=1.2e-4,
     between_rollouts=0.08,
 )
-"""The tiny model on two CPU cores: some 13,000 tokens/s with 128 sequences, and 0.5 s to train on 128 trajectories."""
+"""The tiny model on two CPU cores: some 13,000 tokens/s with 128 sequences, and .5 s to train on 128 trajectories."""
 
 # --- workloads -------------------------------------------------------------
 
@@ -95,12 +115,12 @@ _RATIOS = (0.0, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.975
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """``about``: where the lengths and the machine come from. ``prompts``: of a batch."""
-
     about: str
+    """Source of the lengths and the machine."""
     workload: FittedWorkload
     machine: Machine
     prompts: int = 256
+    """Prompts of a batch."""
 
 
 DAPO = FittedWorkload(
@@ -144,8 +164,8 @@ PRESETS: dict[str, Preset] = {
         machine(QWEN_14B, H100, 4, 8, 6.0),
     ),
     "search-r1-7b": Preset(
-        "Search-R1 with Qwen2.5-7B (PolyTrace): a trajectory's generated tokens are its length, what its searches add "
-        "counts as prompt, and it never waits for a search; 8 engines of an H100",
+        "Search-R1 with Qwen2.5-7B (PolyTrace): a trajectory's length is its generated tokens, the results of its "
+        "searches count as prompt, and no trajectory waits for a search; 8 engines of one H100",
         SEARCH_R1,
         machine(QWEN_7B, H100, 1, 8, 4.0),
     ),

@@ -1,4 +1,4 @@
-"""What simulated steps come to: the figures of a policy, and the table of all."""
+"""Figures of a policy over its simulated steps, and the table of all policies."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,19 +26,23 @@ COLUMNS = {
     "stale_share": ("stale", ".0%"),
     "notes": ("", ""),
 }
-"""Title and format of each figure of a `Summary`; empty where it is ``None``."""
+"""Title and format of each figure. A figure that is None stays empty."""
 Summary = dict[str, Any]
-"""What a policy comes to, over all steps, by the names in `COLUMNS`; shares are in [0, 1], biases relative."""
+"""Figures of a policy over all steps, by the names in `COLUMNS`. Shares are in [0, 1], biases are relative."""
 LEGEND = """\
-step x, rollout x: times as fast as off. generated, returned, wasted: tokens over those that off generates. idle:
-places of an engine that are empty, of the most it used. length: of what is returned, against off. ESS: effective sample
-size of the weights over the group size; empty where some candidates can never be returned. stale: returned tokens that
-older weights generated. N: prompts of a step; with start=1.25, 1.25 N are started, and the first N complete groups are
-returned."""
+step x, rollout x            times as fast as off
+generated, returned, wasted  tokens, divided by the tokens that off generates
+idle                         share of an engine's places that are empty, of the most places that it uses
+length                       mean length of the returned trajectories, compared with off
+ESS                          effective sample size of the weights, divided by the group size; empty if the policy can
+                             never return some candidates
+truncated                    share of the returned trajectories
+stale                        share of the returned tokens that older weights generated
+start=1.25                   for a step of N prompts 1.25 N are started, and the first N complete groups are returned"""
 
 
 def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
-    """Sum up steps. Seconds and token counts are means over steps, until `relative_to` divides them."""
+    """Return the figures of a policy, with seconds and tokens as means over steps, until `relative_to` divides them."""
     lengths = np.concatenate([step.rollout.lengths for step in steps])
     tokens = float(lengths.sum()) / len(steps)
     generated = float(np.mean([step.rollout.generated.sum() for step in steps]))
@@ -62,29 +66,33 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
 
 
 def relative_to(off: Summary, summary: Summary) -> Summary:
-    """Relate a summary of `summarise` to that of ``off``."""
-    tokens = ("tokens_generated", "tokens_returned", "tokens_wasted")
-    return (
-        summary
-        | {f"{of}_speedup": off[f"{of}_seconds"] / summary[f"{of}_seconds"] for of in ("step", "rollout")}
-        | {name: summary[name] / off["tokens_generated"] for name in tokens}
-        | {"length_bias": summary["length_bias"] / off["length_bias"] - 1}
-    )
+    """Return the figures of `summarise`, compared with the figures of ``off``."""
+    found = dict(summary)
+    for name in ("step", "rollout"):
+        found[f"{name}_speedup"] = off[f"{name}_seconds"] / summary[f"{name}_seconds"]
+    for name in ("tokens_generated", "tokens_returned", "tokens_wasted"):
+        found[name] = summary[name] / off["tokens_generated"]
+    found["length_bias"] = summary["length_bias"] / off["length_bias"] - 1
+    return found
 
 
 def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
-    """Return the mean over groups; ``None`` if one has no weights, see `SelectionRule.weights`."""
+    """Return the mean over groups, or None if a group has no weights, see `SelectionRule.weights`."""
     sizes = []
     for step in steps:
-        batch, rollout = step.batch, step.rollout
-        ends = batch.ends if batch.done is None else batch.ends - batch.done
+        batch = step.batch
+        rollout = step.rollout
+        left = batch.ends - batch.generated_before
         for group in np.flatnonzero(np.isfinite(rollout.completed_at)).tolist():
-            rule, count = step.plan.rule(group), step.plan.candidates[group]
-            whole = np.flatnonzero((batch.valid[group] & (rollout.generated[group] == ends[group]))[:count])
-            short = set(whole[np.argsort(batch.lengths[group][whole], kind="stable")][: rule.num_shortest].tolist())
-            returned = np.flatnonzero(rollout.returned[group]).tolist()
-            places = {i: SelectedAs.SHORT if i in short else SelectedAs.LONG for i in returned}
-            found = rule.weights([Candidate(i, 0.0, selected_as=places.get(i)) for i in range(count)])
+            rule = step.plan.rule(group)
+            count = step.plan.candidates[group]
+            whole = np.flatnonzero((batch.valid[group] & (rollout.generated[group] == left[group]))[:count])
+            shortest_first = whole[np.argsort(batch.lengths[group][whole], kind="stable")].tolist()
+            short = shortest_first[: rule.num_shortest]
+            candidates = [Candidate(index, 0.0) for index in range(count)]
+            for index in np.flatnonzero(rollout.returned[group]).tolist():
+                candidates[index].selected_as = SelectedAs.SHORT if index in short else SelectedAs.LONG
+            found = rule.weights(candidates)
             if not found:
                 return None
             weights = list(found.values())
@@ -96,8 +104,11 @@ def table(summaries: Sequence[Summary]) -> str:
     """Format summaries as lines of text."""
     rows = [[title for title, _ in COLUMNS.values()]]
     for summary in summaries:
-        figures = [(summary[name], form) for name, (_, form) in COLUMNS.items()]
-        rows.append(["" if figure is None else format(figure, form) for figure, form in figures])
+        row = []
+        for name, (_, form) in COLUMNS.items():
+            figure = summary[name]
+            row.append("" if figure is None else format(figure, form))
+        rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = ["<", *">" * (len(widths) - 2), "<"]
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))

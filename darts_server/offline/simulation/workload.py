@@ -1,4 +1,4 @@
-"""The lengths of a training run's rollouts: from a trace, with resampled candidates, or from a fitted preset."""
+"""Lengths of a training run's rollouts, from a trace with resampled candidates or from a fitted preset."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +14,13 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.offline.simulation.model.batch import Ints
 
 NEIGHBOURS = 8
-"""Prompts with a similar mean length whose samples also stand for a prompt's."""
+"""Prompts with the nearest mean length, whose samples stand for a prompt's too."""
 OWN_SHARE = 0.5
 """Share of resampled candidates that come from the prompt's own samples."""
 
 
 class Workload(Protocol):
-    """Prompts of a training run, by number from 0. All of them are different, also if there are few in a trace."""
+    """Prompts of a training run, by number from 0. All prompts differ, even if a trace has few."""
 
     @property
     def max_tokens(self) -> int: ...
@@ -28,28 +28,28 @@ class Workload(Protocol):
     def prompt_tokens(self, number: int) -> int: ...
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        """Return how long ``count`` candidates of a prompt would become, in tokens; at ``max_tokens`` it is truncated.
+        """Return the lengths of ``count`` candidates in tokens. A length of ``max_tokens`` is truncated.
 
-        ``attempt``: above 0 for candidates that are started once more, in a later rollout.
+        ``attempt``: above 0 for candidates that start again in a later rollout.
         """
         ...
 
 
 class TracedPrompt(NamedTuple):
-    """One prompt of a trace: its tokens, and the lengths of its samples."""
+    """A prompt of a trace, and the lengths of its samples."""
 
     prompt_tokens: int
     lengths: tuple[int, ...]
 
 
 class TracedWorkload:
-    """Prompts of a trace in random order; as many times over as are needed.
+    """Prompts of a trace in random order, repeated as often as needed.
 
-    The first candidates of a prompt are its samples in the trace. All further ones are resampled: half of them from the
-    prompt's own samples, half from those of the `NEIGHBOURS` prompts with the nearest mean length, scaled to the
-    prompt's mean, all in logarithms. Each gets normal noise of variance s² / n, with s the std of the prompt's n
-    samples: drawing n values with replacement loses just this share of their variance. What was drawn from truncated
-    samples is truncated; noise that would truncate another one is left out.
+    The first candidates of a prompt are its samples in the trace. All other candidates are resampled: half of them from
+    the prompt's own samples, and half from the samples of the `NEIGHBOURS` prompts with the nearest mean length, scaled
+    to the prompt's mean. All of this is in logarithms. Each gets normal noise of variance s² / n, where s is the std of
+    the prompt's n samples: n values that are drawn with replacement lose exactly this share of their variance. A draw
+    from a truncated sample is truncated. Noise that would truncate another draw is left out.
     """
 
     def __init__(self, prompts: Sequence[TracedPrompt], max_tokens: int, seed: int) -> None:
@@ -63,16 +63,23 @@ class TracedWorkload:
         return self._prompts[self._order[number % len(self._order)]].prompt_tokens
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        row, limit = self._order[number % len(self._order)], log(self.max_tokens)
-        seen = self._prompts[row].lengths[:count] if number < len(self._prompts) and not attempt else ()
-        own, count = self._logs[row], count - len(seen)
+        row = self._order[number % len(self._order)]
+        seen: Sequence[int] = ()
+        if number < len(self._prompts) and not attempt:
+            seen = self._prompts[row].lengths[:count]
+        count -= len(seen)
+
+        # The values to draw from, and the probability of each.
+        own = self._logs[row]
         distances = np.abs(self._means - self._means[row])
         distances[row] = np.inf
         near = np.argsort(distances, kind="stable")[: min(NEIGHBOURS, len(distances) - 1)]
         values = np.concatenate([own, *(self._logs[i] + (self._means[row] - self._means[i]) for i in near)])
+        limit = log(self.max_tokens)
         truncated = np.concatenate([own, *(self._logs[i] for i in near)]) >= limit
         shares = np.full(values.size, (1 - OWN_SHARE) / max(1, values.size - own.size))
         shares[: own.size] = (OWN_SHARE if near.size else 1.0) / own.size
+
         chosen = rng.choice(values.size, count, p=shares)
         spread = own.std(ddof=1) / np.sqrt(own.size) if own.size > 1 else 0.0
         drawn = values[chosen]
@@ -84,30 +91,33 @@ class TracedWorkload:
 
 
 Quantiles = tuple[Sequence[float], Sequence[float]]
-"""A distribution of positive values: shares and the values there, linear in their logarithms between these."""
+"""A distribution of positive values: shares, and the values at them. Logarithms are linear between the shares."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedWorkload:
-    """Prompts with ``medians`` of lengths, and candidates with ``ratios`` to their prompt's median.
-
-    ``prompt_median``, ``prompt_spread``: median of prompts' tokens, and the std of their logarithm.
-    """
+    """Prompts and lengths that are drawn from fitted distributions."""
 
     medians: Quantiles
+    """Medians of prompts' lengths."""
     ratios: Quantiles
+    """Ratios of lengths to their prompt's median."""
     max_tokens: int
     prompt_median: float
+    """Median of prompts' tokens."""
     prompt_spread: float
+    """Std of the logarithm of prompts' tokens."""
 
     def prompt_tokens(self, number: int) -> int:
         noise = np.random.default_rng([0, number, 1]).standard_normal()
         return max(1, round(float(self.prompt_median * np.exp(self.prompt_spread * noise))))
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        (medians, at_medians), (ratios, at_ratios) = self.medians, self.ratios
-        median = np.exp(np.interp(np.random.default_rng([0, number, 2]).random(), medians, np.log(at_medians)))
-        lengths = np.ceil(median * np.exp(np.interp(rng.random(count), ratios, np.log(at_ratios))))
+        median_shares, medians = self.medians
+        ratio_shares, ratios = self.ratios
+        share = np.random.default_rng([0, number, 2]).random()
+        median = np.exp(np.interp(share, median_shares, np.log(medians)))
+        lengths = np.ceil(median * np.exp(np.interp(rng.random(count), ratio_shares, np.log(ratios))))
         return np.asarray(np.clip(lengths, 1, self.max_tokens), dtype=np.int64)
 
 
@@ -116,46 +126,76 @@ class FittedWorkload:
 
 class Format(StrEnum):
     JSONL = "jsonl"
-    """``{"step": 0, "prompt_tokens": 112, "lengths": [450, 396], "cap": 10112}``, a prompt a line; with several turns
-    ``{"step": 0, "group": 7, "prompt_tokens": 317, "turns": [{"generated": 40}, …], "tools": [{"tokens": 1041}]}``, a
-    sample a line."""
+    """A prompt a line: ``{"step": 0, "prompt_tokens": 112, "lengths": [450, 396], "cap": 10112}``. Or a sample with
+    several turns a line: ``{"step": 0, "group": 7, "prompt_tokens": 317, "turns": [{"generated": 40}, …], "tools":
+    [{"tokens": 1041}]}``."""
     POLYTRACE = "polytrace"
-    """PolyTrace's ``packed_lengths_step_*.jsonl``, a prompt a line, ``multiturn_workload_step_*.jsonl``, a sample."""
+    """PolyTrace's ``packed_lengths_step_*.jsonl``, a prompt a line, or ``multiturn_workload_step_*.jsonl``, a sample a
+    line."""
 
 
-NAMES = {
-    Format.JSONL: "prompt_tokens lengths group prompt_tokens generated tools tokens",
-    Format.POLYTRACE: "input output prompt_group_id prompt_len completion_tokens tool_calls append_len",
+class _Fields(NamedTuple):
+    """Names of a format's fields. A sample with several turns is a line of its own."""
+
+    prompt_tokens: str
+    lengths: str
+    group: str
+    """Number of a sample's prompt."""
+    sample_prompt_tokens: str
+    generated: str
+    """Tokens that a turn generated."""
+    tools: str
+    """Tool calls."""
+    added: str
+    """Tokens that a tool call adds."""
+
+
+_FIELDS = {
+    Format.JSONL: _Fields(
+        "prompt_tokens",
+        "lengths",
+        "group",
+        "prompt_tokens",
+        "generated",
+        "tools",
+        "tokens",
+    ),
+    Format.POLYTRACE: _Fields(
+        "input",
+        "output",
+        "prompt_group_id",
+        "prompt_len",
+        "completion_tokens",
+        "tool_calls",
+        "append_len",
+    ),
 }
-"""Names of the two fields of a prompt, of the next two of a sample with several turns, of what a turn generates, of the
-tool calls, and of the tokens that one adds."""
 
 
 def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = None) -> tuple[list[TracedPrompt], int]:
-    """Return the prompts of all files, and the longest that a trajectory may become.
+    """Return the prompts of all files, and the length limit of a trajectory.
 
-    ``max_tokens``: if not what the traces say. Of several ``cap`` it is the smallest that a sample reaches, since what
-    such a sample would have become is not known; without any, the longest trajectory.
+    Without ``max_tokens`` the limit is the smallest cap that a sample reaches, because nobody knows how long such a
+    sample would have become. If no sample reaches its cap, the limit is the longest trajectory or cap.
 
     Raises:
-        InvalidSetting: a file cannot be read, a line is not as it must be, or samples are truncated below
-            ``max_tokens``.
+        InvalidSetting: a file cannot be read, a line is invalid, or samples are truncated below ``max_tokens``.
     """
-    found = [each for path in paths for each in _read(path, form)]
+    found = [prompt for path in paths for prompt in _read(path, form)]
     if not found:
         raise InvalidSetting(f"--trace: there are no prompts in {', '.join(map(str, paths))}")
     reached = [cap for prompt, cap in found if cap is not None and max(prompt.lengths) >= cap]
     if max_tokens is not None and reached and max_tokens > min(reached):
         raise InvalidSetting(
-            f"--max-tokens: samples are truncated at {min(reached)} tokens, and what they would have become is not "
-            "known; lower it, or leave it out"
+            f"--max-tokens: samples are truncated at {min(reached)} tokens, and nobody knows how long they would have "
+            "become; lower --max-tokens, or leave it out"
         )
     longest = max(max(*prompt.lengths, cap or 0) for prompt, cap in found)
     return [prompt for prompt, _ in found], max_tokens or min(reached, default=longest)
 
 
 def describe(prompts: Sequence[TracedPrompt], max_tokens: int) -> str:
-    """Say in a line what the lengths of a trace are where trajectories end at ``max_tokens``."""
+    """Describe the lengths of a trace in a line, if trajectories end at ``max_tokens``."""
     traced = np.concatenate([prompt.lengths for prompt in prompts])
     lengths = np.minimum(traced, max_tokens)
     truncated = float((lengths == max_tokens).mean())
@@ -167,15 +207,16 @@ def describe(prompts: Sequence[TracedPrompt], max_tokens: int) -> str:
     if cut:
         about += (
             f". {cut:.0%} were longer than the limit, which is --max-tokens or the smallest cap that a sample reaches: "
-            "drop the lines with smaller caps, if they are not what you train with"
+            "drop the lines with smaller caps than the cap of your training"
         )
     return about
 
 
 def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
-    """Yield the prompts of a file with their caps; those with samples of several turns last, in groups."""
+    """Yield the prompts of a file with their caps. Prompts whose samples have several turns come last."""
+    fields = _FIELDS[form]
     is_jsonl = form is Format.JSONL
-    of_prompt, of_lengths, of_group, of_sample, of_turn, of_calls, of_call = NAMES[form].split()
+    # Samples with several turns, by step and prompt: prompt tokens, generated tokens and cap.
     groups: dict[tuple[str, int], list[tuple[int, int, int | None]]] = {}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
@@ -193,25 +234,36 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
             raise InvalidSetting(f"--trace: {place} is no JSON object")
         if not is_jsonl and line.get("validate") is True:
             continue
-        # PolyTrace's max_response_len counts what tools return, too, and some samples generate more than that.
-        cap = None if not is_jsonl or line.get("cap") is None else _count(line, "cap", place)
-        if "turns" in line if is_jsonl else "output" not in line:
-            # What tools add to a sample's context is prefilled, not generated.
-            generated, added = _total(line, "turns", of_turn, place), _total(line, of_calls, of_call, place)
-            prompt, group = _count(line, of_sample, place), (str(line.get("step")), _count(line, of_group, place, 0))
-            groups.setdefault(group, []).append((prompt + added, max(1, generated), cap))
+
+        # PolyTrace's max_response_len is no cap: it also counts the tokens of tools, and some samples generate more.
+        cap = None
+        if is_jsonl and line.get("cap") is not None:
+            cap = _count(line, "cap", place)
+        has_turns = "turns" in line if is_jsonl else "output" not in line
+        if has_turns:
+            generated = _total(line, "turns", fields.generated, place)
+            # An engine prefills the tokens that tools add, and does not generate them.
+            added = _total(line, fields.tools, fields.added, place)
+            prompt_tokens = _count(line, fields.sample_prompt_tokens, place)
+            group = (str(line.get("step")), _count(line, fields.group, place, 0))
+            groups.setdefault(group, []).append((prompt_tokens + added, max(1, generated), cap))
             continue
-        tokens, lengths = _count(line, of_prompt, place), line.get(of_lengths)
-        if not isinstance(lengths, list) or not lengths:
-            raise InvalidSetting(f"--trace: {of_lengths} must be a list of token counts in {place}")
-        found = tuple(_count({of_lengths: each}, of_lengths, place) for each in lengths)
-        if cap is not None and max(found) > cap:
-            raise InvalidSetting(f"--trace: {of_lengths} must be at most the cap, {cap}, in {place}; got {max(found)}")
-        yield TracedPrompt(tokens, found), cap
+
+        prompt_tokens = _count(line, fields.prompt_tokens, place)
+        values = line.get(fields.lengths)
+        if not isinstance(values, list) or not values:
+            raise InvalidSetting(f"--trace: {fields.lengths} must be a list of token counts in {place}")
+        lengths = tuple(_count({fields.lengths: value}, fields.lengths, place) for value in values)
+        if cap is not None and max(lengths) > cap:
+            raise InvalidSetting(
+                f"--trace: {fields.lengths} must be at most the cap, {cap}, in {place}; got {max(lengths)}"
+            )
+        yield TracedPrompt(prompt_tokens, lengths), cap
+
     for samples in groups.values():
-        contexts, tokens_generated, caps = zip(*samples, strict=True)
+        prompts, lengths, caps = zip(*samples, strict=True)
         cap = min((cap for cap in caps if cap is not None), default=None)
-        yield TracedPrompt(round(sum(contexts) / len(contexts)), tokens_generated), cap
+        yield TracedPrompt(round(sum(prompts) / len(prompts)), lengths), cap
 
 
 def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
@@ -222,7 +274,7 @@ def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> 
 
 
 def _total(line: Mapping[str, Any], name: str, of_each: str, place: str) -> int:
-    """Add up the token counts in a list of objects; 0 if it is missing."""
+    """Return the sum of a field over a list of objects, or 0 if there is no list."""
     values = line.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")

@@ -1,4 +1,4 @@
-"""Runs in the API process: vLLM's HTTP server around the engine port, weight updates, adapters, and the shutdown.
+"""vLLM's HTTP server in the API process: engine port, weight updates, adapters, shutdown.
 
-`server` and `launch` are where it starts, `llm` is the client that all of vLLM's routes call.
+`server` and `launch` start it. All of vLLM's routes call `llm`.
 """

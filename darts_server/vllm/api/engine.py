@@ -1,14 +1,14 @@
-"""vLLM behind the engine port: each candidate is a vLLM request of its own, with final-only output.
+"""vLLM behind the engine port. Each candidate is a vLLM request with final-only output.
 
-It relies on six details of vLLM that are not documented, each covered by a test on the real engine:
+This relies on six undocumented details of vLLM, each covered by a test on the real engine:
 
-* ``add_request`` returns a collector whose ``request_id`` is vLLM's internal id of the request;
-* ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far;
+* ``add_request`` returns a collector. Its ``request_id`` is vLLM's internal id of the request.
+* ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far.
 * ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
-  is found;
-* nothing else of a running final-only request reads its detokenizer's text or its log-probs, see
-  :mod:`darts_server.vllm.requests.outputs`;
-* an aborted final-only request still yields the output generated before the abort;
+  is found.
+* While a final-only request runs, vLLM reads neither its detokenizer's text nor its log-probs, see
+  :mod:`darts_server.vllm.requests.outputs`.
+* An aborted final-only request still yields the output that was generated before the abort.
 * ``abort(..., internal=True)`` takes internal ids.
 """
 
@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -52,11 +51,12 @@ logger = logging.getLogger(__name__)
 
 # vLLM's finish reasons of candidates that were not aborted. "repetition" is a limit of the caller's, like "length".
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "repetition": FinishReason.LENGTH}
+
+# vLLM checks only a part of a grammar before it sends the request to the engine.
 UNUSABLE_GRAMMAR = (
-    "the engine cannot compile it, or no token can begin it, its log says which; correct the schema or grammar, or "
-    "simplify it"
+    "the engine cannot compile the schema or grammar, or no token can begin it (the engine's log says which); correct "
+    "or simplify it"
 )
-"""vLLM's backends check a grammar before it is sent only in part."""
 
 # For app.py, which may not import vLLM.
 VllmPort: TypeAlias = Engine[PromptRequest, RequestOutput]
@@ -75,7 +75,9 @@ class VllmCandidate:
     on_end: Callable[[], None]
     deferred: Deferred
     constrained: bool
-    released: bool = False
+    """Whether a schema or grammar constrains the candidate."""
+    is_released: bool = False
+    """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
         return self.held.tokens(self.collector.request_id)
@@ -84,8 +86,8 @@ class VllmCandidate:
         state = self.held.states.get(self.collector.request_id)
         if state is None or state.detokenizer is None:
             return None
-        if not self.released:  # the first ones come now
-            self.released = True
+        if not self.is_released:
+            self.is_released = True
             self.held.release(self.collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
         values = self.deferred.values
@@ -93,7 +95,8 @@ class VllmCandidate:
 
     def stop(self) -> int:
         self.aborts.add(self.collector)
-        if (tokens := self.tokens()) is not None:
+        tokens = self.tokens()
+        if tokens is not None:
             return tokens
         # The candidate has finished, but `result` has not taken its output from the collector yet.
         output = self.collector.output
@@ -106,10 +109,12 @@ class VllmCandidate:
             raise translate(error) from error
         finally:
             self.on_end()
+
         assert isinstance(output, RequestOutput)
         completion = output.outputs[0]
         if completion.finish_reason == "error":
-            if self.constrained and len(completion.token_ids) <= 1:  # none: not compiled; one: no token can be first
+            # With no token the grammar was not compiled. With one token the grammar allows no first token.
+            if self.constrained and len(completion.token_ids) <= 1:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self.collector.request_id} while generating")
@@ -118,6 +123,7 @@ class VllmCandidate:
                 f"log-probs of request {self.collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
             )
+
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
@@ -130,8 +136,8 @@ class VllmEngine:
     def __init__(self, llm: ControlledLLM, probes: ProbeReceiver | None = None) -> None:
         self._llm = llm
         self._probes = ProbeReceiver() if probes is None else probes
+        # A completed group stops all of its running candidates in one turn of the event loop: one message for all.
         self._aborts = OncePerTurn(self._abort)
-        """A completed group stops all of its running candidates in the same turn."""
         self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
         config = llm.vllm_config
         self.engines: int = config.parallel_config.data_parallel_size
@@ -158,47 +164,67 @@ class VllmEngine:
         order: float = 0.0,
         prefix: TokenSlice | None = None,
     ) -> VllmCandidate:
-        """``prefix``: of a candidate that goes on."""
-        with ExitStack() as cleanup:  # runs when the candidate has finished
-            prompt, params, returns_logprobs = request.prompt, request.params_of(index), True
+        """Start a candidate. ``prefix``: tokens of a candidate that is resumed."""
+        # The clean-up runs when the candidate has finished, or at once if it cannot start.
+        with ExitStack() as cleanup:
+            params = request.params_of(index)
+            returns_logprobs = True
             if probe is not None:
-                number = None  # without which no hidden states are sent
+                # Without a number the engine sends no hidden states.
+                number = None
                 if probe.detect_at and self.probe_width is not None:
                     number = self._probes.register(probe)
                     cleanup.callback(self._probes.unregister, number)
                 params = request.probed_params_of(index, probe, number)
                 returns_logprobs = not request.adds_logprobs(probe)
+
             deferred = Deferred(self._tokenizer, params, prefix or NOTHING, returns_logprobs=returns_logprobs)
+            prompt = request.prompt
             if prefix is not None:
                 prompt, params = request.resumed(index, prefix.token_ids)
 
-            self._llm.gate.check()  # raises for groups that were admitted before the engine died
+            # Groups that were admitted before the engine died must not start on it.
+            self._llm.gate.check()
             rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
             options = place(self._llm.vllm_config, request.options, rank, order)
+            # The form of ids that vLLM gives to the children of a request with n > 1.
+            request_id = f"{index}_{request.request_id}"
             try:
                 with changing_state(deferred.begin):
-                    # The id that vLLM gives to the children of a request with n > 1.
-                    collector = await self._llm.add_request(f"{index}_{request.request_id}", prompt, params, **options)
+                    collector = await self._llm.add_request(request_id, prompt, params, **options)
             except Exception as error:
                 raise translate(error) from error
-            constrained, on_end = params.structured_outputs is not None, cleanup.pop_all().close
-            return VllmCandidate(self._llm.held, collector, self._aborts, on_end, deferred, constrained)
+
+            return VllmCandidate(
+                self._llm.held,
+                collector,
+                self._aborts,
+                on_end=cleanup.pop_all().close,
+                deferred=deferred,
+                constrained=params.structured_outputs is not None,
+            )
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
 
-    async def resume(self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0) -> VllmCandidate:
+    async def resume(
+        self,
+        request: PromptRequest,
+        index: int,
+        prefix: TokenSlice,
+        order: float = 0.0,
+    ) -> VllmCandidate:
         return await self.start(request, index, order=order, prefix=prefix)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
         try:
-            names = list(map(attrgetter("request_id"), collectors))
-            await self._llm.engine_core.abort_requests_async(names)  # it answers
+            # The engine answers an abort with the output that it has generated so far.
+            await self._llm.engine_core.abort_requests_async([collector.request_id for collector in collectors])
         except Exception as error:
             logger.exception("vLLM failed to abort %d requests", len(collectors))
-            for each in collectors:
-                if each.output is None:
-                    each.put(CandidateFailed(f"vLLM failed to abort request {each.request_id}: {error}"))
+            for collector in collectors:
+                if collector.output is None:
+                    collector.put(CandidateFailed(f"vLLM failed to abort request {collector.request_id}: {error}"))
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return truncate_output(output, tokens)
@@ -207,7 +233,11 @@ class VllmEngine:
         return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
-        self, request: PromptRequest, tokens: TokenSlice, finish_reason: FinishReason, text: str
+        self,
+        request: PromptRequest,
+        tokens: TokenSlice,
+        finish_reason: FinishReason,
+        text: str,
     ) -> RequestOutput:
         deferred = Deferred(self._tokenizer, request.params, tokens)
         return deferred.make_output(request.prompt, finish_reason.value, text)
@@ -222,12 +252,13 @@ class VllmEngine:
 
 
 def translate(error: Exception) -> EngineError:
-    """Translate an exception of vLLM to the port's."""
+    """Translate an exception of vLLM to an error of the port."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, EngineDeadError):
         return EngineDead(str(error))
-    if isinstance(error, (GracefulHTTPError, Overloaded)):  # by `--max-num-queued-reqs` or `-tokens`
+    # Raised at the limits --max-num-queued-reqs and --max-num-queued-tokens.
+    if isinstance(error, (GracefulHTTPError, Overloaded)):
         return EngineBusy(str(error), RETRY_SECONDS)
     if isinstance(error, REFUSALS):
         return EngineRefused(str(error))

@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM's engine, and the model names under which its server serves them."""
+"""LoRA adapters in vLLM's engine, and their model names in vLLM's server."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -19,8 +19,8 @@ WEIGHT = ".weight"
 class VllmLoras:
     """Implements :class:`darts_server.weights.port.LoraEngine`.
 
-    A LoRA adapter keeps vLLM's integer id when it is replaced. So a request that began with the previous one continues
-    with the new one, and no request ever names an id that is not loaded: the engine would die of it.
+    A LoRA adapter keeps vLLM's integer id when it is replaced. Requests that began with the old adapter continue with
+    the new adapter. A request with an id that is not loaded would kill the engine.
 
     ``checkpoint``: reads the headers of the model's tensors.
     """
@@ -30,78 +30,86 @@ class VllmLoras:
         self._checkpoint = checkpoint
         self._registry: Any = None
         self._raw_names: set[str] = set()
-        self.pushed: dict[str, LoRARequest] = {}  # the adapters that are served and were pushed, by name
-        self.changes = 0  # number of adapters that were loaded or removed
+        self.pushed: dict[str, LoRARequest] = {}
+        """Pushed adapters that are served, by name."""
+        self.changes = 0
+        """Number of times that an adapter was loaded or removed."""
         self._removed_ids: set[int] = set()
         self._layers: LoraLayers | None = None
 
     def attach(self, registry: Any, raw_names: set[str]) -> None:
-        """Register names from now on. ``registry``: vLLM's, of served models. ``raw_names``: the unshaped ones."""
+        """Register names in vLLM's ``registry`` of served models, and unshaped names in ``raw_names``."""
         self._registry = registry
         self._raw_names = raw_names
 
     async def layers(self) -> LoraLayers:
         if self._layers is None:
             tensors = await self._checkpoint()
-            names = (await self._llm.collective_rpc("darts_lora_layers"))[0]
-            files = [(name, file) for name in names if (file := tensors.get(name + WEIGHT)) is not None]
-            shapes = {name: file.tensors[name + WEIGHT].shape for name, file in files}
+            matrices: dict[str, tuple[int, int]] = {}
+            for name in (await self._llm.collective_rpc("darts_lora_layers"))[0]:
+                weight = name + WEIGHT
+                shape = tensors[weight].tensors[weight].shape if weight in tensors else ()
+                if len(shape) == 2:
+                    matrices[name] = (shape[0], shape[1])
             config: Any = self._llm.vllm_config.lora_config
-            matrices = {name: (shape[0], shape[1]) for name, shape in shapes.items() if len(shape) == 2}
             self._layers = LoraLayers(matrices, config.max_lora_rank)
         return self._layers
 
     def check_name(self, name: str) -> None:
         if self._registry.is_base_model(name):
-            raise InvalidRequest("name", f"{name!r} is the model itself; choose another")
+            raise InvalidRequest("name", f"{name!r} is the model itself; choose another name")
         registered = self._registry.lora_requests.get(name)
         if registered is not None and registered is not self.pushed.get(name):
             raise Conflict(
                 "name",
-                f"the LoRA adapter {name!r} was loaded by vLLM's flag or route; unload it first, or choose another",
+                f"the LoRA adapter {name!r} was loaded by vLLM's flag or route; unload it, or choose another name",
             )
 
     async def load(self, name: str, folder: Path) -> None:
         number = self.pushed[name].lora_int_id if name in self.pushed else self._registry.lora_id_counter.inc(1)
-        # The LoRARequest that goes with requests has no load_inplace: the engine would load the files at every step.
+        # The LoRARequest that is sent with requests has no load_inplace: with it, the engine would load the files at
+        # every step.
         self.pushed[name] = LoRARequest(name, number, str(folder))
         try:
             is_loaded = await AsyncLLM.add_lora(self._llm, LoRARequest(name, number, str(folder), load_inplace=True))
         except Exception as error:
             raise UpdateFailed(f"the engine could not load the LoRA adapter: {error}") from error
         if not is_loaded:
-            raise UpdateFailed("the engine did not take the LoRA adapter")
-        # The adapter that this one replaces may have given NaN.
+            raise UpdateFailed("the engine did not accept the LoRA adapter; its log says why")
+
+        # The replaced adapter may have left NaN in caches.
         await self._llm.collective_rpc("darts_clean_caches")
         self.changes += 1
-        self._registry.lora_requests[name] = self.pushed[name]
         raw = name + RAW_SUFFIX
+        self._registry.lora_requests[name] = self.pushed[name]
         self._registry.lora_requests[raw] = LoRARequest(raw, number, str(folder))
         self._raw_names.add(raw)
 
     async def unload(self, name: str) -> None:
-        if (request := self.pushed.pop(name, None)) is None:
+        request = self.pushed.pop(name, None)
+        if request is None:
             return
         self._removed_ids.add(request.lora_int_id)
         self.changes += 1
         for served in (name, name + RAW_SUFFIX):
             self._registry.lora_requests.pop(served, None)
             self._raw_names.discard(served)
-        with suppress(Exception):  # no request can name it any more; if it stays, vLLM evicts it for another one
+        # If this fails, vLLM evicts the adapter when it needs the space. No request can name it any more.
+        with suppress(Exception):
             await self._llm.remove_lora(request.lora_int_id)
 
     def check_foreign_load(self, request: LoRARequest) -> None:
-        """Raise `Conflict` if vLLM's own routes would load over a pushed LoRA adapter."""
+        """Raise `Conflict` if vLLM's own routes would replace a pushed adapter."""
         if any(pushed.lora_int_id == request.lora_int_id for pushed in self.pushed.values()):
             raise Conflict(
                 "name", f"the LoRA adapter {request.lora_name!r} was pushed; push it again, or delete it first"
             )
 
     def resolve(self, request: LoRARequest) -> LoRARequest:
-        """Return the current LoRA adapter of a request, which may have waited while it was replaced.
+        """Return the current adapter for a request, which may have waited while its adapter was replaced.
 
         Raises:
-            NotFound: it was removed meanwhile.
+            NotFound: the adapter was removed meanwhile.
         """
         if request.lora_int_id in self._removed_ids:
             raise NotFound("model", f"the LoRA adapter {request.lora_name!r} was removed while the request waited")

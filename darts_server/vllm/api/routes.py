@@ -1,15 +1,14 @@
-"""What we change in vLLM's own routes: shaping options, our errors in their answers, streams with several choices.
+"""Our changes to vLLM's routes: shaping options, our errors in their answers, streams with several choices.
 
-vLLM's handlers pass nothing on to ``generate()`` that they do not know, so options go there in a context variable.
+Shaping options reach ``generate()`` in a context variable, since vLLM's handlers pass only fields that they know.
 
-They answer every exception that they do not know with a 500. An error that is raised before an answer begins reaches
-FastAPI's handlers, ours among them. These do not:
+An error before the answer begins reaches FastAPI's handlers, which include ours. Four kinds of errors do not:
 
-* in a stream, whose status was sent, vLLM's generators turn the error into an event by ``create_error_response``;
-* streams of the Responses API pass it on, and the connection breaks off; in the background they end with no event, and
-  what is not streamed stays queued;
-* ``/v1/messages`` turns it into an answer itself, and in a stream fails to parse the event that the chat route sends;
-* the handlers of some control routes catch all exceptions.
+* In a stream, vLLM's generators turn the error into an event by ``create_error_response``.
+* Streams of the Responses API break the connection. In the background they end without an event, and a response that is
+  not streamed stays queued.
+* ``/v1/messages`` answers the error itself, and its stream cannot parse the chat route's error event.
+* The handlers of some control routes catch all exceptions and answer 500.
 """
 
 import json
@@ -37,12 +36,15 @@ from darts_server.vllm.compat import GENERATION_HANDLERS
 
 logger = getLogger(__name__)
 
-REQUEST_ID_HEADER = "X-Request-Id"  # to vLLM it goes before the ``request_id`` of a body
-XARGS, SAMPLING_PARAMS = "vllm_xargs", "sampling_params"
+# vLLM prefers this header to the ``request_id`` of a body.
+REQUEST_ID_HEADER = "X-Request-Id"
+XARGS = "vllm_xargs"
+SAMPLING_PARAMS = "sampling_params"
 ABORT = "/abort_requests"
-FINISH_UPDATE, CHECK_FINITE = "/finish_weight_update", "check_finite"
+FINISH_UPDATE = "/finish_weight_update"
+CHECK_FINITE = "check_finite"
 CONTROL_PATHS = frozenset({"/pause", "/resume", "/scale_elastic_ep", ABORT})
-"""Of the routes whose handlers catch all exceptions."""
+"""Control routes whose handlers catch all exceptions."""
 ERROR_EVENT = 'data: {"error":'
 
 Handler = Callable[..., Awaitable[Any]]
@@ -50,14 +52,14 @@ ErrorFields = Callable[[DartsError], Mapping[str, Any]]
 """Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
 CheckOptions = Callable[[RequestOptions, Mapping[str, Any]], None]
-"""Checks the options of header and model name with those in ``vllm_xargs``; raises ``InvalidRequest``."""
+"""Checks options of headers and model name together with ``vllm_xargs``. Raises `InvalidRequest`."""
 
 
 class Extension(Protocol):
-    """Reads further fields of a parsed request, and adds some to its answer."""
+    """Reads further fields of a parsed request, and adds fields to its answer."""
 
     def before(self, request: Any) -> None:
-        """Raises ``InvalidRequest``."""
+        """Raises `InvalidRequest`."""
 
     def after(self, request: Any, answer: Any) -> None: ...
 
@@ -70,32 +72,35 @@ def attach(
     check_options: CheckOptions,
     extensions: Sequence[Extension],
 ) -> None:
-    """Let vLLM's generation routes read headers and model name first, and all its routes answer our errors.
+    """Let vLLM's generation routes read headers and model name, and all its routes answer our errors.
 
-    ``fields_of``: an error. ``check_options``: raises for options that ``generate()`` would refuse. Streams of the
-    Responses API call that after their status was sent. ``extensions``: further fields of requests and answers.
+    ``raw_names``: names of models that are not shaped.
     """
     for route in application.routes:
-        if isinstance(route, APIRoute) and route.path in CONTROL_PATHS and route.dependant.call is not None:
+        if not isinstance(route, APIRoute) or route.dependant.call is None:
+            continue
+        if route.path in CONTROL_PATHS:
             route.dependant.call = _keep_own_errors(route.dependant.call, is_abort=route.path == ABORT)
-        elif isinstance(route, APIRoute) and route.path == FINISH_UPDATE and route.dependant.call is not None:
+        elif route.path == FINISH_UPDATE:
             route.dependant.call = _with_finite_check(route.dependant.call)
+
     state = application.state
     for attribute, method in GENERATION_HANDLERS:
-        if (serving := getattr(state, attribute, None)) is not None:
+        serving = getattr(state, attribute, None)
+        if serving is not None:
             handler = getattr(serving, method)
-            setattr(serving, method, _behind_options(handler, read_options, raw_names, check_options, extensions))
+            setattr(serving, method, _with_options(handler, read_options, raw_names, check_options, extensions))
             serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
-    if (responses := getattr(state, "openai_serving_responses", None)) is not None:
-        _end_responses(responses)
-    if (messages := getattr(state, "anthropic_serving_messages", None)) is not None:
-        _end_messages(messages)
-    if (tokens := getattr(state, "serving_tokens", None)) is not None:
-        # Its streams have room only for the choices of the first output. It sends no event for empty ones.
-        stream = tokens.serve_tokens_stream_generator
-        tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
-            request, with_all_choices(outputs, request.sampling_params.n), *more
-        )
+
+    changes = {
+        "openai_serving_responses": _end_responses,
+        "anthropic_serving_messages": _end_messages,
+        "serving_tokens": _complete_choices,
+    }
+    for attribute, change in changes.items():
+        serving = getattr(state, attribute, None)
+        if serving is not None:
+            change(serving)
 
 
 # --- options of generation routes -------------------------------------------------
@@ -103,12 +108,11 @@ def attach(
 
 @dataclass(slots=True)
 class RouteCall:
-    """What ``generate()`` reads of the call of a route that it serves, and notes.
+    """A call of a generation route, as ``generate()`` reads it and adds to it.
 
-    ``options``: of its headers and model name. ``session``: that a header names. ``beams``: of a beam search, over all
-    its prompts; it calls ``generate()`` for every token of every beam, and is admitted once: ``ticket`` holds them from
-    the first call to the end. ``groups``: ids of those that it is served as. ``named``: prompts that the caller's
-    prompt key is used for. ``aborted``: whether an answer ended by an abort.
+    ``beams``: beams of a beam search over all its prompts. A beam search calls ``generate()`` for every token of every
+    beam, but is admitted once, with ``ticket``. ``groups``: ids of groups that serve the call. ``named``: keys of
+    prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -121,10 +125,9 @@ class RouteCall:
 
 
 route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
-"""The call of a route that is being handled."""
 
 
-def _behind_options(
+def _with_options(
     handler: Handler,
     read_options: ReadOptions,
     raw_names: Set[str],
@@ -134,11 +137,13 @@ def _behind_options(
     @wraps(handler)
     async def handle(request: Any, raw_request: Any = None) -> Any:
         headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
-        # Before vLLM logs the id.
+        # vLLM's handler logs the id, so check it first.
         check_name("request_id", str(getattr(request, "request_id", None) or ""))
         check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
         for extension in extensions:
             extension.before(request)
+
+        # Options come from headers, the model's name and extra arguments.
         options = read_options(headers)
         if getattr(request, "model", None) in raw_names:
             options = replace(options, policy=OFF)
@@ -146,23 +151,31 @@ def _behind_options(
         if params is not None and raw_request is not None:
             await move_xargs(params, raw_request)
         xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
-        # Of the Responses API, which calls `generate` while its stream is read.
-        is_late = hasattr(request, "input") and hasattr(request, "previous_response_id")
-        if is_late:
+        # The Responses API calls `generate` only while its stream is read, after the status was sent.
+        is_responses_api = hasattr(request, "input") and hasattr(request, "previous_response_id")
+        if is_responses_api:
             check_options(options, xargs)
+
         beams = 0
         if getattr(request, "use_beam_search", False):
-            prompts, beams = getattr(request, "prompt", None), getattr(request, "n", None) or 1
+            policy = xargs.get("darts_policy", options.policy)
+            if policy not in (None, OFF):
+                raise InvalidRequest(
+                    "policy", f"{policy!r} cannot shape a beam search; omit the policy or use_beam_search"
+                )
+            beams = getattr(request, "n", None) or 1
+            prompts = getattr(request, "prompt", None)
             if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
                 beams *= len(prompts)
-            if (policy := xargs.get("darts_policy", options.policy)) not in (None, OFF):
-                raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; leave out one of them")
         session: str | None = None
         for name in SESSION_HEADERS:
-            if session := headers.get(name):
+            session = headers.get(name) or None
+            if session is not None:
                 check_name(name, session)
                 break
-        call = RouteCall(options, session or None, beams)
+
+        # vLLM's handler calls `generate`, which reads the context variable.
+        call = RouteCall(options, session, beams)
         token = route_call.set(call)
         try:
             answer = await handler(request, raw_request)
@@ -170,20 +183,23 @@ def _behind_options(
             route_call.reset(token)
             if call.ticket is not None:
                 call.ticket.release()
+
         for extension in extensions:
             extension.after(request, answer)
         metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
         if call.groups and metadata is not None:
-            # What finds the groups: the id of the response, or that of the one it shares with other requests.
-            shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
-            raw_request.state.darts_group_id = call.groups[0] if shared else metadata.request_id
-        return _stream_in(call, answer) if is_late and isinstance(answer, AsyncGenerator) else answer
+            # The id of the response finds the group, unless several requests share the group.
+            is_shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
+            raw_request.state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
+        if is_responses_api and isinstance(answer, AsyncGenerator):
+            return _stream_in(call, answer)
+        return answer
 
     return handle
 
 
 async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Read a stream with the context of its request, in the task that sends it and ends with it."""
+    """Read a stream in the context of its request. The task that sends it ends with it."""
     route_call.set(call)
     async with aclosing(answer):
         async for part in answer:
@@ -193,15 +209,15 @@ async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> Asyn
 async def move_xargs(params: Any, raw_request: Any) -> None:
     """Move extra arguments of the token route to ``extra_args`` of its sampling parameters.
 
-    Its model has no ``vllm_xargs`` and drops them, in the request and in the sampling parameters.
+    The route's models have no ``vllm_xargs`` and drop them.
 
     Raises:
-        InvalidRequest: they are no object, or are in two places with different values.
+        InvalidRequest: the arguments are no object, or differ between the two places.
     """
-    body = await raw_request.body()  # it was read before, and is kept
-    if XARGS.encode() not in body:
+    # Starlette has kept the body and its JSON.
+    if XARGS.encode() not in await raw_request.body():
         return
-    sent = await raw_request.json()  # it was parsed before, and is kept
+    sent = await raw_request.json()
     places = {XARGS: sent.get(XARGS), f"{SAMPLING_PARAMS}.{XARGS}": (sent.get(SAMPLING_PARAMS) or {}).get(XARGS)}
     merged = dict(params.extra_args or {})
     for place, xargs in places.items():
@@ -220,7 +236,7 @@ async def move_xargs(params: Any, raw_request: Any) -> None:
 
 @dataclass(slots=True)
 class _ControlCall:
-    """A call of a control route. ``is_abort``: of the one that aborts requests, and it has not done so yet."""
+    """A call of a control route. ``is_abort``: whether the call has yet to abort requests."""
 
     is_abort: bool
     error: DartsError | None = None
@@ -231,17 +247,18 @@ _control_call: ContextVar[_ControlCall | None] = ContextVar("darts_control_call"
 
 @contextmanager
 def note_own_error() -> Iterator[None]:
-    """Note an error of ours that is raised inside, for the caller of the control route."""
+    """Record our errors in the block, for the caller of the control route."""
     try:
         yield
     except DartsError as error:
-        if (call := _control_call.get()) is not None and call.error is None:
+        call = _control_call.get()
+        if call is not None and call.error is None:
             call.error = error
         raise
 
 
 def is_abort_by_route() -> bool:
-    """Whether this abort is that of the route for it: the first one in its call. What follows from it is not."""
+    """Whether ``/abort_requests`` itself makes this abort. Later aborts of the same call are consequences."""
     call = _control_call.get()
     if call is None or not call.is_abort:
         return False
@@ -262,34 +279,29 @@ def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
                 raise
         finally:
             _control_call.reset(token)
-        if call.error is not None:  # in place of vLLM's answer, or exception
+        # Our error takes the place of vLLM's answer or exception.
+        if call.error is not None:
             raise call.error from None
         return answer
 
     return handle
 
 
-_checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True)
-
-
-def checks_finite() -> bool:
-    """Whether an update that is being finished fails if the model has NaN or infinity."""
-    return _checks_finite.get()
+checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True)
+"""Whether the update that ends in this call fails if the model has NaN or infinity."""
 
 
 def _with_finite_check(handler: Handler) -> Handler:
-    """Read our query parameter of vLLM's route that finishes an update."""
-
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
         given = raw_request.query_params.get(CHECK_FINITE, "true")
         if given not in ("true", "false"):
             raise InvalidRequest(CHECK_FINITE, "must be true or false")
-        token = _checks_finite.set(given == "true")
+        token = checks_finite.set(given == "true")
         try:
             return await handler(raw_request=raw_request, **values)
         finally:
-            _checks_finite.reset(token)
+            checks_finite.reset(token)
 
     return handle
 
@@ -307,25 +319,33 @@ class ErrorEvent(BaseModel):
     sequence_number: int
 
 
-def _make_error(vllms: Callable[..., Any], fields_of: ErrorFields, message: Any, *args: Any, **more: Any) -> Any:
+def _make_error(
+    make: Callable[..., Any],
+    fields_of: ErrorFields,
+    message: Any,
+    *args: Any,
+    **more: Any,
+) -> Any:
     if not isinstance(message, DartsError):
-        return vllms(message, *args, **more)
+        return make(message, *args, **more)
     fields = fields_of(message)
     status = HTTPStatus(fields["code"])
-    response = vllms(fields["message"], err_type=fields["type"], status_code=status, param=fields["param"])
-    response.error.message = fields["message"]  # vLLM removes what looks like a path
+    response = make(fields["message"], err_type=fields["type"], status_code=status, param=fields["param"])
+    # vLLM removes parts of a message that look like a path.
+    response.error.message = fields["message"]
     return response
 
 
 def _end_responses(responses: Any) -> None:
-    """End streams of the Responses API by an event, let responses in the background fail, and report aborts."""
-    stream, stream_stored = responses.responses_stream_generator, responses.responses_background_stream_generator
+    """Report errors and aborts in the streams and background responses of the Responses API."""
+    make_response = responses.responses_full_generator
+    stream = responses.responses_stream_generator
+    stream_stored = responses.responses_background_stream_generator
     run = responses._run_background_request
-    make_whole = responses.responses_full_generator
 
     async def make_whole_or_cancelled(*args: Any, **more: Any) -> Any:
-        # vLLM says "cancelled" of an aborted response for one family of models, and "completed" for all others.
-        response = await make_whole(*args, **more)
+        response = await make_response(*args, **more)
+        # vLLM reports an aborted response as "cancelled" for one family of models, and as "completed" for all others.
         call = route_call.get()
         if call is not None and call.aborted and getattr(response, "status", None) in ("completed", "incomplete"):
             response.status = "cancelled"
@@ -333,7 +353,6 @@ def _end_responses(responses: Any) -> None:
         return response
 
     async def mark_failed(response_id: str) -> None:
-        """Say of a response that runs in the background, and is stored, that it has failed, as vLLM does."""
         async with responses.response_store_lock:
             stored = responses.response_store.get(response_id)
             if stored is not None and stored.status not in ("completed", "cancelled"):
@@ -352,11 +371,14 @@ def _end_responses(responses: Any) -> None:
             await mark_failed(request.request_id)
             fields = responses.create_error_response(error).error
             yield ErrorEvent(
-                code=str(fields.code), message=fields.message, param=fields.param, sequence_number=number + 1
+                code=str(fields.code),
+                message=fields.message,
+                param=fields.param,
+                sequence_number=number + 1,
             )
 
     async def stream_stored_until_error(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        # vLLM's ends with nothing but the event of the response's completion.
+        # vLLM's generator ends only with the event of the response's completion.
         async with aclosing(stream_stored(*args, **more)) as events:
             async for event in events:
                 yield event
@@ -370,27 +392,28 @@ def _end_responses(responses: Any) -> None:
             logger.warning("response %s, which runs in the background, failed: %s", request.request_id, error)
             await mark_failed(request.request_id)
 
-    # vLLM's converts an error of the engine to an event that it has no type for.
-    responses._convert_generation_error_to_streaming_response = _raise
+    def raise_error(error: Exception) -> None:
+        raise error
+
+    # vLLM's method converts an engine's error to an event that vLLM has no type for.
+    responses._convert_generation_error_to_streaming_response = raise_error
     responses.responses_full_generator = make_whole_or_cancelled
     responses.responses_stream_generator = stream_with_error
     responses.responses_background_stream_generator = stream_stored_until_error
     responses._run_background_request = run_and_mark
 
 
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def _end_messages(messages: Any) -> None:
-    """Answer our errors on ``/v1/messages``, and end its streams by Anthropic's event."""
-    chat, convert = messages.create_chat_completion, messages.message_stream_converter
+    """Answer our errors on ``/v1/messages``, in streams by Anthropic's event."""
+    chat = messages.create_chat_completion
+    convert = messages.message_stream_converter
 
     async def answer(*args: Any, **more: Any) -> Any:
         try:
             return await chat(*args, **more)
         except DartsError as error:
-            caller.get().answered = error  # for its headers
+            # The middleware adds the headers of the error.
+            caller.get().answered = error
             return messages.create_error_response(error)
 
     async def convert_with_errors(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
@@ -418,16 +441,26 @@ def _end_messages(messages: Any) -> None:
 # --- the token route ----------------------------------------------------------------
 
 
+def _complete_choices(serving_tokens: Any) -> None:
+    """Let streams have several choices: vLLM's generator has room for the choices of its first output only."""
+    stream = serving_tokens.serve_tokens_stream_generator
+    serving_tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
+        request, with_all_choices(outputs, request.sampling_params.n), *more
+    )
+
+
 async def with_all_choices(
     outputs: AsyncGenerator[RequestOutput, None], choices: int
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Add the missing ones of ``choices`` choices to the first output, empty and unfinished."""
-    missing = set(range(choices))
+    """Add missing choices, empty and unfinished, to the first output."""
+    is_first = True
     async with aclosing(outputs):
         async for output in outputs:
-            if missing := missing - {choice.index for choice in output.outputs}:
+            if is_first:
+                is_first = False
+                missing = set(range(choices)) - {choice.index for choice in output.outputs}
+                # vLLM sends no event for an empty choice.
                 empty = [CompletionOutput(index, "", [], None, None) for index in sorted(missing)]
                 output = copy(output)
                 output.outputs = [*output.outputs, *empty]
-                missing = set()
             yield output

@@ -1,4 +1,4 @@
-"""vLLM's own HTTP server around the engine that shapes: its flags, its app, its routes."""
+"""vLLM's own HTTP server around the engine that shapes: its app and its routes."""
 
 import asyncio
 import os
@@ -31,9 +31,9 @@ ROUTE_LINES = ("Available routes", "Route: ")
 
 
 def take_api_keys(args: Namespace) -> list[str]:
-    """Remove the API keys from vLLM's flag and variable, and return them.
+    """Remove the API keys from vLLM's flag and environment variable, and return them.
 
-    vLLM would refuse keys that are read later from a file; and its processes must not inherit them.
+    vLLM would refuse the keys of a key file, and its processes must not inherit keys.
     """
     given: list[str] = args.api_key or [os.environ.get(KEY_VARIABLE, "")]
     args.api_key = None
@@ -42,19 +42,20 @@ def take_api_keys(args: Namespace) -> list[str]:
 
 
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run the server's main coroutine function on vLLM's kind of event loop; return the process's exit code."""
+    """Run the server's main coroutine function on vLLM's kind of event loop, and return the process's exit code."""
     configure_logging_from_args(args)
-    # Explicitly, since a library that vLLM uses raises the root logger's level to ERROR when the app is made.
+    # A library that vLLM uses raises the root logger's level to ERROR when the app is made.
     ours = getLogger("darts_server")
     if ours.level == NOTSET:
         ours.setLevel(WARNING)
-    if (warning := version_warning(vllm_version())) is not None:
+    warning = version_warning(vllm_version())
+    if warning is not None:
         logger.warning(warning)
     return uvloop.run(main())
 
 
 def bound_socket(args: Namespace) -> "closing[socket.socket]":
-    """Bind the address before the engine starts: an address that is in use must not cost a start."""
+    """Bind the server's address. This happens before the engine starts, which takes long."""
     return closing(setup_server(args, reuse_port=False)[1])
 
 
@@ -63,12 +64,9 @@ async def make_app(
     args: Namespace,
     read_options: ReadOptions,
     error_fields: ErrorFields,
-    extensions: Sequence[Extension] = (),
+    extensions: Sequence[Extension],
 ) -> FastAPI:
-    """Build vLLM's app on this engine; its generation routes read our options from headers and model names.
-
-    ``error_fields``: of our errors in its answers.
-    """
+    """Build vLLM's app on this engine. Its generation routes read our options from headers and model names."""
     tasks = await llm.get_supported_tasks()
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
@@ -79,7 +77,8 @@ async def make_app(
     attach(application, error_fields, read_options, raw_names, llm.check_options, extensions)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
-    application.middleware_stack = None  # vLLM has built it; it is built again with the middleware that is added
+    # vLLM has built the stack already. Starlette builds it again with the middleware that is added later.
+    application.middleware_stack = None
     return application
 
 
@@ -89,7 +88,9 @@ def url_of(args: Namespace, sock: socket.socket) -> str:
         return f"unix:{sock.getsockname()}"
     host, port, *_ = sock.getsockname()
     scheme = "https" if args.ssl_certfile else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    if ":" in host:
+        host = f"[{host}]"
+    return f"{scheme}://{host}:{port}"
 
 
 async def serve(
@@ -104,21 +105,26 @@ async def serve(
 
     ``protocol``: uvicorn's implementation of HTTP/1.1. ``on_ready``: called once, when the server answers.
     """
-    envs.enable_envs_cache()  # as vLLM's other processes do: its statistics read the environment for each token
-    log_config = get_uvicorn_log_config(args)
+    # vLLM's statistics read the environment for each token. Its other processes cache it too.
+    envs.enable_envs_cache()
+    is_ready = False
+
+    async def notify() -> None:
+        """Called when the server answers, and repeatedly afterwards."""
+        nonlocal is_ready
+        shutdown.handle_signals()
+        if not is_ready:
+            is_ready = True
+            on_ready()
 
     def stop_http_server() -> None:
         application.state.server.should_exit = True
 
-    waiting = [on_ready]
-
-    async def notify() -> None:
-        """Called once the server answers, and from time to time afterwards."""
-        await shutdown.handle_signals()
-        while waiting:
-            waiting.pop()()
-
-    # A line for each of some fifty routes would bury all that is said before.
+    log_options: dict[str, Any] = {}
+    log_config = get_uvicorn_log_config(args)
+    if log_config is not None:
+        log_options["log_config"] = log_config
+    # A line for each of about fifty routes would bury the lines before.
     launcher = getLogger(serve_http.__module__)
     launcher.addFilter(lambda record: not str(record.msg).startswith(ROUTE_LINES))
 
@@ -140,12 +146,12 @@ async def serve(
             ssl_cert_reqs=args.ssl_cert_reqs,
             ssl_ciphers=args.ssl_ciphers,
             http=protocol,
-            **({} if log_config is None else {"log_config": log_config}),
+            **log_options,
         )
     await ended
 
 
 def stopping(application: FastAPI) -> bool:
-    """Whether its HTTP server is shutting down: it waits for open responses, so endless ones must end."""
+    """Whether the HTTP server is shutting down. It waits for open responses, so endless responses must end."""
     http_server = getattr(application.state, "server", None)
     return http_server is not None and bool(http_server.should_exit)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,24 @@ from darts_server.weights.tensors import ExpectedTensors, FilePlan, TensorSet, r
 
 logger = logging.getLogger(__name__)
 
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)  # tensors of old checkpoints that no model loads
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+"""Ending of tensors in old checkpoints that no model loads."""
 
 
 class VllmModel:
     """Implements :class:`darts_server.weights.port.Model`.
 
-    The workers load by a method of ours (`engine_core.worker`), and not by a backend registered with vLLM's
-    ``WeightTransferEngineFactory``: a server has one such backend, so ours would take the place of NCCL's.
+    Workers load weights by our worker extension. A server has only one backend of vLLM's
+    ``WeightTransferEngineFactory``, so a backend of ours would replace the trainer's NCCL.
     """
 
     def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
-        self._checkpoint: TensorSet | None = None  # read once
-        self._loaded: FilePlan | None = None  # what all engines have; `None`: what they were started with
+        self._checkpoint: TensorSet | None = None
+        # The weights that all engines have, or None for the weights that they were started with.
+        self._loaded: FilePlan | None = None
         self.loras = None if llm.vllm_config.lora_config is None else VllmLoras(llm, self._tensors)
 
     @property
@@ -40,8 +44,10 @@ class VllmModel:
     async def expected_tensors(self) -> ExpectedTensors:
         tensors = {name: file.tensors[name] for name, file in (await self.checkpoint_tensors()).items()}
         embeddings = [name for name in tensors if name.endswith(EMBEDDING)]
-        is_tied = bool(getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False))
-        return ExpectedTensors(tensors, {HEAD: embeddings[0]} if is_tied and len(embeddings) == 1 else {})
+        tied: dict[str, str] = {}
+        if getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False) and len(embeddings) == 1:
+            tied[HEAD] = embeddings[0]
+        return ExpectedTensors(tensors, tied)
 
     async def checkpoint_tensors(self) -> TensorSet:
         if self.loras is not None:
@@ -52,13 +58,13 @@ class VllmModel:
         return await self._tensors()
 
     async def _tensors(self) -> TensorSet:
-        """The tensors of the checkpoint that vLLM loaded its model from; `UpdateUnsupported` if they are unknown."""
+        """Return the tensors of the checkpoint that vLLM loaded, or raise `UpdateUnsupported`."""
         if self._checkpoint is None:
             self._check_supported()
             self._checkpoint = await run_sync(self._read_checkpoint)
         return self._checkpoint
 
-    # Not ControlledLLM's pause_generation and resume_generation, which count as the trainer's.
+    # These methods do not call ControlledLLM's pause_generation and resume_generation, which count as the trainer's.
 
     async def pause(self) -> None:
         # "keep" leaves running requests in the scheduler's queue. With clear_cache vLLM drops their KV blocks too, and
@@ -72,27 +78,29 @@ class VllmModel:
         await self._llm.pause_engine("abort")
 
     async def load(self, files: FilePlan) -> None:
-        await self._call_workers("darts_load_weights", _plan_of(files))
-        self._loaded, self._llm.written_by_trainer = files, False
+        await self._call_workers("darts_load_weights", _encode_plan(files))
+        self._loaded = files
+        self._llm.written_by_trainer = False
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Equal for as long as the engines have the same weights and LoRA adapters."""
+        """A value that changes when the engines' weights or LoRA adapters change."""
         return self._loaded, () if self.loras is None else self.loras.changes
 
     async def bring_to_state(self, engine: bytes) -> None:
-        """Bring an engine that has started again to the weights and LoRA adapters of the others, or `UpdateFailed`."""
+        """Load the weights and LoRA adapters of the other engines into an engine that has started again."""
         core: Any = self._llm.engine_core
+        call = partial(core._call_utility_async, engine=engine)
         try:
             if self._loaded is not None:
-                call = ("collective_rpc", "darts_load_weights", None, (_plan_of(self._loaded),), None)
-                _raise_error(await core._call_utility_async(*call, engine=engine))
+                plan = _encode_plan(self._loaded)
+                _raise_first(await call("collective_rpc", "darts_load_weights", None, (plan,), None))
             if self.loras is not None:
                 for lora in self.loras.pushed.values():
-                    await core._call_utility_async("add_lora", lora, engine=engine)
+                    await call("add_lora", lora)
         except EngineError as error:
             raise UpdateFailed(f"the engine was lost while it loaded weights: {error}") from error
-        await core._call_utility_async("set_weight_version", str(self._llm.weight_version), engine=engine)
+        await call("set_weight_version", str(self._llm.weight_version))
 
     async def abandon_update(self) -> None:
         await self._call_workers("darts_abandon_update")
@@ -111,29 +119,28 @@ class VllmModel:
             errors = await self._llm.collective_rpc(method, args=args)
         except Exception as error:
             raise UpdateFailed(f"the engine failed while it loaded weights: {error}") from error
-        _raise_error(errors)
+        _raise_first(errors)
 
     def _check_supported(self) -> None:
-        """Refuse what was never tested: a model that is served with wrong weights does not fail, it trains badly."""
+        """Refuse untested configurations: a model with wrong weights does not fail, it trains badly."""
         config: Any = self._llm.vllm_config
         sizes = config.parallel_config
-        for name, value in (
-            ("tensor", sizes.tensor_parallel_size),
-            ("pipeline", sizes.pipeline_parallel_size),
-            ("data", 1 if isinstance(self._llm.engine_core, FleetCore) else sizes.data_parallel_size),
-        ):
+        parallelism = {"tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size}
+        # The engines of a fleet are ranks in our configuration only.
+        if not isinstance(self._llm.engine_core, FleetCore):
+            parallelism["data"] = sizes.data_parallel_size
+        for name, value in parallelism.items():
             if value != 1:
                 raise UpdateUnsupported(f"weights of a model with {name} parallelism = {value} cannot be replaced here")
-        for name, setting in (
-            ("quantized weights", self._llm.model_config.quantization),
-            ("speculative decoding", config.speculative_config),
-        ):
-            if setting is not None:
-                raise UpdateUnsupported(f"weights of a model with {name} cannot be replaced here")
-        if (load_format := config.load_config.load_format) not in ("auto", "hf", "safetensors"):
+        if self._llm.model_config.quantization is not None:
+            raise UpdateUnsupported("weights of a model with quantized weights cannot be replaced here")
+        if config.speculative_config is not None:
+            raise UpdateUnsupported("weights of a model with speculative decoding cannot be replaced here")
+        load_format = config.load_config.load_format
+        if load_format not in ("auto", "hf", "safetensors"):
             raise UpdateUnsupported(f"weights of a model with --load-format {load_format} are unknown")
-        # Where the config ties the head and the checkpoint has one, vLLM compares the two tensors when it starts, and
-        # ties the layers or not. It cannot change that for later weights.
+        # If the config ties the head and the checkpoint has a head, vLLM compares the two tensors at start, and ties
+        # the layers if they are equal. It cannot change that for later weights.
         if getattr(self._llm.model_config, "word_embeddings_untied_by_checkpoint", False):
             raise UpdateUnsupported(f"the model's config ties {HEAD}, and its checkpoint has one; remove either")
 
@@ -143,15 +150,16 @@ class VllmModel:
             tensors = read_tensors(Path(get_model_path(model.model, model.revision)), "checkpoint")
         except InvalidRequest as error:
             raise UpdateUnsupported(f"the model's tensors are unknown: {error}") from error
-        return {name: file for name, file in tensors.items() if not name.endswith(IGNORED_SUFFIXES)}
+        return {name: file for name, file in tensors.items() if not name.endswith(IGNORED_SUFFIX)}
 
 
-def _plan_of(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
-    """Return what the workers take."""
+def _encode_plan(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
+    """Return a plan in types that vLLM can send to workers."""
     return [(str(file.path), list(file.stamp), list(names)) for file, names in files]
 
 
-def _raise_error(answers: Sequence[str | None]) -> None:
-    """Raise `UpdateFailed` with the error of the first worker that has one."""
-    if errors := [error for error in answers if error is not None]:
-        raise UpdateFailed(f"the engine could not load the weights: {errors[0]}")
+def _raise_first(errors: Sequence[str | None]) -> None:
+    """Raise `UpdateFailed` with the first error of a worker."""
+    for error in errors:
+        if error is not None:
+            raise UpdateFailed(f"the engine could not load the weights: {error}")

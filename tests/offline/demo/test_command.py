@@ -10,7 +10,7 @@ from darts_server.offline.demo.runs import Method
 
 
 @pytest.mark.parametrize("argv", [["--steps", "0"], ["--prompts", "0"], ["--group-size", "1"], ["--caps", "0"]])
-def test_values_that_make_no_sense_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse_arguments(argv)
     assert argv[0] in capsys.readouterr().err
@@ -24,15 +24,16 @@ def test_raw_is_compared_with_a_smaller_limit_and_with_policies() -> None:
     assert list(methods(parse_arguments(["--caps", "--policies", "raw"]))) == ["raw"]
 
 
-def test_demo_says_how_to_install_vllm_where_it_is_missing(
+def test_demo_says_how_to_install_vllm_if_it_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)  # which makes Python take it for missing
+    # Python then takes it for missing.
+    monkeypatch.setitem(sys.modules, "vllm", None)
     assert main(["demo"]) == 1
     assert 'pip install "darts-server[cpu]"' in capsys.readouterr().err
 
 
-def test_demo_fails_where_its_port_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_fails_if_its_port_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["demo", "--port", str(taken.getsockname()[1]), "--out", str(tmp_path)]) == 1
     assert "in use" in capsys.readouterr().err

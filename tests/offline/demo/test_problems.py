@@ -26,7 +26,7 @@ EXAMPLE = Problem("7a-5b*4c-8d+7>", STEPS, 7, "easy")
         ("", 0.0),
     ],
 )
-def test_reward_reads_what_follows_the_last_mark(response: str, expected: float) -> None:
+def test_reward_compares_the_text_after_the_last_mark(response: str, expected: float) -> None:
     assert reward(EXAMPLE, response) == expected
 
 

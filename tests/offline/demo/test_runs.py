@@ -78,25 +78,27 @@ def test_table_has_a_line_for_each_figure_and_a_column_for_each_run() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "pace"), [(3.0, "0.75 of the time"), (4.4, "about the same time")])
-def test_verdict_says_what_each_run_costs_and_keeps(seconds: float, pace: str) -> None:
-    def many(run: Run) -> Run:  # so that chance explains 14 points
+def test_verdict_compares_time_answers_and_lengths_of_each_run_with_raw(seconds: float, pace: str) -> None:
+    # With so many steps, chance explains 14 points.
+    def many(run: Run) -> Run:
         return Run(run.name, [*run.steps] * 12)
 
     assert verdict(many(RAW), [many(shaped(seconds))]) == (
-        f"Against raw: uniform takes {pace}, has 25.0 points more right answers and returns the shorter ones "
-        "(longest 35 tokens of 255)."
+        f"Compared with raw: uniform takes {pace}, has 25.0 points more right answers and returns the shorter answers "
+        "(longest answer 35 tokens, raw 255)."
     )
     [step] = RAW.steps
-    cut, same = Run("raw, max 64", [replace(step, truncated=2, right=2)]), Run("auto", [step])
+    cut = Run("raw, max 64", [replace(step, truncated=2, right=2)])
+    same = Run("auto", [step])
     assert verdict(many(RAW), [many(cut), many(same)]) == (
-        "Against raw: raw, max 64 takes about the same time, has 25.0 points fewer right answers and cuts 25% of the "
-        "answers (longest 255 tokens of 255); auto takes about the same time, is as right within the noise of ± 14 "
-        "points and throws nothing away (longest 255 tokens of 255)."
+        "Compared with raw: raw, max 64 takes about the same time, has 25.0 points fewer right answers and cuts off "
+        "25% of the answers (longest answer 255 tokens, raw 255); auto takes about the same time, has as many right "
+        "answers (within the noise of ± 14 points) and discards nothing (longest answer 255 tokens, raw 255)."
     )
 
 
-def test_what_runs_ahead_is_complete_in_the_last_step() -> None:
-    """Of nine problems three are needed in each of three steps: 4, 3 and 2 are sent, and the last waits for all."""
+def test_the_last_step_waits_for_prompts_that_were_started_ahead() -> None:
+    """Three steps need three problems each: 4, 3 and 2 are sent, and the last step waits for all of them."""
     bodies: list[dict[str, Any]] = []
 
     def handle(sent: httpx.Request) -> httpx.Response:

@@ -19,7 +19,7 @@ with serving(("tests.offline.demo.answering",), Path(sys.argv[1])) as server:
 """
 
 
-def test_a_program_that_is_told_to_end_leaves_no_server(tmp_path: Path) -> None:
+def test_a_program_that_gets_sigterm_stops_its_server(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "server.log")]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert program.stdout is not None

@@ -10,13 +10,14 @@ from darts_server.cli import USAGE_ERROR, main
 SMALL = ["--prompts", "8", "--group-size", "4", "--steps", "1"]
 BLOCKED = """
 import sys
-sys.modules.update(dict.fromkeys(["torch", "vllm", "matplotlib"]))  # which makes Python take them for missing
+# Python then takes them for missing.
+sys.modules.update(dict.fromkeys(["torch", "vllm", "matplotlib"]))
 from darts_server.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_it_needs_neither_vllm_nor_torch_nor_matplotlib() -> None:
+def test_simulate_needs_neither_vllm_nor_torch_nor_matplotlib() -> None:
     command = [sys.executable, "-c", BLOCKED, "simulate", "--preset", "tiny", "--policies", "uniform", "auto", *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -24,7 +25,8 @@ def test_it_needs_neither_vllm_nor_torch_nor_matplotlib() -> None:
 
 
 def test_the_table_comes_last_and_the_file_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, found = tmp_path / "lengths.jsonl", tmp_path / "out" / "found.json"
+    trace = tmp_path / "lengths.jsonl"
+    found = tmp_path / "out" / "found.json"
     lines = [{"step": 0, "prompt_tokens": 20, "lengths": [30 + i, 50, 90, 10], "cap": 300} for i in range(10)]
     trace.write_text("\n".join(map(json.dumps, lines)))
     flags = ["--trace", str(trace), "--preset", "tiny", "--replicas", "2", "--json", str(found)]
@@ -40,7 +42,7 @@ def test_the_table_comes_last_and_the_file_has_its_figures(tmp_path: Path, capsy
     assert written["workload"] == "lengths.jsonl on the machine of tiny"
 
 
-def test_it_says_how_long_a_trace_is_and_that_carry_over_gains_nothing_where_it_is_truncated(
+def test_output_describes_the_trace_and_says_that_carry_over_gains_nothing_if_it_is_truncated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "lengths.jsonl"
@@ -50,10 +52,10 @@ def test_it_says_how_long_a_trace_is_and_that_carry_over_gains_nothing_where_it_
     assert main(["simulate", *flags]) == 0
     said = capsys.readouterr().out
     assert "The trace has 64 lengths of 16 prompts: mean 82.0 tokens, longest 96, 75% at the limit" in said
-    assert "Carry-over: it gains next to nothing on these lengths, at best 1.0" in said
+    assert "Carry-over gains next to nothing on these lengths: it is at best 1.0" in said
     assert main(["simulate", "--preset", "search-r1-7b", "--policies", "auto", *SMALL]) == 0
     said = capsys.readouterr().out
-    assert "Carry-over: at best 1." in said
+    assert "Carry-over is at best 1." in said
     assert "The trace" not in said
 
 
@@ -72,15 +74,13 @@ def test_a_picture_shows_one_step_under_each_policy(tmp_path: Path) -> None:
         (["--preset", "tiny", "--group-size", "1"], "--group-size must be at least 2"),
     ],
 )
-def test_flags_that_cannot_be_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", *flags])
     assert message in capsys.readouterr().err
 
 
-def test_what_is_wrong_in_a_policy_or_a_trace_is_a_usage_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_invalid_policy_or_trace_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--preset", "tiny", "--policies", "fast"]) == USAGE_ERROR
     assert "there is no 'fast'" in capsys.readouterr().err
     assert main(["simulate", "--trace", str(tmp_path / "none.jsonl")]) == USAGE_ERROR

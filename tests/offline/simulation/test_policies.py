@@ -31,7 +31,7 @@ def test_options_change_a_policy() -> None:
     assert tail.tail is Tail.LONGEST
 
 
-def test_auto_has_prompts_ahead_and_a_limit_of_stale_tokens() -> None:
+def test_auto_has_options_for_prompts_ahead_and_stale_tokens() -> None:
     auto = parse_policy("auto,stale=0.25", 8)
     assert auto.shaping is None
     assert (auto.start, auto.resumes, auto.long_first, auto.most_stale) == (1.5, True, True, 0.25)
@@ -42,24 +42,24 @@ def test_auto_has_prompts_ahead_and_a_limit_of_stale_tokens() -> None:
     ("text", "message"),
     [
         ("fast", "there is no 'fast'; choose from off, uniform"),
-        ("uniform,speed=2", "unknown option 'speed'; known: redundancy"),
+        ("uniform,speed=2", "unknown option 'speed'; choose from redundancy"),
         ("uniform,redundancy=no", "redundancy must be a number from 1 to 8"),
         ("uniform,longest=8", "longest must be a number from 0 to 7"),
         ("uniform,tail=short", "tail must be sampled or longest"),
         ("off,order=short", "order must be given or long"),
         ("auto,stale=2", "stale must be a number from 0 to 1"),
-        ("auto,redundancy=2", "unknown option 'redundancy'; known: start, stale"),
-        ("auto,allow=resume", "unknown option 'allow'; known: start, stale"),
-        ("off,redundancy=2", "off has no option but start, carry, rounds, order"),
+        ("auto,redundancy=2", "unknown option 'redundancy'; choose from start, stale"),
+        ("auto,allow=resume", "unknown option 'allow'; choose from start, stale"),
+        ("off,redundancy=2", "off has only the options start, carry, rounds, order"),
         ("off,rounds=long", "rounds=long needs start=1.01 or more"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str) -> None:
+def test_an_invalid_policy_names_its_error(text: str, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         parse_policy(text, 8)
 
 
-def test_redundancy_auto_gives_more_candidates_where_lengths_of_a_prompt_vary_more() -> None:
+def test_redundancy_auto_gives_more_candidates_if_lengths_of_a_prompt_vary_more() -> None:
     shaping = parse_policy("uniform,redundancy=auto", 8).shaping
     even, spread = (BatchPlan.of(shaping, 8, [std] * 4, mean_length=300.0).candidates for std in (10.0, 300.0))
     assert (list(even), list(spread)) == ([8] * 4, [14] * 4)

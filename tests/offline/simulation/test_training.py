@@ -10,8 +10,9 @@ from darts_server.offline.simulation.model.batch import Ints
 from darts_server.offline.simulation.policies import parse_policy
 from darts_server.offline.simulation.presets import PRESETS, TINY_MACHINE
 from darts_server.offline.simulation.summary import relative_to, summarise
-from darts_server.offline.simulation.training import LEARNING, WARM_UP, Candidates, run_policy, run_step
+from darts_server.offline.simulation.training import LEARNING, WARM_UP, Candidates, Prompt, run_policy, run_step
 from darts_server.offline.simulation.workload import Workload
+from darts_server.policy.deadline import RecentCompletionLengths
 
 
 def candidates(prompts: int = 12, steps: int = 2, *, knows_prompts: bool = True) -> Candidates:
@@ -34,7 +35,7 @@ def test_prompts_that_were_not_complete_start_again_in_the_next_step() -> None:
     assert steps[1].batch.prompt_tokens[:6].tolist() == left.tolist()
 
 
-def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_them() -> None:
+def test_a_long_round_has_the_left_over_prompts_and_waits_for_all_of_them() -> None:
     # Of 18 prompts 6 are left over, so each third step is a long round of 12; the warm-up is a cycle too.
     steps = run_policy(parse_policy("off,start=1.5,rounds=long", 4), candidates())
     assert [len(step.batch.lengths) for step in steps] == [18, 18, 12]
@@ -46,9 +47,9 @@ def test_a_long_round_has_the_prompts_that_were_left_over_and_waits_for_all_of_t
 
 
 @pytest.mark.parametrize("policy", ["off", "cap", "uniform"])
-def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
+def test_prompts_that_continue_generate_no_token_twice(policy: str) -> None:
     steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates())
-    first, second = steps[0], steps[1]
+    first, second = steps[:2]
     left = np.flatnonzero(np.isinf(first.rollout.completed_at))
     before = 0 if first.batch.done is None else first.batch.done[left]
     assert second.batch.done is not None
@@ -59,7 +60,7 @@ def test_prompts_that_go_on_generate_no_token_twice(policy: str) -> None:
     assert summarise("partial", steps, 4)["stale_share"] > 0
 
 
-def test_a_limit_in_hindsight_truncates_as_many_as_it_may() -> None:
+def test_a_limit_in_hindsight_truncates_its_share() -> None:
     drawn = candidates(prompts=100, steps=1)
     off = run_policy(parse_policy("off", 4), drawn)
     anyway = summarise("off", off, 4)["truncated_share"] or 0.0
@@ -80,7 +81,7 @@ def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> Non
     assert found["stale_share"] == 1
 
 
-def test_unshaped_groups_have_their_whole_sample_size() -> None:
+def test_the_effective_sample_size_of_unshaped_groups_is_1() -> None:
     drawn = candidates()
     off = summarise("off", run_policy(parse_policy("off", 4), drawn), 4)
     assert relative_to(off, off)["step_speedup"] == relative_to(off, off)["tokens_generated"] == 1
@@ -96,12 +97,12 @@ def test_long_prompts_can_come_first() -> None:
     given, ordered = (run_policy(parse_policy(text, 4), drawn) for text in ("off", "off,order=long"))
     for one, other in zip(given, ordered, strict=True):
         assert sorted(one.batch.lengths.tolist()) == sorted(other.batch.lengths.tolist())
-    numbers = [prompt.number for prompt in drawn.longest_first(drawn.step_prompts(0))]
+    first_step = [Prompt(number) for number in range(12)]
+    numbers = [prompt.number for prompt in drawn.longest_first(first_step)]
     means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier(number)) is not None]
     assert means == sorted(means, reverse=True)
     new = candidates(steps=1, knows_prompts=False)
-    ordered_numbers = [prompt.number for prompt in new.longest_first(new.step_prompts(0))]
-    assert ordered_numbers == [prompt.number for prompt in new.step_prompts(0)]
+    assert new.longest_first(first_step) == first_step
     deferring = run_policy(parse_policy("off,start=1.5,order=long", 4), drawn)
     assert [np.isfinite(step.rollout.completed_at).sum() for step in deferring] == [12, 12]
 
@@ -131,7 +132,7 @@ class NearlyAllTruncated:
         return np.where(rng.random(count) < 0.9, self.max_tokens, rng.integers(20, self.max_tokens, count))
 
 
-def test_auto_runs_nothing_ahead_where_nearly_all_trajectories_are_truncated() -> None:
+def test_auto_runs_nothing_ahead_if_nearly_all_trajectories_are_truncated() -> None:
     for machine in (TINY_MACHINE, PRESETS["dapo-32b"].machine):
         drawn = Candidates(NearlyAllTruncated(), machine, 8, 32, 24, 8)
         steps = run_policy(parse_policy("auto", 8), drawn)
@@ -145,7 +146,8 @@ def test_deadlines_are_remembered_from_step_to_step() -> None:
     assert (first.deadline, first.completion_lengths) == (100, (100,) * 12)
     assert second.deadline == 338, "1.5 to the third power times that of the first step"
     assert second.completion_lengths == (100,) * 6 + (0,) * 6
-    alone = run_step(parse_policy("cap", 4), drawn.step_prompts(1), None, drawn).rollout
+    second_step = [Prompt(number) for number in range(12 * (WARM_UP + 1), 12 * (WARM_UP + 2))]
+    alone = run_step(parse_policy("cap", 4), second_step, None, drawn, RecentCompletionLengths()).rollout
     assert alone.seconds > 10 * second.seconds
 
 
@@ -175,11 +177,11 @@ def speed_up(workload: Workload) -> float:
     return seconds[0] / seconds[1]
 
 
-def test_auto_is_faster_than_off_where_a_few_answers_are_long() -> None:
+def test_auto_is_faster_than_off_if_a_few_answers_are_long() -> None:
     assert speed_up(PRESETS["tiny"].workload) > 1.1
 
 
-def test_auto_is_as_fast_as_off_where_all_answers_end_together() -> None:
+def test_auto_is_as_fast_as_off_if_all_answers_end_together() -> None:
     """Also where they end at their length limit."""
     assert speed_up(EqualLengths()) > 0.99
 

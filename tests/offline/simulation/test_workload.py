@@ -22,7 +22,7 @@ def draw(workload: TracedWorkload, number: int, count: int, attempt: int = 0) ->
     return workload.lengths(number, count, np.random.default_rng(number), attempt)
 
 
-def test_the_first_candidates_are_the_traces() -> None:
+def test_the_first_candidates_have_the_lengths_of_the_trace() -> None:
     workload = traced([[5, 6], [7, 8], [9, 1]])
     rows = [draw(workload, number, 4)[:2].tolist() for number in range(3)]
     assert sorted(rows) == [[5, 6], [7, 8], [9, 1]]
@@ -30,13 +30,13 @@ def test_the_first_candidates_are_the_traces() -> None:
     assert draw(workload, 0, 1).tolist() == rows[0][:1]
 
 
-def test_a_prompt_that_comes_again_or_is_started_again_is_resampled() -> None:
+def test_a_prompt_that_is_repeated_or_started_again_is_resampled() -> None:
     workload = traced([[100, 200, 400]])
     assert draw(workload, 1, 3).tolist() != [100, 200, 400]
     assert draw(workload, 0, 3, attempt=1).tolist() != [100, 200, 400]
 
 
-def test_resampled_candidates_keep_mean_and_spread_of_prompts_with_like_neighbours() -> None:
+def test_resampled_candidates_keep_mean_and_spread_if_neighbours_are_similar() -> None:
     prompts = np.exp(np.log(500) + 0.5 * SEEN.standard_normal((40, 8)))
     workload = traced([[int(x) for x in row] for row in prompts])
     drawn = np.log([draw(workload, number, 64, attempt=1) for number in range(40)])
@@ -47,7 +47,7 @@ def test_resampled_candidates_keep_mean_and_spread_of_prompts_with_like_neighbou
     assert long_share[0] == pytest.approx(long_share[1], rel=0.35)
 
 
-def test_a_prompt_alone_is_resampled_from_its_own_samples_with_their_variance() -> None:
+def test_a_single_prompt_is_resampled_from_its_own_samples_with_their_variance() -> None:
     lengths = [100, 150, 220, 330, 500, 800]
     drawn = np.log(draw(traced([lengths]), 1, 20_000))
     assert drawn.mean() == pytest.approx(np.log(lengths).mean(), abs=0.02)
@@ -55,7 +55,7 @@ def test_a_prompt_alone_is_resampled_from_its_own_samples_with_their_variance() 
     assert draw(traced([[300]]), 1, 5).tolist() == [300] * 5
 
 
-def test_the_share_of_truncated_ones_is_kept() -> None:
+def test_resampling_keeps_the_share_of_truncated_samples() -> None:
     prompts = np.minimum(np.exp(np.log(700) + 0.4 * SEEN.standard_normal((40, 8))), 1_000).astype(int)
     workload = traced(prompts.tolist(), max_tokens=1_000)
     drawn = np.asarray([draw(workload, number, 64, attempt=1) for number in range(40)])
@@ -67,7 +67,7 @@ def test_the_share_of_truncated_ones_is_kept() -> None:
     ("name", "mean", "median", "truncated"),
     [("dapo-32b", 580, 463, 0.0), ("deepcoder-14b-16k", 9_800, 11_100, 0.15), ("search-r1-7b", 205, 152, 0.0)],
 )
-def test_presets_have_the_lengths_that_they_were_fitted_to(
+def test_presets_have_the_lengths_of_the_traces_that_they_were_fitted_to(
     name: str, mean: float, median: float, truncated: float
 ) -> None:
     workload = PRESETS[name].workload
@@ -86,7 +86,7 @@ def test_a_decode_step_of_an_8b_model_on_an_h200_takes_about_as_long_as_reading_
     assert 0.004 < machine.step_time.decode.step_seconds(1) < 0.007
 
 
-def test_a_card_with_little_arithmetic_bends_early() -> None:
+def test_decode_steps_of_a_gpu_with_few_flops_become_slower_at_fewer_sequences() -> None:
     slow, fast = (presets.machine(presets.QWEN_32B, gpu, 8, 1, 0.0) for gpu in (presets.H20, presets.H200))
     assert slow.step_time.decode.batches[1] < fast.step_time.decode.batches[1] / 4
     assert slow.step_time.decode.step_seconds(256) > 2 * fast.step_time.decode.step_seconds(256)
@@ -98,7 +98,7 @@ def test_twice_the_engines_train_twice_as_fast() -> None:
     assert (two.replicas, two.training_per_token, two.between_rollouts) == (8, one.training_per_token / 2, 1.0)
 
 
-def test_kv_blocks_fill_what_the_weights_leave() -> None:
+def test_kv_blocks_fill_the_memory_that_the_weights_leave() -> None:
     machine = presets.machine(presets.QWEN_32B, presets.H100, 4, 1, 0.0)
     assert machine.kv_blocks is not None
     bytes_used = machine.kv_blocks * 16 * (2 * 64 * 8 * 128 * 2) + 32.8e9 * 2
@@ -117,20 +117,25 @@ def write(folder: Path, *lines: Any, name: str = "trace.jsonl") -> Path:
 
 
 def test_a_line_is_a_prompt(tmp_path: Path) -> None:
-    one, two = write(tmp_path, LINE, ""), write(tmp_path, LINE | {"lengths": [30], "cap": 30}, name="more.jsonl")
+    one = write(tmp_path, LINE, "")
+    two = write(tmp_path, LINE | {"lengths": [30], "cap": 30}, name="more.jsonl")
     assert read_traces([one, two], Format.JSONL) == ([TracedPrompt(5, (7, 9)), TracedPrompt(5, (30,))], 30)
 
 
 UNCAPPED = {"prompt_tokens": 5, "lengths": [7, 30]}
-TRUNCATED, LONGER = LINE | {"lengths": [20, 3]}, LINE | {"lengths": [25, 40], "cap": 40}
+TRUNCATED = LINE | {"lengths": [20, 3]}
+LONGER = LINE | {"lengths": [25, 40], "cap": 40}
 
 
 @pytest.mark.parametrize(
     ("lines", "limit"),
     [
-        ([UNCAPPED], 30),  # the longest trajectory
-        ([LONGER, TRUNCATED], 20),  # what the truncated sample would have become is not known
-        ([LINE, LINE | {"cap": 25}, UNCAPPED], 30),  # a cap that no sample reaches truncates nothing
+        # The longest trajectory is the limit.
+        ([UNCAPPED], 30),
+        # Nobody knows how long the truncated sample would have become.
+        ([LONGER, TRUNCATED], 20),
+        # A cap that no sample reaches truncates nothing.
+        ([LINE, LINE | {"cap": 25}, UNCAPPED], 30),
         ([LINE, LINE | {"cap": 50}], 50),
     ],
 )
@@ -140,13 +145,13 @@ def test_the_limit_is_the_smallest_cap_that_a_sample_reaches(lines: list[Any], l
     assert read_traces([path], Format.JSONL, 15)[1] == 15
 
 
-def test_no_limit_is_simulated_beyond_where_samples_were_truncated(tmp_path: Path) -> None:
+def test_a_limit_above_the_truncation_of_samples_is_refused(tmp_path: Path) -> None:
     assert read_traces([write(tmp_path, LINE, UNCAPPED)], Format.JSONL, 60)[1] == 60
     with pytest.raises(InvalidSetting, match="--max-tokens: samples are truncated at 20 tokens"):
         read_traces([write(tmp_path, TRUNCATED, LONGER)], Format.JSONL, 21)
 
 
-def test_a_trace_is_described_as_it_is_simulated() -> None:
+def test_a_trace_is_described_at_the_limit_of_the_simulation() -> None:
     said = "The trace has 3 lengths of 2 prompts: mean 12.3 tokens, longest 20, 33% at the limit"
     assert describe([TracedPrompt(5, (7, 20)), TracedPrompt(5, (10,))], 20) == said
     said += ". 33% were longer than the limit, which is --max-tokens or the smallest cap that a sample reaches:"
@@ -190,12 +195,12 @@ def test_samples_of_a_group_end_at_their_smallest_cap(tmp_path: Path) -> None:
         (SAMPLE | {"turns": 3}, "turns must be a list of objects"),
     ],
 )
-def test_a_line_that_is_not_as_it_must_be_is_named(tmp_path: Path, line: Any, message: str) -> None:
+def test_the_error_of_an_invalid_line_names_the_line(tmp_path: Path, line: Any, message: str) -> None:
     with pytest.raises(InvalidSetting, match=message):
         read_traces([write(tmp_path, LINE, line)], Format.JSONL)
 
 
-def test_a_file_without_prompts_is_named(tmp_path: Path) -> None:
+def test_the_error_of_a_file_without_prompts_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match=r"there are no prompts in .*trace.jsonl"):
         read_traces([write(tmp_path, "")], Format.JSONL)
 

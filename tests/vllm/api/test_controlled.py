@@ -1,4 +1,4 @@
-"""vLLM's control calls: with several data-parallel engines, and a resume that holds."""
+"""vLLM's control calls: loads on several data-parallel engines, and late pauses."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.anyio
 
 
 class Engines:
-    """An LLM, and its client, of data-parallel engines with one worker each, which returns or raises its answer."""
+    """An LLM with data-parallel engines, and their client. The worker of each engine returns or raises its answer."""
 
     vllm_config: Any = SimpleNamespace(lora_config=None)
     collective_rpc: Any = ControlledLLM.collective_rpc
 
     def __init__(self, *answers: object) -> None:
         self.engine_core = self
-        self.core_engines = [*range(len(answers))]
+        self.core_engines = list(range(len(answers)))
         self._answers = answers
 
     async def _call_utility_async(self, utility: str, method: str, *_: object, engine: int) -> list[object]:
@@ -36,18 +36,18 @@ class Engines:
 
 @pytest.mark.parametrize("answer", ["OSError: no such file", RuntimeError("OSError: no such file")])
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_load_has_failed_if_it_fails_on_any_data_parallel_engine(rank: int, answer: object) -> None:
+async def test_a_load_fails_if_it_fails_on_any_data_parallel_engine(rank: int, answer: object) -> None:
     engines: Any = Engines(*(answer if engine == rank else None for engine in range(2)))
     for call in (VllmModel(engines).load([]), VllmModel(engines).abandon_update()):
         with pytest.raises(UpdateFailed, match="no such file"):
             await call
 
 
-# --- A resume of the engine holds, whatever pause was under way
+# --- A resume holds, even if a pause was pending
 
 
 class Engine(ControlledLLM):
-    """Pauses when it gets idle, as vLLM's engine does, resumed or not."""
+    """Pauses when it is next idle, like vLLM's engine, even after a resume."""
 
     def __init__(self) -> None:
         self.idle = asyncio.Event()
@@ -59,7 +59,7 @@ class Engine(ControlledLLM):
         assert self.is_halted
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Has nothing to end."""
+        """Called by AsyncLLM's finalizer. Nothing runs here."""
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.mark.parametrize("again", [False, True])
-async def test_a_pause_that_takes_effect_after_a_resume_is_undone_unless_there_is_another(
+async def test_a_pause_that_takes_effect_after_a_resume_is_undone_unless_another_pause_follows(
     engine: Engine, again: bool
 ) -> None:
     pauses = [asyncio.create_task(engine.pause_engine("wait"))]
@@ -95,7 +95,7 @@ async def test_a_pause_that_takes_effect_after_a_resume_is_undone_unless_there_i
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no")])
-async def test_also_if_its_caller_has_given_up(engine: Engine, error: Exception | None) -> None:
+async def test_a_late_pause_is_undone_even_if_its_caller_has_given_up(engine: Engine, error: Exception | None) -> None:
     engine.error = error
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(engine.pause_engine("wait"), 0.01)
@@ -105,8 +105,8 @@ async def test_also_if_its_caller_has_given_up(engine: Engine, error: Exception 
     assert not engine.is_halted
 
 
-async def test_a_pause_waits_until_what_came_before_its_answer_is_handled() -> None:
-    """Otherwise tokens of the old weights would be taken for those of the new ones."""
+async def test_a_pause_waits_until_earlier_outputs_are_processed() -> None:
+    """Otherwise tokens of the old weights would count as tokens of the new weights."""
     queue: asyncio.Queue[int] = asyncio.Queue()
     core = SimpleNamespace(outputs_queue=queue, get_output_async=queue.get)
     llm: Any = SimpleNamespace(engine_core=core, is_handling=False)
@@ -116,15 +116,18 @@ async def test_a_pause_waits_until_what_came_before_its_answer_is_handled() -> N
     async def handle() -> None:
         while True:
             output = await core.get_output_async()
-            await asyncio.sleep(0)  # between two chunks
+            # vLLM yields between two chunks of an output.
+            await asyncio.sleep(0)
             handled.append(output)
 
     llm.output_handler = asyncio.create_task(handle())
     for number in range(5):
         queue.put_nowait(number)
     await ControlledLLM.handle_received(llm)
-    assert handled == [*range(5)]
+    assert handled == list(range(5))
     llm.output_handler.cancel()
+
+    # No task processes this output any more.
     queue.put_nowait(5)
     async with asyncio.timeout(60):
-        await ControlledLLM.handle_received(llm)  # nobody handles it any more
+        await ControlledLLM.handle_received(llm)

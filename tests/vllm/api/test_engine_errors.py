@@ -1,4 +1,4 @@
-"""Errors of vLLM, and its own limits on its queue, `--max-num-queued-reqs` and `--max-num-queued-tokens`."""
+"""Errors of vLLM, including those at its limits `--max-num-queued-reqs` and `--max-num-queued-tokens`."""
 
 from collections.abc import AsyncGenerator
 
@@ -17,7 +17,7 @@ from darts_server.vllm.requests.prompt_request import PromptRequest
 
 
 @pytest.mark.parametrize(
-    ("error", "wanted"),
+    ("error", "expected"),
     [
         (VLLMNotFoundError("no"), EngineRefused),
         (ValueError("no"), EngineRefused),
@@ -29,12 +29,12 @@ from darts_server.vllm.requests.prompt_request import PromptRequest
         (MaxQueuedTokensError(), EngineBusy),
     ],
 )
-def test_refusals_and_full_queues_are_no_failures(error: Exception, wanted: type[Exception]) -> None:
-    assert type(translate(error)) is wanted
+def test_refusals_and_full_queues_are_not_failures_of_a_candidate(error: Exception, expected: type[Exception]) -> None:
+    assert type(translate(error)) is expected
 
 
 @pytest.mark.anyio
-async def test_vllms_own_routes_get_its_own_exception() -> None:
+async def test_vllms_routes_get_vllms_own_exception() -> None:
     full = QueueOverflowError()
 
     class Full(ShapingLLM):

@@ -40,22 +40,24 @@ def fingerprint(load_format: str = "auto", **changed: Any) -> str:
         {"hf_config": SimpleNamespace(_commit_hash="1f2e")},
     ],
 )
-def test_it_differs_with_everything_that_tokens_depend_on(changed: dict[str, Any]) -> None:
+def test_the_fingerprint_differs_with_everything_that_tokens_depend_on(changed: dict[str, Any]) -> None:
     assert fingerprint() == fingerprint()
     assert fingerprint(**changed) != fingerprint()
 
 
-def test_it_differs_when_the_weights_in_a_folder_were_replaced(tmp_path: Path) -> None:
-    weights, readme = tmp_path / "model.safetensors", tmp_path / "README.md"
+def test_the_fingerprint_differs_when_the_weights_in_a_folder_were_replaced(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"1234")
-    seen = [fingerprint(model=str(tmp_path))]
-    readme.write_text("not of the model")
-    assert fingerprint(model=str(tmp_path)) == seen[0]
+    original = fingerprint(model=folder)
+
+    (tmp_path / "README.md").write_text("not of the model")
+    assert fingerprint(model=folder) == original
+
     weights.write_bytes(b"12345")
-    seen.append(fingerprint(model=str(tmp_path)))
+    resized = fingerprint(model=folder)
     os.utime(weights, ns=(0, 1))
-    seen.append(fingerprint(model=str(tmp_path)))
+    touched = fingerprint(model=folder)
     (tmp_path / "config.json").write_text("{}")
-    seen.append(fingerprint(model=str(tmp_path)))
-    assert len({*seen}) == 4
-    assert fingerprint(model=str(weights)) not in seen
+    configured = fingerprint(model=folder)
+    assert len({original, resized, touched, configured, fingerprint(model=str(weights))}) == 5

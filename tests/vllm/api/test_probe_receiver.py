@@ -15,21 +15,24 @@ pytestmark = pytest.mark.anyio
 
 
 def states(*pairs: tuple[int, int]) -> list[bytes]:
-    """Create a message of these numbers and tokens; each state is filled with its number."""
+    """Create a message from pairs of number and tokens. Each state is filled with its number."""
     rows = np.array([[number] * 3 for number, _ in pairs], dtype=np.float32)
     return pack_states([number for number, _ in pairs], [tokens for _, tokens in pairs], rows)
 
 
 async def test_each_probe_gets_its_states_and_is_removed_after_its_last_point() -> None:
-    probes, one, other = ProbeReceiver(), list[HiddenState](), list[HiddenState]()
-    first, second = probes.register(Probe((4, 9), one.append)), probes.register(Probe((4,), other.append))
+    probes = ProbeReceiver()
+    two_points: list[HiddenState] = []
+    one_point: list[HiddenState] = []
+    first = probes.register(Probe((4, 9), two_points.append))
+    second = probes.register(Probe((4,), one_point.append))
     probes.receive(states((first, 4), (second, 4)))
     probes.receive(states((first, 11), (second, 11), (77, 3)))
     await asyncio.sleep(0)
-    assert [p.tokens for p in one] == [4, 11]
-    assert [p.tokens for p in other] == [4]
-    assert [p.vector.tolist() for p in one] == [[first] * 3] * 2
-    assert one[0].vector.dtype == np.float32
+    assert [state.tokens for state in two_points] == [4, 11]
+    assert [state.tokens for state in one_point] == [4]
+    assert [state.vector.tolist() for state in two_points] == [[first] * 3] * 2
+    assert two_points[0].vector.dtype == np.float32
     assert not probes._probes
 
 
@@ -39,7 +42,8 @@ async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
 
     faults: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context["exception"]))
-    probes, received = ProbeReceiver(), list[HiddenState]()
+    probes = ProbeReceiver()
+    received: list[HiddenState] = []
     numbers = [probes.register(Probe((1,), fails)), probes.register(Probe((1,), received.append))]
     probes.receive(states(*((number, 1) for number in numbers)))
     await asyncio.sleep(0)
@@ -47,14 +51,15 @@ async def test_an_exception_of_one_probe_does_not_skip_others() -> None:
     assert [str(fault) for fault in faults] == ["no"]
 
 
-async def test_states_are_passed_on_for_some_time_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_states_are_passed_on_for_some_time_after_a_candidate_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver, "LINGER_SECONDS", 0.05)
-    probes, received = ProbeReceiver(), list[HiddenState]()
+    probes = ProbeReceiver()
+    received: list[HiddenState] = []
     number = probes.register(Probe((4, 9), received.append))
     probes.unregister(number)
     probes.receive(states((number, 4)))
     await asyncio.sleep(0)
-    assert [p.tokens for p in received] == [4]
+    assert [state.tokens for state in received] == [4]
     async with asyncio.timeout(10):
         while probes._probes:
             await asyncio.sleep(0.01)
@@ -63,7 +68,7 @@ async def test_states_are_passed_on_for_some_time_after_the_end(monkeypatch: pyt
     assert len(received) == 1
 
 
-async def test_there_is_a_width_once_every_engine_is_ready_until_one_reports_a_fault() -> None:
+async def test_the_width_is_known_once_every_engine_is_ready_until_an_engine_reports_a_fault() -> None:
     probes = ProbeReceiver()
     assert probes.fault == "no probe was installed"
     waiting = asyncio.create_task(probes.wait_ready(2))
@@ -87,7 +92,7 @@ async def test_an_engine_that_does_not_answer_is_a_fault(monkeypatch: pytest.Mon
 
 
 class FakeLLM:
-    """An engine whose worker returns ``answer`` when the probe is installed, and sends ``frames``."""
+    """An engine whose worker sends ``frames`` when the probe is installed, and returns ``answer``."""
 
     def __init__(self, answer: str | None, *frames: list[bytes]) -> None:
         self.engine_core = self
@@ -104,7 +109,8 @@ class FakeLLM:
         return [self._answer]
 
 
-fake_llm: Any = FakeLLM  # which has too little of an `AsyncLLM` for its type
+# The fake has only the attributes of an `AsyncLLM` that are used.
+fake_llm: Any = FakeLLM
 
 
 async def test_states_that_a_worker_sends_are_received() -> None:

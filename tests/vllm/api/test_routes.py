@@ -28,7 +28,7 @@ def attach_to(check_options: Callable[..., Any] = lambda *_: None, **handlers: A
 
 
 class Completions:
-    """A handler as vLLM's."""
+    """A handler like vLLM's."""
 
     create_error_response = staticmethod(create_error_response)
 
@@ -36,7 +36,7 @@ class Completions:
 
 
 class Responses(Completions):
-    """Streams two events, and then an error."""
+    """Streams two events, and then raises an error."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -52,7 +52,7 @@ class Responses(Completions):
         return SimpleNamespace(status=status, incomplete_details="max_output_tokens")
 
     async def responses_background_stream_generator(self, response_id: str) -> AsyncGenerator[Any, None]:
-        """Go on until a response is completed."""
+        """Wait for an event that completes the response."""
         async for event in self.responses_stream_generator(SimpleNamespace(request_id=response_id)):
             yield event
         await asyncio.Event().wait()
@@ -81,10 +81,12 @@ class Messages(Completions):
         (InvalidRequest("n", "is odd"), "BadRequestError", "n", 400),
     ],
 )
-async def test_an_event_for_our_error_is_what_the_whole_answer_would_be(
+async def test_an_error_event_has_the_fields_of_an_error_answer(
     error: DartsError, kind: str, param: str | None, code: int
 ) -> None:
-    completions, responses, messages = Completions(), Responses(error), Messages()
+    completions = Completions()
+    responses = Responses(error)
+    messages = Messages()
     attach_to(
         openai_serving_completion=completions, openai_serving_responses=responses, anthropic_serving_messages=messages
     )
@@ -138,7 +140,9 @@ async def test_a_response_whose_answer_was_aborted_is_cancelled(status: str) -> 
 
 async def test_errors_of_vllm_stay_as_they_are() -> None:
     error = ValueError("no")
-    completions, responses, messages = Completions(), Responses(error), Messages()
+    completions = Completions()
+    responses = Responses(error)
+    messages = Messages()
     attach_to(
         openai_serving_completion=completions, openai_serving_responses=responses, anthropic_serving_messages=messages
     )
@@ -170,7 +174,7 @@ async def test_a_stream_of_messages_ends_with_the_error_of_the_chat() -> None:
 
 
 class Serving(Completions):
-    """Notes what was known when it ran."""
+    """Records the options that each request has in the handler."""
 
     def __init__(self) -> None:
         self.seen: list[RequestOptions] = []
@@ -180,7 +184,7 @@ class Serving(Completions):
         return "answer"
 
 
-async def test_a_handler_sees_what_its_own_request_sets() -> None:
+async def test_a_handler_sees_only_the_options_of_its_own_request() -> None:
     serving = Serving()
     attach_to(openai_serving_completion=serving)
     request = SimpleNamespace(headers={"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
@@ -226,7 +230,7 @@ BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_p
         (BEAMS, {}, "'cap' cannot shape a beam search"),
     ],
 )
-async def test_what_is_refused_never_reaches_the_handler(
+async def test_a_refused_request_never_reaches_the_handler(
     sent: dict[str, Any], headers: dict[str, str], message: str
 ) -> None:
     serving = Serving()
@@ -240,7 +244,7 @@ async def test_what_is_refused_never_reaches_the_handler(
 
 
 class Body:
-    """A request as Starlette gives it to the handler."""
+    """A request of Starlette's."""
 
     def __init__(self, body: dict[str, Any]) -> None:
         self.headers: dict[str, str] = {}
@@ -254,7 +258,7 @@ class Body:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-async def test_extra_arguments_of_the_token_route_are_moved_to_where_it_has_them(inside: bool) -> None:
+async def test_extra_arguments_of_the_token_route_are_moved_to_its_sampling_parameters(inside: bool) -> None:
     xargs = {"darts_policy": "off", "other": [1]}
     sent = {"sampling_params": {"vllm_xargs": xargs}} if inside else {"vllm_xargs": xargs}
     params = SimpleNamespace(extra_args={"other": [1]})
@@ -280,7 +284,8 @@ async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_r
     async def collect(stream: AsyncGenerator[str | None, None]) -> list[str | None]:
         return [part async for part in stream]
 
-    serving, checked = Late(ValueError()), []
+    serving = Late(ValueError())
+    checked: list[Any] = []
     attach_to(lambda options, xargs: checked.append((options.policy, xargs)), openai_serving_responses=serving)
     request = SimpleNamespace(model="tiny:raw", input="hi", previous_response_id=None, vllm_xargs={"a": 1})
     stream = await serving.create_responses(request)

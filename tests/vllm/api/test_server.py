@@ -13,7 +13,7 @@ from darts_server.vllm.api.server import url_of
 from darts_server.vllm.flags import parse
 
 
-def test_the_first_served_name_is_a_shaped_one() -> None:
+def test_the_first_served_model_name_is_shaped() -> None:
     assert parse(["some/model", "--served-model-name", "a", "b"]).served_model_name == ["a", "b", "a:raw", "b:raw"]
 
 
@@ -41,9 +41,10 @@ def test_speculation_is_refused_on_a_cpu(flags: list[str]) -> None:
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
 @pytest.mark.anyio
-async def test_speculation_that_no_flag_asks_for_is_refused_on_a_cpu_before_the_engine_starts() -> None:
+async def test_speculation_of_the_models_config_is_refused_on_a_cpu_before_the_engine_starts() -> None:
     args = parse([str(MODEL), *FLAGS])
-    args.speculative_config = {"method": "ngram", "num_speculative_tokens": 2}  # vLLM reads it from some models' config
+    # vLLM reads it from the config of some models.
+    args.speculative_config = {"method": "ngram", "num_speculative_tokens": 2}
     with pytest.raises(InvalidSetting, match="samples from another distribution"):
         async with start_engine(args):
             pass

@@ -1,4 +1,4 @@
-"""The end of a server, without an engine."""
+"""The shutdown of a server, without an engine."""
 
 import asyncio
 import faulthandler
@@ -28,14 +28,16 @@ pytestmark = pytest.mark.anyio
 @pytest.mark.parametrize(
     ("ours", "vllms", "seconds"), [(None, 0, 30.0), (None, 45, 45.0), (2.5, 45, 2.5), (0.0, 0, 0.0)]
 )
-def test_both_grace_times_are_the_same_and_ours_goes_first(ours: float | None, vllms: int, seconds: float) -> None:
+def test_our_grace_time_overrides_vllms_and_the_engine_outlives_it(
+    ours: float | None, vllms: int, seconds: float
+) -> None:
     args = Namespace(shutdown_timeout=vllms)
     assert shutdown.set_grace_seconds(args, ours) == seconds
     assert seconds <= args.shutdown_timeout - HAND_BACK_SECONDS < seconds + 1, "the engine outlives what is handed back"
 
 
-def test_a_server_has_ended_by_the_time_that_a_supervisor_kills_it() -> None:
-    """Also if everything takes as long as it may, and learned state a second."""
+def test_a_server_ends_before_a_supervisor_kills_it() -> None:
+    """Even if every step takes its whole time, and writing learned state takes a second."""
     handed_back = HAND_BACK_SECONDS + ANSWER_SECONDS + shutdown.CONNECTION_SECONDS
     closed = CLOSE_SECONDS + PORTABLE_SECONDS + SAVE_SECONDS + shutdown.CHILD_GRACE_SECONDS
     assert handed_back + closed + 1.0 < END_SECONDS
@@ -67,7 +69,7 @@ def test_the_exit_code_and_the_last_line_say_why(
     assert says is None or caplog.messages[0].startswith(says)
 
 
-# --- Work that the test ends, on a clock that jumps
+# --- Scripted work, on a clock that jumps
 
 
 GRACE = 30.0
@@ -88,10 +90,10 @@ class SteppedLoop(asyncio.SelectorEventLoop):
 
 @dataclass
 class Work:
-    """Stands in for the engine and for what runs on it.
+    """Stands in for the engine and its work.
 
-    ``lasts``: polls until it has finished. ``stuck``: it does not stop when it fails. ``returns``: seconds that it
-    takes to hand it back; ``None`` if it cannot be. ``broken``: raised then.
+    ``lasts``: polls until the work has finished. ``stuck``: whether it goes on after it was failed. ``returns``:
+    seconds until it is handed back, or None if it cannot be. ``broken``: error of handing it back.
     """
 
     lasts: int = 0
@@ -112,7 +114,8 @@ class Work:
         self.drained += 1
 
     async def hand_back(self, reason: DartsError | None = None) -> None:
-        if reason is None:  # what the engine runs beside batches
+        # Without a reason, this is the call of the engine, not of batches.
+        if reason is None:
             return
         self.handed_back.append(reason)
         if self.broken is not None:
@@ -126,7 +129,7 @@ class Work:
 
 
 def shut_down(work: Any, lifecycle: Lifecycle, error: DartsError | None = None) -> float:
-    """Return the seconds from the stop to the exit. ``error``: the reason; ``None`` for a signal."""
+    """Return the seconds from the stop to the exit. ``error``: reason of the stop, or None for a signal."""
 
     async def run() -> float:
         exited_at: list[float] = []
@@ -148,14 +151,14 @@ def shut_down(work: Any, lifecycle: Lifecycle, error: DartsError | None = None) 
 
 
 def test_the_first_signal_stops_in_order_and_the_second_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(shutdown, "exit_at_once", left.append)
+    exited: list[int] = []
+    monkeypatch.setattr(shutdown, "exit_at_once", exited.append)
     work: Any = Work()
     lifecycle = Lifecycle()
     stop = Shutdown(lifecycle, work, work, GRACE)
-    for exits in ([], [signal.SIGTERM]):
+    for expected in ([], [signal.SIGTERM]):
         stop.handle_signal(signal.SIGTERM)
-        assert left == exits
+        assert exited == expected
     assert isinstance(lifecycle.stop_reason, ServerStopping)
     assert lifecycle.stop_reason.retry_after
 
@@ -172,24 +175,26 @@ def restored() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restored")
-def test_a_signal_to_a_forked_engine_is_none_to_the_server() -> None:
+def test_a_signal_to_a_forked_engine_does_not_reach_the_server() -> None:
     async def run() -> tuple[int, bool]:
         shutdown.exit_on_signals()
-        heard = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.set)
-        ready, is_ready = os.pipe()
-        if (child := os.fork()) == 0:
+        received = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, received.set)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
             signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-            os.write(is_ready, b"1")
+            os.write(writer, b"1")
             time.sleep(60)
             os._exit(1)
-        await asyncio.to_thread(os.read, ready, 1)
+        await asyncio.to_thread(os.read, reader, 1)
         os.kill(child, signal.SIGTERM)
         _, status = await asyncio.to_thread(os.waitpid, child, 0)
-        await asyncio.sleep(0.05)  # in which it would be heard
-        os.close(ready)
-        os.close(is_ready)
-        return os.waitstatus_to_exitcode(status), heard.is_set()
+        # The signal would arrive within this time.
+        await asyncio.sleep(0.05)
+        os.close(reader)
+        os.close(writer)
+        return os.waitstatus_to_exitcode(status), received.is_set()
 
     assert uvloop.run(run()) == (7, False)
 
@@ -202,7 +207,8 @@ def test_work_may_finish_within_the_grace_time() -> None:
 
 
 def test_work_that_exceeds_the_grace_time_is_handed_back_and_does_not_fail() -> None:
-    work, lifecycle = Work(lasts=1000, returns=1.0), Lifecycle()
+    work = Work(lasts=1000, returns=1.0)
+    lifecycle = Lifecycle()
     assert shut_down(work, lifecycle) == pytest.approx(GRACE + 1.0, abs=POLL_SECONDS)
     assert (work.handed_back, work.failed) == ([lifecycle.stop_reason], [])
 
@@ -232,21 +238,24 @@ def test_a_request_that_is_being_handled_counts_as_work() -> None:
 
 
 def test_a_dead_engine_gets_no_grace_time_and_the_first_reason_is_kept() -> None:
-    work, lifecycle, error = Work(lasts=1000), Lifecycle(), EngineDead("it was killed")
+    work = Work(lasts=1000)
+    lifecycle = Lifecycle()
+    error = EngineDead("it was killed")
     assert shut_down(work, lifecycle, error) == 0
     lifecycle.stop(EngineDead("second"))
     assert (lifecycle.stop_reason, work.failed) == (error, [error] * 2)
     assert (work.drained, work.handed_back) == (0, [])
 
 
-# --- The watchdog, with an engine that the test plays
+# --- The watchdog, with a scripted engine
 
 
-async def test_an_engine_that_works_and_says_nothing_is_hung_and_one_that_speaks_or_rests_is_not() -> None:
+async def test_only_an_engine_that_has_requests_and_sends_nothing_is_hung() -> None:
     class Engine:
-        """Rests, speaks, and then neither."""
+        """Has no requests for 20 polls. Sends messages for 40 polls, and then none."""
 
-        looks = messages = 0
+        looks = 0
+        messages = 0
 
         @property
         def held(self) -> Any:
@@ -273,7 +282,8 @@ async def test_an_engine_that_works_and_says_nothing_is_hung_and_one_that_speaks
         ({"EngineCore_DP0": 0, "EngineCore_DP1": -11}, "EngineCore_DP1 was ended by SIGSEGV"),
         ({"EngineCore": 1}, "EngineCore ended with exit code 1"),
         ({}, "further up in the log"),
-        (None, "further up in the log"),  # an engine elsewhere
+        # The engine runs on another machine.
+        (None, "further up in the log"),
     ],
 )
 def test_the_cause_of_death_is_read_from_the_processes_that_ended(codes: dict[str, int] | None, says: str) -> None:

@@ -1,1 +1,1 @@
-"""The model of one rollout on engines: its batch, how fast engines decode, and what the rules make of it."""
+"""Model of one rollout: its batch, the speed of its engines, and which candidates the rules stop and return."""

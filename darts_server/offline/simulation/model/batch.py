@@ -1,4 +1,4 @@
-"""The prompts of a simulated rollout, with the lengths that their candidates would have."""
+"""Prompts of a simulated rollout, with the lengths that their candidates would have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,23 +18,26 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """G prompts with C candidates each, all of which may be started.
-
-    ``prompt_tokens``: shape (G,). ``lengths``: shape (G, C), tokens of each candidate if it ran to its end; at
-    ``max_tokens`` and beyond, it is truncated there. ``tail_draws``: shape (G, C), random numbers in [0, 1); the lowest
-    win the places of a sampled tail. ``done``: shape (G, C), tokens of each candidate that earlier rollouts have
-    generated, at most those at which it ends; ``None`` for none.
-    """
+    """G prompts with C candidates each, all of which may be started."""
 
     prompt_tokens: Ints
+    """Shape (G,)."""
     lengths: Ints
+    """Tokens of each candidate if nothing stops it, shape (G, C). From ``max_tokens`` on, it is truncated there."""
     tail_draws: Floats
+    """Random numbers in [0, 1), shape (G, C). The lowest numbers win the places of a sampled tail."""
     max_tokens: int
     done: Ints | None = None
+    """Tokens that earlier rollouts have generated, at most ``ends``, shape (G, C). None for none."""
 
     @property
     def groups(self) -> int:
         return int(self.lengths.shape[0])
+
+    @property
+    def generated_before(self) -> Ints:
+        """Tokens of each candidate that earlier rollouts have generated, shape (G, C)."""
+        return np.zeros_like(self.lengths) if self.done is None else self.done
 
     @property
     def ends(self) -> Ints:
@@ -49,18 +52,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What is done with a batch.
-
-    ``size``: M. ``candidates``: M' of each prompt, at least M. ``shaping``: the policy, which prunes nothing; ``None``
-    starts and returns M, unshaped. ``saturated``: of each prompt, whether its tail is not waited for; see
-    `Shaping.is_saturated`. ``enough``: the rollout ends with so many complete groups; ``None`` for all.
-    """
+    """How a batch is rolled out."""
 
     size: int
+    """Group size M."""
     candidates: Sequence[int]
+    """Number of candidates M' of each prompt, at least M."""
     shaping: Shaping | None = None
+    """The policy, without pruning. None starts and returns M candidates."""
     saturated: Sequence[bool] = ()
+    """Whether each prompt is saturated, see `Shaping.is_saturated`."""
     enough: int | None = None
+    """Number of complete groups that end the rollout, or None for all groups."""
 
     @classmethod
     def of(
@@ -71,20 +74,22 @@ class BatchPlan:
         enough: int | None = None,
         mean_length: float | None = None,
     ) -> "BatchPlan":
-        """Plan a batch by its prompts' length stds, and by their mean length if it is known, as the server does."""
+        """Plan a batch as the server does, from its prompts' length stds and their mean length."""
         if shaping is None:
             return cls(size, [size] * len(stds), enough=enough)
         low, high = shaping.bounds(size)
-        known = [std for std in stds if std is not None]
-        mean = shaping.mean_candidates(size, fmean(known) if known else None, mean_length)
+        observed = [std for std in stds if std is not None]
+        mean_std = fmean(observed) if observed else None
+        mean = shaping.mean_candidates(size, mean_std, mean_length)
         counts, _ = allocate_evenly(max(mean, low), len(stds))
         if shaping.adaptive:
             counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
-        return cls(size, counts, shaping, [shaping.is_saturated(size, count) for count in counts], enough)
+        saturated = [shaping.is_saturated(size, count) for count in counts]
+        return cls(size, counts, shaping, saturated, enough)
 
     @property
     def deadline(self) -> Deadline | None:
-        """How the groups' deadline is computed; ``None`` if the policy has none, or too few groups determine it."""
+        """Settings of the deadline, or None if the policy has no deadline or there are too few groups for it."""
         if self.shaping is None or len(self.candidates) < MIN_GROUPS:
             return None
         return self.shaping.deadline
@@ -94,7 +99,6 @@ class BatchPlan:
         return sum(self.candidates) / len(self.candidates)
 
     def rule(self, group: int) -> SelectionRule:
-        """Build the selection rule of a group."""
         if self.shaping is None:
             return InOrder(self.size)
         return self.shaping.selection_rule(self.size, bool(self.saturated) and self.saturated[group])

@@ -1,18 +1,17 @@
-"""Simulate a rollout: what becomes of the groups of a batch, and when.
+"""Simulate a rollout: which candidates of a batch are returned, and when.
 
 Usage::
 
     rollout = simulate(batch, BatchPlan(8, [12] * batch.groups, shaping), machine)
     rollout.seconds, rollout.generated.sum()
 
-No group is driven event by event: the candidates of a group are taken for side by side, as if they started together and
-each got a token in every step. So a length is also the step of its end, and which candidates are stopped, and after how
-many tokens, follows from the order of their lengths, for all groups at once (`Groups`); and from the tokens, when each
-engine does what (`engines`). Candidates of earlier rollouts go on from what they have: then the order is that of all
-their tokens, and the steps are those that are left.
+The candidates of a group are assumed to run side by side: they start together, and each gets a token in every step.
+Then a length is also the step at which a candidate ends, and the order of the lengths determines which candidates are
+stopped and when, for all groups at once (`Groups`). The tokens of all candidates determine the schedule of the engines
+(`engines`). If candidates continue from earlier rollouts, their earlier tokens count in the order, but take no step.
 
-Where an engine runs all sequences at once that is exact. Where they queue or are preempted, candidates of one group are
-not side by side: those that are ahead of others are stopped a little later than here.
+The result is exact if each engine runs all its sequences at once. If sequences wait or are preempted, candidates that
+are ahead of their group are stopped a little later than in this model.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -32,22 +31,21 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rollout:
-    """Outcome of a rollout of G prompts with C candidates each.
-
-    ``seconds``: until all groups are complete, or enough of them. ``generated``: tokens of each candidate, shape
-    (G, C), without those of earlier rollouts. ``returned``: tokens of each returned trajectory, 0 for the others, shape
-    (G, C). ``truncated``: whether it is returned truncated, shape (G, C). ``completed_at``: seconds at which each group
-    is complete; infinite if it is not. ``deadline``: the cohort's, in tokens. ``completion_lengths``: of complete
-    groups, in the order of their ends, for `RecentCompletionLengths`. ``clocks``: of the engines.
-    """
+    """Outcome of a rollout of G prompts with C candidates each."""
 
     seconds: float
+    """Seconds until all groups are complete, or enough groups."""
     generated: Floats
+    """Tokens of each candidate without those of earlier rollouts, shape (G, C)."""
     returned: Floats
+    """Tokens of each returned trajectory, 0 for other candidates, shape (G, C)."""
     truncated: Bools
+    """Whether a trajectory is returned truncated, shape (G, C)."""
     completed_at: Floats
+    """Seconds at which each group is complete, or infinity, shape (G,)."""
     deadline: int | None
     completion_lengths: tuple[int, ...]
+    """Completion lengths in the order of completion, for `RecentCompletionLengths`."""
     clocks: Clocks
 
     @property
@@ -57,17 +55,15 @@ class Rollout:
 
     @property
     def busy(self) -> float:
-        """Share of places that were taken, of the most that each engine ever ran, over the whole rollout."""
+        """Share of time that places are taken, of the most places that each engine ever used."""
         peak = sum(float(clock.count.max()) for clock in self.clocks.clocks)
         busy = sum(clock.busy_until(self.seconds) for clock in self.clocks.clocks)
         return min(1.0, busy / (peak * self.seconds))
 
     def times(self) -> tuple[Floats, Floats]:
-        """Return the seconds at which each candidate ran first, and at which it ended or was stopped, shape (G, C).
-
-        Infinite if it did not run.
-        """
-        started, ended = np.full(self.generated.shape, inf), np.full(self.generated.shape, inf)
+        """Return the seconds at which each candidate first ran and ended, or infinity, shape (G, C)."""
+        started = np.full(self.generated.shape, inf)
+        ended = np.full(self.generated.shape, inf)
         for clock in self.clocks.clocks:
             runs = self.generated[clock.rows] > 0
             started[clock.rows] = np.where(runs, clock.at(clock.starts), inf)
@@ -76,84 +72,107 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """The deadline and the bound in tokens, and the ``seconds`` at which they become known.
-
-    ``steps``: the steps that each group's candidates have run until then, shape (G, 1). ``late``: the groups that hear
-    of it before they are complete, shape (G, 1).
-    """
+class KnownDeadline:
+    """A deadline, and the moment at which it becomes known."""
 
     tokens: int
     bound: int
-    seconds: float
+    """Length at which every candidate is cut."""
     steps: Floats
+    """Steps that each group has run at that moment, shape (G, 1)."""
     late: Bools
+    """Whether each group is incomplete at that moment, shape (G, 1)."""
+    seconds: float
 
 
 @dataclass(slots=True, eq=False)
 class Ends:
-    """How candidates end: the steps that each ``run``s, and what of it is returned. Each has the shape (G, C).
-
-    ``completed``: the step in which each group is complete, shape (G,). ``cut``: whether it cut any, shape (G,).
-    """
+    """How candidates end. ``returned`` and ``truncated`` are as in `Rollout`."""
 
     run: Floats
+    """Steps of each candidate, shape (G, C)."""
     returned: Floats
     truncated: Bools
     completed: Floats
+    """Step in which each group is complete, shape (G,)."""
     cut: Bools
+    """Whether each group cut a candidate, shape (G,)."""
 
 
 def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     """Simulate one rollout, in which all prompts are submitted at once."""
-    counts, saturated = np.asarray(plan.candidates), np.asarray(plan.saturated or [False] * len(plan.candidates))
-    # A policy has one rule for saturated prompts and one for the others.
+    counts = np.asarray(plan.candidates)
+    saturated = np.asarray(plan.saturated or [False] * len(plan.candidates))
+    # A policy has one rule for saturated prompts and another rule for all others.
     parts = [Groups.of(batch, plan, rows) for rows in map(np.flatnonzero, (~saturated, saturated)) if rows.size]
     ends = _end(parts, None)
     clocks = Clocks.of(batch, plan, machine, ends.run)
-    known, rule, needs, reported = None, plan.deadline, np.full(batch.groups, inf), np.full(batch.groups, inf)
-    if rule is not None:
+
+    # How candidates run without a deadline says when the deadline becomes known.
+    deadline = None
+    needs = np.full(batch.groups, inf)
+    reported = np.full(batch.groups, inf)
+    if plan.deadline is not None:
         for part in parts:
             needs[part.rows], reported[part.rows] = part.needs(plan.mean_candidates, counts[part.rows])
-        known = _determine(rule, needs, reported, ends.completed, clocks)
-    if known is not None:
-        ends = _end(parts, known)
+        deadline = _determine(plan.deadline, needs, reported, ends.completed, clocks)
+    if deadline is not None:
+        ends = _end(parts, deadline)
         clocks = Clocks.of(batch, plan, machine, ends.run)
 
-    completed_at, generated, returned, truncated = np.zeros(batch.groups), ends.run, ends.returned, ends.truncated
+    completed_at = np.zeros(batch.groups)
     for clock in clocks.clocks:
         completed_at[clock.rows] = clock.completion(ends.completed[clock.rows])
     order = np.argsort(completed_at, kind="stable")[: plan.enough]
     seconds = float(completed_at[order[-1]])
+    generated = ends.run
+    returned = ends.returned
+    truncated = ends.truncated
     if plan.enough is not None:
-        chosen = np.zeros(batch.groups, dtype=bool)
-        chosen[order] = True
-        returned, truncated = np.where(chosen[:, None], returned, 0.0), truncated & chosen[:, None]
-        completed_at = np.where(chosen, completed_at, inf)
+        is_complete = np.zeros(batch.groups, dtype=bool)
+        is_complete[order] = True
+        completed_at = np.where(is_complete, completed_at, inf)
+        returned = np.where(is_complete[:, None], returned, 0.0)
+        truncated = truncated & is_complete[:, None]
         generated = np.zeros_like(ends.run)
         for clock in clocks.clocks:
             generated[clock.rows] = clock.generated_until(seconds)
+
     has_need = reported <= ends.completed
-    lengths = (int(needs[group]) if has_need[group] else 0 for group in order if has_need[group] or ends.cut[group])
-    deadline = known.tokens if known is not None and known.seconds <= seconds * (1 + TOLERANCE) else None
-    return Rollout(seconds, generated, returned, truncated, completed_at, deadline, tuple(lengths), clocks)
+    lengths = tuple(int(needs[g]) if has_need[g] else 0 for g in order if has_need[g] or ends.cut[g])
+    tokens = None
+    if deadline is not None and deadline.seconds <= seconds * (1 + TOLERANCE):
+        tokens = deadline.tokens
+    return Rollout(seconds, generated, returned, truncated, completed_at, tokens, lengths, clocks)
 
 
-def _determine(rule: Deadline, needs: Floats, reported: Floats, completed: Floats, clocks: Clocks) -> Known | None:
-    """Return the deadline that the cohort computes from its groups' reports, in the order in which these come.
+def _determine(
+    rule: Deadline,
+    needs: Floats,
+    reported: Floats,
+    completed: Floats,
+    clocks: Clocks,
+) -> KnownDeadline | None:
+    """Return the deadline that the cohort computes from its groups' reports, in their order.
 
-    ``reported``, ``completed``: steps after which each group reports what it ``needs``, and is complete, shape (G,).
+    Each group needs ``needs`` tokens, reports them after ``reported`` steps, and is complete after ``completed`` steps.
     """
-    cohort, has_need, group, now = CohortDeadline(rule, needs.size), reported <= completed, -1, 0.0
+    cohort = CohortDeadline(rule, needs.size)
+    has_need = reported <= completed
     ends = clocks.seconds_at(np.where(has_need, reported, completed))
     # Steps, and their seconds, at which groups report that they need more than the limit.
-    steps, passes, limit = np.full(needs.size, inf), np.full(needs.size, inf), None
+    steps = np.full(needs.size, inf)
+    passes = np.full(needs.size, inf)
+    limit = None
+    group = -1
+    now = 0.0
     while cohort.tokens is None:
         if cohort.pending_bound not in (None, limit):
             limit = cohort.pending_bound
             steps = np.maximum(clocks.steps_at(now), limit)
             passes = np.where(ends < inf, clocks.seconds_at(steps), inf)
-        group = int(np.minimum(ends, passes).argmin())  # of several at once, the first
+        # Among groups that report at the same time, the first group comes first.
+        group = int(np.minimum(ends, passes).argmin())
         now = float(min(ends[group], passes[group]))
         if now == inf:
             return None
@@ -168,46 +187,48 @@ def _determine(rule: Deadline, needs: Floats, reported: Floats, completed: Float
             cohort.remove(group)
             ends[group] = inf
         passes[group] = inf
-    # What is complete before the deadline is known stays as it is. In the step in which it becomes known, groups before
-    # the one that reports last have been looked at already.
+
+    # The deadline does not change groups that are complete. In the step in which it becomes known, the groups before
+    # the last reporter were processed already.
     run = clocks.steps_at(now)
     late = (completed > run) | ((completed == run) & (np.arange(needs.size) > group))
-    return Known(cohort.tokens, rule.bound_of(cohort.tokens), now, run[:, None], late[:, None])
+    return KnownDeadline(cohort.tokens, rule.bound_of(cohort.tokens), run[:, None], late[:, None], now)
 
 
-def _end(parts: "list[Groups]", known: Known | None) -> Ends:
+def _end(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
     """Return how the candidates of all groups end."""
-    found = [part.ends(known) for part in parts]
+    found = [part.ends(deadline) for part in parts]
     order = np.argsort(np.concatenate([part.rows for part in parts]))
-    return Ends(*(np.concatenate([getattr(ends, each.name) for ends in found])[order] for each in fields(Ends)))
+    return Ends(*(np.concatenate([getattr(ends, field.name) for ends in found])[order] for field in fields(Ends)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Groups under one rule. ``lengths``: at which candidates end, infinite if they are not started, shape (G, C).
+    """Groups under one rule.
 
-    ``done``: those of their tokens that earlier rollouts have generated, shape (G, C).
-
-    The rules are here once more, for arrays: 64 groups of 12 take 0.25 ms, and 40 ms as `Group`s that get events.
+    This repeats the rules for arrays: 64 groups of 12 candidates take .25 ms, and 40 ms as `Group`s that get events.
     """
 
     rows: Ints
+    """The groups in the batch, shape (G,)."""
     rule: SelectionRule
     lengths: Floats
+    """Length at which each candidate ends, infinite if it is not started, shape (G, C)."""
     valid: Bools
     draws: Floats
     done: Floats
+    """Tokens that earlier rollouts have generated, shape (G, C)."""
 
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, rows: Ints) -> "Groups":
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
-        done = np.zeros(started.shape) if batch.done is None else np.where(started, batch.done[rows], 0.0)
+        done = np.where(started, batch.generated_before[rows], 0.0)
         lengths = np.where(started, batch.ends[rows], inf)
         valid = batch.valid[rows] & started
         return Groups(rows, plan.rule(int(rows[0])), lengths, valid, batch.tail_draws[rows], done)
 
     def needs(self, mean_candidates: float, counts: Ints) -> tuple[Floats, Floats]:
-        """Return how many tokens each group needs, see `place_of_need`, and after how many steps it has them.
+        """Return the tokens that each group needs (see `place_of_need`), and the steps after which it has them.
 
         Shape (G,); infinite if a group has too few valid candidates.
         """
@@ -217,76 +238,85 @@ class Groups:
         left = np.where(self.valid & (self.lengths <= needs[:, None]), self.lengths - self.done, 0.0).max(axis=1)
         return needs, np.where(np.isfinite(needs), left, inf)
 
-    def ends(self, known: Known | None) -> Ends:
-        """Return how candidates end with a deadline, which is ``known`` to the whole batch, or without one."""
+    def ends(self, deadline: KnownDeadline | None) -> Ends:
+        """Return how candidates end with the deadline of the batch, or without a deadline."""
         lengths = self.lengths
-        if known is not None:
-            known = replace(known, steps=known.steps[self.rows] + self.done, late=known.late[self.rows])
-            # With a deadline of earlier groups, candidates may have run beyond the bound before it is known.
-            end = np.where(known.late & np.isfinite(lengths), np.maximum(known.bound, known.steps), inf)
-            lengths = np.minimum(lengths, end)
+        if deadline is not None:
+            steps = deadline.steps[self.rows] + self.done
+            deadline = replace(deadline, steps=steps, late=deadline.late[self.rows])
+            # A deadline of earlier groups may become known after candidates have passed the bound.
+            limit = np.where(deadline.late & np.isfinite(lengths), np.maximum(deadline.bound, steps), inf)
+            lengths = np.minimum(lengths, limit)
         is_cut = lengths < self.lengths
-        ends = self._by_rule(lengths, self.valid & ~is_cut, known)
-        if known is not None:
-            ends.returned = np.where(is_cut, np.minimum(ends.returned, known.bound), ends.returned)
+        ends = self._by_rule(lengths, self.valid & ~is_cut, deadline)
+        if deadline is not None:
+            ends.returned = np.where(is_cut, np.minimum(ends.returned, deadline.bound), ends.returned)
             ends.cut |= (is_cut & (ends.run == lengths)).any(axis=1)
-        if self.done.any():  # earlier rollouts have generated that
+        # So far a step is a token. Tokens of earlier rollouts take no step.
+        if self.done.any():
             ends.run = np.maximum(ends.run - self.done, 0.0)
             ends.completed = ends.run.max(axis=1)
         return ends
 
-    def _by_rule(self, lengths: Floats, valid: Bools, known: Known | None) -> Ends:
-        """Return how candidates of these ``lengths`` end, by all of their tokens. ``known.steps``: shape (G, C)."""
-        # The order of selection: valid ones first, shorter ones first, then by index. Those that are not started have
-        # an infinite length, and come last.
-        order, started = np.lexsort((lengths, ~valid), axis=1), np.isfinite(lengths)
+    def _by_rule(self, lengths: Floats, valid: Bools, deadline: KnownDeadline | None) -> Ends:
+        """Return how candidates of these ``lengths`` end if a step is a token; ``deadline.steps`` has shape (G, C)."""
+        # The order of selection: valid candidates first, shorter candidates first, then by index. Candidates that are
+        # not started have an infinite length, and are last.
+        started = np.isfinite(lengths)
+        order = np.lexsort((lengths, ~valid), axis=1)
         rank = np.empty_like(order)
         np.put_along_axis(rank, order, np.arange(lengths.shape[1])[None], axis=1)
-        ordered, count = np.sort(np.where(valid, lengths, inf), axis=1), valid.sum(axis=1, keepdims=True)
+        ordered = np.sort(np.where(valid, lengths, inf), axis=1)
+        count = valid.sum(axis=1, keepdims=True)
 
         def nth(place: int) -> Floats:
-            """Return the length of the ``place``-th shortest valid one, shape (G, 1); infinite if there are fewer."""
+            """Return the length of the ``place``-th shortest valid candidate, shape (G, 1), or infinity."""
             return ordered[:, place - 1 : place]
 
-        def whole(run: Floats, returned: Bools) -> Ends:
-            """Return what is returned as long as it is."""
+        def uncut(run: Floats, returned: Bools) -> Ends:
+            """Return ends at which no trajectory is cut."""
             run = np.where(started, np.minimum(run, lengths), 0.0)
             tokens = np.where(returned, run, 0.0)
             return Ends(run, tokens, returned & ~valid, run.max(axis=1), np.zeros(run.shape[0], dtype=bool))
 
-        rule, shortest, longest = self.rule, self.rule.num_shortest, self.rule.num_longest
+        rule = self.rule
+        shortest = rule.num_shortest
+        longest = rule.num_longest
         if isinstance(rule, InOrder):
-            return whole(lengths, started)
+            return uncut(lengths, started)
         short = valid & (rank < shortest)
         if isinstance(rule, DualEnd) and longest:
             tail = (rank >= np.maximum(count - longest, shortest)) & (rank < count)
             fill = (count < rule.size) & (rank < rule.size) & started
-            return whole(lengths, short | tail | fill)
+            return uncut(lengths, short | tail | fill)
         if not isinstance(rule, SampledTail):
-            return whole(nth(rule.size), (rank < rule.size) & started)
+            return uncut(nth(rule.size), (rank < rule.size) & started)
 
-        # Of a sampled tail the lowest draws win the places.
+        # The lowest draws win the places of a sampled tail.
         rest = started & ~short
         lowest = np.argsort(np.argsort(np.where(rest, self.draws, inf), axis=1, kind="stable"), axis=1)
         winners = rest & (lowest < shortest + longest - short.sum(axis=1, keepdims=True))
         last_short = nth(shortest)
         if not isinstance(rule, CutTail):
-            return whole(np.where(winners, lengths, last_short), short | winners)
+            return uncut(np.where(winners, lengths, last_short), short | winners)
 
         needed = nth(rule.completion_place)
         tail_end = np.where(winners, lengths, 0.0).max(axis=1, keepdims=True)
-        own, known_at, tokens = np.full_like(needed, inf), np.full_like(needed, inf), inf
-        if known is not None:
-            known_at, tokens = known.steps, known.tokens
-            own = np.where(known.late, np.minimum(np.maximum(tokens, needed), known.bound), inf)
-        # Once the K shortest and the tail have ended, the group is complete, although longer ones still run, unless it
-        # may turn out that the tail is to be cut.
+        tokens: float = inf
+        known_at = np.full_like(needed, inf)
+        cut_at = np.full_like(needed, inf)
+        if deadline is not None:
+            tokens = deadline.tokens
+            known_at = deadline.steps
+            cut_at = np.where(deadline.late, np.minimum(np.maximum(tokens, needed), deadline.bound), inf)
+        # A group is complete when its K shortest candidates and the tail have ended, although longer candidates still
+        # run, unless the tail may still turn out to be cut.
         early = np.maximum(last_short, tail_end)
         is_early = (early < needed) & ((early < known_at.max(axis=1, keepdims=True)) | (tail_end <= tokens))
-        run = np.where(winners, np.maximum(own, known_at), np.where(is_early, early, needed))
-        ends = whole(run, short | winners)
-        cut = winners & (lengths > own) & ~is_early
-        ends.returned = np.where(cut, np.broadcast_to(own, cut.shape), ends.returned)
-        ends.truncated |= cut
-        ends.cut = cut.any(axis=1)
+        run = np.where(winners, np.maximum(cut_at, known_at), np.where(is_early, early, needed))
+        ends = uncut(run, short | winners)
+        is_cut = winners & (lengths > cut_at) & ~is_early
+        ends.returned = np.where(is_cut, np.broadcast_to(cut_at, is_cut.shape), ends.returned)
+        ends.truncated |= is_cut
+        ends.cut = is_cut.any(axis=1)
         return ends

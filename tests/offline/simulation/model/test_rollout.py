@@ -39,12 +39,13 @@ def assert_same(found: Rollout, expected: Outcome) -> None:
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("policy", POLICIES)
-def test_where_all_candidates_start_together_it_is_the_same_as_token_by_token(policy: str, nightly: bool) -> None:
+def test_if_all_candidates_start_together_the_result_equals_that_of_token_by_token(policy: str, nightly: bool) -> None:
     deadlines = 0
     for seed in range((80 if policy in RECENT else 40) // (1 if nightly else 4)):
         case = world(policy, seed, replicas=1, room=1000, groups=13 * (seed % 2))
         case.plan = replace(case.plan, enough=None)
-        found, expected = simulate(case.batch, case.plan, case.machine), token_by_token(case)
+        found = simulate(case.batch, case.plan, case.machine)
+        expected = token_by_token(case)
         assert_same(found, expected)
         if case.plan.deadline is not None:
             assert sorted(found.completion_lengths) == sorted(expected.completion_lengths)
@@ -53,7 +54,7 @@ def test_where_all_candidates_start_together_it_is_the_same_as_token_by_token(po
 
 
 @pytest.mark.parametrize("policy", ["off", "longest"])
-def test_where_no_candidate_is_stopped_it_is_the_same_with_any_queue_and_full_kv_caches(policy: str) -> None:
+def test_if_no_candidate_is_stopped_the_result_is_exact_with_any_queue_and_full_kv_caches(policy: str) -> None:
     preemptions = 0
     for seed in range(12):
         case = world(policy, seed)
@@ -67,7 +68,7 @@ def test_where_no_candidate_is_stopped_it_is_the_same_with_any_queue_and_full_kv
 
 @pytest.mark.untraced
 @pytest.mark.parametrize("policy", ["off", "uniform", "darts", "longest", "none"])
-def test_a_rollout_with_enough_groups_has_the_first(policy: str, nightly: bool) -> None:
+def test_a_rollout_that_ends_with_enough_groups_returns_the_first_groups(policy: str, nightly: bool) -> None:
     for seed in range(20 if nightly else 6):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
         case.plan = replace(case.plan, enough=9)
@@ -91,7 +92,7 @@ def errors(policy: str, seeds: int, kv_blocks: int | None = None, size: int = 1,
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("policy", POLICIES)
-def test_where_candidates_queue_it_is_close(policy: str) -> None:
+def test_if_candidates_queue_the_result_is_close(policy: str) -> None:
     found = errors(policy, 5)
     assert median(found) < 0.03
     assert max(found) < 0.15
@@ -103,16 +104,17 @@ def test_where_candidates_queue_it_is_close(policy: str) -> None:
     [(200, 16, 400), *(pytest.param(*of, marks=pytest.mark.nightly) for of in ((150, 16, 0), (3200, 1, 400)))],
 )
 @pytest.mark.parametrize("policy", ["off", "uniform"])
-def test_where_the_kv_cache_is_full_it_is_close(policy: str, kv_blocks: int, size: int, prompt: int) -> None:
+def test_if_the_kv_cache_is_full_the_result_is_close(policy: str, kv_blocks: int, size: int, prompt: int) -> None:
     assert median(errors(policy, 4, kv_blocks, size, prompt)) < 0.04
 
 
 @pytest.mark.parametrize("policy", RECENT)
-def test_some_worlds_are_bounded_by_the_deadline_of_earlier_groups_and_others_are_not(policy: str) -> None:
+def test_the_deadline_of_earlier_groups_shortens_some_worlds_and_not_others(policy: str) -> None:
     bounded = []
     for seed in range(1, 80, 2):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
-        plan, shaping = replace(case.plan, enough=None), case.plan.shaping
+        plan = replace(case.plan, enough=None)
+        shaping = case.plan.shaping
         assert shaping is not None
         assert shaping.deadline is not None
         alone = replace(plan, shaping=replace(shaping, deadline=replace(shaping.deadline, recent=None)))
@@ -123,7 +125,7 @@ def test_some_worlds_are_bounded_by_the_deadline_of_earlier_groups_and_others_ar
 
 
 @pytest.mark.parametrize("policy", ["darts_cut", "cap"])
-def test_there_is_no_deadline_where_all_groups_are_truncated(policy: str) -> None:
+def test_there_is_no_deadline_if_all_groups_are_truncated(policy: str) -> None:
     case = world(policy, 1, replicas=1, room=1000, groups=10)
     lengths = np.full_like(case.batch.lengths, case.batch.max_tokens)
     case = World(replace(case.batch, lengths=lengths), replace(case.plan, enough=None), case.machine)
@@ -136,7 +138,7 @@ def test_there_is_no_deadline_where_all_groups_are_truncated(policy: str) -> Non
 # --- computed by hand ---------------------------------------------------------
 
 
-def test_a_step_costs_what_runs_what_it_reads_and_what_is_prefilled() -> None:
+def test_a_step_costs_its_decode_its_context_and_its_prefill() -> None:
     times = StepTime(LatencyCurve((1.0, 2.0), (1.0, 3.0)), per_context_token=0.1, per_prefill_token=0.01)
     found = simulate(batch([[2, 4]], prompt=20), BatchPlan(2, [2]), Machine(times))
     # Step 1 prefills 20 tokens, and the 4 of the second candidate that are not in a full block of the first's.
@@ -148,7 +150,12 @@ def test_a_step_costs_what_runs_what_it_reads_and_what_is_prefilled() -> None:
     assert found.busy == pytest.approx((2 * (first + 7.2) + 6.5) / (2 * found.seconds))
 
 
-def test_a_step_takes_longer_by_what_each_candidate_costs_that_starts_in_it() -> None:
+def test_the_current_step_counts_as_done() -> None:
+    clocks = simulate(batch([[2]]), BatchPlan(1, [1]), Machine(SECOND)).clocks
+    assert [clocks.steps_at(seconds).tolist() for seconds in (0.0, 0.5, 1.0, 1.5, 9.0)] == [[0], [1], [1], [2], [2]]
+
+
+def test_each_candidate_that_starts_in_a_step_makes_the_step_longer() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_start=0.5)
     found = simulate(batch([[5, 2], [3, 4]]), BatchPlan(2, [2, 2]), Machine(times, max_num_seqs=2))
     # Two start at once, the third when the second ends after two steps, the fourth when the others end after five.
@@ -157,7 +164,7 @@ def test_a_step_takes_longer_by_what_each_candidate_costs_that_starts_in_it() ->
     assert found.seconds == 9 + 4 * 0.5
 
 
-def test_the_last_admitted_is_preempted_and_prefilled_again() -> None:
+def test_the_sequence_admitted_last_is_preempted_and_prefilled_again() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_prefill_token=0.5)
     # Two prompts of 3 tokens: after 2 steps there are 10 tokens, and the third step makes 12.
     machine = Machine(times, kv_blocks=10, block_size=1)
@@ -167,7 +174,7 @@ def test_the_last_admitted_is_preempted_and_prefilled_again() -> None:
     assert found.completed_at.tolist() == pytest.approx([3 + 6, 9 + 3 + 3])
 
 
-def test_one_that_is_too_large_for_the_kv_cache_runs_alone() -> None:
+def test_a_sequence_that_is_too_large_for_the_kv_cache_runs_alone() -> None:
     found = simulate(batch([[30], [2]], prompt=10), BatchPlan(1, [1, 1]), Machine(SECOND, kv_blocks=2, block_size=1))
     assert found.completed_at.tolist() == [30, 32]
 
@@ -178,7 +185,7 @@ def test_a_long_prompt_is_in_the_kv_cache_once_for_all_its_candidates() -> None:
     assert simulate(batch([[9]] * 4, prompt=400), BatchPlan(1, [1] * 4), machine).seconds == 36
 
 
-def test_completion_lengths_are_those_of_complete_groups_in_order_and_0_for_one_that_was_cut_without() -> None:
+def test_completion_lengths_are_in_order_and_0_for_a_group_that_was_cut_without_one() -> None:
     lengths = [[9, 9], [7, 7], *[[8, 8]] * 7, [900, 900], [900, 900]]
     plan = BatchPlan(2, [2] * 11, NAMED["cap"])
     found = simulate(batch(lengths), plan, Machine(SECOND))
@@ -187,14 +194,14 @@ def test_completion_lengths_are_those_of_complete_groups_in_order_and_0_for_one_
     assert found.completion_lengths == (7, 8)
 
 
-def test_a_rollout_with_enough_groups_stops_the_others() -> None:
+def test_a_rollout_that_has_enough_groups_stops_all_other_groups() -> None:
     found = simulate(batch([[5, 2], [30, 4], [6, 1]]), BatchPlan(2, [2, 2, 2], enough=2), Machine(SECOND))
     assert (found.seconds, found.generated.tolist()) == (6, [[5, 2], [6, 4], [6, 1]])
     assert found.completed_at.tolist() == [5, float("inf"), 6]
     assert returned(found) == [(0, 0, 5, False), (0, 1, 2, False), (2, 0, 6, False), (2, 1, 1, False)]
 
 
-def test_candidates_of_earlier_rollouts_go_on_where_they_were() -> None:
+def test_candidates_of_earlier_rollouts_continue() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_prefill_token=0.5)
     going_on = replace(batch([[5, 20]], prompt=2), done=np.asarray([[4, 0]]))
     found = simulate(going_on, BatchPlan(2, [2]), Machine(times))
@@ -212,8 +219,8 @@ def test_candidates_that_earlier_rollouts_finished_need_no_engine(replicas: int)
     assert found.returned.tolist() == [[5, 9], [4, 4]]
 
 
-def test_a_deadline_cuts_what_goes_on_by_all_of_its_tokens() -> None:
-    """Two trajectories of four groups that need 4 tokens; of the fourth one has 6 already, and 94 to go."""
+def test_a_deadline_counts_all_tokens_of_a_candidate_that_continues() -> None:
+    """Groups that need 4 tokens. One candidate of the fourth group has 6 tokens already, and would get 94 more."""
     lengths = [[3, 4], [3, 4], [3, 4], [4, 100]] * 2
     done = np.zeros((8, 2), dtype=np.int64)
     done[3, 1] = done[7, 1] = 6
@@ -225,7 +232,7 @@ def test_a_deadline_cuts_what_goes_on_by_all_of_its_tokens() -> None:
     assert found.truncated[3, 1]
 
 
-def test_the_longest_candidates_or_none_of_them_are_returned() -> None:
+def test_rules_return_the_longest_candidates_or_none_or_a_sample() -> None:
     """Two of three candidates, with lengths 1, 2 and 3."""
     lengths = batch([[2, 3, 1]])
     longest = simulate(lengths, BatchPlan(2, [3], Shaping(tail=Tail.LONGEST)), Machine(SECOND))
@@ -250,5 +257,5 @@ def test_groups_go_to_the_engine_with_the_fewest_candidates() -> None:
     assert place_groups([4, 2, 1, 3, 1], 2).tolist() == [0, 1, 1, 1, 0]
 
 
-def test_training_takes_time_for_each_token_and_for_the_weights() -> None:
+def test_training_takes_time_for_each_token_and_for_the_synchronisation_of_weights() -> None:
     assert Machine(SECOND, training_per_token=0.5, between_rollouts=3).training_seconds(10) == 8

@@ -27,7 +27,7 @@ POLICIES: dict[str, Shaping | None] = {
     },
 }
 RECENT = tuple(name for name in POLICIES if name.startswith("recent_"))
-"""Policies with the deadline of earlier groups. Any share of the candidates of their worlds runs away."""
+"""Policies with the deadline of earlier groups. In their worlds a random share of the candidates runs to the limit."""
 FEW = ("off", "cap", "recent_cap")
 """Policies that start no more candidates than they return."""
 
@@ -40,9 +40,11 @@ class World:
 
 
 def world(policy: str, seed: int, *, replicas: int = 0, room: int | None = None, groups: int = 0) -> World:
-    """A random world. ``room``: the most sequences an engine runs at once, and no KV limit; otherwise all is random."""
+    """Draw a random world. ``room``: sequences that an engine runs at once, without a limit of the KV cache."""
     rng = default_rng([seed, len(policy)])
-    groups, size, longest = groups or int(rng.integers(1, 14)), int(rng.integers(2, 5)), int(rng.integers(20, 90))
+    groups = groups or int(rng.integers(1, 14))
+    size = int(rng.integers(2, 5))
+    longest = int(rng.integers(20, 90))
     shaping = POLICIES[policy]
     most = size if shaping is None else max(shaping.bounds(size)[1], shaping.candidates(size))
     least = size if shaping is None or policy in FEW else size + int(rng.integers(0, 2))
@@ -104,7 +106,8 @@ class Engine:
         return shared + sum(-(-(c.prompt + c.tokens) // size) - c.prompt // size for c in self.running)
 
     def schedule(self) -> None:
-        blocks, size = self.machine.kv_blocks, self.machine.block_size
+        blocks = self.machine.kv_blocks
+        size = self.machine.block_size
         while blocks is not None and self.blocks() > blocks:
             self.waiting.insert(0, self.running.pop())
             self.preemptions += 1
@@ -157,7 +160,8 @@ class Outcome:
 
 
 def token_by_token(world: World) -> Outcome:
-    batch, plan = world.batch, world.plan
+    batch = world.batch
+    plan = world.plan
     engines = [Engine(world.machine) for _ in range(world.machine.replicas)]
     load = [0] * len(engines)
     members = []
