@@ -99,6 +99,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: the state folder cannot be read; it was not touched.
     """
     hide_creation_times()
+    vllm_argv = flags.speculation_flags(vllm_argv, settings.speculate == "auto")
     args = flags.parse(vllm_argv)
     failed = [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]
     if failed:
@@ -472,7 +473,7 @@ def extend(
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     """Check everything that a server needs, and start nothing."""
-    args = flags.parse(vllm_argv)
+    args = flags.parse(flags.speculation_flags(vllm_argv, settings.speculate == "auto"))
     yield from check_local(settings, args)
     try:
         yield check_address(args, _access(settings, args), settings.allow_unauthenticated)

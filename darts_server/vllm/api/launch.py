@@ -25,7 +25,6 @@ from darts_server.vllm.api.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.api.probe_receiver import probing
 from darts_server.vllm.api.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.api.weights import VllmModel
-from darts_server.vllm.flags import refuse_speculation
 from darts_server.vllm.fleet.core import Engine, FleetCore
 from darts_server.vllm.fleet.host import Start
 from darts_server.vllm.fleet.transport import listen
@@ -197,8 +196,6 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
-    # vLLM may have found a speculative config in the model.
-    refuse_speculation(config.speculative_config)
     fingerprint = fingerprint_of(config)
     limit_checks()
     llm = ShapingLLM.from_vllm_config(
@@ -213,6 +210,11 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
         await llm.reset_mm_cache()
         # vLLM caches the tasks, and generate() needs them without awaiting.
         await llm.get_supported_tasks()
+        if config.speculative_config is not None and not all(await llm.collective_rpc("darts_expands_rightly")):
+            raise InvalidSetting(
+                "this version of vLLM samples from a wrong distribution with drafts on this device; omit --speculate "
+                "and --speculative-config"
+            )
         llm.gate = Gate()
         async with probing(llm) as probes:
             model = VllmModel(llm)

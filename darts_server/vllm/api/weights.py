@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class")
+"""Methods of speculative decoding whose drafter has no weights that an update would have to replace."""
 """Ending of tensors in old checkpoints that no model loads."""
 
 
@@ -134,8 +136,9 @@ class VllmModel:
                 raise UpdateUnsupported(f"weights of a model with {name} parallelism = {value} cannot be replaced here")
         if self._llm.model_config.quantization is not None:
             raise UpdateUnsupported("weights of a model with quantized weights cannot be replaced here")
-        if config.speculative_config is not None:
-            raise UpdateUnsupported("weights of a model with speculative decoding cannot be replaced here")
+        speculative = config.speculative_config
+        if speculative is not None and speculative.method not in WITHOUT_WEIGHTS:
+            raise UpdateUnsupported("weights of a model with a draft model cannot be replaced here")
         load_format = config.load_config.load_format
         if load_format not in ("auto", "hf", "safetensors"):
             raise UpdateUnsupported(f"weights of a model with --load-format {load_format} are unknown")

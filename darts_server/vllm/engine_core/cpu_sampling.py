@@ -5,14 +5,16 @@ copy of another type, expands into the copy, and forgets it (vllm-project/vllm i
 parameters are whatever was in that memory. The answers of the tiny model then have 140 tokens on average, not 36.
 """
 
-import torch
-from vllm.platforms import current_platform
+from typing import Any
+
+Tensor = Any
+"""A torch.Tensor. vLLM loads its plugins before torch in some processes, so torch is imported in functions alone."""
 
 
 def expand(
-    output: torch.Tensor,
-    values: torch.Tensor,
-    ends: torch.Tensor,
+    output: Tensor,
+    values: Tensor,
+    ends: Tensor,
     replace_from: float,
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # noqa: N803  # vLLM's name
@@ -22,6 +24,8 @@ def expand(
     ``output``: [tokens]. ``values``: [requests]. ``ends``: [requests], the end of each request's tokens. A value
     ``replace_from`` becomes ``replace_to``. vLLM passes ``MAX_NUM_TOKENS``, which its kernel for GPUs needs.
     """
+    import torch
+
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
     replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
     output.copy_(torch.repeat_interleave(replaced, counts, output_size=output.shape[0]))
@@ -33,6 +37,8 @@ def repair_sampling() -> None:
     After vLLM has loaded its plugins (``WorkerWrapperBase.init_worker``), the platform looks the function up by its
     name.
     """
+    from vllm.platforms import current_platform
+
     if not current_platform.is_cpu():
         return
     from vllm.utils import cpu_triton_utils
@@ -40,11 +46,12 @@ def repair_sampling() -> None:
     cpu_triton_utils._expand_kernel_impl = expand
 
 
-def expands_rightly() -> bool:
-    """Return whether vLLM's sampler in this process expands a parameter rightly."""
+def expands_rightly(device: Tensor) -> bool:
+    """Return whether vLLM's sampler in this process expands a parameter rightly on a device."""
+    import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
-    values = torch.tensor([0.5, 0.0, 2.0])
-    ends = torch.tensor([2, 3, 5], dtype=torch.int32)
+    values = torch.tensor([0.5, 0.0, 2.0], device=device)
+    ends = torch.tensor([2, 3, 5], dtype=torch.int32, device=device)
     expanded = expand_batch_to_tokens(values, ends, 5, replace_from=0, replace_to=1)
     return expanded.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0]

@@ -15,6 +15,8 @@ from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
 
+from darts_server.vllm.engine_core.cpu_sampling import repair_sampling
+
 SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
 """Environment variable that the server sets to ``1`` if the engine's processes must not spin while they wait."""
 
@@ -38,6 +40,7 @@ def prepare_process() -> None:
     """Prepare a process of the engine. vLLM calls this in the server's process too."""
     share_cores()
     end_with_server()
+    repair_sampling()
     if (engine := sys.modules.get("vllm.v1.engine.core")) is not None:  # not a worker's process
         from darts_server.vllm.engine_core.holding import hold_outputs
 

@@ -14,6 +14,8 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 from vllm.platforms import current_platform
 
 from darts_server.files import Stamp, open_unchanged, path_of
+from darts_server.vllm.engine_core.cpu_sampling import expands_rightly
+from darts_server.vllm.engine_core.drafter import Drafter
 from darts_server.vllm.engine_core.plugin import COMBINED, EXTENSION
 from darts_server.vllm.engine_core.probe_capture import install
 
@@ -53,11 +55,14 @@ class WorkerExtension:
         return None
 
     def darts_clean_caches(self) -> None:
-        """Replace NaN and infinity in the KV caches, which weights so far may have left there.
+        """Clean caches of the old weights: NaN and infinity in the KV caches, and the age of drafts.
 
         vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN: sequences that get such
         a block would be garbage under good weights, too.
         """
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, Drafter):
+            drafter.drafts.age()
         caches = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
         # A layer passes NaN on to all layers after it, so the last layer's cache has NaN if any has. Looking at it
         # takes some milliseconds for each GiB of all caches.
@@ -103,6 +108,10 @@ class WorkerExtension:
                 parts = manager.packed_modules_mapping.get(last, [last])
                 names += [name.removesuffix(last) + part for part in parts]
         return names
+
+    def darts_expands_rightly(self) -> bool:
+        """Return whether sampling with drafts uses the right parameters, see `cpu_sampling`."""
+        return expands_rightly(self.model_runner.device)
 
     def darts_install_probe(self, address: str) -> str | None:
         """Send the hidden states that requests ask for to this address. Returns why it cannot, or ``None``."""
