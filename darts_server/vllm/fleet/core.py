@@ -31,7 +31,7 @@ from darts_server.exceptions import RETRY_SECONDS, EngineBusy, EngineError
 from darts_server.vllm.engine_core.holding import number_of
 from darts_server.vllm.engine_core.probe_capture import INSTALL
 from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
-from darts_server.vllm.requests.held import held_of
+from darts_server.vllm.requests.held import numbered_of
 from darts_server.vllm.requests.prompt_request import depends_on_prompt_end, leave_rest
 
 logger = logging.getLogger(__name__)
@@ -306,7 +306,7 @@ def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequ
     Its outputs are added to ``state``. A candidate does not go on: its group may have counted more tokens than it has.
     """
     params, follower = request.sampling_params, copy(request)
-    held = held_of(state)
+    held = numbered_of(state)
     if (held is not None and held.is_candidate) or request.resumable:
         return None
     prompt = request.prompt_token_ids or []

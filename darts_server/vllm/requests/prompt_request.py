@@ -20,7 +20,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.rollout.learned.statistics import key_of
 from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
-from darts_server.vllm.engine_core.holding import PASSED_ON
+from darts_server.vllm.engine_core.holding import NOT_HELD
 from darts_server.vllm.engine_core.probe_capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
@@ -138,7 +138,7 @@ class PromptRequest:
         if number is not None:
             child.extra_args = {**(child.extra_args or {}), ARGUMENT: [number, *probe.detect_at]}
         if probe.logprobs:
-            child.extra_args = {**(child.extra_args or {}), PASSED_ON: True}
+            child.extra_args = {**(child.extra_args or {}), NOT_HELD: True}
         if self.adds_logprobs(probe):
             child.logprobs = 0
         return child
