@@ -1,16 +1,16 @@
 """Hold the outputs of requests in the engine's process until they are read, so that the API process pays per request.
 
-vLLM sends every token of every request to the API process as soon as it is sampled. Each token costs the API process 25
-to 40 us, although most tokens are not read before their request finishes. So a request whose caller reads only its
-final output is *held*. Its first token is sent at once, with the log-probs of its prompt and vLLM's times. Its other
-tokens stay in a buffer. They are sent in one output when the request finishes or is aborted, or in parts of some
-hundred tokens. Parts keep the work of one turn of the event loop small, and an engine that is lost takes no more than
-one part of each request with it. In between, the engine reports how many tokens each held request has.
+vLLM sends every token to the API process as soon as it is sampled. Each token costs that process 25 to 40 us, although
+most tokens are not read before their request finishes. So a request whose caller reads only its final output is
+*held*. Its first token is sent at once, with the log-probs of its prompt and vLLM's times. Its other tokens stay in a
+buffer. They are sent when the request finishes or is aborted, or in parts of some hundred tokens: a part is little work
+for one turn of the event loop, and an engine that is lost loses one part of each request at most. In between, the
+engine reports the token count of each held request.
 
-The code of this file runs in the thread of the engine's process that sends outputs. The counterpart in the API process
-is `darts_server.vllm.requests.held`. The counterpart numbers the requests. The engine answers an abort of a numbered
-request with all tokens that it has generated, because no other process has them. If somebody starts to read a held
-request, as a stream of its tokens, the request is released: from then on its tokens are sent as they are sampled.
+This code runs in the engine's thread that sends outputs. Its counterpart in the API process is
+`darts_server.vllm.requests.held`, which numbers the requests. The engine answers an abort of a numbered request with
+all of its tokens, because no other process has them. When somebody starts to read a held request, as a stream of its
+tokens, the request is released: from then on its tokens are sent as they are sampled.
 """
 
 import os
@@ -34,15 +34,14 @@ NOT_HELD = "darts_not_held"
 RELEASE = "darts_release"
 """Name of the engine's method that releases held requests."""
 RANK = "DARTS_ENGINE_RANK"
-"""Environment variable with the rank of an engine in a fleet. vLLM itself takes each engine of a fleet for the only
-engine, with rank 0."""
+"""Environment variable with the rank of an engine in a fleet. vLLM itself takes such an engine for the only one."""
 
-# The API process looks at the counts at twice this interval. Every late count is tokens that are generated for nothing.
+# The API process looks at counts at twice this interval. A late count is tokens that are generated for nothing.
 REPORT_SECONDS = 0.01
-# The limit of a request's buffer is between this number of tokens and twice as many, see `Buffer`.
+# A buffer's limit is between this number of tokens and twice as many.
 MIN_BUFFER_TOKENS = 256
 
-# Fields of vLLM's ``SchedulerStats`` that describe one step. No later message repeats their values.
+# Fields of vLLM's ``SchedulerStats`` that no later message repeats.
 STEP_STATS = (
     "kv_cache_eviction_events",
     "iteration_details",
@@ -65,14 +64,13 @@ Step = tuple[int, float, int]
 """A decode step: see `darts_server.vllm.requests.held.StepListener`."""
 
 
-# `array_like` and `omit_defaults` must be as in the base class: then vLLM's decoder of `EngineCoreOutputs` reads this
-# message too, and ignores the fields at its end.
+# With `array_like` as in the base class, vLLM's decoder of `EngineCoreOutputs` ignores the fields at the end.
 class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
-    """vLLM's message, with additional fields about the held requests of the engine.
+    """vLLM's message, with additional fields about held requests.
 
-    ``numbers``: int64 array of the requests' numbers. ``counts``: int32 array of the tokens that each of them has so
-    far. Both are empty if no counts are due. ``steps``: decode steps since the previous counts. ``buffered``: number of
-    tokens that entered the buffers since the previous message, less the tokens that left them.
+    ``numbers``: int64 array of the requests' numbers, and ``counts``: int32 array of their tokens so far; both are
+    empty if no counts are due. ``steps``: decode steps since the previous counts. ``buffered``: change of the number of
+    buffered tokens since the previous message.
     """
 
     numbers: bytes = b""
@@ -82,7 +80,7 @@ class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
 
 
 class Begin(NamedTuple):
-    """Announcement of a request, in the queue before its outputs."""
+    """A request, announced in the queue before its outputs."""
 
     request_id: str
     number: int
@@ -90,7 +88,7 @@ class Begin(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Instruction to release these requests."""
+    """Requests to release."""
 
     request_ids: Sequence[str]
 
@@ -98,9 +96,7 @@ class Release(NamedTuple):
 class Buffer:
     """The tokens of one numbered request that were not sent yet.
 
-    ``generated``: number of tokens that the request has generated, whether they were sent or not. ``limit``: number of
-    tokens at which the buffer is emptied. It differs between requests: requests that begin together would otherwise
-    all be sent in the same step.
+    ``generated``: tokens of the request so far. ``limit``: tokens at which the buffer is emptied.
     """
 
     __slots__ = ("_events", "_logprobs", "_nans", "generated", "is_held", "limit", "number", "tokens")
@@ -109,6 +105,7 @@ class Buffer:
         self.number = number
         self.is_held = is_held
         self.generated = 0
+        # Different limits, so that requests that begin together are not all sent in the same step.
         self.limit = MIN_BUFFER_TOKENS + 7 * number % MIN_BUFFER_TOKENS
         self._clear()
 
@@ -122,7 +119,7 @@ class Buffer:
         self.tokens += output.new_token_ids
         logprobs = output.new_logprobs
         if logprobs is not None:
-            # Copy the arrays: they may be views of the arrays of a whole step, in memory that later steps reuse.
+            # Copy: these may be views of a whole step's arrays, in memory that later steps reuse.
             self._logprobs.append(
                 LogprobsLists(
                     logprobs.logprob_token_ids.copy(),
@@ -141,7 +138,7 @@ class Buffer:
         output.new_logprobs = None
         parts = self._logprobs
         if parts:
-            # In each step, vLLM's arrays are as wide as the request of the batch that wants most log-probs.
+            # vLLM's arrays are as wide as the request of the step that wants most log-probs.
             width = min(part.logprobs.shape[1] for part in parts)
             output.new_logprobs = LogprobsLists(
                 np.concatenate([part.logprob_token_ids[:, :width] for part in parts]),
@@ -194,7 +191,7 @@ class HoldingQueue:
         if message.utility_output is not None:
             if not self._buffers:
                 return [message]
-            # The answer of a call, such as a pause, must follow the counts of everything that was generated before it.
+            # The answer to a call, such as a pause, must follow the counts of all tokens that were generated before it.
             return [self._report(EngineCoreOutputs(), is_due=True), message]
 
         must_be_sent = has_more_than_outputs(message)
@@ -243,8 +240,8 @@ class HoldingQueue:
         if decoded:
             seconds = message.timestamp - self._last_step_at
             self._last_step_at = message.timestamp
-            # A step that samples only first tokens is a prefill, which has no decode time. If a step samples several
-            # tokens of a request (speculative decoding), its time is not the time of one token.
+            # A step of first tokens only is a prefill, which has no decode time. Nor has a step with several tokens of
+            # one request, from speculative decoding.
             if started < decoded and most == 1 and 0 < seconds < inf:
                 self._steps.append((decoded, seconds, started))
         return sent
@@ -280,9 +277,9 @@ def is_joinable(output: EngineCoreOutput) -> bool:
 
 
 def has_more_than_outputs(message: EngineCoreOutputs) -> bool:
-    """Return whether a message has something beside outputs that no later message repeats. Later gauges replace it."""
+    """Return whether a message has more than outputs, and more than gauges that the next message replaces."""
+    # Without outputs, all requests were aborted: this may be the last message for a long time.
     if not message.outputs:
-        # All requests were aborted: this may be the last message for a long time.
         return True
     if message.finished_requests or message.wave_complete is not None or message.start_wave is not None:
         return True
@@ -308,8 +305,7 @@ def hold_outputs(engine: Any) -> None:
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
         number = number_of(request.sampling_params)
         if number:
-            # The thread that receives requests calls this method before the scheduler sees the request, so the
-            # announcement is in the queue before the first output.
+            # The input thread runs this before the scheduler sees the request, so this precedes all outputs.
             begin = Begin(request.request_id, abs(number), is_held=number > 0)
             self.output_queue.put_nowait((request.client_index, begin))
         return add(self, request)
@@ -317,7 +313,8 @@ def hold_outputs(engine: Any) -> None:
     def abort_requests(self: Any, request_ids: list[str]) -> None:
         running = [self.scheduler.requests.get(request_id) for request_id in request_ids]
         abort(self, request_ids)
-        # vLLM answers only aborts that the engine itself decides. Its clients end a request when they abort it.
+        # vLLM does not answer aborts by clients.
+
         self._send_abort_outputs(
             [request for request in running if request is not None and number_of(request.sampling_params)]
         )

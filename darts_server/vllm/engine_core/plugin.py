@@ -1,8 +1,8 @@
 """A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
 
-It lets the engine hold outputs (see `holding`), lets the engine's processes share cores, and ends them with the server,
-however the server ended. vLLM stops its engine when its API process stops in order. After SIGKILL, as from the kernel
-when memory runs out, the engine would run on forever and keep the device's memory.
+It makes the engine hold outputs (see `holding`), makes the engine's processes share cores, and ends them with the
+server. vLLM stops its engine when the API process stops in order. After SIGKILL, as from the kernel when memory runs
+out, the engine would run on and keep the device's memory.
 """
 
 import multiprocessing
@@ -16,23 +16,22 @@ from threading import Thread
 from typing import Any
 
 SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
-"""Environment variable that the server sets to ``1`` if the engine's processes must not spin while they wait."""
+"""Environment variable: ``1`` if the engine's processes must not spin while they wait."""
 # A hundredth of a decode step. No loss of throughput was measured.
 POLL_SECONDS = 1e-5
 # vLLM's readers spin for this long after each message, and rely on notifications only afterwards.
 BUSY_SECONDS = 1.0
-# Interval at which our readers look for a message in that time, in case a notification is lost.
+# How often our readers look for a message in that time, in case a notification is lost.
 RECHECK_MS = 10
 SERVER_PID = "DARTS_SERVER_PID"
 """Environment variable with the server's process id, for the processes of its engine."""
 WORKER = "darts_server.vllm.engine_core.worker"
 EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "
-"""Prefix of the name of a class that combines our extension with the user's. The user's name follows, with colons
-instead of dots.
+"""Prefix of the name of our extension combined with the user's. The user's follows, with colons instead of dots.
 
-vLLM passes only a name to its workers, ``module.attribute``, so the attribute has to name both extensions. The worker
-module builds the combined class when vLLM looks the attribute up.
+vLLM passes only a name, ``module.attribute``, to its workers. So the attribute has to name both extensions, and the
+worker module builds the combined class when vLLM looks the attribute up.
 """
 
 
@@ -55,9 +54,9 @@ def prepare_process() -> None:
 def share_cores() -> None:
     """Let the engine's processes sleep while they wait for each other, if :data:`SHARE_CORES` is set.
 
-    vLLM's processes spin on ``sched_yield`` while they wait; readers of messages do so for a second after each message.
-    On a machine with few cores, Linux 6.18 then hardly schedules other processes. The API process was seen to wait for
-    13 s, and all candidates that it should have stopped in that time ran to their end.
+    vLLM's processes spin on ``sched_yield`` while they wait. On a machine with few cores, Linux 6.18 then hardly
+    schedules other processes: the API process was seen to wait for 13 s, and candidates that it should have stopped ran
+    to their end.
     """
     if os.environ.get(SHARE_CORES) != "1":
         return
@@ -82,9 +81,9 @@ def share_cores() -> None:
 
 
 def _fatal(run: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that runs a thread of the engine's sockets, and ends the engine if the thread raises.
+    """Make the engine end if this function of one of its socket threads raises.
 
-    Python only prints the exception of a thread, so the engine would wait for requests that no thread receives.
+    Python only prints the exception, so the engine would wait for requests that no thread receives.
     """
 
     @wraps(run)
@@ -108,9 +107,9 @@ def end_engine_with_server() -> None:
 
 
 def end_with_server() -> None:
-    """Let this process end with the server, if it is a process of the server's engine, and with its own parent.
+    """Let a process of the engine end with the server, and with its own parent.
 
-    A worker must not keep the device's memory when the engine was killed. vLLM calls this where it spawns processes.
+    A worker must not keep the device's memory when the engine was killed.
     """
     server = os.environ.get(SERVER_PID)
     parent = multiprocessing.parent_process()
@@ -121,7 +120,7 @@ def end_with_server() -> None:
 
 @cache
 def _watch_in_forks() -> None:
-    """Let forks of this process, and their forks, end with the server. vLLM loads no plugins in forks."""
+    """Let forks of this process end with the server. vLLM loads no plugins in forks."""
 
     def end_with_both() -> None:
         end_with_process(int(os.environ.get(SERVER_PID) or os.getppid()), os.getppid())
@@ -130,11 +129,9 @@ def _watch_in_forks() -> None:
 
 
 def end_with_process(*pids: int) -> None:
-    """Let this process end when another process has ended, which need not be its parent.
-
-    A thread waits for the end. The kernel's ``PR_SET_PDEATHSIG`` ends a process together with the thread that started
-    it, and that thread need not be the parent's main thread.
-    """
+    """Let this process end when another process ends, which need not be its parent."""
+    # Not by the kernel's ``PR_SET_PDEATHSIG``: that ends a process together with the thread that started it, which need
+    # not be the parent's main thread.
     try:
         processes = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
@@ -142,7 +139,8 @@ def end_with_process(*pids: int) -> None:
 
     def exit_after_end() -> None:
         wait(processes)
-        # Without cleaning up: no caller is left, and a log line could block on a pipe that has no reader.
+        # No caller is left, and a log line could block on a pipe without a reader.
+
         os._exit(1)
 
     Thread(target=exit_after_end, name="darts-parent", daemon=True).start()

@@ -1,8 +1,8 @@
 """Takes hidden states out of the steps of a worker, and sends them to the API process beside vLLM's own messages.
 
-A request has a probe if it has the extra argument ``[number, point, …]``: a number that identifies the request in the
-API process, and numbers of generated tokens, ascending, at which a state is wanted. A worker sends messages of several
-frames. The first frame is the kind of message.
+A request with a probe has the extra argument ``[number, point, …]``: a number that identifies the request in the API
+process, and numbers of generated tokens, ascending, at which a state is wanted. The first frame of a worker's message
+is its kind.
 """
 
 import threading
@@ -22,19 +22,18 @@ from darts_server.vllm.engine_core.probe_steps import Step, check_runner, read_s
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
 INSTALL = "darts_install_probe"
-"""Name of the workers' method that installs the probe."""
+"""Name of the workers' method that calls `install`."""
 
 READY = b"ready"
 """Kind of the first message, followed by the width of the states, as text."""
 STATES = b"states"
-"""Kind of a message with states. It is followed by number and tokens of each request, [n, 2] of int64, and by the
-states, [n, width] of float32."""
+"""Kind of a message with states: number and tokens of each request, [n, 2] of int64; states, [n, width] of float32."""
 FAULT = b"fault"
-"""Kind of the last message of a worker that cannot send states any more, followed by an error message."""
+"""Kind of the last message of a worker that cannot send states, followed by an error message."""
 
 
 def pack_states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
-    """Pack states, [n, width], one for each request, into the frames of a message."""
+    """Pack states, [n, width], into the frames of a message."""
     pairs = np.array([numbers, tokens], dtype=np.int64).T
     return [STATES, pairs.tobytes(), np.ascontiguousarray(rows, dtype=np.float32).tobytes()]
 
@@ -50,7 +49,6 @@ def unpack_states(pairs: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.
 class ProbedRequest:
     """A request with a probe.
 
-    ``number``: identifies the request in the API process. ``prompt_tokens``: number of tokens of its prompt.
     ``points``: numbers of generated tokens, ascending, for which no state was taken yet. ``prompt_step``: step that
     computed the last token of the prompt, or None before that step.
     """
@@ -62,10 +60,7 @@ class ProbedRequest:
     prompt_step: int | None = None
 
     def reached(self, computed: int) -> int | None:
-        """Return the number of generated tokens, or None if it is below the next point.
-
-        ``computed``: number of computed tokens, prompt included.
-        """
+        """Return the number of generated tokens, or None below the next point. ``computed``: with the prompt's."""
         # Read the points once, because the sender's thread may replace them.
         points = self.points
         tokens = computed - self.prompt_tokens
@@ -89,7 +84,7 @@ class CapturedRows:
     """Rows of a step, [n, width], that are being copied to the host.
 
     ``tokens``: generated tokens of each request, if the host knows them. ``computed``: otherwise the numbers of
-    computed tokens, [n], prompt included. ``ready``: event after which both tensors may be read, or None for now.
+    computed tokens, [n], prompt included. ``ready``: event after which the tensors may be read.
     """
 
     requests: Sequence[ProbedRequest]
@@ -104,8 +99,7 @@ def copy_to_host(
 ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
     """Return copies, and the event after which they may be read. The tensors must not be written to any more.
 
-    On CUDA the worker does not wait. The copies go to pinned memory, on a separate ``stream`` that waits for the work
-    that is queued on the current stream.
+    On CUDA the worker does not wait: a separate ``stream`` copies to pinned memory after the current stream's work.
     """
     if stream is None:
         return [tensor.cpu() for tensor in tensors], None
@@ -116,7 +110,7 @@ def copy_to_host(
         for tensor in tensors:
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(pinned.copy_(tensor, non_blocking=True))
-            # Otherwise the allocator could reuse the tensor's memory before it is copied.
+            # Otherwise the allocator could reuse the memory before it is copied.
             tensor.record_stream(stream)
         ready = torch.cuda.Event(blocking=True)
         ready.record()
@@ -126,14 +120,14 @@ def copy_to_host(
 class Sender(threading.Thread):
     """Sends to the API process from its own thread, which sleeps until a copy is ready.
 
-    ``on_failure``: called from the thread when it cannot send states any more. The API process limits the queue: it has
-    at most one state for each point of each request that was started.
+    ``on_failure``: called from the thread when it cannot send states any more.
     """
 
     def __init__(self, address: str, on_failure: Callable[[], None]) -> None:
         super().__init__(name="darts-probe", daemon=True)
         self._address = address
         self._on_failure = on_failure
+        # The API process limits this queue: it starts the requests, and each point has one state at most.
         self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
         """Captured rows, and the frames of other messages."""
 
@@ -186,8 +180,7 @@ def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
 def install(worker: Any, address: str) -> str | None:
     """Send states of this worker's requests to ``address``. Return the reason if that is impossible. Never raises.
 
-    One worker of each engine sends states: the first worker that has the model's last layer. In other workers this
-    function does nothing.
+    Only the first worker with the model's last layer sends states.
     """
     try:
         if get_tp_group().rank_in_group != 0 or not get_pp_group().is_last_rank:
@@ -204,14 +197,10 @@ def install(worker: Any, address: str) -> str | None:
 class Capture:
     """Wraps the model runner's ``execute_model``, and takes states of requests with a probe out of its steps.
 
-    A request is looked at in the first step that can have reached its next point: one step adds a limited number of
+    A request is looked at in the first step that can have reached its next point: a step adds a limited number of
     tokens, however often the request is preempted.
 
-    Args:
-        put: queues rows or the frames of a message, and returns at once.
-
-    Raises:
-        ValueError: see `check_runner`.
+    ``put``: queues rows or the frames of a message, and returns at once. Raises `ValueError`, see `check_runner`.
     """
 
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
@@ -222,11 +211,12 @@ class Capture:
         self._max_step_tokens = 1 + int(runner.vllm_config.num_speculative_tokens)
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._put = put
-        # A request stays here until it ends, even when all of its states were taken: vLLM's second model runner
-        # receives a preempted request as if it were new, and the request must not be probed a second time.
+        # A request stays here until it ends, because vLLM's second model runner receives a preempted request as if it
+        # were new, and no request may be probed twice.
         self.requests: dict[str, ProbedRequest] = {}
         """Requests with a probe, from their first step to their end."""
-        # The requests that are looked at in each step. Steps are counted while there are requests with a probe.
+        # Requests to look at, by step. Steps are counted while there are requests with a probe.
+
         self._due: dict[int, list[ProbedRequest]] = {}
         self._step = 0
 

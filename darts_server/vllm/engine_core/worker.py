@@ -24,9 +24,8 @@ Plan = Sequence[tuple[str, Sequence[Any], Sequence[str]]]
 class WorkerExtension:
     """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
 
-    A method that changes weights never raises: it returns an error message, or None. If one worker of an engine raises,
-    vLLM's ``MultiprocExecutor`` leaves the answers of the other workers unread, and takes them for answers to its next
-    call.
+    A method that changes weights never raises: it returns an error message, or None. If one worker raises, vLLM's
+    ``MultiprocExecutor`` leaves the other workers' answers unread, and takes them for answers to its next call.
     """
 
     # Attributes of vLLM's worker.
@@ -56,8 +55,8 @@ class WorkerExtension:
         such a block would be garbage under good weights, too.
         """
         caches = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
-        # A layer passes NaN on to all later layers, so the last layer's cache has NaN if any cache has. The check takes
-        # some milliseconds for each GiB of all caches.
+        # A layer passes NaN on, so the last layer's cache has NaN if any cache has. The check takes some milliseconds
+        # for each GiB of all caches.
         if caches and not _is_finite(caches[-1]):
             for cache in caches:
                 torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
@@ -91,10 +90,7 @@ class WorkerExtension:
         )
 
     def darts_lora_layers(self) -> list[str]:
-        """Return the names of the linear layers that LoRA adapters can change.
-
-        The names are those in checkpoints: ``q_proj``, and not vLLM's ``qkv_proj``.
-        """
+        """Return the names of linear layers that LoRA adapters can change, as in checkpoints: q_proj, not qkv_proj."""
         manager = self.model_runner.lora_manager._adapter_manager
         names = []
         for name, module in manager.modules.items():
@@ -145,8 +141,9 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _pack_heads(model: torch.nn.Module) -> None:
     """Pack the output heads again.
 
-    On CPU vLLM computes the logits with a packed copy of the head. A head that is tied to the embeddings has no tensors
-    of its own. So the layerwise reload never processes it, and the copy would keep the old weights.
+    On CPU vLLM computes the logits with a packed copy of the head. The layerwise reload never processes a head that is
+    tied to the embeddings, because it has no tensors of its own. So the copy would keep the old weights.
+
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
