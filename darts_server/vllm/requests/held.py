@@ -1,8 +1,7 @@
 """The requests that engines hold, from the API process: their token counts, aborts, releases and metrics.
 
-`darts_server.vllm.engine_core.holding` runs in the engine's process, and explains what holding is. This process gives
-each request with a final output only a number, so that engines can report its tokens and answer its abort. A numbered
-request is held unless its tokens are read while they are generated.
+`darts_server.vllm.engine_core.holding` runs in the engine's process, and explains the word. This process numbers each
+request with a final output only. A numbered request is held unless its tokens are read while they are generated.
 """
 
 import asyncio
@@ -37,15 +36,13 @@ _changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=N
 
 @contextmanager
 def changing_state(change: StateChange) -> Iterator[None]:
-    """Call ``change`` with the candidate that this task adds in the block, and with its new state in vLLM.
-
-    The call is made while the request is sent, because the first output may arrive before `AsyncLLM.add_request`
-    returns.
+    """Call ``change`` with the candidate that this task adds in the block, and with its new state.
 
     Raises:
         RuntimeError: ``change`` was not called, because this version of vLLM sends requests in another way.
     """
-    # The call empties the list. Tasks of vLLM that start in the block keep this context, and must not repeat the call.
+    # `_add_numbered` makes the call, because the first output may arrive before `AsyncLLM.add_request` returns. It
+    # empties the list, because tasks of vLLM that start in the block keep this context.
     changes = [change]
     token = _changes.set(changes)
     try:
@@ -57,10 +54,9 @@ def changing_state(change: StateChange) -> Iterator[None]:
 
 
 class NumberedRequest(NamedTuple):
-    """The number of a request, which its state in vLLM keeps.
+    """The number of a request, kept in its state in vLLM.
 
-    ``prior_tokens``: tokens that the request had when it was sent, because it resumes another one. Engines do not count
-    them. ``is_candidate``: whether the request is a candidate of a group.
+    ``prior_tokens``: tokens that the request had when it was sent again. Engines do not count them.
     """
 
     number: int
@@ -87,14 +83,13 @@ class HeldRequests:
         self._core = engine_core
         self._internal_ids = processor.external_req_ids
         self._numbers = count(1)
-        # Token counts of running requests by number, as engines have reported them.
+        # Token counts by number.
         self._counts: dict[int, int] = {}
-        # Tokens in the buffers of each engine that vLLM's loggers have not counted yet.
+        # Buffered tokens of each engine that vLLM's loggers have not counted yet.
         self._buffered = Counter[int]()
         self._releases = OncePerTurn(self._send_releases)
 
-        # Replace methods of these objects, not of their classes. The decoder is changed in place, because vLLM's task
-        # that receives outputs has a reference to it.
+        # Replace methods of objects, not of classes. vLLM's task that receives outputs refers to the decoder already.
         decoder: Any = engine_core.decoder
         self._decode_report = MsgpackDecoder(Report, oob_tensor_provider=decoder.oob_tensor_provider).decode
         decoder.decode = self._decode
@@ -145,7 +140,7 @@ class HeldRequests:
         return report
 
     async def _add_numbered(self, request: EngineCoreRequest) -> None:
-        """Send a request to an engine in place of vLLM's client, with a number if only its final output is read."""
+        """Stand in for vLLM's ``add_request_async``."""
         params = request.sampling_params
         state = self.states.get(request.request_id)
         is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -168,9 +163,9 @@ class HeldRequests:
         setattr(state, NUMBER, NumberedRequest(number, prior_tokens, is_candidate))
         extra_args = params.extra_args or {}
         if params.stop or NOT_HELD in extra_args:
-            # This process searches the text for stop strings, so it needs each token at once.
+            # This process searches for stop strings as tokens arrive.
             number = -number
-        # Change a copy: other requests may have the same object.
+        # Other requests may have the same object.
         request.sampling_params = copy(params)
         request.sampling_params.extra_args = {**extra_args, NUMBER: number}
         try:
@@ -181,10 +176,7 @@ class HeldRequests:
             raise
 
     def _abort(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """Abort requests in place of vLLM's processor, which would end their output here.
-
-        A numbered request stays: its engine ends it, with all tokens that it has generated.
-        """
+        """Stand in for vLLM's ``abort_requests``, which would end requests here. Engines end numbered requests."""
         ids = list(request_ids)
         if not internal:
             ids = [internal_id for name in ids for internal_id in self._internal_ids.get(name, ())]
@@ -200,7 +192,7 @@ class HeldRequests:
         return numbered + self._forget(others, True)
 
     def _update_stats(self, state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
-        """Update vLLM's statistics from an output, in place of vLLM's processor."""
+        """Stand in for vLLM's method, whose times assume one token in each output."""
         numbered = numbered_of(state)
         if numbered is None:
             self._update(state, output, timestamp, stats)
@@ -208,13 +200,13 @@ class HeldRequests:
         if output.finish_reason is not None:
             self._counts.pop(numbered.number, None)
         if output.finish_reason == FinishReason.ABORT and state.is_prefilling:
-            # The request has no first token. vLLM would record the times of its tokens anyway.
+            # The request has no first token, and so no times. vLLM would record some.
             return
 
         before = 0 if stats is None else len(stats.inter_token_latencies_iter)
         self._update(state, output, timestamp, stats)
         if stats is not None and len(stats.inter_token_latencies_iter) > before:
-            # vLLM records the time since the previous output. Record the mean time between the tokens of this output.
+            # vLLM has recorded the time since the previous output.
             latency = stats.inter_token_latencies_iter.pop()
             tokens = len(output.new_token_ids)
             if tokens:
@@ -227,7 +219,7 @@ class HeldRequests:
         engine_idx: int = 0,
         **options: Any,
     ) -> None:
-        """Record statistics in vLLM's loggers. Tokens count when they are generated, although they arrive later."""
+        """Stand in for vLLM's ``record``: tokens count when they are generated, although they arrive later."""
         buffered = self._buffered[engine_idx]
         if buffered:
             if iteration_stats is None:
@@ -240,7 +232,8 @@ class HeldRequests:
 
 
 def numbered_of(state: RequestState | None) -> NumberedRequest | None:
-    """Return the number of a request and its circumstances, or None if the request has no number."""
+    """Return the number of a request, or None if it has none."""
+
     return getattr(state, NUMBER, None)
 
 

@@ -41,7 +41,7 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 3600)
     monkeypatch.setattr(structured_outputs, "_waits", Waits())
-    monkeypatch.setattr(structured_outputs, "_verdicts", Kept(structured_outputs.KEPT_VERDICTS))
+    monkeypatch.setattr(structured_outputs, "_checks", Kept(structured_outputs.MAX_CACHED))
 
 
 def params(**outputs: Any) -> SamplingParams:
@@ -131,7 +131,7 @@ def test_a_refusal_is_kept_too() -> None:
             check(params(**bad))
         messages.add(str(refused.value))
     assert len(messages) == 1
-    assert structured_outputs._verdicts.size == 2, "xgrammar's and guidance's"
+    assert structured_outputs._checks.size == 2, "xgrammar's and guidance's"
 
 
 def test_choices_that_a_check_converts_are_converted_each_time() -> None:
@@ -156,7 +156,7 @@ def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.M
     assert count() == 2
     go_on.set()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
-    for verdict in structured_outputs._verdicts.of("").values():
+    for verdict in structured_outputs._checks.of("").values():
         verdict.result(60)
     validate(params(json=TOOL))
     validate(params(json=STRING))
@@ -174,7 +174,7 @@ def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_fin
         with pytest.raises(Overloaded):
             validate(params(json=schema))
     assert count() == 1
-    verdicts = [*structured_outputs._verdicts.of("").values()]
+    verdicts = [*structured_outputs._checks.of("").values()]
     assert len(verdicts) == structured_outputs.MAX_PENDING
     go_on.set()
     for verdict in verdicts:
