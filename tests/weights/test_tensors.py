@@ -235,7 +235,7 @@ def test_a_number_that_is_not_finite_is_found_in_every_format(tmp_path: Path, dt
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_torch_calls_not_finite_is_refused(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+def test_numbers_that_torch_calls_not_finite_are_refused(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
     path = tmp_path / "given.safetensors"
     limits = torch.finfo(dtype)
     good = torch.tensor([limits.min, limits.max, limits.tiny, -0.0], dtype=dtype)

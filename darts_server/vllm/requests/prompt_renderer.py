@@ -174,8 +174,9 @@ def _is_too_long(error: Exception) -> bool:
 def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit: int) -> None:
     """Check that prompt and answer fit into the model's length, and set ``max_tokens`` if the caller sends null.
 
-    vLLM's completions and chats lower ``max_tokens``. Here it is never lowered: a trainer would mistake a truncated
-    answer for a whole one. ``length``: tokens of the prompt. ``limit``: the model's length.
+    As on vLLM's completions and chats, ``max_tokens`` is never lowered: a trainer would mistake a truncated answer for
+    a whole one. ``length``: tokens of the prompt. ``limit``: the model's length.
+
 
     Raises:
         InvalidRequest: names the prompt, or a sampling parameter that fits no prompt.

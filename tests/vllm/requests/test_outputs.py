@@ -216,7 +216,7 @@ def sampled(output: RequestOutput) -> list[float] | None:
 
 
 @given(st.randoms(use_true_random=False))
-def test_deferred_outputs_are_vllms_own_and_text_and_log_probs_are_made_without_each_other(random: Random) -> None:
+def test_deferred_outputs_equal_vllms_own_and_text_and_log_probs_are_made_without_each_other(random: Random) -> None:
     case = draw_case(random)
     output, wanted = run(DeferringFrontend(case)), run(Frontend(case))
     (completion,) = output.outputs
@@ -231,7 +231,7 @@ def test_deferred_outputs_are_vllms_own_and_text_and_log_probs_are_made_without_
 
 
 @given(st.randoms(use_true_random=False))
-def test_a_truncated_output_is_that_of_a_request_with_so_many_tokens(random: Random) -> None:
+def test_a_truncated_output_equals_the_output_of_a_request_with_so_many_tokens(random: Random) -> None:
     case = draw_case(random)
     output, (whole,) = run(DeferringFrontend(case)), run(Frontend(case)).outputs
     tokens = random.randint(1, len(whole.token_ids))
@@ -250,7 +250,7 @@ def test_a_truncated_output_is_that_of_a_request_with_so_many_tokens(random: Ran
 
 
 @given(st.randoms(use_true_random=False))
-def test_an_output_that_goes_on_is_that_of_a_request_that_was_never_stopped(random: Random) -> None:
+def test_a_resumed_output_equals_the_output_of_a_request_that_was_never_stopped(random: Random) -> None:
     case = draw_case(random)
     wanted = run(Frontend(case))
     before = random.randint(0, len(case.messages) - 1)
@@ -291,7 +291,7 @@ def first_tokens(case: Case, tokens: int) -> Case:
     return replace(case, messages=messages, aborted=False)
 
 
-def test_what_is_returned_beside_tokens_and_log_probs_is_truncated() -> None:
+def test_experts_masks_and_weight_versions_are_truncated_too() -> None:
     @dataclass
     class Span:
         version: str
@@ -358,7 +358,7 @@ def test_log_probs_that_only_the_scorer_requested_are_not_returned() -> None:
     assert len(frontend.deferred.values or ()) == len(completion.token_ids)
 
 
-def test_pauses_come_once_for_so_many_log_probs_however_they_were_sent() -> None:
+def test_a_pause_follows_every_slice_of_log_probs_however_they_were_sent() -> None:
     random = Random(6)
     params = SamplingParams(logprobs=70, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=64)
     messages = [draw_message(random, params, 1, first=False, last=end == 63) for end in range(64)]

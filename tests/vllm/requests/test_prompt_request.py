@@ -37,7 +37,7 @@ TEMPLATES = sorted((Path(_trl.origin).parent / "chat_templates").glob("*.jinja")
         ("a text that is not rendered yet", None),
     ],
 )
-def test_a_prompt_counts_by_its_tokens_as_far_as_these_are_known(prompt: Any, tokens: int | None) -> None:
+def test_tokens_of_a_prompt_are_counted_if_it_has_any(prompt: Any, tokens: int | None) -> None:
     assert PromptRequest(prompt, SamplingParams(max_tokens=9), "r").tokens == RequestTokens(tokens, 9)
 
 
@@ -185,11 +185,11 @@ def tokens_of(text: str) -> list[int]:
         ("", ""),
     ],
 )
-def test_what_a_template_puts_before_an_answer_alone_is_no_part_of_later_turns(prompt: str, stable: str) -> None:
+def test_text_that_a_template_puts_only_before_an_answer_is_no_part_of_later_turns(prompt: str, stable: str) -> None:
     assert count_stable(Characters(), tokens_of(prompt)) == len(stable)
 
 
-def test_what_stands_for_an_image_is_not_decoded() -> None:
+def test_numbers_that_stand_for_an_image_are_not_decoded() -> None:
     assert count_stable(Characters(), [5, -1]) == 2
 
 

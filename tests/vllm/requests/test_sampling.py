@@ -35,7 +35,7 @@ CHANGING: list[dict[str, Any]] = [
 ]
 
 
-def test_what_a_request_does_not_name_is_neutral() -> None:
+def test_parameters_that_a_request_does_not_name_are_neutral() -> None:
     found = PROCESSED.effective({"max_tokens": 7, "logprobs": True})
     assert NEUTRAL.items() <= found.items()
     assert (found["max_tokens"], found["logprobs"]) == (7, 0)
@@ -43,7 +43,7 @@ def test_what_a_request_does_not_name_is_neutral() -> None:
 
 
 @pytest.mark.parametrize("sampling", [*CHANGING, {"seed": 5, "stop": "a", "stop_token_ids": [3]}])
-def test_what_is_in_force_is_json(sampling: dict[str, Any]) -> None:
+def test_parameters_in_force_are_json(sampling: dict[str, Any]) -> None:
     found = PROCESSED.effective(sampling)
     assert found.keys() >= sampling.keys()
     json.dumps(found)

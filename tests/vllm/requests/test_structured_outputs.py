@@ -78,7 +78,7 @@ def pattern(brackets: int) -> Any:
         {"grammar": 'root ::= "a" | "(" root ")"'},
     ],
 )
-def test_usual_and_quite_unusual_ones_pass(outputs: dict[str, Any]) -> None:
+def test_usual_and_large_schemas_pass(outputs: dict[str, Any]) -> None:
     check(params(**outputs))
 
 
@@ -101,7 +101,7 @@ def test_usual_and_quite_unusual_ones_pass(outputs: dict[str, Any]) -> None:
         ({"json": {"enum": ["a" * MAX_SAMPLING_BYTES]}}, ""),
     ],
 )
-def test_what_is_too_deep_or_too_large_is_refused_before_a_library_sees_it(
+def test_too_deep_or_too_large_input_is_refused_before_a_library_sees_it(
     outputs: dict[str, Any], field: str, backend: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -109,21 +109,21 @@ def test_what_is_too_deep_or_too_large_is_refused_before_a_library_sees_it(
     assert refused.value.field == f"structured_outputs{field}"
 
 
-def test_outlines_is_not_chosen_for_what_the_others_cannot_take() -> None:
+def test_outlines_is_not_chosen_for_schemas_that_other_backends_refuse() -> None:
     schema = {"type": "object", "properties": {"a": STRING}, "patternProperties": {"b": STRING, "c": STRING}}
     with pytest.raises(VLLMValidationError, match="neither xgrammar nor guidance"):
         check(params(json=schema))
     check(params(json=schema), "outlines")
 
 
-def test_each_is_checked_once_for_all_prompts_and_candidates() -> None:
+def test_each_schema_is_checked_once_for_all_prompts_and_candidates() -> None:
     count, validate = counted()
     for outputs in ({"json": TOOL}, {"json": TOOL}, {"json": STRING}, {"json": TOOL}):
         validate(params(**outputs))
     assert count() == 2
 
 
-def test_a_refusal_is_kept_too() -> None:
+def test_a_refusal_is_cached_too() -> None:
     bad = {"regex": "(?<=a)b"}
     messages = set()
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_choices_that_a_check_converts_are_converted_each_time() -> None:
     assert [(one.choice, one.grammar) for one in made if one] == [(None, 'root ::= "a" | "b"')] * 2
 
 
-def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_for_the_end_of_a_long_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.01)
     go_on = threading.Event()
     count, validate = counted(go_on)
@@ -163,7 +163,7 @@ def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.M
     assert count() == 3
 
 
-def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_finds_its_verdict(
+def test_checks_of_one_caller_run_one_after_another_and_their_results_are_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0)
@@ -185,7 +185,7 @@ def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_fin
     assert count() == len(verdicts)
 
 
-def test_all_checks_together_wait_for_one_budget_of_which_every_caller_has_a_share(
+def test_all_checks_share_one_time_budget_and_every_caller_gets_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.5)
@@ -204,7 +204,7 @@ def test_all_checks_together_wait_for_one_budget_of_which_every_caller_has_a_sha
     assert waits._waited == {}, "callers are forgotten"
 
 
-def test_many_checks_that_take_long_stop_the_event_loop_only_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_long_checks_block_the_event_loop_only_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 0.02)
     go_on = threading.Event()
@@ -228,7 +228,7 @@ def test_many_checks_that_take_long_stop_the_event_loop_only_for_the_budget(monk
     assert sum(granted) <= 0.02
 
 
-def test_a_library_that_panics_is_a_refusal_and_not_a_check_without_an_end() -> None:
+def test_a_panic_of_a_library_refuses_the_request() -> None:
     class Panic(BaseException):
         """As those of libraries in Rust."""
 

@@ -99,7 +99,7 @@ def test_a_template_that_tokenizes_is_called_once_and_not_for_a_longer_chat() ->
     assert tokenizer.calls == 1
 
 
-def test_a_model_that_holds_longer_texts_gets_them() -> None:
+def test_a_model_with_a_greater_length_gets_longer_texts() -> None:
     tokenizer: Any = get_tokenizer(MODEL)
     model = SimpleNamespace(max_model_len=MOST + 1)
     limit_texts(SimpleNamespace(tokenizer=tokenizer, model_config=model))

@@ -86,7 +86,7 @@ def with_params(**values: Any) -> PromptRequest:
         (with_params(structured_outputs=StructuredOutputsParams(regex="a" * MAX_SAMPLING_BYTES)), "structured_outputs"),
     ],
 )
-def test_what_an_engine_cannot_take_is_refused_by_name(checked: PromptRequest, field: str) -> None:
+def test_fields_that_an_engine_cannot_take_are_refused_by_name(checked: PromptRequest, field: str) -> None:
     assert refused(checked).partition("[")[0] == field
 
 
@@ -117,7 +117,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(sorted(set(SamplingParams.__struct_fields__) - {"n"})), VALUES)
-def test_whatever_passes_is_decoded_by_the_engine(name: str, value: Any) -> None:
+def test_every_accepted_request_is_decoded_by_the_engine(name: str, value: Any) -> None:
     checked = request(params=changed(**{name: value}))
     try:
         check_request(CONFIG, checked)
