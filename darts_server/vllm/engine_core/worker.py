@@ -62,7 +62,7 @@ class WorkerExtension:
                 torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
 
     def darts_abandon_update(self) -> str | None:
-        """End an update through vLLM's own routes. A layer that lacks some new tensors keeps all of its old tensors."""
+        """End an update through vLLM's own routes. Incomplete layers keep their old tensors."""
         model = self.model_runner.get_model()
         try:
             for layer in model.modules():
