@@ -38,10 +38,7 @@ T = TypeVar("T")
 
 
 class State(StrEnum):
-    """State of the served weights."""
-
     SERVING = "serving"
-    """No update is in progress."""
     STAGING = "staging"
     """The new weights are fetched and checked while the old weights are served."""
     ANNOUNCED = "announced"
@@ -82,7 +79,6 @@ class Coordinator:
         self._gate = gate
         self._groups = groups
         self._observers = observers
-        # Source of the update in progress.
         self._source: str | None = None
         self._task: asyncio.Task[UpdateRecord] | None = None
         self._paused_by_update = False
@@ -97,13 +93,14 @@ class Coordinator:
     # --- an update, from its beginning to its end ---------------------------
 
     async def run(self, update: Update, version: int | None) -> UpdateRecord:
-        """Run an update through our own routes. ``version``: see `begin`.
+        """Run an update through our own routes, by the server's rule unless it has a rule. ``version``: see `begin`.
 
         Raises:
             InvalidRequest: the request is bad; nothing was changed.
             UpdateError: the old version is served.
         """
         self.begin(update, version)
+        update.rule = update.rule or self.settings.rule
         try:
             await update.stage()
             if update.when_staged is not None:
@@ -153,7 +150,6 @@ class Coordinator:
         update.version = version
 
     def check_free(self) -> None:
-        """Check that no update is in progress."""
         self._check_not_lost()
         if self._source is not None:
             raise self._update_running()

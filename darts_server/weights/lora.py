@@ -82,7 +82,10 @@ class Loras:
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             return parse_config(config, "config"), await self.staging.write(body(layers.max_bytes))
 
-        return await self._run("push", name, rule, version, fetch, "body", check_finite)
+        update = _LoraUpdate(
+            source="push", rule=rule, lora=name, check_finite=check_finite, loras=self, fetch=fetch, field="body"
+        )
+        return await self._run(update, version)
 
     async def load(
         self,
@@ -120,42 +123,32 @@ class Loras:
                     raise InvalidRequest(FIELD, problem)
                 return parse_config(config, FIELD), await self.staging.write(chunks())
 
-        return await self._run("disk", name, rule, version, fetch, FIELD, check_finite, when_staged)
-
-    async def remove(self, name: str) -> UpdateRecord:
-        """Stop serving a LoRA adapter when no running request uses it. Raises as `push`, and `NotFound`."""
-        # No other rule is possible, because requests cannot continue without the adapter.
-        return await self._run("delete", name, Rule.FINISH, None, None, "name")
-
-    async def _run(
-        self,
-        source: str,
-        name: str,
-        rule: Rule | None,
-        version: int | None,
-        fetch: Fetch | None,
-        field: str,
-        check_finite: bool = True,
-        when_staged: Callable[[], Awaitable[None]] | None = None,
-    ) -> UpdateRecord:
-        if self.engine is None:
-            raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
-        if fetch is not None:
-            self.engine.check_name(name)
-        elif name not in self.served:
-            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         update = _LoraUpdate(
-            source=source,
-            rule=rule or self.coordinator.settings.rule,
+            source="disk",
+            rule=rule,
             lora=name,
             check_finite=check_finite,
             when_staged=when_staged,
             loras=self,
-            engine=self.engine,
             fetch=fetch,
-            field=field,
-            old=self.served.get(name),
+            field=FIELD,
         )
+        return await self._run(update, version)
+
+    async def remove(self, name: str) -> UpdateRecord:
+        """Stop serving a LoRA adapter when no running request uses it. Raises as `push`, and `NotFound`."""
+        # No other rule is possible, because requests cannot continue without the adapter.
+        update = _LoraUpdate(source="delete", rule=Rule.FINISH, lora=name, loras=self, fetch=None, field="name")
+        return await self._run(update, None)
+
+    async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:
+        name = update.lora
+        if self.engine is None:
+            raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
+        if update.fetch is not None:
+            self.engine.check_name(name)
+        elif name not in self.served:
+            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         return await self.coordinator.run(update, version)
 
 
@@ -178,11 +171,14 @@ class _LoraUpdate(Update):
 
     lora: str
     loras: Loras
-    engine: LoraEngine
     fetch: Fetch | None
     field: str
-    old: LoadedLora | None
     new: LoadedLora | None = None
+
+    @property
+    def engine(self) -> LoraEngine:
+        assert self.loras.engine is not None
+        return self.loras.engine
 
     async def stage(self) -> None:
         fetch = self.fetch
@@ -208,7 +204,7 @@ class _LoraUpdate(Update):
         await self._serve("load", self.new)
 
     async def roll_back(self) -> str:
-        await self._serve("restore", self.old)
+        await self._serve("restore", self.loras.served.get(self.lora))
         return ""
 
     def commit(self) -> None:
@@ -218,7 +214,6 @@ class _LoraUpdate(Update):
             self.loras.served[self.lora] = self.new
 
     def clean_up(self) -> None:
-        """Remove the folders and links of adapters that are not served."""
         served = self.loras.served
         staging = self.loras.staging
         used = {lora.folder for lora in served.values()}

@@ -32,8 +32,6 @@ W."""
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Rank and scale of a LoRA adapter."""
-
     rank: int
     alpha: float
     rslora: bool = False

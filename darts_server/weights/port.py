@@ -20,8 +20,6 @@ WAIT_FACTOR = 2
 
 
 class Rule(StrEnum):
-    """What happens to running groups when the weights change."""
-
     FINISH = "finish"
     """Wait for running groups. New groups wait until the update ends."""
     KEEP = "keep"
@@ -120,7 +118,7 @@ class LoraEngine(Protocol):
         """Serve the LoRA adapter in ``folder`` as ``name``. The engine may read the folder again at any time."""
 
     async def unload(self, name: str) -> None:
-        """Stop serving a LoRA adapter, if it is served."""
+        """Harmless if the LoRA adapter is not served."""
 
 
 class Model(Protocol):
@@ -149,7 +147,7 @@ class Model(Protocol):
         """Pause all requests, and clear every cache that was computed with the weights."""
 
     async def resume(self) -> None:
-        """Resume the engine, if it is paused."""
+        """Harmless if the engine is not paused."""
 
     async def abort_requests(self) -> None:
         """Abort all running requests, which would continue with undefined weights."""
@@ -163,13 +161,10 @@ class Model(Protocol):
     async def clear_caches(self) -> None:
         """Clear cached results of old weights that no paused request needs."""
 
-    async def set_version(self, version: int) -> None:
-        """Set the served version."""
+    async def set_version(self, version: int) -> None: ...
 
 
 class Groups(Protocol):
-    """The running groups."""
-
     async def suspend(self) -> None:
         """Stop every group that can be restarted, and return when all others have ended."""
 
@@ -184,8 +179,6 @@ class Groups(Protocol):
 
 
 class NoGroups:
-    """The groups of an engine without groups."""
-
     async def suspend(self) -> None: ...
 
     def weights_change(self) -> None: ...

@@ -52,7 +52,6 @@ class Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove everything that was staged."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
@@ -94,7 +93,6 @@ class Staging:
         return path
 
     def keep_only(self, files: set[Path]) -> None:
-        """Remove all other staged safetensors files."""
         for path in set(self.glob(f"*{SUFFIX}")) - files:
             path.unlink(missing_ok=True)
 

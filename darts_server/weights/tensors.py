@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -26,27 +26,15 @@ CHUNK_BYTES = 1 << 20
 """Bytes that are read at once: few enough to stay in a core's cache."""
 
 
-class _Bits(NamedTuple):
-    """Representation of NaN and infinity in a floating-point format.
-
-    ``signed``, ``unsigned``: integers of the same size. ``first``: bits of the smallest positive value that is not
-    finite.
-    """
-
-    signed: type[np.signedinteger[Any]]
-    unsigned: type[np.unsignedinteger[Any]]
-    first: int
-
-
 NONFINITE = {
-    "F64": _Bits(np.int64, np.uint64, 0x7FF0_0000_0000_0000),
-    "F32": _Bits(np.int32, np.uint32, 0x7F80_0000),
-    "F16": _Bits(np.int16, np.uint16, 0x7C00),
-    "BF16": _Bits(np.int16, np.uint16, 0x7F80),
-    "F8_E5M2": _Bits(np.int8, np.uint8, 0x7C),
-    "F8_E4M3": _Bits(np.int8, np.uint8, 0x7F),
+    "F64": (8, 0x7FF0_0000_0000_0000),
+    "F32": (4, 0x7F80_0000),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E5M2": (1, 0x7C),
+    "F8_E4M3": (1, 0x7F),
 }
-"""Formats with numbers that are not finite, by safetensors' names."""
+"""Floating-point formats by safetensors' names: bytes, and bits of the smallest positive value that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +60,6 @@ class TensorFile:
 TensorSet = Mapping[str, TensorFile]
 """File of each tensor, by the tensor's name."""
 FilePlan = Sequence[tuple[TensorFile, Sequence[str]]]
-"""Files, and the names of the tensors to load from each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,23 +224,24 @@ def _have_equal_data(file: TensorFile, name: str, other: TensorFile, other_name:
 
 def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) -> str | None:
     """Return the name of the first tensor with a number that is not finite, or None."""
-    # Read as signed integers, positive numbers that are not finite are at least `_Bits.first`. Read as unsigned
-    # integers, negative ones are at least `_Bits.first` with the sign bit. So two maxima decide, at some twenty times
-    # the speed of `isfinite`.
+    # Read as signed integers, positive numbers that are not finite are at least the smallest of them. Read as unsigned
+    # integers, negative ones are at least the same with the sign bit. So two maxima decide, at some twenty times the
+    # speed of `isfinite`.
     places = _read_header(opened)
     chunk = np.empty(CHUNK_BYTES, np.uint8)
     for name in names:
-        bits = NONFINITE.get(file.tensors[name].dtype)
-        if bits is None:
+        # Integers are always finite.
+        size, positive = NONFINITE.get(file.tensors[name].dtype, (0, 0))
+        if not size:
             continue
-        negative = bits.first | 1 << (8 * np.dtype(bits.unsigned).itemsize - 1)
+        negative = positive | 1 << (8 * size - 1)
         left = _seek(opened, *places[name])
         while left:
             # Not mapped into memory: a file that is truncated meanwhile would end the process.
             part = chunk[: min(left, CHUNK_BYTES)]
             if opened.readinto(part) != len(part):  # type: ignore[attr-defined]
                 raise OSError(errno.ESTALE, "has changed since it was checked", str(file.path))
-            if part.view(bits.signed).max() >= bits.first or part.view(bits.unsigned).max() >= negative:
+            if part.view(f"i{size}").max() >= positive or part.view(f"u{size}").max() >= negative:
                 return name
             left -= len(part)
     return None

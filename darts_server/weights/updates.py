@@ -61,7 +61,6 @@ class Updates:
             groups or NoGroups(),
         )
         self.external = ExternalUpdates(self.coordinator, self.loaded, model)
-        """Updates through vLLM's own routes."""
         self.loras = Loras(self.coordinator, model.loras, staging, root)
 
     async def push(
@@ -85,7 +84,7 @@ class Updates:
 
         update = _WeightUpdate(
             source="push",
-            rule=rule or self.coordinator.settings.rule,
+            rule=rule,
             partial=partial,
             check_finite=check_finite,
             owner=self,
@@ -117,7 +116,7 @@ class Updates:
 
         update = _WeightUpdate(
             source="disk",
-            rule=rule or self.coordinator.settings.rule,
+            rule=rule,
             partial=partial,
             check_finite=check_finite,
             when_staged=when_staged,

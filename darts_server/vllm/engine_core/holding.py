@@ -32,7 +32,6 @@ NUMBER = "darts_number"
 NOT_HELD = "darts_not_held"
 """Key in ``extra_args`` of requests that must not be held, because their tokens are read while they are generated."""
 RELEASE = "darts_release"
-"""Name of the engine's method that releases held requests."""
 RANK = "DARTS_ENGINE_RANK"
 """Environment variable with the rank of an engine in a fleet. vLLM itself takes such an engine for the only one."""
 
@@ -61,7 +60,6 @@ UNJOINABLE = (
 )
 
 Step = tuple[int, float, int]
-"""A decode step: see `darts_server.vllm.requests.held.StepListener`."""
 
 
 # With `array_like` as in the base class, vLLM's decoder of `EngineCoreOutputs` ignores the fields at the end.
@@ -88,8 +86,6 @@ class Begin(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Requests to release."""
-
     request_ids: Sequence[str]
 
 
@@ -163,7 +159,6 @@ class HoldingQueue:
         self._outbox: deque[tuple[int, EngineCoreOutputs]] = deque()
         self._buffers: dict[str, Buffer] = {}
         self._steps: list[Step] = []
-        # Change of the number of buffered tokens since the last report.
         self._buffered = 0
         self._last_step_at = -inf
         self._reported_at = -inf
@@ -333,7 +328,6 @@ def hold_outputs(engine: Any) -> None:
 
 
 def number_of(params: Any) -> int:
-    """Return the number of a request with these sampling parameters, or 0 if it has none."""
     if params is None or not params.extra_args:
         return 0
     number: int = params.extra_args.get(NUMBER, 0)

@@ -24,7 +24,6 @@ BUSY_SECONDS = 1.0
 # How often our readers look for a message in that time, in case a notification is lost.
 RECHECK_MS = 10
 SERVER_PID = "DARTS_SERVER_PID"
-"""Environment variable with the server's process id, for the processes of its engine."""
 WORKER = "darts_server.vllm.engine_core.worker"
 EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "
@@ -45,7 +44,6 @@ def prepare_process() -> None:
     if engine is not None:
         from darts_server.vllm.engine_core.holding import hold_outputs
 
-        # The threads that receive the engine's requests and send its outputs run these methods.
         for name in ("process_input_sockets", "process_output_sockets"):
             setattr(engine.EngineCoreProc, name, _fatal(getattr(engine.EngineCoreProc, name)))
         hold_outputs(engine.EngineCoreProc)

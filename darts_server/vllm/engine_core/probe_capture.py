@@ -22,7 +22,6 @@ from darts_server.vllm.engine_core.probe_steps import Step, check_runner, read_s
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
 INSTALL = "darts_install_probe"
-"""Name of the workers' method that calls `install`."""
 
 READY = b"ready"
 """Kind of the first message, followed by the width of the states, as text."""
@@ -129,7 +128,6 @@ class Sender(threading.Thread):
         self._on_failure = on_failure
         # The API process limits this queue: it starts the requests, and each point has one state at most.
         self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
-        """Captured rows, and the frames of other messages."""
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
@@ -152,7 +150,6 @@ def fault_message(error: Exception) -> list[bytes]:
 
 
 def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
-    """Wait for the rows and create their message, or return None if no request has reached a point after all."""
     if captured.ready is not None:
         captured.ready.synchronize()
     rows = captured.rows
@@ -214,7 +211,6 @@ class Capture:
         # A request stays here until it ends, because vLLM's second model runner receives a preempted request as if it
         # were new, and no request may be probed twice.
         self.requests: dict[str, ProbedRequest] = {}
-        """Requests with a probe, from their first step to their end."""
         # Requests to look at, by step. Steps are counted while there are requests with a probe.
 
         self._due: dict[int, list[ProbedRequest]] = {}
@@ -228,7 +224,6 @@ class Capture:
         self._runner.execute_model = self.execute_model
 
     def stop(self) -> None:
-        """Unwrap the runner."""
         self._runner.__dict__.pop("execute_model", None)
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
@@ -257,7 +252,6 @@ class Capture:
         return output
 
     def _update_requests(self, scheduled: Any) -> None:
-        """Remove ended requests and add new ones before a step. ``scheduled``: vLLM's ``SchedulerOutput``."""
         # Remove first, because a new request may reuse an id.
         if self.requests:
             for request_id in scheduled.finished_req_ids:

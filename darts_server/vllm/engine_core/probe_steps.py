@@ -32,7 +32,7 @@ class FirstRunnerStep:
         if scheduled is None:
             return None
         before = self._batch.num_computed_tokens_cpu[self._batch.req_id_to_index[request_id]]
-        return int(before) + int(scheduled) - self._drafted(request_id)
+        return int(before) + int(scheduled) - drafted(self._scheduled, request_id)
 
     def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather the rows of requests, [n, width], and their exact numbers of tokens, [n], if the host lacks these.
@@ -42,13 +42,10 @@ class FirstRunnerStep:
         places = [self._batch.req_id_to_index[request_id] for request_id in request_ids]
         if self._scheduled.scheduled_spec_decode_tokens:
             # Each request has a row for its certain token and a row for each draft.
-            rows = (1 + self._drafted(request_id) for request_id in self._batch.req_ids)
+            rows = (1 + drafted(self._scheduled, request_id) for request_id in self._batch.req_ids)
             first_rows = list(accumulate(rows, initial=0))
             places = [first_rows[place] for place in places]
         return self._rows[index_on(self._rows.device, places)], None
-
-    def _drafted(self, request_id: str) -> int:
-        return len(self._scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
 
 
 class SecondRunnerStep:
@@ -65,9 +62,9 @@ class SecondRunnerStep:
         place = self._places.get(request_id)
         if place is None:
             return None
-        drafted = len(self._scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+        before = self._batch.num_computed_tokens_np[place]
         scheduled = self._scheduled.num_scheduled_tokens[request_id]
-        return int(self._batch.num_computed_tokens_np[place]) + int(scheduled) - drafted
+        return int(before) + int(scheduled) - drafted(self._scheduled, request_id)
 
     def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
         places = index_on(self._hidden.device, [self._places[request_id] for request_id in request_ids])
@@ -76,11 +73,15 @@ class SecondRunnerStep:
         if self.is_exact:
             return rows, None
         # A request has logits for its certain token and for each draft.
-        drafted = self._batch.cu_num_logits[places + 1].long() - first_logits - 1
-        return rows, self._batch.seq_lens[places] - drafted
+        drafts = self._batch.cu_num_logits[places + 1].long() - first_logits - 1
+        return rows, self._batch.seq_lens[places] - drafts
 
 
 Step = FirstRunnerStep | SecondRunnerStep
+
+
+def drafted(scheduled: Any, request_id: str) -> int:
+    return len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
 
 
 def check_runner(runner: Any) -> None:

@@ -74,7 +74,6 @@ class WorkerExtension:
                     info.loaded_weights.clear()
             finalize_layerwise_reload(model, self.model_runner.model_config)
             _pack_heads(model)
-            # vLLM's finish_weight_update would reset this state.
             self._weight_update_active = False
             self.weight_transfer_engine.reset_weight_update_target()
         except Exception as error:
@@ -101,7 +100,6 @@ class WorkerExtension:
         return names
 
     def darts_install_probe(self, address: str) -> str | None:
-        """Send the hidden states of requests with a probe to this address. Return the reason if that is impossible."""
         return install(self, address)
 
     def darts_complete_update(self) -> None:

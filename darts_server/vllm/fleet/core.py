@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
@@ -51,14 +51,6 @@ class EngineLost(EngineError):
     """The engine of a call was lost before it answered."""
 
 
-class Lost(NamedTuple):
-    """The requests of a lost engine. It follows the engine's last outputs in the queue."""
-
-    rank: int
-    requests: dict[str, EngineCoreRequest]
-    aborted: set[str]
-
-
 class FleetCore(AsyncMPClient):
     """Stands in for vLLM's client.
 
@@ -85,19 +77,14 @@ class FleetCore(AsyncMPClient):
         self.bring_to_state: Callable[[Engine], Awaitable[None]] | None = None
         """Gives an engine that has joined the state of the other engines, before it gets requests."""
         self.on_lost: Callable[[int], None] = lambda _: None
-        """Called with the rank of each engine that is lost."""
         self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None
-        """Called with each message of a probe."""
         self.processor: OutputProcessor | None = None
-        """vLLM's processor of all requests' outputs."""
         self.lost = 0
-        """Number of engines that were lost so far."""
         self.engines: dict[bytes, Engine] = {}
-        """All engines that are connected, by name."""
         self.moves = Counter[str]()
         """How often each running request has lost its engine."""
-        # Lost engines whose requests were not moved yet.
-        self._lost: list[Lost] = []
+        # Lost engines whose requests were not moved yet. Each is in the queue after its last outputs.
+        self._lost: list[Engine] = []
         self._transfer: list[Engine] | None = None
         self._seen_ranks: set[int] = set()
         self._call_ids = count()
@@ -151,9 +138,8 @@ class FleetCore(AsyncMPClient):
             if not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
         engine.joining.cancel()
-        lost = Lost(engine.rank, engine.requests, engine.aborted)
-        self._lost.append(lost)
-        self.outputs_queue.put_nowait(lost)
+        self._lost.append(engine)
+        self.outputs_queue.put_nowait(engine)
         if not is_replaced:
             self.on_lost(engine.rank)
 
@@ -189,14 +175,13 @@ class FleetCore(AsyncMPClient):
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while True:
-            outputs = await self.outputs_queue.get()
-            if not isinstance(outputs, Lost):
-                received: EngineCoreOutputs = outputs
+            received: EngineCoreOutputs | Engine = await self.outputs_queue.get()
+            if not isinstance(received, Engine):
                 return received
-            await self._move(outputs)
-            self._lost.remove(outputs)
+            await self._move_requests(received)
+            self._lost.remove(received)
 
-    async def _move(self, lost: Lost) -> None:
+    async def _move_requests(self, lost: "Engine") -> None:
         """Resume the requests of a lost engine on other engines, or end them."""
         ended = []
         for name, request in lost.requests.items():
@@ -303,7 +288,7 @@ class FleetCore(AsyncMPClient):
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         if method == RPC:
-            args = for_engine(self.vllm_config, int.from_bytes(engine, "little"), *args)
+            args = for_engine(self.vllm_config, self._engine(engine).rank, *args)
         calls = self._engine(engine).calls
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
@@ -396,13 +381,10 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
 
 
 def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-    """Return the outputs that an engine sends for aborted requests."""
     return [EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT) for request_id in request_ids]
 
 
 class Engine:
-    """One engine, from its connection to its loss."""
-
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank = hello.rank
         self.name = hello.rank.to_bytes(2, "little")
@@ -416,7 +398,6 @@ class Engine:
         """Futures of calls that the engine did not answer yet."""
         self.joining: asyncio.Task[None]
         self.silent = 0.0
-        """Seconds since the last message."""
         self._core = core
 
     def received(self, parts: list[bytes]) -> None:
@@ -442,7 +423,6 @@ class Engine:
             self._core.outputs_queue.put_nowait(outputs)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         self.requests.pop(request_id, None)
         self.aborted.discard(request_id)
         self._core.moves.pop(request_id, None)

@@ -29,7 +29,6 @@ from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, 
 logger = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.1
-"""Interval at which the host checks that its engine runs."""
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):

@@ -14,7 +14,6 @@ KEPT_GROUPS = 4096
 PRIORITY = "priority"
 """Option of ``generate()``. With ``--scheduling-policy priority``, the waiting request with the lowest starts first."""
 BY_PRIORITY = "priority"
-"""vLLM's name of that policy."""
 LEVEL = 1 << 40
 """Distance of two callers' priorities. It is more milliseconds than a server runs."""
 MAX_PRIORITY = (1 << 22) - 1
@@ -34,9 +33,7 @@ class Ranks:
         self._running = [0] * count
         self._rank_of: dict[str, int] = {}
         self._candidates: Counter[str] = Counter()
-        # Ranks of the newest groups that have ended.
         self._ended: OrderedDict[str, int] = OrderedDict()
-        # Group of each single request that was joined to a group.
         self._joined: dict[str, str] = {}
 
     @contextmanager

@@ -89,7 +89,6 @@ def private_folder() -> Path:
 
 
 def end_actor(actor: Any) -> None:
-    """End an actor and its host if they still run."""
     with suppress(Exception):
         ray.kill(actor)
 
@@ -101,7 +100,6 @@ class HostActor:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, start: bytes, environment: dict[str, str]) -> int:
-        """Return the exit code of the host."""
         self._child = subprocess.Popen(
             [sys.executable, "-m", "darts_server.vllm.fleet.host", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -115,7 +113,6 @@ class HostActor:
         return self._child.returncode
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal to the host and its engine."""
         if self._child is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._child.pid, number)
@@ -137,7 +134,6 @@ class Placed:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def keep(self, rank: int, start: bytes) -> None:
-        """Run the host of an engine, and start it again whenever it ends."""
         failures = 0
         pause = FIRST_PAUSE
         while True:
@@ -224,7 +220,6 @@ class Cluster:
 
     @property
     def host(self) -> str:
-        """Address at which engines reach this process."""
         if self.address is None:
             return "127.0.0.1"
         return str(ray.util.get_node_ip_address())

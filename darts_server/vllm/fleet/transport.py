@@ -48,8 +48,6 @@ class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Receiver(Protocol):
-    """Receives the messages of a connection."""
-
     def received(self, parts: list[bytes]) -> None: ...
 
     def lost(self, reason: str) -> None:
@@ -150,8 +148,6 @@ async def listen(host: str, token: str, joined: Joined) -> asyncio.Server:
 
 
 class _Greeting:
-    """Receives the first message of a connection."""
-
     def __init__(self, token: str, joined: Joined) -> None:
         self._token = token
         self._joined = joined

@@ -76,14 +76,11 @@ class HeldRequests:
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
         self.messages = 0
-        """Number of messages that engines have sent."""
         self.steps = 0
-        """Number of decode steps that engines have reported."""
         self.states = processor.request_states
         self._core = engine_core
         self._internal_ids = processor.external_req_ids
         self._numbers = count(1)
-        # Token counts by number.
         self._counts: dict[int, int] = {}
         # Buffered tokens of each engine that vLLM's loggers have not counted yet.
         self._buffered = Counter[int]()

@@ -161,7 +161,6 @@ class Deferred:
         # Copies do not keep the whole message in memory.
         self._arrays.append(LogprobsLists(token_ids.copy(), logprobs.copy(), ranks.copy()))
         assert self.values is not None
-        # The first column is the sampled token's.
         self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())
 
     def output(self, collected: RequestOutput, later: Collection[str] | None = None, **changes: Any) -> RequestOutput:
@@ -189,7 +188,6 @@ class Deferred:
         token_ids = list(self._prefix.token_ids)
         inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         prompt_token_ids = inputs.get("prompt_token_ids") or []
-        # `to_choice` sets the caller's id.
         self._request = EngineCoreRequest("made", prompt_token_ids, None, self._params, None, 0.0, None, None, None)
         if self._params.logprobs is not None:
             self.values = array("d", self._prefix.logprobs or ())

@@ -157,7 +157,6 @@ class VllmPromptRenderer:
     async def to_sample(self, output: RequestOutput) -> Sample:
         await make_deferred(output, TEXT)
         completion = output.outputs[0]
-        # The results of batches stay in memory. Lists would take nine times as much.
         tokens = array("i", completion.token_ids)
         values = sampled_logprobs(completion)
         logprobs = None if values is None else array("d", values)
@@ -204,5 +203,4 @@ def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit
 
 
 def _prompt_field(prompt: PromptSpec) -> str:
-    """Return the name of the field that holds the prompt."""
     return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)

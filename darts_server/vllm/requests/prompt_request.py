@@ -67,7 +67,6 @@ SEED_FIELDS = {"seed": None, "output_kind": None}
 SCHEDULING = frozenset({"trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints", "prompt_text"})
 """Options of ``generate()`` that may differ too: they decide when and where a request runs, not what is sampled."""
 NAMED = ("prompt_token_ids", "prompt", "mm_hashes")
-"""Fields of a prompt that `PromptRequest.prompt_key` treats separately."""
 DERIVED = frozenset(
     {
         "type",
@@ -124,7 +123,6 @@ class PromptRequest:
 
     @property
     def tokens(self) -> RequestTokens:
-        """Tokens of the prompt, and the limit for each candidate. A prompt of embeddings has no tokens."""
         tokens = self.prompt_fields.get("prompt_token_ids")
         return RequestTokens(len(tokens) if tokens else None, self.params.max_tokens)
 
@@ -192,11 +190,9 @@ class PromptRequest:
         return child
 
     def adds_logprobs(self, probe: Probe) -> bool:
-        """Return whether log-probs are computed only for the probe."""
         return probe.logprobs and self.params.logprobs is None
 
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
-        """Return prompt and sampling parameters of candidate ``index``, which has generated ``prefix`` already."""
         child = self.params_of(index, is_own=True)
         leave_rest(child, len(prefix))
         tokens = [*self.prompt["prompt_token_ids"], *prefix]

@@ -18,7 +18,6 @@ from darts_server.exceptions import InvalidRequest
 REFUSALS: tuple[type[Exception], ...] = (VLLMClientError, ValueError, TypeError, OverflowError)
 """Exceptions that vLLM raises for requests that it rejects."""
 RESERVED = frozenset({"n", "output_kind", "extra_args", "skip_clone", "stream_interval"})
-"""Sampling parameters that this server sets itself."""
 NO_EFFECT_ON_DISTRIBUTION = frozenset(
     {
         "seed",

@@ -55,7 +55,6 @@ Converted = tuple[list[str] | None, str | None]
 """``choice`` and ``grammar`` after a check, which may convert the choice to a grammar."""
 
 _checks: Kept[tuple[str, bytes], Future[Converted]] = Kept(MAX_CACHED)
-"""Checks of each caller, by the name of the function that checks and a digest of its input."""
 
 
 class Waits:
@@ -194,8 +193,6 @@ def too_large(field: str, size: int) -> InvalidRequest:
 
 
 def check_depth(content: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequest` if a field of structured outputs is nested too deeply."""
-
     def check_part(value: object, depth: int) -> None:
         if isinstance(value, str):
             nested = 0
@@ -231,6 +228,5 @@ def check_depth(content: Mapping[str, Any]) -> None:
             except RecursionError:
                 raise too_deep(f"{MAX_DEPTH} objects and arrays") from None
             except ValueError:
-                # vLLM reports the mistake.
                 pass
         check_part(value, 0)

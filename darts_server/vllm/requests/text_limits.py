@@ -16,7 +16,6 @@ from vllm.exceptions import VLLMValidationError
 MAX_TOKENIZED = 1024 * 1024
 
 MEDIA = frozenset({"image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio"})
-"""Names of the parts of a chat that are no text."""
 
 
 def limit_texts(renderer: Any) -> None:
@@ -72,7 +71,6 @@ def limit_texts(renderer: Any) -> None:
 
 
 def count_characters(value: object) -> int:
-    """Return the number of characters of a text, or of all texts in lists and mappings except media."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -80,7 +80,6 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
                 )
 
     sent = copy(params)
-    # Each candidate is sent as a request with one choice.
     sent.n = 1
     salt = prompt.get("cache_salt")
     message = EngineCoreRequest(request.request_id, token_ids, None, sent, None, 0.0, None, salt, None)
@@ -164,7 +163,6 @@ def _check_seed(params: SamplingParams, candidates: int) -> None:
 
 
 def _unsendable(message: EngineCoreRequest) -> str:
-    """Return the name of the first field that cannot be sent."""
     fields = msgspec.structs.asdict(message)
     params = fields.pop(PARAMS)
     for name, value in (msgspec.structs.asdict(params) | fields).items():
