@@ -54,7 +54,7 @@ class State(StrEnum):
 class Coordinator:
     """Tracks the served version, the update in progress, and who has paused the engine.
 
-    Calls that an update in progress forbids raise `UpdateRunning`. After weights were lost, all raise `WeightsLost`.
+    Calls raise `UpdateRunning` if an update forbids them, and `WeightsLost` after weights were lost.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Coordinator:
         self.settings = settings
         self.state = State.SERVING
         self.version = model.weight_version
-        """The served version; in the state LOST, the version that was served last."""
+        """The version that is served, or was served last."""
         self.last: UpdateRecord | None = None
         self.last_error: str | None = None
         self.paused_by_trainer = False
         """Whether the trainer paused the engine through vLLM's routes. Then only the trainer resumes it."""
         self.trainer_pauses = 0
-        """Number of the trainer's pauses that the engine has not carried out yet."""
+        """Number of the trainer's pauses in progress."""
         self._model = model
         self._gate = gate
         self._groups = groups
@@ -214,7 +214,7 @@ class Coordinator:
         return None
 
     async def finish(self, update: Update, error: BaseException | None = None) -> UpdateRecord:
-        """Resume the engine, unless the trainer paused it, and end the update. ``error``: why it failed.
+        """Resume the engine, unless the trainer paused it, and end the update, which failed if ``error`` is given.
 
         Raises:
             WeightsLost: the engine does not resume.
@@ -363,10 +363,7 @@ class Coordinator:
             await free()
 
     async def wake_up_by_trainer(self, wake_up: Callable[[], Awaitable[T]], parts: Collection[str] | None = None) -> T:
-        """Wake up parts of `MEMORY`, or all parts if None, by ``wake_up``, and return its answer.
-
-        The engine resumes with the last part.
-        """
+        """Wake up parts of `MEMORY`, or all, by ``wake_up``, and return its answer. The last resumes the engine."""
         self._check_no_update()
         asleep = self._asleep
         woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
@@ -396,7 +393,7 @@ class Coordinator:
 
     @contextmanager
     def _falling_asleep(self, parts: Collection[str]) -> Iterator[None]:
-        """Count parts of `MEMORY` as asleep while the block frees them, because no update may write them then."""
+        """Count parts of `MEMORY` as asleep while they are freed, because no update may write them."""
         before = self._asleep
         self._asleep = before | set(parts)
         try:

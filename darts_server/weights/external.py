@@ -52,9 +52,8 @@ class _Session(Update):
 class ExternalUpdates:
     """Coordinates updates whose steps the engine does itself. The engine refuses steps outside of a session."""
 
-    # The engine sees one step at a time, and no step of another session. Otherwise the engine could begin a start that
-    # follows a finish closely before the finish has ended here. It would then resume with a model without weights, and
-    # die.
+    # The lock keeps a start that follows a finish closely from the engine until the finish has ended here. Otherwise
+    # the engine would resume with a model without weights, and die.
 
     coordinator: Coordinator
     loaded: LoadedWeights
@@ -68,8 +67,8 @@ class ExternalUpdates:
         """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
 
         Raises:
-            Conflict: the trainer's pause is not carried out yet; nothing was changed.
-            UpdateRunning, UpdateFailed, WeightsLost: nothing was changed.
+            Conflict: the trainer's pause is still in progress.
+            UpdateRunning, UpdateFailed, WeightsLost
         """
         coordinator = self.coordinator
         # Refuse at once: the lock's owner may be waiting for groups.
@@ -79,7 +78,12 @@ class ExternalUpdates:
             if coordinator.trainer_pauses:
                 raise Conflict("engine", "is being paused; begin the update when this request has been answered")
             rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
-            session = _Session(source=VLLM_ROUTES, rule=rule, model=self.model, loaded=self.loaded)
+            session = _Session(
+                source=VLLM_ROUTES,
+                rule=rule,
+                model=self.model,
+                loaded=self.loaded,
+            )
             coordinator.begin(session, None)
             await coordinator.pause(session)
             self._session = session

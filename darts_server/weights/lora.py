@@ -1,7 +1,7 @@
 """LoRA adapters of the served model: pushed, replaced and removed, one at a time.
 
-The engine may read an adapter's files at any time: vLLM evicts adapters above ``--max-loras``, and loads them again,
-even for requests that began with a previous adapter of that name. So each name has a path that stays, a symbolic link.
+vLLM evicts adapters above ``--max-loras``, and loads them again at any time, even for requests that began with a
+previous adapter of that name. So each name has a path that stays, a symbolic link.
 """
 
 import os
@@ -75,8 +75,8 @@ class Loras:
     ) -> UpdateRecord:
         """Serve a LoRA adapter from PEFT's configuration and the bytes of a safetensors file.
 
-        ``body``: called with the largest number of bytes that it may yield. ``check_finite``: see `Update`. Raises as
-        `Coordinator.run`, and `Forbidden` if the server was started without LoRA.
+        ``body``: called with the largest number of bytes that it may yield. Raises as `Coordinator.run`, and
+        `Forbidden` if the server was started without LoRA.
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
@@ -96,10 +96,7 @@ class Loras:
         check_finite: bool = True,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
-        """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
-
-        ``check_finite``, ``when_staged``: see `Update`. Raises as `push`, and `Forbidden` without a root.
-        """
+        """Serve a LoRA adapter from a copy of PEFT's folder under the root. Raises as `push`."""
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             folder, root = await run_sync(resolve_path, self.root, path)
@@ -138,7 +135,14 @@ class Loras:
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter when no running request uses it. Raises as `push`, and `NotFound`."""
         # No other rule is possible, because requests cannot continue without the adapter.
-        update = _LoraUpdate(source="delete", rule=Rule.FINISH, lora=name, loras=self, fetch=None, field="name")
+        update = _LoraUpdate(
+            source="delete",
+            rule=Rule.FINISH,
+            lora=name,
+            loras=self,
+            fetch=None,
+            field="name",
+        )
         return await self._run(update, None)
 
     async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:

@@ -94,7 +94,12 @@ def parse_config(text: str | bytes, field: str) -> LoraConfig:
     return LoraConfig(rank, alpha, rslora)
 
 
-def check_lora(layers: LoraLayers, config: LoraConfig, tensors: TensorSet, field: str) -> None:
+def check_lora(
+    layers: LoraLayers,
+    config: LoraConfig,
+    tensors: TensorSet,
+    field: str,
+) -> None:
     """Check that an adapter fits the model.
 
     Raises:

@@ -35,8 +35,8 @@ RuleName = Literal["finish", "keep", "restart"]
 class UpdateSettings:
     """The default rule and the timeouts, in seconds.
 
-    ``wait_timeout``: timeout of the wait for running groups. ``step_timeout``: timeout of any other phase, and of the
-    pause between two calls of a trainer that updates the model through vLLM's routes.
+    ``wait_timeout``: for running groups. ``step_timeout``: for any other phase, and between two calls of a trainer that
+    updates the model through vLLM's routes.
     """
 
     rule: Rule = Rule.FINISH
@@ -48,10 +48,10 @@ class UpdateSettings:
 class Update:
     """A weight update in progress. Its steps are called in the order of the methods.
 
-    ``source``: how the weights arrive. ``rule``: None if the trainer paused the engine itself. ``check_finite``:
-    whether to refuse tensors with NaN or infinity. ``lora``: name of the LoRA adapter that is updated, or None for the
-    model itself. ``when_staged``: awaited when the new weights were checked; a failure refuses the update. ``version``:
-    version of the new weights. ``timeout``: seconds that each phase may take. ``seconds``: duration of each phase.
+    ``rule``: None if the trainer paused the engine itself. ``check_finite``: whether to refuse NaN and infinity.
+    ``lora``: name of the LoRA adapter that is updated, or None for the model. ``when_staged``: awaited when the new
+    weights were checked; a failure refuses the update. ``version``: version of the new weights. ``timeout``: seconds of
+    each phase at most. ``seconds``: duration of each phase.
     """
 
     source: str

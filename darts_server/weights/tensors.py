@@ -79,9 +79,9 @@ class ExpectedTensors:
 
 
 def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
-    """Return the absolute path for a path from a caller, and the root to open it below.
+    """Return the absolute path for a caller's path, and the root to open it below.
 
-    This opens no file: :mod:`darts_server.files` refuses links and special files.
+    :mod:`darts_server.files` refuses links and special files.
 
     Raises:
         Forbidden: there is no root.
@@ -133,7 +133,13 @@ def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
     return tensors
 
 
-def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool, field: str) -> TensorSet:
+def check_tensors(
+    expected: ExpectedTensors,
+    given: TensorSet,
+    *,
+    partial: bool,
+    field: str,
+) -> TensorSet:
     """Check that a set fits a model. Return the tensors to load: all except tied ones.
 
     Raises:
@@ -209,7 +215,12 @@ def names_by_file(tensors: TensorSet) -> FilePlan:
     return list(files.values())
 
 
-def _have_equal_data(file: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
+def _have_equal_data(
+    file: TensorFile,
+    name: str,
+    other: TensorFile,
+    other_name: str,
+) -> bool:
     with open_unchanged(file.path, file.stamp) as a, open_unchanged(other.path, other.stamp) as b:
         left = _seek(a, *_read_header(a)[name])
         if left != _seek(b, *_read_header(b)[other_name]):

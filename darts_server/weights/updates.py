@@ -74,7 +74,7 @@ class Updates:
         """Update from the bytes of a safetensors file. Raises as `Coordinator.run`.
 
         ``body``: called with the largest number of bytes that it may yield. ``rule``: None for the server's rule.
-        ``version``: None for the next version. ``check_finite``: see `Update`.
+        ``version``: None for the next version.
         """
 
         async def fetch() -> TensorSet:
@@ -104,8 +104,7 @@ class Updates:
     ) -> UpdateRecord:
         """Update from a file or folder under the root. It must not change while its weights are served.
 
-        ``rule``, ``version``: see `push`. ``check_finite``, ``when_staged``: see `Update`. Raises as `push`, and
-        `Forbidden` without a root.
+        Raises as `push`, and `Forbidden` without a root.
         """
 
         async def fetch() -> TensorSet:

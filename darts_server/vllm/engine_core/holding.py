@@ -1,16 +1,15 @@
 """Hold the outputs of requests in the engine's process until they are read, so that the API process pays per request.
 
 vLLM sends every token to the API process as soon as it is sampled. Each token costs that process 25 to 40 us, although
-most tokens are not read before their request finishes. So a request whose caller reads only its final output is
-*held*. Its first token is sent at once, with the log-probs of its prompt and vLLM's times. Its other tokens stay in a
-buffer. They are sent when the request finishes or is aborted, or in parts of some hundred tokens: a part is little work
-for one turn of the event loop, and an engine that is lost loses one part of each request at most. In between, the
-engine reports the token count of each held request.
+most are not read before their request finishes. So a request whose caller reads only its final output is *held*. Its
+first token is sent at once, with the log-probs of its prompt and vLLM's times. Its other tokens stay in a buffer. They
+are sent when the request ends, or in parts of some hundred tokens: a part is little work for one turn of the event
+loop, and a lost engine loses at most one part of each request. In between, the engine reports token counts.
 
 This code runs in the engine's thread that sends outputs. Its counterpart in the API process is
 `darts_server.vllm.requests.held`, which numbers the requests. The engine answers an abort of a numbered request with
-all of its tokens, because no other process has them. When somebody starts to read a held request, as a stream of its
-tokens, the request is released: from then on its tokens are sent as they are sampled.
+all of its tokens, because no other process has them. When somebody starts to read a held request as a stream, it is
+released: from then on its tokens are sent as they are sampled.
 """
 
 import os
@@ -28,9 +27,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.outputs import LogprobsLists
 
 NUMBER = "darts_number"
-"""Key in ``extra_args`` of a request's number. The number is positive if the request is held, and negative if not."""
+"""Key in ``extra_args`` of a request's number: positive if the request is held, and negative if not."""
 NOT_HELD = "darts_not_held"
-"""Key in ``extra_args`` of requests that must not be held, because their tokens are read while they are generated."""
+"""Key in ``extra_args`` of requests whose tokens are read while they are generated."""
 RELEASE = "darts_release"
 RANK = "DARTS_ENGINE_RANK"
 """Environment variable with the rank of an engine in a fleet. vLLM itself takes such an engine for the only one."""
@@ -66,9 +65,8 @@ Step = tuple[int, float, int]
 class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
     """vLLM's message, with additional fields about held requests.
 
-    ``numbers``: int64 array of the requests' numbers, and ``counts``: int32 array of their tokens so far; both are
-    empty if no counts are due. ``steps``: decode steps since the previous counts. ``buffered``: change of the number of
-    buffered tokens since the previous message.
+    ``numbers``: int64 array of requests' numbers. ``counts``: int32 array of their tokens so far. ``steps``: decode
+    steps since the previous counts. ``buffered``: change of the number of buffered tokens since the previous message.
     """
 
     numbers: bytes = b""
@@ -90,10 +88,7 @@ class Release(NamedTuple):
 
 
 class Buffer:
-    """The tokens of one numbered request that were not sent yet.
-
-    ``generated``: tokens of the request so far. ``limit``: tokens at which the buffer is emptied.
-    """
+    """The unsent tokens of one numbered request. ``generated``: number of all of its tokens, sent or not."""
 
     __slots__ = ("_events", "_logprobs", "_nans", "generated", "is_held", "limit", "number", "tokens")
 
@@ -148,10 +143,7 @@ class Buffer:
 
 
 class HoldingQueue:
-    """vLLM's queue of messages to its clients. The thread that sends messages gets only what is not held.
-
-    ``clock``: monotonic time in seconds.
-    """
+    """vLLM's queue of messages to its clients, without held outputs. ``clock``: monotonic seconds."""
 
     def __init__(self, messages: "queue.Queue[Any]", clock: Callable[[], float] = time.monotonic) -> None:
         self._messages = messages
@@ -177,7 +169,7 @@ class HoldingQueue:
         return getattr(self._messages, name)
 
     def pass_on(self, message: Any) -> list[EngineCoreOutputs]:
-        """Apply a message of the engine, a `Begin` or a `Release`. Return the messages that are sent now."""
+        """Apply a message of the engine, and return the messages that are sent now."""
         if isinstance(message, Begin):
             self._buffers[message.request_id] = Buffer(message.number, message.is_held)
             return []
@@ -197,7 +189,7 @@ class HoldingQueue:
         return []
 
     def _hold(self, message: EngineCoreOutputs) -> list[EngineCoreOutput]:
-        """Put a step's outputs of held requests into their buffers, and return the outputs that are sent now."""
+        """Put outputs of held requests into buffers, and return the outputs that are sent now."""
         decoded = 0
         started = 0
         most = 0
@@ -267,7 +259,7 @@ class HoldingQueue:
 
 
 def is_joinable(output: EngineCoreOutput) -> bool:
-    """Return whether the outputs of a request can be joined, by its first output."""
+    """Return whether a request with this first output can be held."""
     return all(getattr(output, name) is None for name in UNJOINABLE)
 
 

@@ -1,8 +1,8 @@
 """A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
 
-It makes the engine hold outputs (see `holding`), makes the engine's processes share cores, and ends them with the
-server. vLLM stops its engine when the API process stops in order. After SIGKILL, as from the kernel when memory runs
-out, the engine would run on and keep the device's memory.
+It makes the engine hold outputs (see `holding`), lets the engine's processes share cores, and ends them with the
+server. vLLM stops its engine when the API process stops in order, but after SIGKILL, as from the kernel when memory
+runs out, the engine would run on and keep the device's memory.
 """
 
 import multiprocessing
@@ -29,8 +29,8 @@ EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "
 """Prefix of the name of our extension combined with the user's. The user's follows, with colons instead of dots.
 
-vLLM passes only a name, ``module.attribute``, to its workers. So the attribute has to name both extensions, and the
-worker module builds the combined class when vLLM looks the attribute up.
+vLLM passes only a name, ``module.attribute``, to its workers. The worker module builds the combined class when vLLM
+looks the attribute up.
 """
 
 
@@ -99,7 +99,7 @@ def _fatal(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def end_engine_with_server() -> None:
-    """Let the engine of this process, which is the server's, end with it. Call this before the engine starts."""
+    """Let the engine of this process, the server, end with it. Call this before the engine starts."""
     os.environ[SERVER_PID] = str(os.getpid())
     _watch_in_forks()
 
@@ -141,4 +141,8 @@ def end_with_process(*pids: int) -> None:
 
         os._exit(1)
 
-    Thread(target=exit_after_end, name="darts-parent", daemon=True).start()
+    Thread(
+        target=exit_after_end,
+        name="darts-parent",
+        daemon=True,
+    ).start()

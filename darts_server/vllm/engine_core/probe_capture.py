@@ -1,8 +1,7 @@
 """Takes hidden states out of the steps of a worker, and sends them to the API process beside vLLM's own messages.
 
-A request with a probe has the extra argument ``[number, point, …]``: a number that identifies the request in the API
-process, and numbers of generated tokens, ascending, at which a state is wanted. The first frame of a worker's message
-is its kind.
+A request with a probe has the extra argument ``[number, point, …]``: a number that identifies it in the API process,
+and ascending numbers of generated tokens at which a state is wanted. The first frame of a message is its kind.
 """
 
 import threading
@@ -49,7 +48,7 @@ class ProbedRequest:
     """A request with a probe.
 
     ``points``: numbers of generated tokens, ascending, for which no state was taken yet. ``prompt_step``: step that
-    computed the last token of the prompt, or None before that step.
+    computed the last token of the prompt.
     """
 
     request_id: str
@@ -78,7 +77,11 @@ class ProbedRequest:
 # --- sending --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(
+    frozen=True,
+    slots=True,
+    eq=False,
+)
 class CapturedRows:
     """Rows of a step, [n, width], that are being copied to the host.
 
@@ -197,7 +200,7 @@ class Capture:
     A request is looked at in the first step that can have reached its next point: a step adds a limited number of
     tokens, however often the request is preempted.
 
-    ``put``: queues rows or the frames of a message, and returns at once. Raises `ValueError`, see `check_runner`.
+    ``put``: queues rows or frames, and returns at once. Raises as `check_runner`.
     """
 
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
@@ -227,10 +230,7 @@ class Capture:
         self._runner.__dict__.pop("execute_model", None)
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        """Execute a step, then take states out of it if requests with a probe are in it.
-
-        A fault of the probe ends the probe, and not the engine.
-        """
+        """Execute a step, then take states out of it. A fault of the probe ends the probe, and not the engine."""
         if options.get("dummy_run"):
             return self._execute(scheduled, *args, **options)
         fault: Exception | None = None
@@ -308,7 +308,13 @@ class Capture:
             tensors = [rows] if counts is None else [rows, counts]
             copies, ready = copy_to_host(tensors, self._stream)
         computed_counts = copies[1] if len(copies) > 1 else None
-        return CapturedRows(requests, copies[0], tokens, computed_counts, ready)
+        return CapturedRows(
+            requests,
+            copies[0],
+            tokens,
+            computed_counts,
+            ready,
+        )
 
     def _reschedule(self, request: ProbedRequest, computed: int | None) -> None:
         """Schedule the next look at a request. ``computed``: its computed tokens after this step, or None."""

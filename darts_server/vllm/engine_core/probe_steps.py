@@ -1,7 +1,7 @@
 """Reads hidden states from either of vLLM's model runners, after the forward pass of a step and before sampling.
 
-The row of a request is the row of its last certain token: the last token of its prompt, or the last sampled token.
-Drafted tokens follow that row, so speculative decoding does not change it. Rows are the inputs of the output head.
+A request's row is that of its last certain token: the last token of its prompt, or the last sampled token. Drafted
+tokens follow it, so speculative decoding does not change it. Rows are the inputs of the output head.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class FirstRunnerStep:
         self._rows: torch.Tensor = state.sample_hidden_states
 
     def computed(self, request_id: str) -> int | None:
-        """Return the number of a request's tokens up to the last certain token, prompt included.
+        """Return the number of a request's tokens up to the last certain one, or None if it is not in this step.
 
-        None if the request is not in this step. The number may be too large unless the step ``is_exact``.
+        The number includes the prompt. It may be too large unless the step ``is_exact``.
         """
         scheduled = self._scheduled.num_scheduled_tokens.get(request_id)
         if scheduled is None:
@@ -35,10 +35,7 @@ class FirstRunnerStep:
         return int(before) + int(scheduled) - drafted(self._scheduled, request_id)
 
     def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gather the rows of requests, [n, width], and their exact numbers of tokens, [n], if the host lacks these.
-
-        Both are new tensors on the model's device.
-        """
+        """Gather the rows of requests, [n, width], and their exact numbers of tokens, [n], if the host lacks them."""
         places = [self._batch.req_id_to_index[request_id] for request_id in request_ids]
         if self._scheduled.scheduled_spec_decode_tokens:
             # Each request has a row for its certain token and a row for each draft.
@@ -99,10 +96,7 @@ def check_runner(runner: Any) -> None:
 
 
 def read_step(runner: Any, scheduled: Any) -> Step | None:
-    """Read the current step from a runner and the step's ``SchedulerOutput``.
-
-    None if the step had no forward pass, or if this worker does not have the model's last layer.
-    """
+    """Read the current step, or return None if it had no forward pass or this worker lacks the last layer."""
     state = runner.execute_model_state
     if state is None:
         return None

@@ -24,8 +24,8 @@ Plan = Sequence[tuple[str, Sequence[Any], Sequence[str]]]
 class WorkerExtension:
     """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
 
-    A method that changes weights never raises: it returns an error message, or None. If one worker raises, vLLM's
-    ``MultiprocExecutor`` leaves the other workers' answers unread, and takes them for answers to its next call.
+    Methods that change weights return an error message, or None. If one worker raised, vLLM's ``MultiprocExecutor``
+    would take the other workers' answers for answers to its next call.
     """
 
     # Attributes of vLLM's worker.
@@ -59,7 +59,12 @@ class WorkerExtension:
         # for each GiB of all caches.
         if caches and not _is_finite(caches[-1]):
             for cache in caches:
-                torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
+                torch.nan_to_num_(
+                    cache,
+                    nan=0.0,
+                    posinf=0.0,
+                    neginf=0.0,
+                )
 
     def darts_abandon_update(self) -> str | None:
         """End an update through vLLM's own routes. Incomplete layers keep their old tensors."""
@@ -139,8 +144,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _pack_heads(model: torch.nn.Module) -> None:
     """Pack the output heads again.
 
-    On CPU vLLM computes the logits with a packed copy of the head. The layerwise reload never processes a head that is
-    tied to the embeddings, because it has no tensors of its own. So the copy would keep the old weights.
+    On CPU vLLM computes the logits with a packed copy of the head. The layerwise reload skips a head that is tied to
+    the embeddings, because it has no tensors of its own. So the copy would keep the old weights.
 
     """
     for module in model.modules():

@@ -1,12 +1,10 @@
 """vLLM's client of engines on other hosts, which may join and be lost. Callers see each as a data-parallel rank.
 
-vLLM's own client of several engines starts them or shares sockets with them, and ends when the first engine dies. This
-client has a connection to the host of each engine (:mod:`darts_server.vllm.fleet.host`), which passes messages on
-unchanged.
+vLLM's own client of several engines starts them, and ends when the first engine dies. This client has a connection to
+the host of each engine (:mod:`darts_server.vllm.fleet.host`), which passes messages on unchanged.
 
-The tokens that a lost engine did not send are lost with it. Its candidates are aborted, so that their groups start
-others. Its other requests resume on another engine with the tokens that were received, because their callers may have
-these already.
+When an engine is lost, its candidates are aborted, so that their groups start others. Its other requests resume on
+another engine with the received tokens, because their callers may have these already.
 """
 
 import asyncio
@@ -260,7 +258,7 @@ class FleetCore(AsyncMPClient):
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call all engines. Return the answers of all workers, whether all flags are true, or one engine's answer.
 
-        Engines that are lost meanwhile do not count. Engines that join later get the state of the others.
+        Engines that are lost meanwhile do not count.
 
         Raises:
             EngineError: vLLM's own weight transfer would not reach all engines that have joined it.
@@ -344,8 +342,8 @@ def for_engine(
 def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
     """Return a request that continues from the received tokens of a lost request, or restarts it.
 
-    Its outputs are added to ``state``. The answer is None if neither is possible, and for candidates: a group may have
-    counted more tokens than were received.
+    Its outputs are added to ``state``. Return None if neither is possible, and for candidates: a group may have counted
+    more tokens than were received.
     """
     numbered = numbered_of(state)
     if request.resumable or (numbered is not None and numbered.is_candidate):

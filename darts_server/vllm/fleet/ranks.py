@@ -12,7 +12,7 @@ RANK = "data_parallel_rank"
 # Groups that have ended, and whose callers may not have their answers yet.
 KEPT_GROUPS = 4096
 PRIORITY = "priority"
-"""Option of ``generate()``. With ``--scheduling-policy priority``, the waiting request with the lowest starts first."""
+"""Option of ``generate()``. The waiting request with the lowest starts first."""
 BY_PRIORITY = "priority"
 LEVEL = 1 << 40
 """Distance of two callers' priorities. It is more milliseconds than a server runs."""
@@ -23,9 +23,8 @@ MAX_PRIORITY = (1 << 22) - 1
 class Ranks:
     """Keeps the candidates of a group on one engine, where they share the KV blocks of their prompt.
 
-    A new group gets the engine that is up with the fewest running candidates and later turns; the first of equals.
-
-    ``engine_core``: vLLM's client, which names the engines that are up by their ranks, or None if all are up.
+    A new group gets the engine that is up with the fewest running requests. ``engine_core``: client that names the
+    engines that are up by their ranks, or None if all are up.
     """
 
     def __init__(self, count: int, engine_core: Any = None) -> None:
@@ -38,7 +37,7 @@ class Ranks:
 
     @contextmanager
     def candidate(self, request: str) -> Iterator[int]:
-        """Count a candidate of a request, or of the group that the request was joined to, and yield its rank."""
+        """Count a candidate of a request or its group, and yield its rank."""
         group = self._joined.get(request, request)
         if group not in self._rank_of:
             # A group of single requests continues on its engine if its first candidates end before its next request.
@@ -95,10 +94,15 @@ class Ranks:
             self._running[rank] -= 1
 
 
-def place(config: VllmConfig, options: Mapping[str, Any], rank: int | None, order: float | None) -> Mapping[str, Any]:
-    """Return options that run a request on an engine, unless there is only one or its caller chose one.
+def place(
+    config: VllmConfig,
+    options: Mapping[str, Any],
+    rank: int | None,
+    order: float | None,
+) -> Mapping[str, Any]:
+    """Return options that run a request on an engine, unless its caller chose one.
 
-    ``order``: seconds that order requests of the same priority, or None to leave them in the order of arrival.
+    ``order``: seconds that order requests of the same priority, or None for the order of arrival.
     """
     if rank is not None and options.get(RANK) is None and config.parallel_config.data_parallel_size > 1:
         options = {**options, RANK: rank}

@@ -66,7 +66,11 @@ def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
                 future.set_exception(error)
 
     # The end of the process does not wait for daemon threads, as it would for an executor's.
-    threading.Thread(target=run, name="darts-ray", daemon=True).start()
+    threading.Thread(
+        target=run,
+        name="darts-ray",
+        daemon=True,
+    ).start()
     return asyncio.wrap_future(future)
 
 
@@ -124,7 +128,14 @@ class Placed:
     ``is_own``: whether this process started the cluster.
     """
 
-    def __init__(self, group: Any, wanted: dict[str, float], environment: dict[str, str], *, is_own: bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        wanted: dict[str, float],
+        environment: dict[str, str],
+        *,
+        is_own: bool,
+    ) -> None:
         self.failure: InvalidSetting | None = None
         self._is_own = is_own
         self._group = group
@@ -211,8 +222,8 @@ class Placed:
 class Cluster:
     """The place where engines run.
 
-    ``address``: address of a Ray cluster, or None for a cluster that is started here and ends with the block.
-    ``gpus``: GPUs of each engine, or None for as many as its model is divided over.
+    ``address``: a Ray cluster's, or None for a cluster that ends with the block. ``gpus``: GPUs of each engine, or None
+    for as many as its model is divided over.
     """
 
     address: str | None
@@ -226,16 +237,18 @@ class Cluster:
 
     @asynccontextmanager
     async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[Placed]:
-        """Keep a host for each engine running until the block ends.
-
-        ``divided_over``: number of GPUs that the model of one engine is divided over.
+        """Keep a host for each engine running until the block ends. ``divided_over``: GPUs of one engine's model.
 
         Raises:
             InvalidSetting: there is no cluster, or it lacks GPUs or CPUs.
         """
         try:
             if self.address is None:
-                ray.init(address="local", include_dashboard=False, _temp_dir=str(private_folder()))
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    _temp_dir=str(private_folder()),
+                )
             else:
                 ray.init(address=self.address)
         except Exception as error:

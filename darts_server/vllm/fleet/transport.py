@@ -1,8 +1,7 @@
 """Connections between the coordinator and the hosts of its engines: framed messages over TCP, and a secret token.
 
-A message is a list of byte strings, like vLLM's messages. On the wire it begins with the number of its parts and their
-lengths, as unsigned little-endian integers of four bytes. The first message of a host is `Hello`. A malformed message
-ends only its connection.
+A message is a list of byte strings, as in vLLM. On the wire it begins with the number of its parts and their lengths,
+as unsigned little-endian integers of four bytes. The first message of a host is `Hello`.
 """
 
 import asyncio
@@ -168,7 +167,12 @@ class _Greeting:
         logger.warning("a connection to the port of the engines was refused: %s", reason)
 
 
-async def connect(host: str, port: int, hello: Hello, receiver: Receiver) -> Connection:
+async def connect(
+    host: str,
+    port: int,
+    hello: Hello,
+    receiver: Receiver,
+) -> Connection:
     """Connect an engine's host to the coordinator.
 
     Raises:

@@ -1,7 +1,7 @@
 """The requests that engines hold, from the API process: their token counts, aborts, releases and metrics.
 
-`darts_server.vllm.engine_core.holding` runs in the engine's process, and explains the word. This process numbers each
-request with a final output only. A numbered request is held unless its tokens are read while they are generated.
+`darts_server.vllm.engine_core.holding` explains the word. This process numbers each request with a final output only.
+A numbered request is held unless its tokens are read while they are generated.
 """
 
 import asyncio
@@ -54,10 +54,7 @@ def changing_state(change: StateChange) -> Iterator[None]:
 
 
 class NumberedRequest(NamedTuple):
-    """The number of a request, kept in its state in vLLM.
-
-    ``prior_tokens``: tokens that the request had when it was sent again. Engines do not count them.
-    """
+    """The number of a request. ``prior_tokens``: tokens before it was sent, which its engine does not count."""
 
     number: int
     prior_tokens: int
@@ -65,13 +62,7 @@ class NumberedRequest(NamedTuple):
 
 
 class HeldRequests:
-    """Numbers the requests of this process, and changes vLLM's objects so that engines hold them.
-
-    Args:
-        engine_core: vLLM's client of the engines.
-        processor: vLLM's processor of engines' outputs.
-        loggers: vLLM's statistics loggers, or None if statistics are off.
-    """
+    """Changes vLLM's client, output processor and statistics loggers so that engines hold requests."""
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
@@ -188,7 +179,13 @@ class HeldRequests:
         # vLLM calls this method again for the children of a request.
         return numbered + self._forget(others, True)
 
-    def _update_stats(self, state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
+    def _update_stats(
+        self,
+        state: RequestState,
+        output: EngineCoreOutput,
+        timestamp: Any,
+        stats: Any,
+    ) -> None:
         """Stand in for vLLM's method, whose times assume one token in each output."""
         numbered = numbered_of(state)
         if numbered is None:
@@ -197,7 +194,7 @@ class HeldRequests:
         if output.finish_reason is not None:
             self._counts.pop(numbered.number, None)
         if output.finish_reason == FinishReason.ABORT and state.is_prefilling:
-            # The request has no first token, and so no times. vLLM would record some.
+            # The request has no first token, and so no times.
             return
 
         before = 0 if stats is None else len(stats.inter_token_latencies_iter)
@@ -225,17 +222,20 @@ class HeldRequests:
             iteration_stats.num_generation_tokens = max(0, tokens)
             # Below zero if a message that empties a buffer was decoded, and its outputs were not processed yet.
             self._buffered[engine_idx] = min(0, tokens)
-        self._record(iteration_stats=iteration_stats, engine_idx=engine_idx, **options)
+        self._record(
+            iteration_stats=iteration_stats,
+            engine_idx=engine_idx,
+            **options,
+        )
 
 
 def numbered_of(state: RequestState | None) -> NumberedRequest | None:
-    """Return the number of a request, or None if it has none."""
 
     return getattr(state, NUMBER, None)
 
 
 class OncePerTurn(Generic[T]):
-    """Calls ``send`` once with everything that is added in one turn of the event loop: engines get one message."""
+    """Sends everything that is added in one turn of the event loop at once: engines get one message."""
 
     def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, None]]) -> None:
         self._send = send

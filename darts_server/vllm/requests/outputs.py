@@ -1,11 +1,8 @@
 """Make text and log-probs of candidates' outputs when something reads them. Most are never read.
 
-While a candidate runs, its state in vLLM collects token ids and the engine's log-probs. vLLM's detokenizer gets the
-tokens when the text is read, and vLLM's log-probs are made when they are read, each without the other. So the results
-are vLLM's, and a discarded candidate or a truncated end costs nothing. A candidate that resumes earlier tokens begins
-with these.
-
-Only the text of a request with stop strings is made while it grows, because stop strings are searched for in it.
+While a candidate runs, its state in vLLM collects token ids and the engine's log-probs. vLLM's own code makes text or
+log-probs of them when either is read. So the results are vLLM's, and discarded candidates and truncated ends cost
+nothing. Only the text of a request with stop strings is made while it grows, because they are searched for in it.
 """
 
 import asyncio
@@ -48,23 +45,20 @@ _one_at_a_time = anyio.CapacityLimiter(1)
 
 
 class NoTokens(list[int]):
-    """An empty list of tokens that counts as true, for the last output of a stream.
-
-    vLLM's stream generators skip an output whose tokens are false, and with it the finish reason.
-    """
+    """An empty list of tokens that is true: vLLM's streams skip outputs whose tokens are false, and their reason."""
 
     def __bool__(self) -> bool:
         return True
 
 
 class CachingTokenizer:
-    """A tokenizer that caches the text of single tokens, which log-probs name again and again."""
+    """A tokenizer that caches the text of single tokens, for log-probs."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.text = cache(self._text)
         self.incomplete: set[int] = set()
-        """Tokens with a part of a character, among the tokens whose text was returned."""
+        """Tokens with a part of a character, among the cached ones."""
         self._decode = cache(lambda token: tokenizer.decode([token]))
 
     def _text(self, token: int) -> str:
@@ -87,9 +81,9 @@ class Deferred:
     """The parts from which the output of one candidate is made.
 
     Args:
-        params: sampling parameters of the candidate, as if it had not been stopped.
-        prefix: tokens that the candidate had generated before. The engine gets them as the end of its prompt.
-        returns_logprobs: whether the output has log-probs if the engine computes some.
+        params: sampling parameters, as if the candidate had not been stopped.
+        prefix: tokens that the candidate had generated before. They end the engine's prompt, and begin the output.
+        returns_logprobs: whether the output has the engine's log-probs.
     """
 
     def __init__(
@@ -114,16 +108,15 @@ class Deferred:
     def begin(self, request: EngineCoreRequest, state: RequestState) -> None:
         """Change the new state of the candidate's request: it only collects, and begins with the earlier tokens.
 
-        The engine gets the prompt with the earlier tokens, most of which its prefix cache may have. The output is the
-        output of a request that was never stopped, even if a stop string or a character has tokens on both sides.
+        So the output equals that of a request that was never stopped, even if a stop string or a character has tokens
+        on both sides.
         """
         before = list(self._prefix.token_ids)
         if before:
             assert request.prompt_token_ids is not None
             state.prompt_token_ids = request.prompt_token_ids[: -len(before)]
 
-        # Keep what vLLM makes a detokenizer and log-probs from, without large parts such as images. A detokenizer needs
-        # only the length of embeddings.
+        # vLLM makes a detokenizer and log-probs from this request. It needs no images, and only embeddings' length.
         tokens = state.prompt_token_ids
         if not tokens:
             tokens = [0] * (0 if request.prompt_embeds is None else len(request.prompt_embeds))
@@ -166,8 +159,7 @@ class Deferred:
     def output(self, collected: RequestOutput, later: Collection[str] | None = None, **changes: Any) -> RequestOutput:
         """Return the output of the finished candidate, with changes.
 
-        ``later``: fields beside log-probs that are made when they are read. None stands for the text, unless it grew
-        with the tokens.
+        ``later``: fields beside log-probs that are made when they are read; None for the text, unless it exists.
         """
         if later is None:
             later = [] if self._params.stop else [TEXT]
@@ -176,7 +168,12 @@ class Deferred:
         completion = DeferredCompletion.__new__(DeferredCompletion)
         fields = vars(completion)
         fields.update(vars(collected.outputs[0]))
-        fields.update(logprobs=None, cumulative_logprob=None, deferred=self, **changes)
+        fields.update(
+            logprobs=None,
+            cumulative_logprob=None,
+            deferred=self,
+            **changes,
+        )
         for name in later:
             fields.pop(name, None)
         changed = copy(collected)
@@ -188,15 +185,39 @@ class Deferred:
         token_ids = list(self._prefix.token_ids)
         inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         prompt_token_ids = inputs.get("prompt_token_ids") or []
-        self._request = EngineCoreRequest("made", prompt_token_ids, None, self._params, None, 0.0, None, None, None)
+        self._request = EngineCoreRequest(
+            "made",
+            prompt_token_ids,
+            None,
+            self._params,
+            None,
+            0.0,
+            None,
+            None,
+            None,
+        )
         if self._params.logprobs is not None:
             self.values = array("d", self._prefix.logprobs or ())
-        completion = CompletionOutput(0, text or "", token_ids, None, None, finish_reason=finish_reason)
-        output = RequestOutput("made", inputs.get("prompt"), prompt_token_ids, None, [completion], finished=True)
+        completion = CompletionOutput(
+            0,
+            text or "",
+            token_ids,
+            None,
+            None,
+            finish_reason=finish_reason,
+        )
+        output = RequestOutput(
+            "made",
+            inputs.get("prompt"),
+            prompt_token_ids,
+            None,
+            [completion],
+            finished=True,
+        )
         return self.output(output, [TEXT] if text is None and token_ids else [])
 
     def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
-        """Make fields of an output of the candidate, with a pause after each slice. The output may be truncated."""
+        """Make fields of the candidate's output, truncated or not, with a pause after each slice."""
         for name in names:
             if name in vars(completion):
                 continue
@@ -313,7 +334,13 @@ def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
     return whole.deferred.output(output, [TEXT], **changes)
 
 
-def to_choice(request_id: str, output: RequestOutput, index: int, *, last: bool) -> RequestOutput:
+def to_choice(
+    request_id: str,
+    output: RequestOutput,
+    index: int,
+    *,
+    last: bool,
+) -> RequestOutput:
     """Copy a candidate's output as choice ``index`` of the caller's request. ``last``: it finishes the request."""
     choice = copy(output)
     choice.request_id = request_id
@@ -332,7 +359,7 @@ async def make_deferred(output: RequestOutput, *names: str) -> None:
 
 
 def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
-    """Return the log-prob of each token of a candidate's output, or None if it has none. Makes no fields."""
+    """Return the log-prob of each token of a candidate's output, or None, without making fields."""
     assert isinstance(completion, DeferredCompletion)
     deferred = completion.deferred
     if deferred.values is None or not deferred.returns_logprobs:

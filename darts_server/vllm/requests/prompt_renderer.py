@@ -49,7 +49,11 @@ class VllmPromptRenderer:
         self.effective_sampling = self._sampling.effective
 
     async def make_request(
-        self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+        self,
+        prompt: PromptSpec,
+        sampling: Mapping[str, object],
+        size: int,
+        request_id: str,
     ) -> PromptRequest:
         params = self._sampling.read(sampling, size)
         # Render the prompt as vLLM's routes do: a chat by its template, token ids and text as they are.
@@ -95,7 +99,11 @@ class VllmPromptRenderer:
         try:
             return await self._apply_template(messages, options)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            first = error.errors(
+                include_url=False,
+                include_input=False,
+                include_context=False,
+            )[0]
             place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
             raise InvalidRequest(place.lstrip("."), first["msg"]) from error
         except Exception as error:
@@ -118,7 +126,11 @@ class VllmPromptRenderer:
 
     async def _apply_template(self, messages: bytes, options: Mapping[str, Any]) -> Any:
         # vLLM's route refuses tools without a parser unless this is null. A batch needs no parser.
-        request = ChatCompletionRequest(messages=[], tool_choice=None, **options)
+        request = ChatCompletionRequest(
+            messages=[],
+            tool_choice=None,
+            **options,
+        )
         # Not validated: pydantic collects all errors of all messages, for seconds. vLLM's parser checks what it needs.
         conversation = json.loads(messages)
         for message in conversation:
@@ -170,7 +182,12 @@ def _is_too_long(error: Exception) -> bool:
     return getattr(error, "parameter", None) in TOO_LONG
 
 
-def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit: int) -> None:
+def _limit_answer(
+    params: SamplingParams,
+    prompt: PromptSpec,
+    length: int,
+    limit: int,
+) -> None:
     """Check that prompt and answer fit into the model's length, and set ``max_tokens`` if the caller sends null.
 
     As on vLLM's completions and chats, ``max_tokens`` is never lowered: a trainer would mistake a truncated answer for

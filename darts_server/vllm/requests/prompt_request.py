@@ -58,8 +58,7 @@ RESUMABLE = frozenset(
 )
 """Sampling parameters that do not depend on where the prompt ends. All others, also those of later versions of vLLM,
 are assumed to depend on it."""
-# White space and reasoning tags that a template puts before an answer, and renders otherwise when the answer is a part
-# of the chat.
+# White space and reasoning tags before an answer. Templates render them otherwise when the answer is part of the chat.
 UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
 MAX_END_TOKENS = 24
 SEED_FIELDS = {"seed": None, "output_kind": None}
@@ -79,8 +78,8 @@ DERIVED = frozenset(
         "cache_salt",
     }
 )
-"""Fields of a prompt that follow from other fields, or change nothing that the model sees. All others, also those of
-later versions of vLLM, are a part of the prompt's key."""
+"""Fields of a prompt that change nothing that the model sees. All others, also those of later versions of vLLM, are a
+part of the prompt's key."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,12 @@ class PromptRequest:
     params: SamplingParams
     request_id: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    _shared: list[SamplingParams] = field(default_factory=list, init=False, repr=False, compare=False)
+    _shared: list[SamplingParams] = field(
+        default_factory=list,
+        init=False,
+        repr=False,
+        compare=False,
+    )
 
     @property
     def prompt_fields(self) -> Mapping[str, Any]:
@@ -174,10 +178,7 @@ class PromptRequest:
         return child
 
     def probed_params_of(self, index: int, probe: Probe, number: int | None) -> SamplingParams:
-        """Return `params_of` for a candidate with a probe.
-
-        ``number``: identifies the candidate's hidden states, or None if none are sent.
-        """
+        """Return `params_of` with a probe. ``number``: identifies hidden states, or None if none are sent."""
         child = self.params_of(index, is_own=True)
         extra_args = dict(child.extra_args or {})
         if number is not None:
@@ -220,7 +221,7 @@ def describe(value: object) -> str:
 
 
 def leave_rest(params: SamplingParams, tokens: int) -> None:
-    """Change sampling parameters of a request for what is left to generate after ``tokens`` tokens."""
+    """Change sampling parameters for the rest of an answer after ``tokens`` tokens."""
     if params.max_tokens is not None:
         params.max_tokens -= tokens
     params.min_tokens = max(0, params.min_tokens - tokens)

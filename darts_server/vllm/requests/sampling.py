@@ -94,7 +94,11 @@ class SamplingReader:
             converted = msgspec.convert(given, self._model, str_keys=True)
             for name in given:
                 given[name] = getattr(converted, name)
-            params = SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **given)
+            params = SamplingParams.from_optional(
+                n=1,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **given,
+            )
         except msgspec.ValidationError as error:
             field, message = split_place(error)
             raise InvalidRequest(f"sampling.{field}", message) from error

@@ -1,8 +1,7 @@
 """Limit what checking a schema, grammar or regular expression of a request may cost, and check each only once.
 
-vLLM checks them in this process, again for each prompt and candidate. Its libraries have no limits: 30,000 nested
-parentheses end the process by a stack overflow in xgrammar, whose time grows with the cube of a schema's depth. So too
-large or too deep ones are refused before a library sees them, and the results of other checks are cached.
+vLLM checks them in this process, again for each prompt and candidate, by libraries without limits: 30,000 nested
+parentheses end the process by a stack overflow in xgrammar, whose time grows with the cube of a schema's depth.
 """
 
 import json
@@ -39,8 +38,8 @@ MAX_DEPTH = 64
 MAX_BRACKETS = 256
 # Seconds that the event loop waits for a check. Usual checks take a few milliseconds, the worst within limits a minute.
 CHECK_SECONDS = 0.5
-# Seconds of the last seconds that the event loop waits for all checks together. A lone caller may use half of them: for
-# one long check, or for a hundred usual ones.
+# Seconds of each window that the event loop waits for all checks. A lone caller may use half of them: for one long
+# check, or for a hundred usual ones.
 WAITED_SECONDS = 1.0
 WINDOW_SECONDS = 5.0
 MAX_PENDING = 32
@@ -58,10 +57,7 @@ _checks: Kept[tuple[str, bytes], Future[Converted]] = Kept(MAX_CACHED)
 
 
 class Waits:
-    """The time for which the event loop has waited for each caller's checks. Past waits count less with time.
-
-    ``clock``: monotonic seconds.
-    """
+    """Seconds that the event loop has waited for each caller's checks. Past seconds count less with time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -105,8 +101,8 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
     def check(params: SamplingParams, *args: Any, **options: Any) -> None:
         """Check as vLLM does, or return the cached result.
 
-        Each check runs in a thread, where the libraries release the GIL: a check can time out, but it cannot be ended,
-        and some checks never end. The next checks of a caller begin after it, and other callers' checks at once.
+        Each check runs in a thread, where the libraries release the GIL. It can time out, but it cannot be ended, and
+        may run forever. A caller's next checks begin after it, and other callers' checks at once.
         """
         outputs = params.structured_outputs
         if outputs is None:
@@ -136,7 +132,11 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
             trial.structured_outputs = copy(outputs)
             previous = pending[-1] if pending else None
             arguments = (outcome, partial(validate, trial, *args, **options), trial, previous)
-            Thread(target=_run, args=arguments, daemon=True).start()
+            Thread(
+                target=_run,
+                args=arguments,
+                daemon=True,
+            ).start()
             _checks.put(who, key, outcome)
         if outcome is None or (pending and not outcome.done()):
             raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)

@@ -1,7 +1,7 @@
 """Limit texts before they are tokenized, and token ids before they become text.
 
-vLLM does both in many places: prompts, chats, tools, truncated prompts, scores and ``/tokenize``. It compares a
-prompt's characters with the model's length only if the prompt is neither truncated nor tokenized by a chat template.
+vLLM does both in many places: prompts, chats, tools, scores and ``/tokenize``. It limits the characters of a prompt
+only if the prompt is neither truncated nor tokenized by a chat template.
 """
 
 import asyncio
@@ -81,10 +81,7 @@ def count_characters(value: object) -> int:
 
 
 def tokenize_in_threads(state: Any) -> None:
-    """Let ``/generative_scoring`` tokenize its texts in a thread, because vLLM does it in the event loop.
-
-    ``state``: the state of vLLM's app.
-    """
+    """Let ``/generative_scoring`` tokenize in a thread, and not in the event loop. ``state``: of vLLM's app."""
     scoring = getattr(state, "serving_generative_scoring", None)
     if scoring is not None:
         scoring._build_prompts = partial(_in_thread, scoring._build_prompts)

@@ -82,7 +82,17 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
     sent = copy(params)
     sent.n = 1
     salt = prompt.get("cache_salt")
-    message = EngineCoreRequest(request.request_id, token_ids, None, sent, None, 0.0, None, salt, None)
+    message = EngineCoreRequest(
+        request.request_id,
+        token_ids,
+        None,
+        sent,
+        None,
+        0.0,
+        None,
+        salt,
+        None,
+    )
     for name in message.__struct_fields__:
         if name in request.options:
             setattr(message, name, request.options[name])
@@ -113,8 +123,8 @@ def _encoded_size(value: object) -> int:
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
     """Check a request of a group further: process its prompt once, and drop the result.
 
-    Otherwise vLLM would process it only when it is added to the engine: the second prompt of a request after the first
-    was started, and the prompt of a stream after the status was sent.
+    Otherwise vLLM would refuse the second prompt of a request after the first was started, and the prompt of a stream
+    after the status was sent.
 
     Raises:
         InvalidRequest: as from `check_request`.
