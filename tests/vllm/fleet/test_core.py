@@ -1,4 +1,4 @@
-"""Engines elsewhere that come and go, scripted ones: what becomes of requests, calls and weights."""
+"""Requests, calls and weight updates while scripted engines join and are lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,7 +38,7 @@ class Places:
     def __init__(self) -> None:
         self.hosts: dict[int, ScriptedHost] = {}
         self.restarts = False
-        """Whether an engine that is lost is started again."""
+        """Whether lost engines are started again."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     @asynccontextmanager
@@ -67,10 +67,10 @@ class Places:
 
 
 class Running:
-    """A fleet."""
-
     def __init__(self, llm: ShapingLLM, places: Places, running: Any) -> None:
-        self.llm, self.places, self.running = llm, places, running
+        self.llm = llm
+        self.places = places
+        self.running = running
         assert isinstance(llm.engine_core, FleetCore)
         self.core = llm.engine_core
         self._number = 0
@@ -112,7 +112,8 @@ STREAM: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
 async def test_requests_resume_on_another_engine_when_theirs_is_lost_or_end_if_they_cannot() -> None:
     async with fleet_of(2) as fleet:
         kinds = [FINAL, STREAM, FINAL | {"presence_penalty": 1.0}, STREAM | {"presence_penalty": 1.0}]
-        requests = [kind for kind in kinds for _ in range(2)]  # one on each engine
+        # One request of each kind on each engine.
+        requests = [kind for kind in kinds for _ in range(2)]
         tasks = [asyncio.create_task(fleet.generate(**params)) for params in requests]
         await fleet.until(lambda: sum(fleet.running_requests) == 8)
         assert fleet.running_requests == [4, 4]
@@ -189,9 +190,10 @@ async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
         task = asyncio.create_task(fleet.generate(**STREAM, max_tokens=4000))
 
         async def lose_engine() -> tuple[int, int]:
-            """Return how many tokens its prompt had, and how many it was to generate."""
+            """Return the tokens of the request's prompt, and the limit of its answer."""
             await fleet.until(lambda: sum(fleet.running_requests) and fleet.running.up == 2)
-            lost, rank = fleet.core.lost, fleet.running_requests.index(1)
+            lost = fleet.core.lost
+            rank = fleet.running_requests.index(1)
             host = fleet.places.hosts[rank]
             [request] = host.running.values()
             assert request.prompt_token_ids is not None

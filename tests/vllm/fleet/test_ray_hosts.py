@@ -14,9 +14,9 @@ from darts_server.vllm.fleet.ray_hosts import private_folder
 
 pytest.importorskip("ray")
 SECONDS = 120
-"""For Ray to start and end on a busy machine: many times what it takes."""
+"""Seconds for Ray to start and end on a busy machine: many times the usual time."""
 EXPORT_SECONDS = 10.0
-"""What Ray waits for at its end where its metrics go to a head that is gone, besides five seconds for its events."""
+"""Seconds that Ray waits at its end to export metrics to a dead head, besides five seconds for events."""
 
 
 def start_cluster(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -1,4 +1,4 @@
-"""Connections over real sockets: messages arrive whole, and what is not in order ends its connection alone."""
+"""Connections over real sockets: messages arrive whole, and malformed bytes end only their connection."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ HELLO = Hello(TOKEN, 1, b"ready", "ipc://states")
 
 
 class End:
-    """One end of a connection, and what has come there."""
+    """One end of a connection, and the messages that it has received."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[list[bytes]] = asyncio.Queue()
@@ -50,8 +50,9 @@ class Coordinator:
         return self.ends[-1]
 
     async def host(self, hello: Hello = HELLO, wait: bool = True) -> tuple[End, Connection]:
-        """Connect a host; ``wait``: until it has joined."""
-        end, before = End(), len(self.ends)
+        """Connect a host. ``wait``: whether to wait until it has joined."""
+        end = End()
+        before = len(self.ends)
         connection = await connect("127.0.0.1", self.port, hello, end)
         while wait and len(self.ends) == before:
             await asyncio.sleep(0.001)

@@ -72,7 +72,8 @@ class Process:
 
 
 def report(engine: int, **numbers: int) -> Report:
-    keys, values = array("q", [int(name[1:]) for name in numbers]), array("i", numbers.values())
+    keys = array("q", [int(name[1:]) for name in numbers])
+    values = array("i", numbers.values())
     return Report(engine_index=engine, numbers=keys.tobytes(), counts=values.tobytes(), steps=((2, 0.5, 1),))
 
 

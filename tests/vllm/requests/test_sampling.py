@@ -17,7 +17,8 @@ NEUTRAL = {
     "frequency_penalty": 0.0,
     "min_tokens": 0,
 }
-PROCESSED, RAW = SamplingReader("processed_logprobs"), SamplingReader("raw_logprobs")
+PROCESSED = SamplingReader("processed_logprobs")
+RAW = SamplingReader("raw_logprobs")
 CHANGING: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"temperature": 0.0},

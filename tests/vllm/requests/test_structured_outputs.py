@@ -1,4 +1,4 @@
-"""What checking a schema, grammar or regular expression may cost, on vLLM's own checks."""
+"""Limits of the cost of checking a schema, grammar or regular expression, with vLLM's own checks."""
 
 import json
 import threading
@@ -50,7 +50,9 @@ def params(**outputs: Any) -> SamplingParams:
 
 def check(checked: SamplingParams, backend: str = "auto") -> SamplingParams:
     """Check as vLLM does for each prompt and candidate."""
-    model, config, tokenizer = SimpleNamespace(is_diffusion=False), SimpleNamespace(backend=backend), SimpleNamespace()
+    model = SimpleNamespace(is_diffusion=False)
+    config = SimpleNamespace(backend=backend)
+    tokenizer = SimpleNamespace()
     checked._validate_structured_outputs(model, config, tokenizer)  # type: ignore[arg-type]  # fakes
     return checked
 
@@ -150,7 +152,8 @@ def test_no_request_waits_for_the_end_of_a_long_check(monkeypatch: pytest.Monkey
             validate(params(json=other))
     assert count() == 1
     token = caller.set(Caller("another"))
-    with pytest.raises(Overloaded, match="simplify it"):  # its own check has begun
+    # The check of another caller begins at once.
+    with pytest.raises(Overloaded, match="simplify it"):
         validate(params(json=STRING))
     caller.reset(token)
     assert count() == 2
@@ -230,7 +233,7 @@ def test_many_long_checks_block_the_event_loop_only_for_the_budget(monkeypatch: 
 
 def test_a_panic_of_a_library_refuses_the_request() -> None:
     class Panic(BaseException):
-        """As those of libraries in Rust."""
+        """A panic, as Rust libraries raise it."""
 
     def validate(_: SamplingParams) -> None:
         raise Panic
