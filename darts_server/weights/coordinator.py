@@ -193,8 +193,7 @@ class Coordinator:
     async def fail(self, update: Update, error: Exception) -> WeightsLost | None:
         """Restore the old weights after ``error``, and end the update. Return an error if the weights are lost.
 
-        Raises:
-            WeightsLost: the engine does not resume.
+        Raises as `finish`.
         """
         self.state = State.RESTORING
         try:
@@ -273,8 +272,7 @@ class Coordinator:
     async def pause_by_trainer(self, mode: str, pause: Callable[[], Awaitable[None]]) -> None:
         """Pause the engine by ``pause``, and admit no new work until `resume_by_trainer`.
 
-        ``mode``: ``wait`` waits for whole groups, including candidates that were not started yet. ``abort`` fails
-        groups with an error for their callers. ``keep`` pauses everything.
+        ``mode``: ``wait`` waits for whole groups, ``abort`` fails groups, and ``keep`` pauses everything.
 
         Raises:
             UpdateFailed: groups did not end, or the engine was resumed meanwhile.

@@ -54,8 +54,7 @@ Fetch = Callable[[LoraLayers], Awaitable[tuple[LoraConfig, Path]]]
 class Loras:
     """Updates the LoRA adapters of the model.
 
-    ``engine``: None if the server was started without LoRA. ``root``: folder that callers may name paths in, or None to
-    allow none. ``served``: the pushed adapters, by name.
+    ``engine``: None if the server was started without LoRA. ``root``: see `Updates`. ``served``: the pushed adapters.
     """
 
     coordinator: Coordinator

@@ -33,9 +33,7 @@ class Updates:
     """Updates the model's weights.
 
     Args:
-        gate: admits all work to the engine.
         root: folder that callers may name paths in, or None to allow none.
-        observers: notified of every update.
         groups: the running groups, or None for an engine without groups.
     """
 

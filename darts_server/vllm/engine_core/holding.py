@@ -36,7 +36,6 @@ RANK = "DARTS_ENGINE_RANK"
 
 # The API process looks at counts at twice this interval. A late count is tokens that are generated for nothing.
 REPORT_SECONDS = 0.01
-# A buffer's limit is between this number of tokens and twice as many.
 MIN_BUFFER_TOKENS = 256
 
 # Fields of vLLM's ``SchedulerStats`` that no later message repeats.
@@ -96,8 +95,7 @@ class Buffer:
         self.number = number
         self.is_held = is_held
         self.generated = 0
-        # Different limits, so that requests that begin together are not all sent in the same step.
-        self.limit = MIN_BUFFER_TOKENS + 7 * number % MIN_BUFFER_TOKENS
+        self.limit = buffer_limit(number)
         self._clear()
 
     def _clear(self) -> None:
@@ -140,6 +138,12 @@ class Buffer:
         output.num_nans_in_logits = self._nans
         self._clear()
         return output
+
+
+def buffer_limit(number: int) -> int:
+    """Return the number of tokens at which the buffer of a request is sent: from 256 to 511."""
+    # Requests that begin together have different limits, so that they are not all sent in the same step.
+    return MIN_BUFFER_TOKENS + 7 * number % MIN_BUFFER_TOKENS
 
 
 class HoldingQueue:

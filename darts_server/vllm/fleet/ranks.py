@@ -12,7 +12,7 @@ RANK = "data_parallel_rank"
 # Groups that have ended, and whose callers may not have their answers yet.
 KEPT_GROUPS = 4096
 PRIORITY = "priority"
-"""Option of ``generate()``. The waiting request with the lowest starts first."""
+"""Option of ``generate()``. With ``--scheduling-policy priority``, the lowest starts first."""
 BY_PRIORITY = "priority"
 LEVEL = 1 << 40
 """Distance of two callers' priorities. It is more milliseconds than a server runs."""

@@ -55,8 +55,8 @@ PLACE = re.compile(r" - at .*?\$\.?(?P<path>[^`]*)`$")
 class SamplingReader:
     """Converts the ``sampling`` of a request to vLLM's sampling parameters.
 
-    The others have vLLM's neutral defaults, and not those of the model's ``generation_config``: a trainer must know the
-    distribution that it learns from. ``logprobs_mode``: the kind of log-probs that the engine returns.
+    Parameters that are left out have vLLM's neutral defaults, and not those of the model's ``generation_config``: a
+    trainer must know the distribution that it learns from.
     """
 
     def __init__(self, logprobs_mode: str) -> None:
