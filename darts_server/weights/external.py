@@ -52,13 +52,12 @@ class _Session(Update):
 class ExternalUpdates:
     """Coordinates updates whose steps the engine does itself. The engine refuses steps outside of a session."""
 
-    # The lock keeps a start that follows a finish closely from the engine until the finish has ended here. Otherwise
-    # the engine would resume with a model without weights, and die.
-
     coordinator: Coordinator
     loaded: LoadedWeights
     model: Model
     _session: _Session | None = None
+    # Keeps a start that follows a finish closely from the engine until the finish has ended here. Otherwise the engine
+    # would resume with a model without weights, and die.
     _steps: asyncio.Lock = field(default_factory=asyncio.Lock)
     _timeout: asyncio.Task[None] | None = None
     """Task that waits for the trainer's next call."""

@@ -31,10 +31,11 @@ NUMBER = "darts_number"
 NOT_HELD = "darts_not_held"
 """Key in ``extra_args`` of requests whose tokens are read while they are generated."""
 RELEASE = "darts_release"
+"""Name of the engine's method that releases requests."""
 RANK = "DARTS_ENGINE_RANK"
 """Environment variable with the rank of an engine in a fleet. vLLM itself takes such an engine for the only one."""
 
-# The API process looks at counts at twice this interval. A late count is tokens that are generated for nothing.
+# The API process looks at counts at twice this interval. While a count is late, tokens are generated for nothing.
 REPORT_SECONDS = 0.01
 MIN_BUFFER_TOKENS = 256
 
@@ -58,6 +59,7 @@ UNJOINABLE = (
 )
 
 Step = tuple[int, float, int]
+"""Number of sequences that got a token, seconds, and number of first tokens of a decode step."""
 
 
 # With `array_like` as in the base class, vLLM's decoder of `EngineCoreOutputs` ignores the fields at the end.

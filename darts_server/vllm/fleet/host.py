@@ -32,7 +32,7 @@ WATCH_SECONDS = 0.1
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
-    """What a host needs: vLLM's flags, the coordinator's address, and the token and rank for its `Hello`."""
+    """Parameters of a host: vLLM's flags, the coordinator's address, and token and rank for its `Hello`."""
 
     argv: list[str]
     host: str
