@@ -17,7 +17,8 @@ NEUTRAL = {
     "frequency_penalty": 0.0,
     "min_tokens": 0,
 }
-PROCESSED, RAW = SamplingReader("processed_logprobs"), SamplingReader("raw_logprobs")
+PROCESSED = SamplingReader("processed_logprobs")
+RAW = SamplingReader("raw_logprobs")
 CHANGING: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"temperature": 0.0},
@@ -35,7 +36,7 @@ CHANGING: list[dict[str, Any]] = [
 ]
 
 
-def test_what_a_request_does_not_name_is_neutral() -> None:
+def test_parameters_that_a_request_does_not_name_are_neutral() -> None:
     found = PROCESSED.effective({"max_tokens": 7, "logprobs": True})
     assert NEUTRAL.items() <= found.items()
     assert (found["max_tokens"], found["logprobs"]) == (7, 0)
@@ -43,7 +44,7 @@ def test_what_a_request_does_not_name_is_neutral() -> None:
 
 
 @pytest.mark.parametrize("sampling", [*CHANGING, {"seed": 5, "stop": "a", "stop_token_ids": [3]}])
-def test_what_is_in_force_is_json(sampling: dict[str, Any]) -> None:
+def test_parameters_in_force_are_json(sampling: dict[str, Any]) -> None:
     found = PROCESSED.effective(sampling)
     assert found.keys() >= sampling.keys()
     json.dumps(found)
