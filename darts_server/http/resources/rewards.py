@@ -15,7 +15,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_REWARDS = 100_000
 MAX_TOKEN_ID = 2**31 - 1
 
-TokenIds = list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True)]
 
 
 class RewardIn(Body):
@@ -46,7 +46,7 @@ class RewardIn(Body):
 class RewardsIn(Body):
     """Rewards of trajectories of any groups, in any order."""
 
-    rewards: list[RewardIn] = Field(max_length=MAX_REWARDS)
+    rewards: list[RewardIn] = Field(max_length=MAX_REWARDS, fail_fast=True)
 
 
 class RewardsOut(BaseModel):

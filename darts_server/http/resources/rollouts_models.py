@@ -75,13 +75,16 @@ Metadata = Annotated[
     PlainSerializer(_dump_metadata),
     WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "null"}]}),
 ]
-TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
 JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
-Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1)])]
+Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)])]
 
 
 Tools = Annotated[
-    bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)], MAX_OPTION_BYTES)
+    bytes,
+    _as_json(
+        Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)], MAX_OPTION_BYTES
+    ),
 ]
 TemplateKwargs = Annotated[bytes, _as_json(dict[str, Any], MAX_OPTION_BYTES)]
 
@@ -150,7 +153,9 @@ class PromptIn(ChatOptionsIn):
 class RolloutsIn(ChatOptionsIn):
     """A batch of prompts. Its chat options are those of all its messages, where a prompt has no others."""
 
-    prompts: list[PromptIn] = Field(max_length=MAX_PROMPTS, description='At least one, unless "carried" has some.')
+    prompts: list[PromptIn] = Field(
+        max_length=MAX_PROMPTS, fail_fast=True, description='At least one, unless "carried" has some.'
+    )
     group_size: int = Field(ge=1, description="Trajectories returned per prompt.")
     sampling: dict[str, Any] = Field({}, description="vLLM's sampling parameters, by their names.")
     policy: dict[str, Any] = Field(

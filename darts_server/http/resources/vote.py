@@ -36,7 +36,7 @@ EXAMPLES = (
 class ChoicesIn(Body):
     """The possible answers. The one that occurs last in a text is its answer."""
 
-    choices: list[str] = Field(min_length=1)
+    choices: list[str] = Field(min_length=1, fail_fast=True)
 
 
 def _text_or(kind: type) -> Discriminator:
