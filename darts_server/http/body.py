@@ -1,7 +1,7 @@
 """Read the bodies of requests: limited in size, time and structure, and decoded strictly."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -278,7 +278,7 @@ def check_structure(text: bytes, max_parts: int, max_values: int, where: str) ->
         raise TooLarge("body", f"must have at most {max_values} numbers {where}; send less")
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Return the result of ``work``, or cancel it when the caller disconnects.
 
     The request's body must have been read. Starlette cancels only streaming responses.
