@@ -155,7 +155,7 @@ class PromptIn(ChatOptionsIn):
 
 
 class RolloutsIn(ChatOptionsIn):
-    """A batch of prompts. Its chat options hold for all prompts that have no options of their own."""
+    """A batch of prompts. Its chat options hold for all messages; the options of a prompt override them."""
 
     prompts: list[PromptIn] = Field(
         max_length=MAX_PROMPTS, fail_fast=True, description='At least one, unless "carried" has some.'
@@ -304,6 +304,14 @@ class GroupOut(GroupFacts):
             trajectories.append(TrajectoryOut(**fields, rank=ranks[index]))
 
         aborted = result.aborted or {}
+        discarded = []
+        for index, candidate in candidates.items():
+            if candidate.reason is not None and index not in aborted:
+                trajectory_id = f"{result.group_id}:{index}"
+                discarded.append(
+                    DiscardedOut(trajectory_id=trajectory_id, length=candidate.tokens, reason=candidate.reason)
+                )
+
         return cls(
             number=result.number,
             group_id=result.group_id,
@@ -314,13 +322,7 @@ class GroupOut(GroupFacts):
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
             trajectories=trajectories,
-            discarded=[
-                DiscardedOut(
-                    trajectory_id=f"{result.group_id}:{index}", length=candidate.tokens, reason=candidate.reason
-                )
-                for index, candidate in candidates.items()
-                if candidate.reason is not None and index not in aborted
-            ],
+            discarded=discarded,
             seconds=seconds,
             error=None if result.error is None else error_object(result.error),
         )
