@@ -14,7 +14,7 @@ def _dump_values(values: Sequence[Any], info: SerializationInfo) -> Sequence[Any
     return list(values) if info.mode_is_json() else values
 
 
-# Neither checked nor copied: arrays stay as the engine's side made them, until `encode_json` writes them.
+# pydantic neither checks nor copies the arrays: `encode_json` encodes them.
 TokenIds = Annotated[
     Sequence[int],
     SkipValidation,
@@ -51,7 +51,7 @@ Sampling = Annotated[
 
 
 class GroupFacts(BaseModel):
-    """What a group's record says of how its trajectories were chosen."""
+    """Facts of a group's record about how its trajectories were chosen."""
 
     counted: int | None = Field(
         description="N: candidates that the weights stand for: not those that failed or ran before a restart."
@@ -73,7 +73,7 @@ class GroupFacts(BaseModel):
 
 
 class GeneratedOut(BaseModel):
-    """What a candidate has generated."""
+    """The output of a candidate."""
 
     trajectory_id: TrajectoryId
     token_ids: TokenIds
@@ -104,7 +104,7 @@ class DiscardedOut(BaseModel):
 
 
 class UsageOut(BaseModel):
-    """Tokens that were generated, returned and wasted, and the duration."""
+    """Numbers of tokens, and the duration in seconds."""
 
     generated: int
     returned: int
@@ -122,9 +122,12 @@ def shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:
 
 
 def trajectory_fields(
-    model: type[BaseModel], trajectory_id: str, sample: Sample, candidate: CandidateRecord
+    model: type[BaseModel],
+    trajectory_id: str,
+    sample: Sample,
+    candidate: CandidateRecord,
 ) -> dict[str, Any]:
-    """Return the fields of an answer's trajectory: those that the record has under the same names, and the sample."""
+    """Return the fields of an answer's trajectory, from its record and its sample."""
     return shared_fields(model, candidate) | {
         "trajectory_id": trajectory_id,
         "token_ids": sample.token_ids,
