@@ -1,4 +1,4 @@
-"""Parts of our OpenAPI description that FastAPI cannot derive from the routes."""
+"""Parts of our OpenAPI description that FastAPI does not derive from the routes."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def binary_body(description: str) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Replace references by their definitions: they would be resolved against the whole document."""
+    """Replace references by their definitions. OpenAPI would resolve a reference against the whole document."""
     if isinstance(schema, list):
         return [_inlined(part, definitions) for part in schema]
     if not isinstance(schema, dict):
