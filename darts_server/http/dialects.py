@@ -25,8 +25,8 @@ from darts_server.weights.port import Rule
 from darts_server.weights.updates import Updates
 
 KEEP = Rule.KEEP
-"""Running groups keep their candidates: these trainers pause the engine before an update, or let requests run through
-it, so no update can wait for groups."""
+"""Rule of every update: these trainers pause the engine before an update, or let requests run through the update, so no
+update can wait for groups."""
 
 
 class Engine(Protocol):
@@ -100,7 +100,7 @@ def vllms_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[An
 
 
 # --- AReaL 1.0.4: areal/engine/vllm_remote.py ---
-# AReaL sends /areal_pause_generation, which aborts, /areal_update_weights with a folder, and /areal_continue_generation.
+# AReaL sends /areal_pause_generation, which aborts, /areal_update_weights with a folder, /areal_continue_generation.
 # It loads LoRA adapters by vLLM's route, each version under a new name. It counts all tokens of an answer to one
 # version, so an update without a pause aborts running requests, as on AReaL's own server.
 
