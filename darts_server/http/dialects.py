@@ -41,8 +41,6 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Objects that the routes control."""
-
     updates: Updates
     engine: Engine
     turns: Turns
@@ -322,7 +320,6 @@ ROUTES = {"areal": add_areal_routes, "prime-rl": add_prime_rl_routes, "skyrl": a
 
 
 def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls) -> None:
-    """Add the routes of the dialects."""
     api = APIRouter(tags=["dialects"], responses=FAILURES)
     for dialect in dialects:
         if dialect in ROUTES:

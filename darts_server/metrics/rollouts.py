@@ -77,7 +77,7 @@ class RolloutMetrics(Collectors):
         )
         self._single = self._counters(
             "darts_single_requests",
-            "Requests for one trajectory: 'opening' requests may be joined to a group, others run alone for this reason.",
+            "Requests for one trajectory: 'opening' requests may join a group, others run alone for this reason.",
             "turn",
             TurnKind,
         )

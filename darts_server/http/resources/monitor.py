@@ -129,11 +129,11 @@ class MonitorSources:
 
     def health(self) -> dict[str, Any]:
         """Return a `MonitorHealth` as JSON values."""
-        last = None
-        if self.updates.last is not None:
-            last = UpdateAnswer.model_validate(self.updates.last)
-        weights = MonitorWeights(version=self.updates.version, state=self.updates.state.value, last=last)
-
+        weights = MonitorWeights(
+            version=self.updates.version,
+            state=self.updates.state.value,
+            last=UpdateAnswer.of(self.updates.last),
+        )
         rewards = None
         learned = summarize(self.rewards.dataset)
         if learned is not None:

@@ -33,6 +33,7 @@ from darts_server.http.resources.trajectories import (
     SelectedAs,
     UsageOut,
     Weight,
+    discarded_out,
     shared_fields,
     trajectory_fields,
 )
@@ -303,15 +304,6 @@ class GroupOut(GroupFacts):
             fields = trajectory_fields(TrajectoryOut, f"{result.group_id}:{index}", sample, candidates[index])
             trajectories.append(TrajectoryOut(**fields, rank=ranks[index]))
 
-        aborted = result.aborted or {}
-        discarded = []
-        for index, candidate in candidates.items():
-            if candidate.reason is not None and index not in aborted:
-                trajectory_id = f"{result.group_id}:{index}"
-                discarded.append(
-                    DiscardedOut(trajectory_id=trajectory_id, length=candidate.tokens, reason=candidate.reason)
-                )
-
         return cls(
             number=result.number,
             group_id=result.group_id,
@@ -322,7 +314,7 @@ class GroupOut(GroupFacts):
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
             trajectories=trajectories,
-            discarded=discarded,
+            discarded=discarded_out(result.group_id, candidates.values(), result.aborted or ()),
             seconds=seconds,
             error=None if result.error is None else error_object(result.error),
         )

@@ -1,6 +1,6 @@
 """Fields of trajectories, candidates and token counts, shared by the answers of several routes."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, PlainSerializer, SerializationInfo, SkipValidation, WithJsonSchema
@@ -101,6 +101,22 @@ class DiscardedOut(BaseModel):
     trajectory_id: TrajectoryId
     length: int
     reason: DiscardReason
+
+
+def discarded_out(
+    group_id: str,
+    candidates: Iterable[CandidateRecord],
+    excluded: Container[int],
+) -> list[DiscardedOut]:
+    """Return the discarded candidates of a group, without the indices in ``excluded``."""
+    discarded = []
+    for candidate in candidates:
+        if candidate.reason is not None and candidate.index not in excluded:
+            trajectory_id = f"{group_id}:{candidate.index}"
+            discarded.append(
+                DiscardedOut(trajectory_id=trajectory_id, length=candidate.tokens, reason=candidate.reason)
+            )
+    return discarded
 
 
 class UsageOut(BaseModel):

@@ -14,7 +14,14 @@ from darts_server.http.answers import JSON, encode_json, in_thread, respond
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import ChatOptionsIn, Messages, TokenIds
-from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, trajectory_fields
+from darts_server.http.resources.trajectories import (
+    DiscardedOut,
+    SampleOut,
+    Sampling,
+    UsageOut,
+    discarded_out,
+    trajectory_fields,
+)
 from darts_server.identifiers import Name
 from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
 from darts_server.types import PromptSpec, VoteWeights
@@ -156,14 +163,6 @@ class VoteOut(BaseModel):
                 fields["logprobs"] = None
             trajectories.append(VoterOut(**fields))
 
-        discarded = []
-        for index, candidate in candidates.items():
-            if index not in ballots and candidate.reason is not None:
-                trajectory_id = f"{result.vote_id}:{index}"
-                discarded.append(
-                    DiscardedOut(trajectory_id=trajectory_id, length=candidate.tokens, reason=candidate.reason)
-                )
-
         return cls(
             id=result.vote_id,
             sampling=dict(result.sampling),
@@ -173,7 +172,7 @@ class VoteOut(BaseModel):
             decided_early=result.decided_early,
             calibration=result.calibration,
             trajectories=trajectories,
-            discarded=discarded,
+            discarded=discarded_out(result.vote_id, candidates.values(), ballots),
             usage=UsageOut.of(result.record.generated_tokens, returned, result.seconds),
         )
 

@@ -1,6 +1,6 @@
 """``/darts/v1/weights``: update the model's weights and LoRA adapters, from a request's body or from a folder."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
+from darts_server.records import UpdateRecord
 from darts_server.weights.port import Rule, RuleName
 from darts_server.weights.updates import Updates
 
@@ -53,6 +54,12 @@ class UpdateAnswer(BaseModel):
         description="By phase: `transfer`, `check`, `wait` for groups, `pause`, `load`, `restore`, `resume`."
     )
     error: str | None
+
+    @classmethod
+    def of(cls, record: UpdateRecord | None) -> Self | None:
+        if record is None:
+            return None
+        return cls.model_validate(record)
 
 
 class LoraAnswer(BaseModel):
@@ -156,21 +163,17 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
 
 
 def answer(updates: Updates) -> WeightsAnswer:
-    """Return the weights that are served now."""
     coordinator = updates.coordinator
     loras = [
         LoraAnswer(name=name, version=lora.version, rank=lora.config.rank, scale=lora.config.scale)
         for name, lora in updates.loras.served.items()
     ]
-    last = None
-    if coordinator.last is not None:
-        last = UpdateAnswer.model_validate(coordinator.last)
     return WeightsAnswer(
         version=coordinator.version,
         state=coordinator.state.value,
         intact=updates.loaded.intact,
         rule=coordinator.settings.rule.value,
         loras=loras,
-        last=last,
+        last=UpdateAnswer.of(coordinator.last),
         last_error=coordinator.last_error,
     )

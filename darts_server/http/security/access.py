@@ -106,7 +106,6 @@ class Keys:
         return found[0].hex()
 
     def has_name(self, name: str) -> bool:
-        """Return whether a valid key has this name."""
         return any(digest.hex() == name for digest in self._digests)
 
     def reload(self) -> None:
@@ -179,7 +178,6 @@ class Access:
 
     @property
     def needs_key(self) -> bool:
-        """Whether any route needs a key."""
         return bool(self.keys or self.admin_keys)
 
     def may_call(self, name: str | None) -> bool:
@@ -189,7 +187,6 @@ class Access:
         return self.keys.has_name(name) or self.admin_keys.has_name(name)
 
     def reload_keys(self) -> None:
-        """Read the key files again."""
         self.keys.reload()
         self.admin_keys.reload()
 

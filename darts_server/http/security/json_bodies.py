@@ -34,12 +34,11 @@ class AnyArray(msgspec.Struct, array_like=True, gc=False):
 
 
 class _LimitedRequest(Request):
-    """A request whose JSON is limited, and parsed in a thread if it is large.
+    """A request whose JSON is limited, and parsed in a thread if it is large."""
 
-    pydantic needs 2 to 4 µs for each string, array and object, in the event loop: hence ``max_parts``.
-    """
-
-    max_parts = MAX_PARTS_AT_ONCE
+    def __init__(self, request: Request, max_parts: int) -> None:
+        super().__init__(request.scope, request.receive, request._send)
+        self._max_parts = max_parts
 
     async def json(self) -> Any:
         if hasattr(self, "_json"):
@@ -47,9 +46,9 @@ class _LimitedRequest(Request):
         body = await self.body()
         try:
             if len(body) <= INLINE_BYTES:
-                self._json = loaded(body, self.max_parts)
+                self._json = loaded(body, self._max_parts)
             else:
-                self._json = await anyio.to_thread.run_sync(loaded, body, self.max_parts, limiter=one_at_a_time)
+                self._json = await anyio.to_thread.run_sync(loaded, body, self._max_parts, limiter=one_at_a_time)
         except InvalidRequest as error:
             # FastAPI gives all errors in this method the same answer; the middleware gives ours.
             caller.get().refused = error
@@ -57,23 +56,18 @@ class _LimitedRequest(Request):
         return self._json
 
 
-class _ControlRequest(_LimitedRequest):
-    """A request of a route for admins."""
-
-    max_parts = MAX_ADMIN_PARTS
-
-
 def limit_json(application: FastAPI) -> None:
     """Limit the JSON bodies of the routes that the app has now."""
     for route in application.routes:
         if isinstance(route, APIRoute):
             accesses = {find_route(method, route.path)[0] for method in route.methods}
-            request_class = _LimitedRequest if RouteAccess.USE in accesses else _ControlRequest
-            route.app = request_response(partial(_handle, route.get_route_handler(), request_class))
+            # pydantic needs 2 to 4 µs for each part, in the event loop.
+            max_parts = MAX_PARTS_AT_ONCE if RouteAccess.USE in accesses else MAX_ADMIN_PARTS
+            route.app = request_response(partial(_handle, route.get_route_handler(), max_parts))
 
 
-async def _handle(handler: Any, request_class: type[_LimitedRequest], request: Request) -> Response:
-    response: Response = await handler(request_class(request.scope, request.receive, request._send))
+async def _handle(handler: Any, max_parts: int, request: Request) -> Response:
+    response: Response = await handler(_LimitedRequest(request, max_parts))
     return response
 
 
