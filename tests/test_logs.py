@@ -56,7 +56,7 @@ def test_json_lines_have_their_values_as_fields() -> None:
     assert "request_id" not in theirs
 
 
-def test_a_server_that_is_ready_says_where_and_how_it_groups() -> None:
+def test_the_ready_line_has_the_address_and_the_size_of_groups() -> None:
     output = logging_to(logs.config_for("console", "INFO"))
     log_ready("http://127.0.0.1:8000", "m", "auto", None)
     log_ready("http://127.0.0.1:8000", "m", "off", 8)

@@ -168,7 +168,7 @@ def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, pa
         ("/areal_update_weights_xccl", {}, 501, None),
     ],
 )
-def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
+def test_errors_name_the_trainers_fields_and_nothing_changes(
     trainer: Trainer, tmp_path: Path, path: str, body: dict[str, object], status: int, field: str | None
 ) -> None:
     with trainer.calling(tmp_path, *NAMES) as caller:
@@ -178,7 +178,7 @@ def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
         assert "pause" not in trainer.model.calls
 
 
-def test_prime_rl_brings_weights_from_a_folder_and_vllms_own_updates_still_reach_its_route(tmp_path: Path) -> None:
+def test_prime_rl_loads_weights_from_a_folder_and_other_updates_reach_vllms_route(tmp_path: Path) -> None:
     trainer, body = Trainer(tmp_path, vllm_has_route=True), {"update_info": {"names": ["a"]}}
     folder = write(tmp_path / "broadcasts" / "step_1" / "model.safetensors", 5).parent
     (folder / "NCCL_READY").touch()
@@ -200,7 +200,7 @@ SKYRL = (
 )
 
 
-def test_skyrl_brings_full_weights_as_by_vllms_own_routes(trainer: Trainer, tmp_path: Path) -> None:
+def test_skyrl_sends_full_weights_as_through_vllms_own_routes(trainer: Trainer, tmp_path: Path) -> None:
     with trainer.calling(tmp_path, "skyrl") as caller:
         for body in SKYRL:
             answer = caller.post("/collective_rpc", json=body)
@@ -210,7 +210,7 @@ def test_skyrl_brings_full_weights_as_by_vllms_own_routes(trainer: Trainer, tmp_
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/collective_rpc/", "/%63ollective_rpc"])
 @pytest.mark.parametrize("dangerous", [True, False])
-def test_other_methods_of_workers_stay_as_closed_as_they_were(tmp_path: Path, path: str, dangerous: bool) -> None:
+def test_a_dialect_opens_no_other_method_of_the_workers(tmp_path: Path, path: str, dangerous: bool) -> None:
     trainer, other = Trainer(tmp_path, vllm_has_route=True), {"method": "load_model", "args": []}
     with trainer.calling(tmp_path, "skyrl", dangerous=dangerous) as caller:
         assert caller.post(path, json=other).status_code == (200 if dangerous else 403)
@@ -222,7 +222,7 @@ def test_other_methods_of_workers_stay_as_closed_as_they_were(tmp_path: Path, pa
     assert trainer.updated == ([other] if dangerous else [])
 
 
-def test_a_session_is_finished_by_its_own_caller_alone_and_may_come_again(trainer: Trainer, tmp_path: Path) -> None:
+def test_only_its_own_caller_finishes_a_session_and_may_open_it_again(trainer: Trainer, tmp_path: Path) -> None:
     for caller_name in ("", "another"):
         trainer.turns.add_answer(Turn([1, 2], session="u_1", caller=caller_name), [3])
     again = Turn([7, 8], session="u_1")
@@ -276,7 +276,7 @@ def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() 
         {"stream": True},
     ],
 )
-def test_what_of_nvext_is_not_served_is_named(fields: dict[str, Any]) -> None:
+def test_unsupported_parts_of_nvext_are_refused(fields: dict[str, Any]) -> None:
     request = completion(**fields)
     with pytest.raises(InvalidRequest, match="nvext"):
         CompletionTokenIds().before(request)

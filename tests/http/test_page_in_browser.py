@@ -143,7 +143,7 @@ SIDEWAYS = """[...document.querySelectorAll('*')]
   .map(each => each.id || each.tagName)"""
 
 
-def test_the_legend_names_what_there_is_and_nothing_scrolls_sideways(browser: Browser) -> None:
+def test_the_legend_is_complete_and_nothing_scrolls_sideways(browser: Browser) -> None:
     with at_work() as (url, ask):
         visit = Visit(browser, url)
         page = visit.page
@@ -195,7 +195,7 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
         }
 
 
-def test_all_can_be_reached_and_heard_by_keyboard(browser: Browser) -> None:
+def test_everything_is_reachable_by_keyboard_and_named_for_screen_readers(browser: Browser) -> None:
     with at_work() as (url, ask):
         ask(*prompts(6))
         visit = Visit(browser, url)
@@ -228,7 +228,7 @@ def test_all_can_be_reached_and_heard_by_keyboard(browser: Browser) -> None:
         assert visit.complaints == []
 
 
-def test_a_key_is_asked_for_and_kept_in_the_page_alone(browser: Browser) -> None:
+def test_the_page_asks_for_a_key_and_stores_it_nowhere_else(browser: Browser) -> None:
     with at_work("user") as (url, _):
         visit = Visit(browser, url)
         page = visit.page
@@ -246,7 +246,7 @@ def test_a_key_is_asked_for_and_kept_in_the_page_alone(browser: Browser) -> None
         assert all(complaint.startswith(REFUSED) for complaint in visit.complaints)
 
 
-def test_a_lost_connection_is_said_and_what_was_seen_stays(browser: Browser) -> None:
+def test_a_lost_connection_is_shown_and_the_groups_stay(browser: Browser) -> None:
     with at_work() as (url, ask):
         visit = Visit(browser, url)
         ask(*prompts(2))
@@ -256,7 +256,7 @@ def test_a_lost_connection_is_said_and_what_was_seen_stays(browser: Browser) -> 
     assert not visit.page.is_visible("#empty")
 
 
-def test_what_others_send_is_shown_as_text_and_never_run(browser: Browser) -> None:
+def test_text_of_other_callers_is_shown_as_text_and_never_run(browser: Browser) -> None:
     nasty = "<img src=x onerror=alert(1)>"
     with at_work() as (url, ask):
         visit = Visit(browser, url)

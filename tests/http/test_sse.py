@@ -97,7 +97,7 @@ def test_line_separators_in_data_do_not_split_an_event() -> None:
     assert (event.event, json.loads(event.data)) == ("text", data)
 
 
-async def test_a_large_event_is_sent_in_slices_and_no_comment_comes_in_the_middle_of_it() -> None:
+async def test_a_large_event_is_sent_in_slices_without_a_comment_between_them() -> None:
     event = encode("large", "x" * (5 * SLICE_BYTES))
 
     async def events() -> AsyncGenerator[bytes, None]:

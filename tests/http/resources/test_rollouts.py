@@ -197,7 +197,7 @@ async def abort(steps: int, *texts: str, carry: Carry = Carry.DROP) -> BatchRun:
     return batch
 
 
-async def test_a_group_that_was_aborted_has_an_error_and_no_trajectories_but_what_was_generated() -> None:
+async def test_an_aborted_group_has_an_error_and_the_output_of_its_candidates() -> None:
     batch = await abort(9, "30", "5")
     body = await read_answer(batch)
     aborted, whole = body["groups"]
@@ -232,7 +232,7 @@ async def test_prompts_that_are_carried_over_are_returned_also_if_all_groups_hav
     assert (prompt["number"], prompt["carry"], prompt["error"]["message"]) == (len(failing), "resume", "an update")
 
 
-async def test_prompts_that_are_kept_without_what_was_generated_have_it_in_the_answer_and_in_the_last_event() -> None:
+async def test_output_that_is_not_kept_for_a_later_batch_is_in_the_answer_and_in_the_last_event() -> None:
     """A server that stops after an update: the next one cannot go on with the tokens."""
     async with serving(InMemory(), by_text, has_initial_weights=False) as server:
         batch = await server.begin(9, "30", carry=Carry.RESUME)

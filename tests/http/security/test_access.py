@@ -33,7 +33,7 @@ BOTH: Given = (["one"], ["root"])
         (BOTH, b"root", OK, OK, OK),
     ],
 )
-def test_keys_decide_who_may_use_and_change_the_server_and_without_admin_keys_the_address(
+def test_keys_decide_the_access_or_the_address_without_admin_keys(
     keys: Given, sent: bytes | None, use: Any, change_here: Any, change_elsewhere: Any
 ) -> None:
     access = Access(Keys(keys[0]), Keys(keys[1]), dangerous=True)
@@ -112,7 +112,7 @@ def test_the_machine_has_a_short_name_too(monkeypatch: pytest.MonkeyPatch) -> No
             sites.check(host, None)
 
 
-def test_a_star_stands_for_every_name_but_not_for_every_web_page_and_one_of_origins_does() -> None:
+def test_a_star_in_hosts_allows_every_name_and_a_star_in_origins_every_web_page() -> None:
     sites = Sites(["*"])
     sites.check("example.com", None)
     sites.check("example.com", "https://example.com")

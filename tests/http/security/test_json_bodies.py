@@ -43,7 +43,7 @@ def test_json_is_read_as_pythons_own_parser_does(text: str, is_large: bool) -> N
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": [[1, ]]}', '{"a": [[1], [2]}', "{} {}", '{"a": "\n"}', '{"a": 01}'])
 @pytest.mark.parametrize("after", [b"", b" " * INLINE_BYTES])
-def test_what_is_no_json_is_an_error(text: str, after: bytes) -> None:
+def test_a_text_that_is_no_json_is_an_error(text: str, after: bytes) -> None:
     with pytest.raises(ValueError, match="line"):
         loaded(text.encode() + after, MAX_PARTS_AT_ONCE)
 
@@ -66,7 +66,7 @@ def test_the_batches_of_trainers_are_read() -> None:
     ],
     ids=["messages", "texts", "flat", "one", "many", "mixed", "encoding"],
 )
-def test_what_takes_long_to_read_is_refused(body: bytes, message: str) -> None:
+def test_bodies_that_take_long_to_parse_are_refused(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         loaded(body, MAX_PARTS_AT_ONCE)
     assert caught.value.field == "body"

@@ -131,7 +131,7 @@ def test_the_apps_root_path_is_not_part_of_a_routes_path() -> None:
 
 
 @pytest.mark.parametrize("forwarded", ["X-Forwarded-For", "x-forwarded-host", "Forwarded", "X-Real-IP", "Via"])
-def test_what_a_proxy_has_sent_is_not_from_this_machine(forwarded: str) -> None:
+def test_requests_through_a_proxy_are_not_from_this_machine(forwarded: str) -> None:
     """uvicorn may have replaced the address by a header's, and a proxy on this machine forwards requests of others."""
     app = App()
     assert app.client(HERE).post("/pause", headers={forwarded: "127.0.0.1"}).status_code == 403
@@ -152,7 +152,7 @@ def test_without_keys_the_server_answers_to_its_own_names_alone() -> None:
     assert app.refused == ["permission"] * 3
 
 
-def test_without_keys_a_web_page_of_a_stranger_makes_no_work_and_reports_no_rewards() -> None:
+def test_without_keys_web_pages_of_other_sites_start_no_work_and_report_no_rewards() -> None:
     app = App()
     page = {"Origin": "https://example.com"}
     for path in ("/v1/completions", "/darts/v1/rewards"):
