@@ -124,6 +124,7 @@ class Readers:
             yield
         finally:
             self._open[name] -= 1
+            # A name without connections is deleted, because keys may be replaced for ever.
             if not self._open[name]:
                 del self._open[name]
 

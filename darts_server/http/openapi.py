@@ -32,6 +32,7 @@ BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "bi
 
 def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, Any]:
     """Describe a JSON body that a route parses without FastAPI."""
+    # FastAPI adds no definitions of models that it does not parse itself, so they are put into the schema.
     schema = model.model_json_schema()
     content: dict[str, Any] = {"schema": _inlined(schema, schema.pop("$defs", {}))}
     if examples:

@@ -133,6 +133,7 @@ def checked_option(option: str, value: object, where: str) -> str | int:
 def _whole_number(value: object) -> int | None:
     if isinstance(value, str) and re.fullmatch("[0-9]{1,5}", value):
         return int(value)
+    # Some clients have only floats, and send 8.0.
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, int) and not isinstance(value, bool):

@@ -59,6 +59,7 @@ class ReadMetric(Collector):
         return [self._empty]
 
     def collect(self) -> Iterable[Metric]:
+        # A copy, because `describe` returns the family without samples.
         family = copy(self._empty)
         family.samples = []
         for labels, read in self.reads.items():
@@ -84,6 +85,7 @@ class Collectors:
         counter = Counter(name, text, ("model_name", label), registry=self._registry)
         return {value: counter.labels(self._model, _label_value(value)) for value in values}
 
+    # Gauges and histograms appear with their first value, not from the start.
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 

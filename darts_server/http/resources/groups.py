@@ -41,11 +41,11 @@ class CandidateAnswer(BaseModel):
 
     trajectory_id: TrajectoryId
     index: int
-    length: int = Field(description="Generated tokens; of a stopped candidate, until it was stopped.")
+    length: int = Field(description="Generated tokens. A stopped candidate has its tokens until the stop.")
     finish_reason: FinishReason | None = Field(description="Null for a candidate that was stopped or failed.")
     selected_as: SelectedAs
     reason: Reason
-    rank: int | None = Field(description="Place by length among the selected ones, 0 for the shortest.")
+    rank: int | None = Field(description="Place by length among the selected candidates, 0 for the shortest.")
     cut: Cut
     quality: Quality
     survival: float = Field(
@@ -56,8 +56,8 @@ class CandidateAnswer(BaseModel):
     stop: float | None = Field(description="Seconds from the group's start to the candidate's end.")
     weight_version_start: int | None
     weight_version_end: int | None
-    reward: float | None = Field(description="As reported; null until then.")
-    correct: bool | None = Field(description="Whether it is correct, as reported.")
+    reward: float | None = Field(description="The reported reward; null until then.")
+    correct: bool | None = Field(description="Whether the trajectory is correct, as reported.")
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
@@ -88,20 +88,23 @@ class GroupAnswer(GroupFacts):
         description="Seconds from the finish of the K-th shortest trajectory to the group's end."
     )
     generated: int = Field(description="Tokens of all candidates.")
-    returned: int = Field(description="Tokens of the selected ones.")
+    returned: int = Field(description="Tokens of the selected candidates.")
     bound: int | None = Field(
-        description="Tokens at which every candidate was cut or, if explored, would have been; null without a deadline."
+        description="Length in tokens at which every candidate was cut, or would have been cut if the group had not "
+        "explored its deadline. Null without a deadline."
     )
-    all_truncated: bool = Field(description="Whether no returned trajectory has an end of its own.")
-    explored: bool = Field(description="Whether it ran past its deadline, to measure what that discards.")
+    all_truncated: bool = Field(description="Whether every returned trajectory was truncated or cut.")
+    explored: bool = Field(
+        description="Whether the group ran past its deadline, to measure what the deadline discards."
+    )
     members: list[str] = Field(
-        description="For a group of single requests: their ids, and the caller's name of the group."
+        description="For a group of single requests: the ids of the requests, and the caller's name of the group."
     )
     chosen: str | None = Field(
         description='Under auto, in a batch with `"carry": "resume"`: how many prompts of the batch have run, and why.'
     )
     zero_variance: bool | None = Field(
-        description="Whether all its rewards are equal; null until all returned trajectories have one."
+        description="Whether all rewards are equal; null until all returned trajectories have a reward."
     )
     candidates: list[CandidateAnswer]
 
@@ -184,8 +187,8 @@ class PromptRewardsAnswer(BaseModel):
     zero_variance_groups: int = Field(description="Groups whose rewards are all equal.")
     rewarded_groups: int = Field(description="Groups whose returned trajectories all have rewards.")
     difference: float | None = Field(
-        description="Mean length of correct minus incorrect ones, in tokens: above 0, long answers are worth their "
-        "tokens. Null before there are ten of each."
+        description="Mean length of correct trajectories minus that of incorrect trajectories, in tokens. Above 0, "
+        "long answers are worth their tokens. Null until there are ten of each kind."
     )
 
 

@@ -49,7 +49,7 @@ class MonitorCandidate(BaseModel):
     selected_as: SelectedAs = None
     reason: Reason = None
     cut: Cut | None = None
-    resumed: int | None = Field(None, description="Tokens that an earlier batch has generated, from which it went on.")
+    resumed: int | None = Field(None, description="Tokens of an earlier batch that the candidate has continued.")
     quality: Quality = None
 
 
@@ -64,11 +64,11 @@ class MonitorGroup(BaseModel):
     policy: str | None = None
     size: int | None = Field(None, description="Number of trajectories that it returns.")
     started: int | None = Field(
-        None, description="Number of started candidates. Of a very large group only the first are listed."
+        None, description="Number of started candidates. Only the first candidates of a very large group are listed."
     )
     ended: float | None = Field(None, description=TIME)
     outcome: Outcome | None = None
-    deadline: int | None = Field(None, description="Tokens at which its tail was cut.")
+    deadline: int | None = Field(None, description="Length in tokens at which its tail was cut.")
     error: str | None = None
     candidates: list[MonitorCandidate]
 
@@ -105,10 +105,10 @@ class MonitorAnswer(BaseModel):
     running: int = Field(description="Number of running groups, of all callers.")
     candidates: int = Field(description="Number of candidates of running groups, of all callers.")
     groups: list[MonitorGroup] = Field(
-        description="Recently ended groups, then running ones, the newest of these first."
+        description="Recently ended groups, then running groups, the newest running group first."
     )
     left: list[str] = Field(
-        description="`update`: running groups that get no more updates, because newer ones took their place."
+        description="`update`: running groups that get no more updates, because newer groups took their places."
     )
     health: MonitorHealth
 
@@ -196,9 +196,11 @@ async def events(
     while not sources.stopping():
         now = time.monotonic()
         if now >= due:
+            # The thread's time, because the machine may be busy with the engine.
             cpu_begin = time.thread_time()
             update = viewer.next_update()
             health = sources.health()
+            # The first event is a snapshot: no health was sent yet.
             has_changes = update["groups"] or update["left"] or health != sent_health
             event = None
             if has_changes or now - sent_at >= quiet:

@@ -58,6 +58,7 @@ def add_routes(api: APIRouter, control: PolicyControl) -> None:
         body = await read_body(request, MAX_PATCH_BYTES)
         try:
             patch = msgspec.json.decode(body, type=dict[str, Any])
+        # msgspec raises RecursionError for deeply nested values.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest("body", "must be a JSON object with the settings to change") from error
         return control.change(patch)

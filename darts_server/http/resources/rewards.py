@@ -13,6 +13,7 @@ from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 trajectories named by 8,192 tokens each."""
 MAX_REWARDS = 100_000
+# vLLM's token ids are 32-bit integers.
 MAX_TOKEN_ID = 2**31 - 1
 
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True)]
@@ -27,7 +28,9 @@ class RewardIn(Body):
         None, description="With prompt_token_ids: all returned trajectories with exactly these tokens."
     )
     reward: float = Field(allow_inf_nan=False)
-    correct: bool | None = Field(None, description="Whether it is correct; by default, if the reward is above 0.")
+    correct: bool | None = Field(
+        None, description="Whether the trajectory is correct. By default, whether the reward is above 0."
+    )
 
     @model_validator(mode="after")
     def _check_trajectory(self) -> Self:
@@ -59,10 +62,10 @@ class RewardsIn(Body):
 class RewardsOut(BaseModel):
     """Numbers of rewards by result."""
 
-    matched: int = Field(description="Rewards of trajectories that had none.")
-    repeated: int = Field(description="Rewards of trajectories that already had one, and keep it.")
+    matched: int = Field(description="Rewards of trajectories that had no reward.")
+    repeated: int = Field(description="Rewards of trajectories that already had a reward, and keep it.")
     unknown: int = Field(description="Rewards of trajectories that are unshaped, too old, or were never returned.")
-    unknown_indices: list[int] = Field(description="Indices of the first 100 unknown ones in the request.")
+    unknown_indices: list[int] = Field(description="Indices of the first 100 unknown rewards in the request.")
 
 
 EXAMPLE = {

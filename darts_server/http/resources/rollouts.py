@@ -64,7 +64,7 @@ KEY = Header(
 )
 LAST = Header(
     alias=LAST_EVENT_HEADER,
-    description="Of a stream: the number of the last event that was received.",
+    description="For a stream: the number of the last event that was received.",
     json_schema_extra={"pattern": f"^[0-9]{{1,{MAX_EVENT_DIGITS}}}$"},
 )
 TOKEN_LISTS = ("aborted", "trajectories")

@@ -56,6 +56,7 @@ def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
     """Validate a field as ``kind``, and keep it as JSON, which takes a fraction of the memory of the objects."""
 
     def encode(value: object) -> bytes:
+        # The standard library, because msgspec refuses integers of more than 64 bits.
         encoded = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
         if max_bytes is not None and len(encoded) > max_bytes:
             raise ValueError(f"must have at most {max_bytes} bytes as JSON, got {len(encoded)}; send less")
@@ -98,11 +99,11 @@ class ChatOptionsIn(Body):
     )
     tools: Tools | None = Field(None, description="Functions that the chat template shows, in OpenAI's form.")
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the prompt ends with what begins an answer. Default: true."
+        None, description="Whether the prompt ends with the beginning of an answer. Default: true."
     )
     continue_final_message: bool | None = Field(
         None,
-        description="Whether the answer goes on with the last message. Needs `add_generation_prompt` to be false.",
+        description="Whether the answer continues the last message. Needs `add_generation_prompt` to be false.",
     )
 
     def chat_options(self) -> dict[str, Raw]:
@@ -143,7 +144,7 @@ class PromptIn(ChatOptionsIn):
     token_ids: TokenIds | None = Field(None, min_length=1)
     messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
     text: str | None = Field(None, min_length=1)
-    key: Name | None = Field(None, description="Name under which its statistics are kept; its tokens by default.")
+    key: Name | None = Field(None, description="Name of the prompt in statistics. By default its tokens are the name.")
     metadata: JsonObject | None = Field(None, description="Returned with the group unchanged.")
 
     @model_validator(mode="after")
@@ -170,7 +171,7 @@ class RolloutsIn(ChatOptionsIn):
     num_groups: int | None = Field(
         None,
         ge=1,
-        description="Number of groups that are enough: the others are stopped when it is reached. Default: all.",
+        description="Number of groups to return. When so many are complete, the others are stopped. Default: all.",
     )
     survivors: bool | None = Field(
         None,
@@ -179,9 +180,9 @@ class RolloutsIn(ChatOptionsIn):
     )
     carry: Carry = Field(
         Carry.DROP,
-        description="With `num_groups`, what happens to prompts that are not decided. `restart`: they "
-        "are kept, and start first in a later batch that has them, or that asks for `carried` ones. `resume`: so is "
-        "what their candidates have generated, and these go on from there.",
+        description="With `num_groups`, what happens to prompts whose groups were stopped. `restart`: the prompts are "
+        "kept, and start first in a later batch that has them, or that has `carried`. `resume`: the "
+        "tokens of their candidates are kept too, and the candidates continue.",
     )
     carried: bool = Field(False, description="Add all other prompts that were carried over from your earlier batches.")
     stream: Literal[False, "groups", "tokens"] = Field(
@@ -221,6 +222,7 @@ class RolloutsIn(ChatOptionsIn):
 
         prompts = []
         for prompt in self.prompts:
+            # Prompts without options of their own share one object, because a batch may have 100,000 chats.
             options = None
             if prompt.messages is not None:
                 own = prompt.chat_options()
@@ -261,22 +263,24 @@ class TrajectoryOut(SampleOut):
 class AbortedCandidateOut(GeneratedOut):
     """The output of a candidate whose group was aborted."""
 
-    finish_reason: FinishReason | Literal["abort"] = Field(description="`abort` unless it had finished.")
+    finish_reason: FinishReason | Literal["abort"] = Field(description="`abort` unless the candidate had finished.")
     cut: Cut
 
 
 class GroupOut(GroupFacts):
     """The group of one prompt, or its error."""
 
-    number: int = Field(description="Index of its prompt in the request; prompts of `carried` follow after these.")
+    number: int = Field(
+        description="Index of its prompt in the request. Prompts of `carried` follow the request's prompts."
+    )
     group_id: str
     prompt_key: str
     metadata: Metadata
     candidates: int
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
     aborted: list[AbortedCandidateOut] | None = Field(
-        description="Of a group that was aborted, what its candidates had generated: they are no group, and none of "
-        "them was selected. Null if it was not aborted."
+        description="Output of the candidates of an aborted group. None of them was selected. Null if the group was "
+        "not aborted."
     )
     trajectories: list[TrajectoryOut]
     discarded: list[DiscardedOut]
@@ -294,9 +298,11 @@ class GroupOut(GroupFacts):
 
         facts: dict[str, Any] = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
         facts["mixed_versions"] = record is not None and record.mixed_versions
+        # The candidates of a failed group have no weights.
         if result.error is not None:
             facts["counted"] = None
 
+        # Ties go to the lower index.
         by_length = sorted(result.samples, key=lambda index: (len(result.samples[index].token_ids), index))
         ranks = {index: rank for rank, index in enumerate(by_length)}
         trajectories = []
@@ -334,11 +340,10 @@ class UnfinishedOut(BaseModel):
     metadata: Metadata
     carry: Carry = Field(description="How it is kept for later batches.")
     error: dict[str, Any] | None = Field(
-        description="Why its group was aborted; null if it was stopped because enough others were decided."
+        description="Why its group was aborted; null if it was stopped because enough other groups were complete."
     )
     aborted: list[AbortedCandidateOut] | None = Field(
-        description="What its candidates had generated, if the server stops and the next one cannot go on with it; "
-        "else null."
+        description="Output of its candidates, if the server stops and the next server cannot continue them; else null."
     )
 
     @classmethod
@@ -354,10 +359,12 @@ class RolloutsOut(BaseModel):
     id: str
     policy: str
     groups: list[GroupOut]
-    survivors: bool = Field(description="Whether groups have all trajectories not pruned, in place of `group_size`.")
+    survivors: bool = Field(
+        description="Whether groups have all trajectories that were not pruned, in place of `group_size`."
+    )
     sampling: Sampling
     unfinished: list[UnfinishedOut]
-    carried: int = Field(description="Number of prompts of yours that are kept for later batches.")
+    carried: int = Field(description="Number of your prompts that are kept for later batches.")
     usage: UsageOut
 
 

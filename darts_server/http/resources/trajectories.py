@@ -30,9 +30,12 @@ Logprobs = Annotated[
 TrajectoryId = Annotated[str, Field(description="The group's id, a colon, the candidate's index.")]
 SelectedAs = Annotated[
     Selection | None,
-    Field(description="End of the length order from which it was selected; null if it was not, or if that is unknown."),
+    Field(
+        description="End of the length order from which it was selected; null if it was not selected, or if it is "
+        "unknown."
+    ),
 ]
-Reason = Annotated[DiscardReason | None, Field(description="Why it was discarded; null if it was not.")]
+Reason = Annotated[DiscardReason | None, Field(description="Why it was discarded; null if it was not discarded.")]
 Cut = Annotated[bool, Field(description="Whether it was cut at the group's token limit.")]
 Quality = Annotated[
     float | None, Field(description="Probability of being correct, by its latest score; null without a score.")
@@ -40,13 +43,13 @@ Quality = Annotated[
 Weight = Annotated[
     float | None,
     Field(
-        description="1 / (its probability to be returned, given all candidates of the group); null where it was not "
-        "returned, or where some candidates can never be returned."
+        description="1 / (its probability to be returned, given all candidates of the group). Null if it was not "
+        "returned, or if some candidates can never be returned."
     ),
 ]
 Sampling = Annotated[
     dict[str, Any],
-    Field(description="The sampling parameters in force, by vLLM's names; those that are null or empty are left out."),
+    Field(description="The sampling parameters, by vLLM's names. Parameters that are null or empty are left out."),
 ]
 
 
@@ -54,20 +57,22 @@ class GroupFacts(BaseModel):
     """Facts of a group's record about how its trajectories were chosen."""
 
     counted: int | None = Field(
-        description="N: candidates that the weights stand for: not those that failed or ran before a restart."
+        description="N: number of candidates behind the weights, without candidates that failed or ran before a "
+        "restart."
     )
     num_shortest: int | None = Field(
-        description="K, where the K shortest are returned and the other places sampled from the rest; else null."
+        description="K, if the K shortest are returned and the other places are sampled from the rest; else null."
     )
     sampled_from: int | None = Field(
-        description="S, where the trajectories are a sample of S candidates that were not pruned; else null."
+        description="S, if the trajectories are a sample of S candidates that were not pruned; else null."
     )
     earlier_pass_rate: float | None = Field(
-        description="Share of right ones among the prompt's trajectories that had rewards when the group started, with "
-        "their weights: a baseline that does not depend on the group. Null without any."
+        description="Weighted share of correct trajectories among the prompt's trajectories with rewards when the "
+        "group started: a baseline that does not depend on the group. Null without rewards."
     )
     deadline: int | None = Field(
-        description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
+        description="Length in tokens at which the tail was cut, or would have been cut if the group had not explored "
+        "its deadline. Null without a deadline."
     )
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
 
@@ -78,14 +83,14 @@ class GeneratedOut(BaseModel):
     trajectory_id: TrajectoryId
     token_ids: TokenIds
     logprobs: Logprobs | None = Field(
-        description="Log-probs of these tokens; null unless sampling.logprobs requests them."
+        description="Log-probs of the tokens; null unless sampling.logprobs requests them."
     )
     text: str
     length: int
     weight_version_start: int | None
     weight_version_end: int | None
     version_spans: list[tuple[int, int]] = Field(
-        description="The weight versions that sampled its tokens, in their order, each with its number of tokens."
+        description="Weight versions that sampled the tokens, in order, each with its number of tokens."
     )
 
 

@@ -77,9 +77,7 @@ class VoteIn(ChatOptionsIn):
 
     prompt: Prompt | None = Field(None, description="Text or token ids.")
     messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
-    key: Name | None = Field(
-        None, description="Name under which the prompt's statistics are kept; its tokens by default."
-    )
+    key: Name | None = Field(None, description="Name of the prompt in statistics. By default its tokens are the name.")
     n: int = Field(ge=1, description="Number of trajectories that may vote.")
     sampling: dict[str, Any] = Field({}, description="vLLM's sampling parameters, by their names.")
     pattern: PatternIn = Field(
@@ -125,7 +123,7 @@ class VoteIn(ChatOptionsIn):
 class VoterOut(SampleOut):
     """A finished trajectory of a vote."""
 
-    answer: str | None = Field(description="Null if none was found; such a trajectory has no vote.")
+    answer: str | None = Field(description="Null if the text has no answer. Then the trajectory has no vote.")
     score: float | None = Field(description="Score from which its weight was computed; null if unknown.")
     weight: float | None = Field(description="Weight of its vote.")
 

@@ -18,7 +18,7 @@ MAX_VERSION = 2**53 - 1
 """The largest whole number that every JSON parser keeps exact."""
 RULE = "What happens to running groups; --weights-rule by default."
 VERSION = "Version of the new weights; the next number by default."
-PARTIAL = "Whether tensors may be missing; missing ones keep their values."
+PARTIAL = "Whether tensors may be missing. Missing tensors keep their values."
 CHECK_FINITE = "Whether the update is refused if a tensor has NaN or infinity."
 LoraName = Annotated[str, Path(pattern=LORA_NAME, description="Model name in requests.")]
 
@@ -77,7 +77,7 @@ class WeightsAnswer(BaseModel):
     version: int
     state: str = Field(description="`serving`, or the state of the running update.")
     intact: bool = Field(description="Whether all weights have this version. If not, send a full set.")
-    rule: str = Field(description="Rule for updates that name none.")
+    rule: str = Field(description="Rule for updates without `rule`.")
     loras: list[LoraAnswer]
     last: UpdateAnswer | None = Field(description="The last update, successful or not.")
     last_error: str | None = Field(description="Error of the last failed update.")

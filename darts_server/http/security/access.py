@@ -96,10 +96,11 @@ class Keys:
         return bool(self._digests)
 
     def find(self, key: bytes | None) -> str | None:
-        """Return the name of a valid key, else None. The time does not depend on the key."""
+        """Return the name of a valid key, else None."""
         if key is None:
             return None
         wanted = _digest(key)
+        # Every digest is compared, so that the time tells nothing about a key.
         found = [digest for digest in self._digests if secrets.compare_digest(wanted, digest)]
         if not found:
             return None
@@ -123,10 +124,6 @@ class Keys:
 class Sites:
     """Check the headers that browsers set: ``Host``, which names the server, and ``Origin``, which names the web page.
 
-    A browser sends requests for every page that it shows, from the machine of its user. Only a page's own site may read
-    the answers. But if the owner of a name lets the name point at this server (DNS rebinding), the server is that site.
-    So the server must know its own names. An IP address needs no check, because no DNS record changes its target.
-
     Args:
         hosts: names of this server, besides ``localhost`` and the machine's own names. ``*.example.com`` stands for all
             names below a domain, and ``*`` for every name.
@@ -146,6 +143,10 @@ class Sites:
         Raises:
             Forbidden
         """
+
+        # A browser sends requests for every page that it shows, but only a page's own site may read the answers. If the
+        # owner of a name lets the name point at this server (DNS rebinding), the server is that site. So only the
+        # server's own names are allowed. An IP address needs no check, because no DNS record changes its target.
         if host is not None and ANY not in self._hosts:
             name = hostname(f"//{host}")
             if name not in self._hosts and not name.endswith(self._domains) and _address_of(name) is None:
@@ -154,6 +155,7 @@ class Sites:
                     "address, or start it with --allowed-hosts NAME"
                 )
 
+        # A page of this machine, or of the server itself, may call.
         if origin is None or ANY in self._origins or origin in self._origins or is_loopback(hostname(origin)):
             return
         if host is None or origin.partition("://")[2].lower() != host.lower():
@@ -249,7 +251,8 @@ def hostname(url: str) -> str:
     """Return the host of a URL in lower case, without port; empty if it has none or an invalid port."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises ValueError
+        # Raises ValueError if the port is invalid.
+        _ = parts.port
         return parts.hostname or ""
     except ValueError:
         return ""
@@ -260,6 +263,7 @@ def is_loopback(host: str) -> bool:
     address = _address_of(host)
     if address is None:
         return host == LOCAL_NAME
+    # A socket for both protocols gives IPv4 addresses as ::ffff:127.0.0.1.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
