@@ -21,7 +21,7 @@ NAMES = (logs.OURS, "vllm", "uvicorn", "uvicorn.access")
 
 @pytest.fixture(autouse=True)
 def same_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As they were, after each test."""
+    """Restore the loggers after each test."""
     for name in (logs.LEVEL_VARIABLE, logs.CONFIG_VARIABLE):
         monkeypatch.setenv(name, "")
     loggers = [logging.getLogger(name) for name in NAMES]

@@ -69,27 +69,27 @@ async def taking_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
         await asyncio.sleep(0)
 
 
-class HeldResponse(StreamingResponse):
-    """Send an answer, and exit the context managers in ``held`` when it was sent or the client has disconnected."""
+class ClosingResponse(StreamingResponse):
+    """Send an answer, and close ``cleanup`` when it was sent or the client has disconnected."""
 
-    def __init__(self, parts: AsyncIterator[bytes], media_type: str, length: int | None, held: ExitStack) -> None:
+    def __init__(self, parts: AsyncIterator[bytes], media_type: str, length: int | None, cleanup: ExitStack) -> None:
         super().__init__(parts, media_type=media_type)
         if length is not None:
             self.headers["Content-Length"] = str(length)
-        self._held = held
+        self._cleanup = cleanup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
+        with self._cleanup:
             await super().__call__(scope, receive, send)
 
 
-def respond(answer: bytes, media_type: str, held: ExitStack | None = None) -> Response:
-    """Return the response with an answer. ``held``: context managers to exit when the answer was sent."""
-    held = held or ExitStack()
+def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
+    """Return the response with an answer. ``cleanup`` is closed when the answer was sent."""
+    cleanup = cleanup or ExitStack()
     if len(answer) <= SLICE_BYTES:
-        held.close()
+        cleanup.close()
         return Response(answer, media_type=media_type)
-    return HeldResponse(taking_turns(slices(answer)), media_type, len(answer), held)
+    return ClosingResponse(taking_turns(slices(answer)), media_type, len(answer), cleanup)
 
 
 class Readers:

@@ -81,12 +81,7 @@ class IncompleteBody(InvalidRequest):
 
 
 def limited(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | None = None) -> Receive:
-    """Return a ``receive`` that raises when the body exceeds the limits, and records the error in ``who``.
-
-    The returned function raises:
-        TooLarge: the body, or its announced length, exceeds the limit.
-        IncompleteBody: the sender was silent for too long.
-    """
+    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`, and records the error in ``who``."""
     announced = Headers(scope=scope).get("content-length", "")
     size = int(announced) if announced.isdecimal() else 0
     received = 0
@@ -121,7 +116,7 @@ def limited(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | No
 
 
 async def read_body(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> bytes:
-    """Read a whole body, and raise as `chunks_of`. At most ``max_bytes`` and one chunk are in memory."""
+    """Read a whole body, and raise as `chunks_of`."""
     body = BytesIO()
     async for chunk in chunks_of(request, max_bytes, stall_seconds):
         body.write(chunk)

@@ -52,8 +52,7 @@ class Controls:
 
         Args:
             field: name of the path's field in the request, for errors.
-            path: the file or folder.
-            lora: name of the LoRA adapter, or None to replace the model's weights.
+            lora: name of the LoRA adapter.
             aborts: whether to abort running requests, unless the trainer has paused.
 
         Raises:

@@ -28,9 +28,9 @@ class EventStream(EventSourceResponse):
     Large chunks are sent in slices, so that the web server does not buffer a whole chunk for a slow reader.
 
     Args:
-        reader: a context manager for the time during which the response is sent.
-        ping_seconds: interval of comments that keep the connection open; 0 for no comments.
-        send_timeout: seconds after which a reader that accepts nothing is dropped.
+        reader: entered while the response is sent.
+        ping_seconds: interval of comments; 0 for no comments.
+        send_timeout: timeout in seconds for a reader that accepts nothing.
     """
 
     def __init__(

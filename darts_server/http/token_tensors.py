@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.http.answers import SLICE_BYTES, HeldResponse, taking_turns
+from darts_server.http.answers import SLICE_BYTES, ClosingResponse, taking_turns
 
 MEDIA_TYPE = "application/vnd.safetensors"
 CHUNK_BYTES = SLICE_BYTES
@@ -38,12 +38,12 @@ class TokenTensors:
         self._logprobs.append(logprobs)
         return len(self._token_ids) - 1
 
-    def response(self, held: ExitStack | None = None) -> HeldResponse:
-        """Create a response with the file. ``held``: context managers to exit when the file was sent."""
+    def response(self, cleanup: ExitStack | None = None) -> ClosingResponse:
+        """Create a response with the file. ``cleanup`` is closed when the file was sent."""
         header, values_size = self._header()
         # The chunks are made in the event loop: a hop to a thread takes longer than a chunk.
         parts = taking_turns(self.chunks())
-        return HeldResponse(parts, MEDIA_TYPE, len(header) + values_size, held or ExitStack())
+        return ClosingResponse(parts, MEDIA_TYPE, len(header) + values_size, cleanup or ExitStack())
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file in parts."""

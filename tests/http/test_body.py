@@ -91,7 +91,8 @@ def test_validation_ends_at_the_first_error(model: type[Body], body: dict[str, A
     raw = json.dumps(body).encode()
     with pytest.raises(ValidationError) as invalid:
         model.model_validate_json(raw)
-    assert invalid.value.error_count() <= 2  # two fields of one object may be invalid
+    # Two fields of one object may be invalid.
+    assert invalid.value.error_count() <= 2
     with pytest.raises(InvalidRequest) as refused:
         parsed(model, raw)
     assert refused.value.field == field
@@ -325,7 +326,8 @@ async def test_the_event_loop_is_served_while_a_large_body_is_parsed() -> None:
         assert len((await parse_body(RolloutsIn, text, "prompts")).prompts) == 100
         parsing = time.process_time() - began
         tasks.cancel_scope.cancel()
-    assert longest < max(parsing / 3, 0.05)  # of the processor's time: the machine may be busy with something else
+    # Processor time, because the machine may be busy with other programs.
+    assert longest < max(parsing / 3, 0.05)
 
 
 @pytest.mark.parametrize("body", [b'"' + b'\\"' * 1_000_000 + b"[" * 600_000, b'"' * 1_200_000 + b'"a'])

@@ -34,7 +34,7 @@ OLD = dict.fromkeys(SHAPES, 0)
 
 
 class Trainer:
-    """A caller, and what its requests act on. ``paused``: by its own routes. ``updated``: what vLLM's route got."""
+    """A trainer, and the objects behind its requests. ``paused``: its pauses. ``updated``: calls of vLLM's route."""
 
     def __init__(self, folder: Path, *, vllm_has_route: bool = False) -> None:
         self.model, self.turns = FakeModel(folder), Turns()
@@ -133,7 +133,8 @@ def test_without_a_pause_areals_update_aborts_what_runs_and_resumes(
     with trainer.calling(tmp_path, "areal") as caller:
         answer = caller.post(path, json=body)
     assert answer.status_code == (503 if fails else 200), answer.text
-    assert paused_at == [["abort"]]  # before the weights change
+    # The pause is before the change of the weights.
+    assert paused_at == [["abort"]]
     assert trainer.paused == ["abort", "resume"]
     assert trainer.updates.coordinator.version == (0 if fails else 1)
 
@@ -183,7 +184,8 @@ def test_prime_rl_loads_weights_from_a_folder_and_other_updates_reach_vllms_rout
     folder = write(tmp_path / "broadcasts" / "step_1" / "model.safetensors", 5).parent
     (folder / "NCCL_READY").touch()
     with trainer.calling(tmp_path, "prime-rl") as caller:
-        trainer.updates.coordinator.paused_by_trainer = True  # by /pause?mode=keep
+        # As after /pause?mode=keep.
+        trainer.updates.coordinator.paused_by_trainer = True
         assert caller.post("/update_weights", json=body).json() == {"message": "Weights updated"}
         answer = caller.post("/update_weights", json={"weight_dir": folder.as_posix()})
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})

@@ -19,7 +19,7 @@ NAMES = ("policy", "prompt_key", "group_id")
 def test_another_size_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(InvalidRequest, match="here: must be the group's size, a whole number from 1 to 1024, got"):
         checked_option("group_size", value, "here")
-    for size in (8, 8.0, "8", "08"):  # any kind of number
+    for size in (8, 8.0, "8", "08"):
         taken = checked_option("group_size", size, "here")
         assert (taken, type(taken)) == (8, int)
 
@@ -32,7 +32,8 @@ def test_valid_names_are_accepted_unchanged_and_others_are_refused(option: str) 
             checked_option(option, wrong, "here")
         str(caught.value).encode()
     if option == "group_id":
-        with pytest.raises(InvalidRequest, match="without ';'"):  # no header could carry it
+        # No header can have it.
+        with pytest.raises(InvalidRequest, match="without ';'"):
             checked_option(option, "a;b", "here")
 
 

@@ -1,4 +1,4 @@
-"""The page as it is served."""
+"""The built-in page in its served form."""
 
 import re
 from typing import Any
@@ -39,7 +39,8 @@ def test_the_security_policy_allows_only_the_pages_own_parts(served: Any) -> Non
     assert policy["connect-src"] == "'self'"
     for kind in ("script-src", "style-src"):
         assert re.fullmatch(r"'sha256-[A-Za-z0-9+/=]{44}'", policy[kind])
-    assert not re.search(r"\sstyle=|\son\w+=", served.text)  # these would be refused
+    # The security policy refuses these.
+    assert not re.search(r"\sstyle=|\son\w+=", served.text)
 
 
 @pytest.mark.parametrize("kind", [*SelectedAs, *DiscardReason])
@@ -49,12 +50,13 @@ def test_the_page_names_every_end_of_a_candidate(kind: str) -> None:
 
 
 def test_the_page_shows_ids_as_text() -> None:
-    """Whatever the server says reaches the page as text nodes and attributes that run nothing."""
+    """The page puts all text of the server into text nodes and into attributes that run nothing."""
     scripts = {part.name: part.read_text("utf-8") for part in page.PARTS.glob("*.js")}
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc|eval\(|Function\("
     for name, script in scripts.items():
         assert not re.search(forbidden, script), name
-    assert "made.append(...children" in scripts["kinds.js"]  # strings become text nodes
+    # Strings become text nodes.
+    assert "made.append(...children" in scripts["kinds.js"]
     tags = {tag for script in scripts.values() for tag in re.findall(r'\belement\("(\w+)"', script)}
     assert tags
     loading = "a|base|embed|form|frame|iframe|img|link|meta|object|script|style"

@@ -31,11 +31,11 @@ VARIABLE = "DARTS_CHROMIUM"
 ARGUMENTS = ("--no-sandbox", "--disable-dev-shm-usage")
 """Root may not use the sandbox, and containers have little shared memory."""
 WAIT_MS = 120_000
-"""Before something that does not come is a failure; busy machines are slow."""
+"""Timeout for a change of the page. Busy machines are slow."""
 
 
 class Visit:
-    """A page that is open, and what it complained of and requested."""
+    """An open page, with its errors and requests."""
 
     def __init__(self, browser: Browser, url: str) -> None:
         context = browser.new_context(viewport={"width": 1280, "height": 720}, reduced_motion="reduce")
@@ -60,12 +60,12 @@ class Visit:
         )
 
     def colours(self, canvas: str) -> dict[str, int]:
-        """How many pixels of each colour a canvas has, as ``#rrggbb``."""
+        """Return the number of pixels of each colour of a canvas, by ``#rrggbb``."""
         counted: dict[str, int] = self.page.evaluate(COUNT_COLOURS, canvas)
         return counted
 
     def colour(self, name: str) -> str:
-        """A colour of the style sheet."""
+        """Return a colour of the style sheet."""
         read = "name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()"
         return str(self.page.evaluate(read, name))
 
@@ -92,7 +92,7 @@ STEP_SECONDS = 0.02
 
 
 def heavy_tail(request: str, index: int) -> Script:
-    """Lengths of 3 seconds and more: most are short, some much longer."""
+    """Return lengths of 3 seconds and more: most are short, some are much longer."""
     rng = Random(f"{request}/{index}")
     return Script(min(400, round(20 * rng.lognormvariate(0.4, 0.8)) + 150))
 
@@ -110,7 +110,8 @@ def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
             def ask(*names: str) -> None:
                 prompts = [{"text": str(number), "key": name} for number, name in enumerate(names)]
                 body = {"prompts": prompts, "group_size": 8, "stream": "groups"}
-                headers = {"Idempotency-Key": uuid4().hex}  # it goes on when nobody reads
+                # A batch with a key continues without readers.
+                headers = {"Idempotency-Key": uuid4().hex}
                 with httpx.stream("POST", f"{listener.url}/darts/v1/rollouts", json=body, headers=headers) as answer:
                     next(answer.iter_lines())
 
@@ -119,7 +120,7 @@ def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Skips the test where no Chromium is found: by `VARIABLE`, by its usual names, or as playwright installed it."""
+    """Open Chromium, found by `VARIABLE`, by its usual names, or in the place of playwright. Else skip the test."""
     with sync_playwright() as playwright:
         given = [os.environ.get(VARIABLE), *map(shutil.which, NAMES), playwright.chromium.executable_path]
         found = next((path for path in given if path and Path(path).exists()), None)

@@ -81,7 +81,7 @@ async def test_a_reader_that_accepts_nothing_is_dropped() -> None:
 
 
 async def test_a_stop_of_the_web_server_does_not_cut_a_stream() -> None:
-    """Batches finish during a drain; only our own shutdown ends their streams."""
+    """Batches finish during a drain, and only our own shutdown ends their streams."""
     AppStatus.original_handler, original = None, AppStatus.original_handler
     try:
         AppStatus.handle_exit()

@@ -104,7 +104,7 @@ def test_counters_exist_from_the_start_and_no_label_grows_with_use() -> None:
 
 
 def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
-    """Names and labels, the model's aside, of all that counters show."""
+    """Return the names and labels of all counters, without the model's name."""
     counters = [family for family in registry.collect() if family.type == "counter"]
     return {
         (sample.name, *(value for name, value in sample.labels.items() if name != "model_name"))

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from darts_server.caller import caller
 from darts_server.exceptions import NotFound
-from darts_server.http.answers import JSON, SLICE_BYTES, HeldResponse, Readers, in_thread
+from darts_server.http.answers import JSON, SLICE_BYTES, ClosingResponse, Readers, in_thread
 from darts_server.http.resources.trajectories import (
     Cut,
     GroupFacts,
@@ -255,9 +255,9 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
             raise NotFound("group_id", f"there is no group {group_id!r} of yours; only the latest groups are kept")
 
         if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
-            with ExitStack() as held:
-                held.enter_context(readers.counted())
-                return HeldResponse(parts_of(records), JSON, None, held.pop_all())
+            with ExitStack() as cleanup:
+                cleanup.enter_context(readers.counted())
+                return ClosingResponse(parts_of(records), JSON, None, cleanup.pop_all())
         encoded = [b"".join(encoded_group(record, reward_matcher.group_rewards(record))) for record in records]
         return Response(b'{"groups":[' + b",".join(encoded) + b"]}", media_type=JSON)
 

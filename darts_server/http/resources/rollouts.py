@@ -207,8 +207,8 @@ async def _respond(request: Request, batch: BatchRun, after: int, media_type: st
         events = event_chunks(batch.feed, after, batch.answer_format.stream, reading.events)
         return EventStream(events, reading.listen(batch))
 
-    with ExitStack() as held:
-        held.enter_context(reading.listen(batch))
+    with ExitStack() as cleanup:
+        cleanup.enter_context(reading.listen(batch))
         done = await while_connected(request, batch.wait())
         errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
         has_nothing = len(errors) == len(done.results) and not done.unfinished
@@ -223,14 +223,14 @@ async def _respond(request: Request, batch: BatchRun, after: int, media_type: st
             return tensors
 
         # Between two trajectories, the encoding thread leaves the interpreter to the event loop.
-        encoding = held.enter_context(reading.answers.use((batch, media_type), encode))
+        encoding = cleanup.enter_context(reading.answers.use((batch, media_type), encode))
         answer = await while_connected(request, encoding)
         # Other connections may use the encoding until the answer was sent.
-        kept = held.pop_all()
+        until_sent = cleanup.pop_all()
 
     if isinstance(answer, TokenTensors):
-        return answer.response(kept)
-    return respond(answer, JSON, kept)
+        return answer.response(until_sent)
+    return respond(answer, JSON, until_sent)
 
 
 def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None = None) -> bytes:

@@ -42,12 +42,12 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
     @api.get("/state", response_class=Response, responses={200: {"content": BYTES}})
     async def save() -> Response:
         """Return learned state as one file."""
-        with ExitStack() as held:
-            held.enter_context(readers.counted())
+        with ExitStack() as cleanup:
+            cleanup.enter_context(readers.counted())
             async with exporting:
                 statistics.flush()
                 data = await run_sync(store.export)
-            response = respond(data, "application/octet-stream", held.pop_all())
+            response = respond(data, "application/octet-stream", cleanup.pop_all())
         response.headers["Content-Disposition"] = 'attachment; filename="darts-state"'
         return response
 

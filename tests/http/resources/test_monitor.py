@@ -97,7 +97,8 @@ async def test_events_become_as_rare_as_the_share_of_the_processor_for_all_calle
         await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.2)
-        assert not waiting.done()  # an event takes 20 us at least, and each of so many may take its share
+        # An event takes at least 20 µs, and the streams share 5 % of a core.
+        assert not waiting.done()
         waiting.cancel()
         await settle()
 
@@ -110,7 +111,8 @@ async def test_a_key_has_so_many_streams_at_most_and_another_has_its_own() -> No
     app = FastAPI()
     add_routes(app.router, server.sources)
     errors.install(app)
-    server.stopping = True  # streams that begin end at once
+    # New streams end at once.
+    server.stopping = True
     async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
         with ExitStack() as viewers:
             for _ in range(MAX_VIEWERS):
@@ -118,7 +120,7 @@ async def test_a_key_has_so_many_streams_at_most_and_another_has_its_own() -> No
             refused = await client.get("/live", headers={"Accept": MEDIA_TYPE})
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
             assert f"this key has {MAX_VIEWERS} streams of the monitor" in refused.text
-            plain = await client.get("/live")  # JSON, without accepting events
+            plain = await client.get("/live")
             assert [group.group_id for group in MonitorAnswer.model_validate(plain.json()).groups] == ["g"]
             token = caller.set(Caller("other"))
             assert (await client.get("/live", headers={"Accept": MEDIA_TYPE})).status_code == 200

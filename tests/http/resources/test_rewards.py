@@ -1,4 +1,4 @@
-"""What ``POST /darts/v1/rewards`` takes and tells."""
+"""Requests to ``POST /darts/v1/rewards``, and their answers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def opened() -> Iterator[TestClient]:
 
 @pytest.fixture(scope="module")
 def unchanged() -> Iterator[TestClient]:
-    """For tests that change nothing."""
+    """A client for tests that change nothing."""
     with client() as opened:
         yield opened
 

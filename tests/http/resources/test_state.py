@@ -18,7 +18,7 @@ URL = "/darts/v1/state"
 
 
 class Slow:
-    """A store that notes who calls it, and how many at once."""
+    """A store that records the threads of its callers, and how many call at once."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()

@@ -1,4 +1,4 @@
-"""The vote's wire: what is refused and by which name, and that its description is whole."""
+"""Requests of votes: refused fields are named, and the description is complete."""
 
 import json
 from typing import Any

@@ -10,7 +10,7 @@ HERE = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 ELSEWHERE = ("192.168.1.7", "2001:db8::1", "::ffff:10.0.0.1", "testclient", "")
 OK, NO_KEY, CLOSED = None, Unauthorized, Forbidden
 Given = tuple[list[str], list[str]]
-"""Keys and admin keys."""
+"""Keys, and admin keys."""
 NONE: Given = ([], [])
 ONE: Given = (["one"], [])
 ROOT: Given = ([], ["root"])
