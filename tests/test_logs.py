@@ -28,7 +28,8 @@ def same_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = [(one, list(one.handlers), one.level, one.propagate) for one in loggers]
     yield
     for one, handlers, level, propagate in before:
-        one.handlers[:], one.propagate = handlers, propagate
+        one.handlers[:] = handlers
+        one.propagate = propagate
         one.setLevel(level)
 
 

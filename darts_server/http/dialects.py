@@ -155,7 +155,7 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
 
     @api.post("/areal_update_weights_lora", openapi_extra=json_body(ArealLoraIn))
     async def update_lora(request: Request) -> dict[str, Any]:
-        """Serve the LoRA adapter in a folder in place of the same name's, or change nothing."""
+        """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
         return done(f"The LoRA adapter has version {controls.updates.coordinator.version}")
@@ -207,7 +207,7 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
 
     @api.post("/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora_adapter(request: Request) -> dict[str, str]:
-        """Serve the LoRA adapter in a folder in place of the same name's, or change nothing."""
+        """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_path", body.lora_path, lora=body.lora_name)
         return {"status": "ok"}
@@ -235,7 +235,7 @@ class SkyrlCall(Body):
 def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post("/skyrl/v1/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora(request: Request) -> str:
-        """Serve the LoRA adapter in a folder in place of the same name's, or change nothing."""
+        """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_path", body.lora_path, lora=body.lora_name)
         return f"LoRA adapter {body.lora_name} is served"

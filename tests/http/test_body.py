@@ -311,7 +311,8 @@ def test_a_number_of_too_many_digits_is_refused(number: bytes) -> None:
 
 async def test_the_event_loop_is_served_while_a_large_body_is_parsed() -> None:
     text = json.dumps({"prompts": [{"token_ids": list(range(8192))}] * 100, "group_size": 2}).encode()
-    longest, last = 0.0, time.process_time()
+    longest = 0.0
+    last = time.process_time()
 
     async def tick() -> None:
         nonlocal longest, last

@@ -37,7 +37,8 @@ class Trainer:
     """A trainer, and the objects behind its requests. ``paused``: its pauses. ``updated``: calls of vLLM's route."""
 
     def __init__(self, folder: Path, *, vllm_has_route: bool = False) -> None:
-        self.model, self.turns = FakeModel(folder), Turns()
+        self.model = FakeModel(folder)
+        self.turns = Turns()
         self.paused: list[str] = []
         self.updated: list[Any] = []
         self.vllm_has_route = vllm_has_route
@@ -76,7 +77,8 @@ class Trainer:
                     return {"message": "Weights updated"}
 
             dialects.add_routes(app, names, Controls(self.updates, self, self.turns, dangerous))
-            access, limits = Access(Keys(keys), dangerous=dangerous), BodyLimits(LARGEST)
+            access = Access(Keys(keys), dangerous=dangerous)
+            limits = BodyLimits(LARGEST)
             opened = dialects.opened_routes(names)
             app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock(), opened=opened)
             yield TestClient(app, URL, client=(host, 1))
@@ -180,7 +182,8 @@ def test_errors_name_the_trainers_fields_and_nothing_changes(
 
 
 def test_prime_rl_loads_weights_from_a_folder_and_other_updates_reach_vllms_route(tmp_path: Path) -> None:
-    trainer, body = Trainer(tmp_path, vllm_has_route=True), {"update_info": {"names": ["a"]}}
+    trainer = Trainer(tmp_path, vllm_has_route=True)
+    body = {"update_info": {"names": ["a"]}}
     folder = write(tmp_path / "broadcasts" / "step_1" / "model.safetensors", 5).parent
     (folder / "NCCL_READY").touch()
     with trainer.calling(tmp_path, "prime-rl") as caller:
@@ -213,7 +216,8 @@ def test_skyrl_sends_full_weights_as_through_vllms_own_routes(trainer: Trainer, 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/collective_rpc/", "/%63ollective_rpc"])
 @pytest.mark.parametrize("dangerous", [True, False])
 def test_a_dialect_opens_no_other_method_of_the_workers(tmp_path: Path, path: str, dangerous: bool) -> None:
-    trainer, other = Trainer(tmp_path, vllm_has_route=True), {"method": "load_model", "args": []}
+    trainer = Trainer(tmp_path, vllm_has_route=True)
+    other = {"method": "load_model", "args": []}
     with trainer.calling(tmp_path, "skyrl", dangerous=dangerous) as caller:
         assert caller.post(path, json=other).status_code == (200 if dangerous else 403)
     assert trainer.updated == ([other] if dangerous else [])
@@ -250,13 +254,16 @@ def completion(**fields: Any) -> SimpleNamespace:
 
 
 def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() -> None:
-    extension, request = CompletionTokenIds(), completion()
+    extension = CompletionTokenIds()
+    request = completion()
     extension.before(request)
     assert request.return_token_ids is True
     answer = SimpleNamespace(choices=[SimpleNamespace(token_ids=[3, 4])])
     extension.after(request, answer)
     assert answer.nvext == {"completion_token_ids": [3, 4]}
-    plain, whole, error = completion(nvext=None), SimpleNamespace(choices=answer.choices), SimpleNamespace(error="x")
+    plain = completion(nvext=None)
+    whole = SimpleNamespace(choices=answer.choices)
+    error = SimpleNamespace(error="x")
     for other in (plain, SimpleNamespace()):
         extension.before(other)
     extension.after(plain, whole)

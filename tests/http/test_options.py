@@ -79,7 +79,8 @@ def test_contradictions_and_misspellings_are_refused(header: RequestOptions, xar
 # --- headers
 
 
-POLICY, KEY = "X-Darts-Policy", "X-Darts-Prompt-Key"
+POLICY = "X-Darts-Policy"
+KEY = "X-Darts-Prompt-Key"
 
 
 @pytest.mark.parametrize(

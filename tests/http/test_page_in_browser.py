@@ -200,7 +200,8 @@ def test_everything_is_reachable_by_keyboard_and_named_for_screen_readers(browse
     with at_work() as (url, ask):
         ask(*prompts(6))
         visit = Visit(browser, url)
-        press, page = visit.page.keyboard.press, visit.page
+        press = visit.page.keyboard.press
+        page = visit.page
         visit.reads("running", "0 groups")
         for _ in range(20):
             press("Tab")

@@ -122,8 +122,10 @@ class ChatOptionsIn(Body):
         Raises:
             ValueError: the request has options, and no messages.
         """
+        if messages is not None:
+            return
         options = self.chat_options()
-        if options and messages is None:
+        if options:
             raise ValueError(f"{next(iter(options))} is for messages alone; leave it out, or send messages")
 
 

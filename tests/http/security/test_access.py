@@ -8,7 +8,9 @@ from darts_server.http.security.access import Access, Keys, RouteAccess, Sender,
 
 HERE = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 ELSEWHERE = ("192.168.1.7", "2001:db8::1", "::ffff:10.0.0.1", "testclient", "")
-OK, NO_KEY, CLOSED = None, Unauthorized, Forbidden
+OK = None
+NO_KEY = Unauthorized
+CLOSED = Forbidden
 Given = tuple[list[str], list[str]]
 """Keys, and admin keys."""
 NONE: Given = ([], [])
@@ -71,7 +73,8 @@ def test_other_addresses_need_a_key_or_permission(host: str) -> None:
 
 # --- sites
 
-OWN, STRANGE = "127.0.0.1:8000", "https://example.com"
+OWN = "127.0.0.1:8000"
+STRANGE = "https://example.com"
 SITES = Sites(["Rollouts.example.com", "*.cluster.local", "node17"], ["https://app.example.com"])
 
 

@@ -23,7 +23,8 @@ from darts_server.serving.lifecycle import Lifecycle
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]
 LIMIT = 1000
-HERE, OTHER_MACHINE = ("127.0.0.1", 1), ("192.168.1.7", 1)
+HERE = ("127.0.0.1", 1)
+OTHER_MACHINE = ("192.168.1.7", 1)
 KEY = {"Authorization": "Bearer one"}
 
 
@@ -227,7 +228,8 @@ def test_a_body_of_the_maximum_size_is_accepted_and_weights_have_their_own_limit
 
 
 async def test_a_body_is_not_read_beyond_the_limit() -> None:
-    read, statuses = list[int](), list[int | None]()
+    read = list[int]()
+    statuses = list[int | None]()
 
     async def receive() -> dict[str, Any]:
         read.append(len(read))
@@ -273,7 +275,8 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
 
 
 def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
-    app, admission = app_with_keys("one"), Admission(lambda: 0, 10, Bounds(max_per_caller=8))
+    app = app_with_keys("one")
+    admission = Admission(lambda: 0, 10, Bounds(max_per_caller=8))
 
     async def output() -> AsyncIterator[None]:
         yield
