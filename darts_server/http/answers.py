@@ -105,6 +105,11 @@ class Readers:
         self._limit = limit
         self._open: Counter[str | None] = Counter()
 
+    @property
+    def total(self) -> int:
+        """Number of connections of all keys."""
+        return self._open.total()
+
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count a connection of the caller while the block runs.

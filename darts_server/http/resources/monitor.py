@@ -1,9 +1,7 @@
 """``/darts/v1/live``, the live monitor: running and recently ended groups, as one answer or as events."""
 
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from darts_server.caller import caller
-from darts_server.exceptions import RETRY_SECONDS, QuotaReached
+from darts_server.http.answers import Readers
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
@@ -124,8 +122,7 @@ class MonitorSources:
     """Returns the fault of the store."""
     stopping: Callable[[], bool] = lambda: False
     """Returns whether streams should end."""
-    streams: Counter[tuple[str | None, bool]] = field(default_factory=Counter)
-    """Number of open streams, by the caller's name and whether the caller is an admin."""
+    streams: Readers = field(default_factory=lambda: Readers("the live monitor", MAX_VIEWERS))
 
     def health(self) -> dict[str, Any]:
         """Return a `MonitorHealth` as JSON values."""
@@ -140,25 +137,6 @@ class MonitorSources:
             rewards = MonitorRewards.model_validate(learned)
         return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
 
-    @contextmanager
-    def count_stream(self, name: str | None, is_admin: bool) -> Iterator[None]:
-        """Count a stream of a caller while the block runs.
-
-        Raises:
-            QuotaReached
-        """
-        viewer = (name, is_admin)
-        if self.streams[viewer] >= MAX_VIEWERS:
-            raise QuotaReached(
-                f"this key has {self.streams[viewer]} streams of the monitor, and may have no more; close some",
-                RETRY_SECONDS,
-            )
-        self.streams[viewer] += 1
-        try:
-            yield
-        finally:
-            self.streams[viewer] -= 1
-
 
 def add_routes(api: APIRouter, sources: MonitorSources) -> None:
     stream: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}}}
@@ -171,8 +149,12 @@ def add_routes(api: APIRouter, sources: MonitorSources) -> None:
         """
         who = caller.get()
         if MEDIA_TYPE in request.headers.get("accept", ""):
-            counted = sources.count_stream(who.name, who.is_admin)
-            return EventStream(events(sources, who.may_see), counted, ping_seconds=0, send_timeout=STALL_SECONDS)
+            return EventStream(
+                events(sources, who.may_see),
+                sources.streams.counted(),
+                ping_seconds=0,
+                send_timeout=STALL_SECONDS,
+            )
         return JSONResponse(Viewer(sources.monitor, who.may_see).next_update() | {"health": sources.health()})
 
 
@@ -207,7 +189,7 @@ async def events(
                 event = encode("snapshot" if sent_health is None else "update", update | {"health": health})
                 sent_health = health
             cpu_seconds = time.thread_time() - cpu_begin
-            due = now + max(interval, cpu_seconds * sources.streams.total() / MAX_CPU_SHARE)
+            due = now + max(interval, cpu_seconds * sources.streams.total / MAX_CPU_SHARE)
             if event is not None:
                 sent_at = now
                 yield event
