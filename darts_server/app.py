@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from darts_server.control import Control
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http import dialects, errors, page
-from darts_server.http.body import BodyLimits, fail_fast
+from darts_server.http.body import BodyLimits
 from darts_server.http.dialects import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
@@ -427,7 +427,6 @@ def extend(
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
-    fail_fast(application)
     limit_json(application)
 
     statistics = rooms.rollouts.statistics
