@@ -18,12 +18,13 @@ from fastapi import FastAPI
 from darts_server.control import Control
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http import dialects, errors, page
-from darts_server.http.body import BodyLimits, fail_fast
+from darts_server.http.body import BodyLimits
 from darts_server.http.dialects import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, share_answers
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
+from darts_server.http.security.first_error import end_at_first_error
 from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -428,8 +429,8 @@ def extend(
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
-    fail_fast(application)
     limit_json(application)
+    end_at_first_error(application)
 
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(
