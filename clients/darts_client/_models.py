@@ -156,7 +156,7 @@ class Group:
     error: StatusError | None = None
     """Reason why the group failed. A failed group has no trajectories."""
     aborted: tuple[AbortedTrajectory, ...] = ()
-    """Candidates of a group that was aborted or whose server stopped. None of them was selected, so they are no group."""
+    """Candidates of a group that was aborted, or whose server stopped. None of these candidates was selected."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
