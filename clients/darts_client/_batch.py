@@ -80,11 +80,11 @@ class TokenRows:
 def batch_options(request: RolloutsRequest) -> dict[str, Any]:
     """Return the transport's options for the request."""
     headers = {"Accept": ACCEPT, "Content-Type": "application/json"}
+    key = request.idempotency_key
+    if key is not None:
+        headers["Idempotency-Key"] = key
     # The server finds a durable batch by its key, so the request may be sent again.
-    is_durable = request.idempotency_key is not None
-    if request.idempotency_key is not None:
-        headers["Idempotency-Key"] = request.idempotency_key
-    return {"headers": headers, "content": request.content, "idempotent": is_durable}
+    return {"headers": headers, "content": request.content, "idempotent": key is not None}
 
 
 def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
