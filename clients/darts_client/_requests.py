@@ -97,7 +97,6 @@ class RetrySchedule:
         retries: number of times that the request may be sent again.
         idempotent: whether the request may be served twice.
         retry_timeouts: whether a timeout means a lost connection, and not a slow answer.
-        retry_overloaded: whether to wait for a server that accepts no work at the moment.
         random: returns numbers in [0, 1) for the jitter.
     """
 
@@ -107,14 +106,12 @@ class RetrySchedule:
         *,
         idempotent: bool,
         retry_timeouts: bool = False,
-        retry_overloaded: bool = True,
         random: Callable[[], float] = random.random,
     ) -> None:
         self._retries_left = retries
         self._delay = FIRST_DELAY
         self._idempotent = idempotent
         self._retry_timeouts = retry_timeouts
-        self._retry_overloaded = retry_overloaded
         self._random = random
 
     def delay_after(self, error: DartsError) -> float:
@@ -136,7 +133,7 @@ class RetrySchedule:
     def _is_retryable(self, error: DartsError) -> bool:
         match error:
             case Overloaded():
-                return self._retry_overloaded and error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
+                return error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
             case StatusError():
                 return self._idempotent and error.status_code in _GATEWAY
             case ConnectionFailed():
