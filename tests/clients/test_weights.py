@@ -173,7 +173,7 @@ def test_a_lora_adapter_is_sent_with_its_configuration_without_target_modules(tm
     with Client(URL, transport=server) as client:
         client.weights.push_lora("a", tmp_path, rule="keep")
         client.weights.push_lora("a", LARGE, config={"r": 8, "lora_alpha": 16})
-        with pytest.raises(ValueError, match="config: an adapter's bytes need one"):
+        with pytest.raises(ValueError, match="config: the bytes of an adapter need a configuration"):
             client.weights.push_lora("a", LARGE)
     assert server.received_only(LARGE)
     assert [json.loads(request.url.params["config"]) for request in server.requests] == [{"r": 8, "lora_alpha": 16}] * 2
