@@ -112,7 +112,7 @@ class PromptsAhead:
         size = args.generation_batch_size // trainer.num_generations
         options.check_data(trainer.train_dataset, size)
 
-        # TRL counts optimizer steps, and each batch of prompts serves this number of forward passes.
+        # TRL counts optimizer steps. One batch of prompts serves this number of forward passes.
         passes = args.steps_per_generation * trainer.num_iterations
         # There is no checkpoint, or it is from a training without prompts ahead.
         if position is None:
