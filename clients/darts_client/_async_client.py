@@ -51,16 +51,13 @@ class AsyncClient:
             group.lengths
     ```
 
-    `groups`, `prompts`, `policy`, `state` and `weights` read and change the server's records, settings, learned state
-    and model weights.
-
     Args:
         base_url: URL of the server, with or without `/v1`.
-        model: model for `completions`. The default is the first model that the server lists.
-        timeout: seconds for a response that is not streamed, including the generation.
+        model: model for `completions`, by default the first that the server lists.
+        timeout: seconds for a response that is not streamed, including its generation.
         connect_timeout: seconds for a connection.
         idle_timeout: seconds for the next bytes of a stream.
-        retries: number of times that a request is sent again, if that is safe.
+        retries: number of retries where a retry is safe.
         transport: replaces the network in tests.
     """
 
@@ -135,15 +132,11 @@ class AsyncClient:
         logprobs: bool = True,
         **sampling: Any,
     ) -> list[Group]:
-        """Sample `group_size` trajectories of each prompt in one request, and return the groups in prompt order.
-
-        It works with plain vLLM, too.
+        """Return a group of `group_size` trajectories for each prompt (text or token ids). Plain vLLM works, too.
 
         Args:
-            prompts: texts or token ids.
-            policy: name of the server's policy for this request, or "off".
-            sampling: vLLM's other sampling parameters. The defaults are neutral values such as `top_p=1`, whatever the
-                model's `generation_config` says.
+            policy: name of the server's policy, or "off".
+            sampling: vLLM's other parameters. The defaults are neutral, whatever the model's `generation_config` says.
 
         Raises:
             ProtocolError: the answer does not have exactly these groups.
@@ -195,29 +188,26 @@ class AsyncClient:
         groups.usage, groups.unfinished, groups.failed
         ```
 
-        If you leave the iterator early, by `break` or an exception, the end of `async with` cancels the batch on the
-        server. A group that fails is in `failed` and is not yielded. If all groups fail, the first error is raised.
+        If you leave the iterator early, the end of `async with` cancels the batch. A failed group is in `failed` and is
+        not yielded. If all groups fail, the first error is raised.
 
         Args:
             prompts: texts, token ids, chats, or `PromptSpec` with a key and metadata.
             max_tokens: length limit in tokens. None allows all tokens that a prompt leaves of the model's length.
             policy: name of a policy, or a mapping with `name` and settings that this batch overrides.
             budget: maximum number of candidates of all prompts together.
-            num_groups: number of complete groups that end the batch. The default is all.
-            survivors: whether a group has all unpruned trajectories, more or fewer than `group_size`. This is the
-                default under `arrol`.
-            carry: fate of prompts without a group at the end of the batch. With "restart" and "resume" the server
-                keeps them, and starts them first in a later batch with `carry` that has the same prompts. With
-                "resume" their trajectories continue from the tokens so far; see `version_spans`.
-            carried: whether the batch has all kept prompts, too. They are numbered after `prompts`, which may be empty.
-            durable: whether the batch survives a lost connection. The iterator reconnects and continues after the last
-                event.
-            idempotency_key: with the same key and arguments you get the same batch, while the server keeps it.
+            num_groups: number of complete groups that end the batch, by default all.
+            survivors: whether a group has all unpruned trajectories instead of `group_size`. The default under `arrol`.
+            carry: fate of prompts without a group. "drop" forgets them. "restart" and "resume" keep them, and start
+                them first in a later batch with `carry` that has them. "resume" keeps their tokens, too.
+            carried: whether to run all kept prompts. They are numbered after `prompts`, which may be empty.
+            durable: whether the batch survives a lost connection. The iterator reconnects.
+            idempotency_key: the same key and arguments return the same batch while the server keeps it.
             timeout: seconds for the whole batch.
             progress: whether to draw a bar.
-            chat_template_kwargs: vLLM's option, like `tools`, `add_generation_prompt` and `continue_final_message`,
-                for all chats, for example `{"enable_thinking": False}`. A `PromptSpec` overrides it.
-            sampling: vLLM's other sampling parameters, such as `top_p`.
+            chat_template_kwargs: vLLM's option for all chats, such as `{"enable_thinking": False}`. `tools`,
+                `add_generation_prompt` and `continue_final_message` are vLLM's, too. A `PromptSpec` overrides them.
+            sampling: vLLM's other parameters, such as `top_p`.
         """
         request = rollouts_request(
             prompts,
@@ -254,11 +244,10 @@ class AsyncClient:
         progress: bool = False,
         **options: Any,
     ) -> AsyncRollouts[Event]:
-        """Yield the events of a batch, with tokens while other tokens are still being generated.
+        """Yield the events of a batch, with tokens as they are generated.
 
-        A candidate that may still be selected sends a `Delta` for every `chunk_tokens` tokens. It ends with one
-        `TrajectoryEvent` or `Discard`. Then `GroupEvent` has the whole group, or a group with an `error`. `Done` is the
-        last event. `options` are those of `rollouts`.
+        A candidate sends a `Delta` for every `chunk_tokens` tokens, and ends with one `TrajectoryEvent` or `Discard`.
+        `GroupEvent` has the whole group, or its `error`. `Done` is last. See `rollouts` for `options`.
         """
         request = rollouts_request(
             prompts, "tokens", group_size=group_size, max_tokens=max_tokens, chunk_tokens=chunk_tokens, **options
@@ -281,9 +270,8 @@ class AsyncClient:
             async for group in groups: ...
         ```
 
-        `prompts` may be an endless iterator. The prompts run as batches of a quarter of `ahead`. Groups of an earlier
-        batch are yielded first. A group that failed has an `error`. `options` are those of `rollouts`, without
-        `num_groups`, `carry`, `carried` and `idempotency_key`.
+        `prompts` may be an endless iterator. They run in batches of a quarter of `ahead`, and groups of earlier batches
+        are yielded first. A failed group has an `error`. See `rollouts` for `options`.
         """
         if ahead < 1:
             raise ValueError(f"ahead must be at least 1, got {ahead}")
@@ -320,17 +308,15 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Any,
     ) -> Batch:
-        """Return all groups of a batch in one answer, as tensors if the server can: for large batches.
+        """Return all groups of a large batch in one answer, as tensors if the server can.
 
         ```python
         batch = await client.batch(prompts, group_size=8, max_tokens=512)
         batch.groups, batch.usage
         ```
 
-        The arguments are those of `rollouts`. `timeout` is the number of seconds for one request, by default the
-        client's. If the connection of a durable batch is lost, the request is sent again and its key finds the batch.
-        If the caller is cancelled, the server cancels the batch a minute later. If all groups fail, the first error is
-        raised.
+        See `rollouts` for the arguments. `timeout` is the number of seconds for one request, by default the client's. A
+        retry finds a durable batch again. If the caller is cancelled, the server cancels the batch a minute later.
         """
         request = rollouts_request(prompts, None, group_size=group_size, max_tokens=max_tokens, **options)
         limit = self._transport.options.request_timeout(timeout)
@@ -346,7 +332,7 @@ class AsyncClient:
         return parse_response(_Cancelled, await self._transport.request("DELETE", batch_path(batch_id))).cancelled
 
     async def rewards(self, rewarded: Rewarded, values: Values | None = None) -> RewardCounts:
-        """Report the rewards of trajectories, in several requests if there are many. The first report counts.
+        """Report the rewards of trajectories. A trajectory keeps its first reward.
 
         ```python
         await client.rewards(group, [1.0, 0.0])
@@ -380,7 +366,7 @@ class AsyncClient:
         continue_final_message: bool | None = None,
         **sampling: Any,
     ) -> Vote:
-        """Return the most frequent answer of up to `n` trajectories. Stop the others once the answer is certain.
+        """Return the most frequent answer of up to `n` trajectories, as soon as it is certain.
 
         ```python
         vote = await client.vote("7a-5b*4>", n=8, max_tokens=200, pattern="#([0-9])")
@@ -388,11 +374,10 @@ class AsyncClient:
         ```
 
         Args:
-            pattern: a regular expression with one group that finds the answer, "boxed", or a list of possible answers.
-            weights: weight of a vote. All weights except "majority" need a `score`.
-            score: "head" for the server's quality head, or "logprob" or "lowest_logprob".
-            chat_template_kwargs: option for a chat, like the next three, see `rollouts`.
-            sampling: vLLM's other sampling parameters.
+            pattern: regular expression whose one group is the answer, "boxed", or a list of possible answers.
+            weights: weight of a vote. All except "majority" need a `score`.
+            score: "head" for the server's quality head, "logprob" or "lowest_logprob".
+            sampling: vLLM's other parameters. See `rollouts` for the options of a chat.
         """
         form, value = next(iter(prompt_body(prompt).items()))
         own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}

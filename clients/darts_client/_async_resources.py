@@ -40,11 +40,7 @@ class AsyncGroupsApi(_AsyncApi):
     """Records of groups."""
 
     async def get(self, group_id: str) -> list[GroupRecord]:
-        """Return one group by its id, or all groups of a batch or a response by its id.
-
-        Raises:
-            NotFound: the server keeps no record with this id.
-        """
+        """Return one group, or all groups of a batch or response, by its id. Raise NotFound if none is kept."""
         response = await self._transport.request("GET", f"{API}/groups/{quote_segment(group_id)}")
         return parse_response(_Groups, response).groups
 
@@ -53,11 +49,7 @@ class AsyncPromptsApi(_AsyncApi):
     """Statistics of prompts."""
 
     async def get(self, key: str) -> PromptRecord:
-        """Return the statistics of a prompt by its key, the `prompt_key` of its groups.
-
-        Raises:
-            NotFound: the prompt has no statistics.
-        """
+        """Return the statistics of a prompt by the `prompt_key` of its groups. Raise NotFound if it has none."""
         response = await self._transport.request("GET", f"{API}/prompts/{quote_segment(key)}")
         return parse_response(PromptRecord, response)
 
@@ -66,11 +58,11 @@ class AsyncPolicyApi(_AsyncApi):
     """The runtime settings that shape groups."""
 
     async def get(self) -> dict[str, Any]:
-        """Return every setting that can change at run time, and `policies`, the names that a request may use."""
+        """Return all runtime settings, and `policies`, the names that a request may use."""
         return parse_response(_Settings, await self._transport.request("GET", f"{API}/policy")).root
 
     async def change(self, **settings: Any) -> dict[str, Any]:
-        """Change settings for future groups, all or none, and return all settings. None unsets an optional setting."""
+        """Change settings for future groups, all or none, and return all settings. None unsets a setting."""
         response = await self._transport.request("PATCH", f"{API}/policy", json=settings)
         return parse_response(_Settings, response).root
 
@@ -93,8 +85,7 @@ class AsyncStateApi(_AsyncApi):
 class AsyncWeightsApi(_AsyncApi):
     """The weights that the server samples with. Sending a file needs neither torch nor safetensors.
 
-    An update is sent again only if it did not reach the server. After TimedOut or ConnectionFailed the update may still
-    run; `get` returns its state.
+    After TimedOut or ConnectionFailed an update may still run; `get` returns its state.
 
     Raises:
         BadRequest: the weights are invalid, or another update is running.
@@ -121,13 +112,12 @@ class AsyncWeightsApi(_AsyncApi):
         ```
 
         Args:
-            source: bytes or path of a safetensors file. A file is sent in pieces, so it may be larger than the memory.
-                It must not change meanwhile.
-            rule: fate of running groups. "finish" waits for them, "keep" continues them with the new weights, and
-                "restart" starts them again. The default is the server's setting.
-            version: version of the new weights. The default is the served version plus 1.
+            source: bytes or path of a safetensors file. A file may be larger than the memory.
+            rule: "finish" waits for running groups, "keep" continues them with the new weights, "restart" starts them
+                again. The default is the server's setting.
+            version: by default the served version plus 1.
             partial: whether tensors may be missing. They keep their values.
-            check_finite: whether to refuse the update if a tensor has NaN or infinity.
+            check_finite: whether to refuse NaN and infinity.
         """
         body = await async_run_blocking(AsyncBody, source)
         return await self.push_stream(
@@ -149,10 +139,7 @@ class AsyncWeightsApi(_AsyncApi):
         partial: bool = False,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Send new weights like `push`, from the pieces of a safetensors file of `size` bytes.
-
-        A retry iterates over `content` again.
-        """
+        """Send new weights like `push`, from pieces of a safetensors file of `size` bytes. A retry iterates again."""
         params = _update_options(rule, version, check_finite, partial)
         return await self._upload(f"{API}/weights", content, size, params)
 
@@ -165,12 +152,9 @@ class AsyncWeightsApi(_AsyncApi):
         partial: bool = False,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Load new weights from the server's disk, from a safetensors file or a folder of such files. See `push`.
+        """Load new weights from a safetensors file, or a folder of such files, under the server's `--weights-root`.
 
-        `path` must be under the server's `--weights-root`.
-
-        Raises:
-            Unauthorized: the server has no `--weights-root`.
+        See `push`. Raises Unauthorized if the server has no such root.
         """
         body = {"path": os.fspath(path)} | _update_options(rule, version, check_finite, partial)
         return await self._update("POST", f"{API}/weights", json=body)
@@ -185,7 +169,7 @@ class AsyncWeightsApi(_AsyncApi):
         version: int | None = None,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Send a LoRA adapter, all or nothing. Return when it is served under `name`, in place of an earlier adapter.
+        """Send a LoRA adapter, all or nothing. Return when it is served under `name`. See `push`.
 
         ```python
         await client.weights.push_lora("step-12", "adapter/")
@@ -193,8 +177,7 @@ class AsyncWeightsApi(_AsyncApi):
 
         Args:
             source: folder that PEFT has saved, or the bytes of its `adapter_model.safetensors`.
-            config: PEFT's `adapter_config.json`, needed for bytes. `r` and `lora_alpha` are enough, with `use_rslora`
-                where it is set.
+            config: PEFT's `adapter_config.json`, needed for bytes: `r`, `lora_alpha`, and `use_rslora` if it is set.
 
         Raises:
             Unauthorized: the server was started without `--enable-lora`.
@@ -214,16 +197,12 @@ class AsyncWeightsApi(_AsyncApi):
         version: int | None = None,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Load a LoRA adapter from a folder under the server's `--weights-root`, which it copies. See `push_lora`."""
+        """Load a LoRA adapter from a folder under the server's `--weights-root`. See `push_lora`."""
         body = {"path": os.fspath(path)} | _update_options(rule, version, check_finite)
         return await self._update("POST", _lora_path(name), json=body)
 
     async def remove_lora(self, name: str) -> WeightsRecord:
-        """Remove a LoRA adapter once all requests in flight have finished.
-
-        Raises:
-            BadRequest: there is no such adapter.
-        """
+        """Remove a LoRA adapter once all requests in flight have finished. Raise BadRequest if it does not exist."""
         return await self._update("DELETE", _lora_path(name))
 
     async def _upload(

@@ -20,10 +20,7 @@ ItemT = TypeVar("ItemT")
 
 
 class AsyncRollouts(Generic[ItemT]):
-    """An iterator over a batch.
-
-    If you leave it early, by `break` or an exception, the end of `async with` cancels the batch.
-    """
+    """An iterator over a batch. If you leave it early, the end of `async with` cancels the batch."""
 
     def __init__(
         self,
@@ -40,7 +37,7 @@ class AsyncRollouts(Generic[ItemT]):
 
     @property
     def id(self) -> str | None:
-        """Server's name for the batch, or None before the first event."""
+        """Name of the batch, or None before the first event."""
         return self._batch.id
 
     @property
@@ -50,7 +47,7 @@ class AsyncRollouts(Generic[ItemT]):
 
     @property
     def sampling(self) -> Mapping[str, Any] | None:
-        """Sampling parameters in force, or None before the first event and from earlier servers."""
+        """Sampling parameters in force, or None before the first event."""
         return self._batch.sampling
 
     @property
@@ -60,7 +57,7 @@ class AsyncRollouts(Generic[ItemT]):
 
     @property
     def unfinished(self) -> Sequence[Unfinished]:
-        """Prompts without a group, because `num_groups` others were complete first or because they were aborted."""
+        """Prompts without a group, because others were complete first or because they were aborted."""
         return self._batch.unfinished
 
     @property

@@ -33,7 +33,7 @@ class Batch:
     failed: tuple[Group, ...]
     """Groups with an `error` and no trajectories."""
     unfinished: tuple[Unfinished, ...]
-    """Prompts without a group, because `num_groups` others were complete first or because they were aborted."""
+    """Prompts without a group, because others were complete first or because they were aborted."""
     carried: int
     """Number of prompts that the server keeps for later batches of this API key."""
     usage: Usage

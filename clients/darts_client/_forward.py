@@ -1,7 +1,4 @@
-"""Sequences of tokens with their cached keys and values, and one forward pass of a causal LM that continues several.
-
-The cache of each sequence is kept separately. A forward pass pads the caches into one.
-"""
+"""Token sequences with separate caches of keys and values, and one forward pass that continues several of them."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -29,7 +26,6 @@ class KeysValues:
         return self.keys.shape[2]
 
     def concat(self, later: "KeysValues") -> "KeysValues":
-        """Return a copy of these tokens followed by the later tokens."""
         keys = torch.cat([self.keys, later.keys], dim=2)
         values = torch.cat([self.values, later.values], dim=2)
         return KeysValues(keys, values)
@@ -37,10 +33,7 @@ class KeysValues:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a forward pass: `inputs` continue the tokens of `past`.
-
-    `targets[i]` follows `inputs[i]`, and its log-prob is computed. Without targets only keys and values are.
-    """
+    """One sequence of a forward pass. `inputs` continue `past`, and `targets[i]`, to be scored, follows `inputs[i]`."""
 
     past: Sequence[KeysValues]
     inputs: Sequence[int]
@@ -49,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """Keys and values of a row's inputs; log-probs and entropies [targets], float32, in nats."""
+    """Keys and values of a row's inputs; log-probs and entropies [targets] in nats, float32."""
 
     cache: KeysValues
     logprobs: Tensor
@@ -63,7 +56,6 @@ class TokenSequence:
     tokens: list[int]
     num_forwarded: int = 0
     cache: KeysValues | None = None
-    """Keys and values of the forwarded tokens."""
 
     @property
     def num_pending(self) -> int:
@@ -75,12 +67,10 @@ class TokenSequence:
         return [] if self.cache is None else [self.cache]
 
     def next_row(self, count: int) -> Row:
-        """Return the next `count` tokens as a row of a forward pass."""
         end = self.num_forwarded + count
         return Row(self.past(), self.tokens[self.num_forwarded : end], [])
 
     def add_result(self, result: Result) -> None:
-        """Append the result of the row that was forwarded."""
         if self.cache is None:
             self.cache = result.cache
         else:
@@ -93,11 +83,10 @@ class PromptSequence(TokenSequence):
     """A prompt. Its last token is the first token of each candidate, so that the first completion token is scored."""
 
     is_closed: bool = False
-    """Whether no candidate is added any more."""
     candidates: "list[CandidateSequence]" = field(default_factory=list)
 
     def drop_cache_if_unused(self) -> None:
-        """Drop the cache, and skip pending tokens, once no candidate can attend to them."""
+        """Drop the cache, and skip pending tokens, if no candidate can attend to them."""
         if self.is_closed and not any(candidate.may_continue for candidate in self.candidates):
             self.cache = None
             self.num_forwarded = len(self.tokens) - 1
@@ -140,7 +129,6 @@ class CandidateSequence(TokenSequence):
         self._drop_cache_if_done()
 
     def finish(self, length: int) -> None:
-        """Finish with the first `length` tokens, and drop later tokens."""
         del self.tokens[length + 1 :]
         self.num_forwarded = min(self.num_forwarded, length)
         self.is_finished = True
@@ -159,10 +147,9 @@ class CandidateSequence(TokenSequence):
 
 
 def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tuple[TokenSequence, Row]]:
-    """Choose the rows of the next forward pass.
+    """Choose rows with rows times (longest past + most inputs) <= `batch_tokens`.
 
-    With padding, rows times (longest past + most inputs) is at most `batch_tokens`. A single row may have that many
-    inputs beside its past.
+    A single row may have that many inputs beside its past.
     """
     batch: list[tuple[TokenSequence, Row]] = []
     longest_past = 0
@@ -179,7 +166,7 @@ def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tu
 
 
 def check_supported(model: Any) -> None:
-    """Raise ValueError, with the reason, if the keys and values of a prefix of this model cannot be cached."""
+    """Raise ValueError if the keys and values of a prefix of this model cannot be cached."""
     # PEFT's wrapper hides the arguments of `forward`.
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = plain.config
@@ -201,11 +188,7 @@ def check_supported(model: Any) -> None:
 
 @torch.no_grad()
 def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: bool) -> list[Result]:
-    """Forward all rows at once.
-
-    Raises:
-        ValueError: the model is in training mode, where dropout would be active.
-    """
+    # Dropout would be active in training mode.
     if model.training:
         raise ValueError("model: is in training mode; call model.eval() first")
     cache, lengths = _pad_caches([row.past for row in rows], model.config)
@@ -225,10 +208,7 @@ def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: boo
 
 
 def _pad_caches(rows: Sequence[Sequence[KeysValues]], config: Any) -> tuple[DynamicCache, list[int]]:
-    """Return a cache with one row for each sequence, joined from its parts, and the number of tokens in each row.
-
-    Each row is padded with zeros at its end. The attention mask has to exclude the zeros.
-    """
+    """Return a cache with the joined parts of each row, padded with zeros at the end, and the tokens of each row."""
     cache = DynamicCache(config=config)
     lengths = [sum(map(len, parts)) for parts in rows]
     all_parts = [part for parts in rows for part in parts]
@@ -241,7 +221,7 @@ def _pad_caches(rows: Sequence[Sequence[KeysValues]], config: Any) -> tuple[Dyna
 
 
 def _split_new(cache: Any, past_width: int, counts: Sequence[int]) -> list[KeysValues]:
-    """Return the first `counts[row]` tokens that a forward pass appended to each row after `past_width` positions."""
+    """Return the first `counts[row]` tokens of each row after `past_width` positions."""
     keys = torch.stack([layer.keys[:, :, past_width:] for layer in cache.layers])
     values = torch.stack([layer.values[:, :, past_width:] for layer in cache.layers])
     # Copies let the padded cache be freed.
@@ -265,10 +245,7 @@ def _stack(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tensor
 
 
 def _inputs(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return ids and positions [rows, most inputs] and the mask [rows, longest past + most inputs], padded at the end.
-
-    The mask excludes the padding of the inputs, and the padding of the past, which lies before the inputs.
-    """
+    """Return ids and positions [rows, most inputs] and the mask [rows, longest past + most inputs]."""
     counts = torch.tensor([len(row.inputs) for row in rows])
     past = torch.tensor(lengths)
     offsets = torch.arange(int(counts.max())).expand(len(rows), -1)
@@ -277,13 +254,13 @@ def _inputs(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -
         ids[index, : len(row.inputs)] = torch.tensor(row.inputs)
     # Padding repeats the last position, because a higher position may be beyond the model's limit.
     positions = past[:, None] + offsets.minimum(counts[:, None] - 1)
+    # The padding of a row's past lies before its inputs.
     cached = torch.arange(int(past.max())) < past[:, None]
     mask = torch.cat([cached, offsets < counts[:, None]], dim=1).long()
     return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": mask.to(device)}
 
 
 def _score(logits: Tensor, targets: Sequence[int], temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probs and entropies of one row."""
     # Float32 scores over the vocabulary exist for one row at a time.
     scores = (logits[: len(targets)].float() / temperature).log_softmax(dim=-1)
     target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)

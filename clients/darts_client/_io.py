@@ -1,6 +1,6 @@
-"""I/O that differs between the async and the sync client: each `AsyncX` or `async_x` has a sync twin `X` or `x`.
+"""I/O that differs between the async and the sync client.
 
-`hatch_build.py` drops these prefixes when it generates the rest of the sync client.
+Each `AsyncX` or `async_x` has a sync twin `X` or `x`, because `hatch_build.py` drops the prefix.
 """
 
 import asyncio

@@ -57,7 +57,7 @@ Logprobs = Annotated[tuple[FiniteFloat, ...], _list_or_row("logprobs")]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One completion of a prompt. Rollouts set all fields; `completions` sets the first five."""
+    """One completion of a prompt. `completions` sets only the first five fields."""
 
     index: int
     """Index within the group, from 0."""
@@ -65,10 +65,10 @@ class Trajectory:
     token_ids: tuple[int, ...]
     """Generated tokens, without the prompt."""
     logprobs: tuple[float, ...] | None
-    """Natural log-probability of each token in `token_ids`, or None if log-probs were not requested."""
+    """Natural log-probability of each token, or None if log-probs were not requested."""
     finish_reason: FinishReason
     trajectory_id: str | None = None
-    """Name of the trajectory when you report its reward."""
+    """Name for its reward."""
     rank: int | None = None
     """Place in the group by length. 0 is the shortest."""
     selected_as: str | None = None
@@ -76,16 +76,14 @@ class Trajectory:
     cut: bool = False
     """Whether it was cut at the group's `deadline`."""
     quality: float | None = None
-    """Predicted probability of a correct answer, or None if it was not scored while it ran."""
+    """Predicted probability of a correct answer, or None without a score."""
     weight: float | None = None
-    """1 / (probability of its return, given all candidates of the group), or None if some candidates can never be
-    returned."""
+    """1 / (probability of its return), or None if some candidates of the group can never be returned."""
     weight_version_start: int | None = None
-    """Version of the model's weights at the first token."""
+    """Version of the weights at the first token."""
     weight_version_end: int | None = None
-    """Version of the model's weights at the last token."""
     version_spans: tuple[tuple[int, int], ...] = ()
-    """(version, number of tokens) of the weights that sampled the tokens, in the order of the tokens."""
+    """(version, number of tokens) for each run of tokens that the same weights sampled, in order."""
 
     @property
     def length(self) -> int:
@@ -94,10 +92,7 @@ class Trajectory:
 
 
 class AbortedTrajectory(WireModel):
-    """A trajectory whose group was aborted, with the tokens until then. See `Trajectory`.
-
-    `finish_reason` is "abort" unless the trajectory had finished before.
-    """
+    """A trajectory of an aborted group. `finish_reason` is "abort" unless it had finished before."""
 
     trajectory_id: str
     token_ids: TokenIds
@@ -122,41 +117,40 @@ class Discarded(WireModel):
 class Group:
     """The trajectories of one prompt by index: exactly `group_size`, or all survivors of pruning.
 
-    Rollouts set all fields; `completions` sets the first four.
+    `completions` sets only the first four fields.
     """
 
     group_id: str | None
-    """Server's name for the group. The groups of one OpenAI-style request share it."""
+    """Server's name for the group. The groups of one `completions` request share it."""
     prompt_token_ids: tuple[int, ...] | None
-    """Tokens of the prompt. None if the server did not return them, or if you sent a rollout prompt as text or chat."""
+    """Tokens of the prompt, or None. `rollouts` has them only for prompts that you sent as token ids."""
     trajectories: tuple[Trajectory, ...]
     number: int = 0
     """Index of the prompt in the request."""
     prompt_key: str | None = None
     """Name under which the server keeps the prompt's statistics."""
     metadata: Mapping[str, Any] | None = field(default=None, hash=False)
-    """Metadata that you sent with the prompt."""
+    """Metadata of the prompt's `PromptSpec`."""
     candidates: int | None = None
     """Number of started candidates."""
     counted: int | None = None
-    """N: number of candidates that the weights stand for, without failed candidates and those before a restart."""
+    """N: number of candidates that the weights stand for, without candidates that failed or ran before a restart."""
     num_shortest: int | None = None
     """K: number of places for the shortest, if the other places were sampled from the rest, or None."""
     sampled_from: int | None = None
     """S: number of unpruned candidates of which the trajectories are a sample, or None."""
     earlier_pass_rate: float | None = None
-    """Share of correct trajectories among the prompt's rewarded trajectories when the group started, or None."""
+    """Share of correct trajectories among the prompt's earlier rewarded trajectories, or None."""
     deadline: int | None = None
     """Length in tokens at which the tail was cut, or None."""
     mixed_versions: bool = False
-    """Whether the tokens were sampled with several versions of the weights."""
+    """Whether several versions of the weights sampled the tokens."""
     discarded: tuple[Discarded, ...] = ()
     seconds: float | None = None
-    """Duration in seconds."""
     error: StatusError | None = None
     """Reason why the group failed. A failed group has no trajectories."""
     aborted: tuple[AbortedTrajectory, ...] = ()
-    """Candidates of a group that was aborted, or whose server stopped. None of these candidates was selected."""
+    """Candidates of a group that was aborted, or whose server stopped. None was selected."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -174,7 +168,7 @@ class Usage(WireModel):
 
 
 class Unfinished(WireModel):
-    """A prompt without a group, because `num_groups` others were complete first or because it was aborted."""
+    """A prompt without a group, because others were complete first or because it was aborted."""
 
     number: int
     prompt_key: str | None
@@ -182,9 +176,9 @@ class Unfinished(WireModel):
     carry: str = "drop"
     """`drop` if you have to submit the prompt again. Otherwise the server keeps it, see `carried` of `rollouts`."""
     error: dict[str, Any] | None = None
-    """OpenAI's error object that says why the prompt was aborted, or None."""
+    """OpenAI's error object of an aborted prompt, or None."""
     aborted: tuple[AbortedTrajectory, ...] | None = None
-    """Tokens of its candidates, if the server stopped and could not keep them. The prompt starts again."""
+    """Candidates, if the server stopped and could not keep their tokens. The prompt starts again."""
 
 
 class Delta(WireModel):
@@ -197,7 +191,6 @@ class Delta(WireModel):
     """Position of the first new token in the completion."""
     token_ids: TokenIds
     logprobs: Logprobs | None
-    """Log-prob of each new token, or None if log-probs were not requested."""
 
 
 @dataclass(frozen=True, slots=True)

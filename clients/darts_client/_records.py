@@ -16,15 +16,13 @@ class CandidateRecord(WireModel):
     reason: str | None
     rank: int | None
     cut: bool
+    # Seconds since the start of the group.
     start: float | None
-    """Seconds since the start of the group."""
     stop: float | None
-    """Seconds since the start of the group."""
     weight_version_start: int | None
     weight_version_end: int | None
     trajectory_id: str | None = None
     reward: float | None = None
-    """Reported reward, or None."""
     correct: bool | None = None
     quality: float | None = None
     """Predicted probability of a correct answer, or None if it was not scored while it ran."""
@@ -35,7 +33,7 @@ class CandidateRecord(WireModel):
 
 
 class GroupRecord(WireModel):
-    """Provenance of one group. See `Group` for `counted`, `num_shortest`, `sampled_from` and `earlier_pass_rate`."""
+    """Provenance of one group. See `Group` for the fields of the same names."""
 
     group_id: str
     prompt_key: str | None
@@ -43,15 +41,13 @@ class GroupRecord(WireModel):
     group_size: int
     outcome: str
     error: str | None
+    # Seconds.
     duration: float
-    """Seconds."""
     tail_wait: float | None
-    """Seconds."""
     mixed_versions: bool
+    # Numbers of tokens.
     generated: int
-    """Number of generated tokens."""
     returned: int
-    """Number of returned tokens."""
     deadline: int | None
     explored: bool
     members: tuple[str, ...]
@@ -78,8 +74,8 @@ class PromptRewards(WireModel):
     zero_variance_groups: int
     rewarded_groups: int
     difference: float | None
-    """Mean length of correct trajectories minus that of wrong ones, in tokens, or None before there are ten of each.
-    Above 0, long answers are worth their tokens."""
+    """Mean tokens of correct trajectories minus mean tokens of wrong trajectories, or None below ten of each. Above 0,
+    long answers are worth their tokens."""
 
 
 class PromptRecord(WireModel):
@@ -92,14 +88,12 @@ class PromptRecord(WireModel):
     groups: int
     candidates: int
     weight_version: int | None
+    # Of the candidates of the last group: the mean number of tokens, and the numbers of candidates that ended with a
+    # stop token or string, reached `max_tokens`, or were stopped or cut.
     mean_generated_tokens: float | None = None
-    """Mean number of tokens that the candidates of the last group generated."""
     finished: int | None = None
-    """Number of candidates of the last group that ended with a stop token or string."""
     truncated: int | None = None
-    """Number of candidates of the last group that reached `max_tokens`."""
     stopped: int | None = None
-    """Number of candidates of the last group that were stopped or cut."""
     max_tokens: int | None = None
     prompt_tokens: int | None = None
     rewards: PromptRewards | None = None
@@ -128,7 +122,7 @@ class LoraRecord(WireModel):
 
     name: str
     version: int
-    """Version of the update that sent the adapter."""
+    """Version of the adapter's update."""
     rank: int
     scale: float
 
@@ -142,9 +136,8 @@ class WeightsRecord(WireModel):
     intact: bool = True
     """Whether all tensors are of that version. If not, a trainer died while it wrote them; send a full set."""
     rule: str
-    """Rule of updates that name no rule."""
+    """Default rule of updates."""
     loras: Sequence[LoraRecord] = ()
     last: UpdateRecord | None
-    """Last update."""
     last_error: str | None
     """Error of the last failed update."""

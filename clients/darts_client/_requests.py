@@ -76,7 +76,7 @@ class TransportOptions:
             raise ValueError(f"retries must be at least 0, got {self.retries}")
 
     def request_timeout(self, timeout: float | None = None) -> httpx.Timeout:
-        """Return httpx's timeouts for a response that is not streamed. `timeout` replaces the client's timeout."""
+        """Return httpx's timeouts for a response that is not streamed."""
         # The server is silent while it generates, so the timeout of a read includes the generation.
         if timeout is None:
             timeout = self.timeout
@@ -94,7 +94,6 @@ class RetrySchedule:
     """The retries of one request.
 
     Args:
-        retries: number of times that the request may be sent again.
         idempotent: whether the request may be served twice.
         retry_timeouts: whether a timeout means a lost connection, and not a slow answer.
         random: returns numbers in [0, 1) for the jitter.
@@ -115,7 +114,7 @@ class RetrySchedule:
         self._random = random
 
     def delay_after(self, error: DartsError) -> float:
-        """Return the seconds to wait before the next try: at least the server's `Retry-After`, with random jitter.
+        """Return the seconds to wait before the next try, at least the server's `Retry-After`.
 
         Raises:
             DartsError: `error` itself, if another try is not safe or cannot help, or no retry is left.

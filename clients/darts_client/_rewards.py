@@ -20,9 +20,7 @@ MAX_TOKENS = 4_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """The reward of one trajectory, named by its id, or by the tokens of its prompt and its completion.
-
-    A reward that names tokens goes to every returned trajectory with the same tokens.
+    """The reward of a trajectory, named by its id, or of all returned trajectories with the given tokens.
 
     Raises:
         ValueError: the trajectory is not named in exactly one way, or the reward is not finite.
@@ -139,11 +137,7 @@ def rewards_body(rewards: Iterable[Reward]) -> dict[str, Any]:
 
 
 def to_rows(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | None = None) -> list[dict[str, Any]]:
-    """Return a dictionary for each trajectory, group after group. `rewards` holds a list for each group.
-
-    Raises:
-        ValueError: there is not one reward for each trajectory.
-    """
+    """Return a dictionary for each trajectory, group after group. `rewards` holds a list for each group."""
     values: Sequence[Sequence[float | None]]
     if rewards is None:
         values = [[None] * len(group.trajectories) for group in groups]

@@ -1,11 +1,11 @@
 """Advantages with which the groups of a shaping policy give an unbiased policy gradient.
 
-A shaped group is not a random sample of the policy: short trajectories are returned more often than long trajectories.
-The `weight` of a trajectory is 1 / (probability of its return, given all candidates of the group). A sum over returned
-trajectories, weighted by `weight`, estimates the sum over all candidates (Horvitz and Thompson, 1952).
+A shaped group returns short trajectories more often than long trajectories. The `weight` of a trajectory is
+1 / (probability of its return, given all candidates of the group), so a weighted sum over returned trajectories
+estimates the sum over all candidates (Horvitz and Thompson, 1952).
 
 A baseline keeps the gradient unbiased if it does not depend on the trajectory itself. The mean of the returned rewards
-depends on it, because the trajectory's length decides which others are returned.
+does, because the trajectory's length decides which others are returned.
 """
 
 from collections.abc import Sequence
@@ -21,25 +21,21 @@ def unbiased_advantages(
 ) -> list[float]:
     """Return A_i = (n / N) w_i (r_i - b_i) for each of the n returned trajectories of a group with N candidates.
 
-    The mean of A_i times the gradient of the trajectory's log-probability, over the group, is an unbiased estimate of
-    the policy gradient. If groups have different n, take the mean within each group first. A truncated trajectory is
-    rewarded for the tokens that were returned.
+    The group's mean of A_i times the gradient of the trajectory's log-probability is an unbiased estimate of the policy
+    gradient. If groups have different n, take the mean within each group first.
 
-    The default b_i is the mean reward of other trajectories of the group. If the group is the K shortest and a sample
-    of the rest, these are the K - 1 shortest others, which are always returned and do not depend on i. Otherwise b_i is
-    the weighted mean of all N - 1 others, or 0 without others. It is exact also if candidates were pruned at random and
-    not independently: given the lengths and rewards of all candidates, the product of two weights (0 for a pruned
-    candidate) keeps its expectation of 1 at every decision. If candidates failed or were aborted after they were
-    scored, the weights of all survivors depend on one another, and only a given `baseline` is exact.
+    The default b_i is a mean reward of other trajectories of the group. If the group is the K shortest and a sample of
+    the rest, it is that of the K - 1 shortest others, which are always returned and do not depend on i. Otherwise it is
+    the weighted mean of all N - 1 others, or 0 without others. Pruning keeps it exact: given the lengths and rewards of
+    all candidates, the product of two weights (0 for a pruned candidate) has the expectation 1. But if candidates
+    failed or were aborted after they were scored, only a given `baseline` is exact.
 
     Args:
-        rewards: one for each trajectory, in the order of the group's trajectories. For a record (`client.groups.get`),
-            in the order of the answer's choices.
-        baseline: a mean reward that was known before the group, such as that of the prompt in earlier epochs.
+        rewards: one for each trajectory of the group, or for each choice of the answer for a record.
+        baseline: a mean reward that was known before the group, such as the prompt's in earlier epochs.
 
     Raises:
-        ValueError: there is not one reward for each trajectory, or the trajectories have no weights because the group's
-            policy never returns some candidates.
+        ValueError: the number of rewards is wrong, or the group's policy returns no weights.
     """
     weights, count = _weights(group, rewards)
     if baseline is not None:
@@ -58,11 +54,11 @@ def _weighted_means_of_others(
     count: int,
     sampled_from: int | None,
 ) -> list[float]:
-    """For each trajectory, estimate the mean reward of the other ``count`` - 1 candidates."""
+    """Estimate the mean reward of the other ``count`` - 1 candidates of each trajectory."""
     n = len(weights)
     if n == 1:
         return [0.0]
-    # If n trajectories were sampled from S, and one of them is known, the others weigh (S - 1) / (n - 1) and not S / n.
+    # If n trajectories were sampled from S, and one is given, the others weigh (S - 1) / (n - 1) and not S / n.
     scale = 1.0
     if sampled_from is not None:
         scale = (sampled_from - 1) / (n - 1) * n / sampled_from
@@ -71,7 +67,6 @@ def _weighted_means_of_others(
 
 
 def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:
-    """For each trajectory, return the mean reward of the ``count`` shortest valid trajectories among the others."""
     returned = _returned(group)
     shortest = [i for i, trajectory in enumerate(returned) if trajectory.selected_as == "short"]
     shortest.sort(key=lambda i: (returned[i].length, i))

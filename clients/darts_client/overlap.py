@@ -35,37 +35,31 @@ _BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """The result of one step for a trajectory: its tokens `start` .. `start + len(logprobs)`."""
+    """Result of one step for the tokens `start` .. `start + len(logprobs)` of a trajectory.
+
+    Log-probs and entropies are in nats, [tokens], float32, on the model's device.
+    """
 
     trajectory_id: str
     start: int
     logprobs: Tensor
-    """[tokens], float32, in nats, on the model's device."""
     entropies: Tensor | None
-    """[tokens], float32, in nats, on the model's device. None unless requested."""
 
 
 class Overlap:
-    """Log-probs of candidates that are still being generated, under the present weights of a model.
+    """Log-probs of candidates that are still being generated. Not thread-safe.
 
-    Each token is forwarded once: the keys and values of a candidate are cached, and the candidates of a prompt share
-    the prompt's cache. `drop`, `close_prompt`, and the last step after `finish` free the caches. Create an `Overlap`
-    for each batch of prompts and each version of the weights.
+    Each token is forwarded once, because keys and values are cached. The candidates of a prompt share its cache. Create
+    an `Overlap` for each batch of prompts and each version of the weights.
 
-    The log-probs have no gradient. Use them for the old policy or a reference. They equal the log-probs of one forward
+    The log-probs have no gradient: use them for the old policy or a reference. They equal the log-probs of one forward
     pass over the whole sequence up to rounding.
 
     Args:
-        model: causal LM of transformers in eval mode, with full attention in every layer.
+        model: causal LM of transformers in eval mode, with full attention in every layer; ValueError for other models.
         temperature: divides the logits.
-        entropy: whether to compute the entropy of each token's distribution, too.
-        batch_tokens: size limit of a forward pass: rows times (longest past + most new tokens). A single row may have
-            that many new tokens.
-
-    Raises:
-        ValueError: the model is not supported, or an argument is out of its range.
-
-    Not thread-safe.
+        entropy: whether to compute the entropy of each token's distribution.
+        batch_tokens: limit of rows times (longest past + most new tokens) in a forward pass.
     """
 
     def __init__(
@@ -91,17 +85,16 @@ class Overlap:
         self._dropped: set[str] = set()
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """Return whether the trajectory was added and not dropped."""
         return trajectory_id in self._candidates
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens, of prompts too, that `step` can forward now."""
+        """Number of tokens of prompts and candidates that `step` can forward now."""
         return sum(sequence.num_pending for sequence in self._sequences())
 
     @property
     def cached_tokens(self) -> int:
-        """Number of tokens whose keys and values are cached. The tokens of a prompt count once."""
+        """Number of tokens whose keys and values are cached."""
         return sum(len(sequence.cache) for sequence in self._sequences() if sequence.cache is not None)
 
     def add_prompt(self, number: int, token_ids: Sequence[int]) -> None:
@@ -113,14 +106,10 @@ class Overlap:
         self._prompts[number] = PromptSequence(self._check_tokens(token_ids))
 
     def add_tokens(self, trajectory_id: str, number: int, token_ids: Sequence[int], start: int | None = None) -> None:
-        """Append tokens that a candidate of prompt `number` has generated.
-
-        Args:
-            start: expected position of the first token in the completion, or None for no check.
+        """Append tokens that a candidate of prompt `number` has generated, from position `start` of its completion.
 
         Raises:
-            ValueError: tokens are missing or repeated, the prompt is unknown or closed, or the trajectory is finished
-                or dropped. Nothing has changed.
+            ValueError: tokens are missing or repeated, or the prompt or trajectory accepts none. Nothing has changed.
         """
         self._check_not_dropped(trajectory_id)
         tokens = self._check_tokens(token_ids)
@@ -145,10 +134,7 @@ class Overlap:
         candidate.tokens += tokens
 
     def finish(self, trajectory_id: str, length: int | None = None) -> None:
-        """Finish a trajectory with its first `length` tokens, or with all tokens.
-
-        `step` still forwards its pending tokens, and then frees its keys and values.
-        """
+        """Finish a trajectory with its first `length` tokens. `step` forwards pending tokens, and frees the cache."""
         candidate = self._candidate(trajectory_id)
         if candidate.is_finished:
             raise ValueError(f"trajectory {trajectory_id!r} is finished")
@@ -206,10 +192,10 @@ class Overlap:
                     self.close_prompt(prompt["number"])
 
     def step(self) -> list[Chunk]:
-        """Forward one batch of pending tokens, and return its log-probs.
+        """Forward one batch of pending tokens, and return its log-probs. If that fails, nothing has changed.
 
-        Prompts are forwarded first and return no log-probs, so loop until `pending_tokens` is 0, not until the result
-        is empty. If the forward pass fails, nothing has changed.
+        Prompts are forwarded first and have no log-probs, so loop until `pending_tokens` is 0, not until the result is
+        empty.
         """
         prompts = [prompt for prompt in self._prompts.values() if prompt.num_pending]
         candidates = [candidate for candidate in self._candidates.values() if candidate.num_pending]

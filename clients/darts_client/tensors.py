@@ -23,28 +23,29 @@ from .advantages import unbiased_advantages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensors:
-    """N trajectories, group after group, as tensors on the CPU. P and C are the longest prompt and completion."""
+    """N trajectories, group after group, with prompts of up to P tokens and completions of up to C tokens.
+
+    A tensor is None unless all trajectories have its values. Log-probs and versions are 0 in the padding.
+    """
 
     prompt_ids: Tensor | None
-    """(N, P) int64, padded on the left. None unless all prompts have token ids."""
+    """(N, P) int64, padded on the left with `pad_id`."""
     prompt_mask: Tensor | None
     """(N, P) bool, false in the padding."""
     completion_ids: Tensor
-    """(N, C) int64, padded on the right."""
+    """(N, C) int64, padded on the right with `pad_id`."""
     completion_mask: Tensor
     """(N, C) bool, false in the padding."""
     logprobs: Tensor | None
-    """(N, C) float32, natural log-probs under the engine's policy, 0 in the padding. None unless all trajectories have
-    log-probs."""
+    """(N, C) float32, natural log-probs under the engine's policy."""
     weight_versions: Tensor | None
-    """(N, C) int64, version of the weights that sampled each token, 0 in the padding. None unless all trajectories have
-    `version_spans`."""
+    """(N, C) int64, version of the weights that sampled each token."""
     rewards: Tensor | None
-    """(N,) float32, or None without rewards."""
+    """(N,) float32."""
     advantages: Tensor | None
-    """(N,) float32, or None without rewards."""
+    """(N,) float32."""
     weights: Tensor | None
-    """(N,) float32, 1 / (probability of the trajectory's return). None unless all trajectories have a weight."""
+    """(N,) float32, 1 / (probability of the trajectory's return)."""
     group: Tensor
     """(N,) int64, index of each trajectory's group."""
 
@@ -59,19 +60,19 @@ def to_tensors(
     eps: float = 1e-6,
     baselines: Sequence[float | None] | None = None,
 ) -> Tensors:
-    """Return the trajectories of all groups as tensors.
+    """Return the trajectories of all groups as tensors on the CPU.
 
     Args:
         rewards: a list for each group, with one reward for each trajectory.
+        pad_id: token id of the padding.
         advantages: "grpo" for (r - mean) / (std + `eps`) with the group's mean and sample standard deviation (GRPO,
             arXiv 2402.03300, section 4.1.2), or "unbiased" for `advantages.unbiased_advantages`.
         scale: False leaves r - mean with "grpo" (Dr. GRPO, arXiv 2503.20783).
-        baselines: for "unbiased", a baseline of each group that was known before the group, or None for the default.
-            An example is `earlier_pass_rate`, if rewards are 1 for correct and 0 for wrong.
+        baselines: for "unbiased", a baseline for each group that was known before, such as `earlier_pass_rate` if
+            rewards are 1 for correct and 0 for wrong; or None for the default.
 
     Raises:
-        ValueError: there is no trajectory, or not one reward for each trajectory; a group has no weights for
-            "unbiased"; or there is not one baseline for each group, or "grpo" has baselines.
+        ValueError: there is no trajectory, numbers do not match, a group has no weights, or "grpo" has baselines.
     """
     if baselines is None:
         baselines = [None] * len(groups)

@@ -60,15 +60,12 @@ class BatchesAhead:
     """Draws prompts in their order, and returns the groups that are complete first. Every prompt is returned once.
 
     Args:
-        order: numbers of prompts from ``position`` on, enough for ``batches``.
-        position: position before the first batch.
+        order: numbers of prompts after ``position``.
         size: number of groups in a batch.
-        ahead: number of additional prompts that are started, as a share of ``size``.
-        batches: number of batches in all. Towards the end fewer prompts are started ahead, so that no prompt is left.
-        tokenize: returns the tokens of prompts.
+        ahead: additional prompts that are started, as a share of ``size``.
+        batches: number of batches. Towards the end fewer prompts are started, so that none is left.
         request: requests a batch, in another thread if the batch is prefetched.
-        long_rounds: whether unfinished prompts wait until they fill a batch of their own. By default they are in the
-            next batch.
+        long_rounds: whether unfinished prompts wait until they fill a batch of their own.
     """
 
     def __init__(
@@ -128,7 +125,7 @@ class BatchesAhead:
         return partial(self._finish, started, self._tokenize(started), self._drawn + len(new), waiting)
 
     def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the pending prompts that start again, the pending prompts that wait, and the number of new prompts."""
+        """Return the pending prompts that start again, those that wait, and the number of new prompts."""
         num_undrawn = self._batches_left * self._size - len(pending) - len(self._spare)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0
@@ -161,11 +158,7 @@ class BatchesAhead:
 
 
 class GroupRequests:
-    """Requests groups by `POST /darts/v1/rollouts`. The server keeps unfinished prompts, and starts them first later.
-
-    Args:
-        carry: whether unfinished prompts start again, or continue from their tokens.
-    """
+    """Requests groups by `POST /darts/v1/rollouts`. The server keeps unfinished prompts."""
 
     def __init__(self, server: Server, group_size: int, options: Mapping[str, Any], carry: Carry = "restart") -> None:
         self._server = server

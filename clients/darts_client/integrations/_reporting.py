@@ -38,11 +38,7 @@ class RewardReport:
     _has_warned: bool = field(default=False, repr=False)
 
     def connect(self, server: Server, last_batch: Callable[[], SampledBatch | None]) -> None:
-        """Report to this server.
-
-        Args:
-            last_batch: returns the batch that is being rewarded, or None if the server did not shape it.
-        """
+        """Report to this server. `last_batch` returns the batch that is rewarded, or None if it was not shaped."""
         self._server = server
         self._last_batch = last_batch
 
@@ -94,11 +90,8 @@ def report_rewards(function: Callable[..., Any], correct_above: float = 0.0) -> 
     DartsGRPOTrainer(reward_funcs=[report_rewards(is_correct), is_short], ...)
     ```
 
-    A trajectory keeps its first reward, so wrap only the function that checks the answer. The attribute `report` of the
-    wrapper is its `RewardReport`.
-
-    Args:
-        correct_above: an answer with a larger reward is correct.
+    A trajectory keeps its first reward, so wrap only the function that checks the answer. An answer is correct if its
+    reward is above `correct_above`. The attribute `report` of the wrapper is its `RewardReport`.
 
     Raises:
         TypeError: `function` is a reward model or its name, not a function.

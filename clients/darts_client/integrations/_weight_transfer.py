@@ -14,16 +14,13 @@ READY_TIMEOUT = 240.0
 class WeightTransfer:
     """The `weight_transfer` of TRL's `AsyncGRPOTrainer`: sends weights in the body of `PUT /darts/v1/weights`.
 
-    Groups that run while weights arrive continue with them, as TRL intends, and are marked as mixed. There is no NCCL,
-    and the server needs no development routes. With a `peft_config` TRL merges the adapter before.
-
-    At the first update all weights are in the memory of the main process at once, because their number and shapes are
-    not known before. Later updates are sent while they are gathered.
+    Running groups continue with the new weights, as TRL intends, and are marked as mixed. There is no NCCL, and the
+    server needs no development routes. With a `peft_config` TRL merges the adapter before.
 
     Args:
-        url: URL of the server, the trainer's `vllm_server_base_url`.
+        url: the trainer's `vllm_server_base_url`.
         api_key: key with admin rights.
-        ready_timeout: seconds to wait until the server answers, the trainer's `vllm_server_timeout`.
+        ready_timeout: the trainer's `vllm_server_timeout` in seconds.
     """
 
     def __init__(self, url: str, api_key: str | None = None, ready_timeout: float = READY_TIMEOUT) -> None:
@@ -31,13 +28,13 @@ class WeightTransfer:
         self._ready_timeout = ready_timeout
         self._specs: list[TensorSpec] | None = None
         self.version: int | None = None
-        """Version of the last sent weights, as the server counts."""
+        """Server's version of the last sent weights."""
 
     def init_weight_transfer(self) -> None:
         """Wait for the server, and check that it accepts weights.
 
         Raises:
-            TimeoutError: the server did not answer within `ready_timeout`.
+            TimeoutError: the server did not answer in time.
             NotFound: the server is not a darts-server.
         """
         # Not at the top, because TRL warns about every import of an experimental module.
@@ -48,15 +45,14 @@ class WeightTransfer:
         self._server.check_weights()
 
     def pause(self) -> None:
-        """Do nothing. The server stops its engine only while it loads the weights that it has received."""
+        """Do nothing. The server stops its engine only while it loads the weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Send new weights. Return when the server samples with them.
 
         Raises:
-            ValueError: a tensor is not float32, float16 or bfloat16. Quantized models have such tensors.
-            DartsError: the server refused the weights, and still samples with the old weights. TRL's other processes
-                wait until this process ends.
+            ValueError: a tensor is not float32, float16 or bfloat16, as in quantized models.
+            DartsError: the server refused the weights. TRL's other processes wait until this process ends.
         """
         try:
             self.version = self._server.push(self._stream(iterator), rule="keep").version
@@ -68,10 +64,11 @@ class WeightTransfer:
     def _stream(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> TensorStream:
         if self._specs is not None:
             return TensorStream(self._specs, iterator)
+        # Number and shapes of the weights are not known before, so the first update is in memory at once. Later updates
+        # are sent while they are gathered.
         gathered = [(name, tensor.detach().cpu()) for name, tensor in iterator]
         specs = [specify(name, tensor) for name, tensor in gathered]
         stream = TensorStream(specs, iter(gathered))
-        # Kept only if the stream accepted all types.
         self._specs = specs
         return stream
 

@@ -47,30 +47,24 @@ CLIENT = "VLLMClient"
 class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any without trl
     """TRL's trainer, with weights over HTTP, evaluation by vLLM alone, reported rewards and a `DartsCallback`.
 
-    The arguments are TRL's and the arguments below. `args` must have `use_vllm=True` and `vllm_mode="server"`.
-    Functions that `report_rewards` has wrapped report while training, never in evaluation; `reward_reports` counts
-    their rewards.
+    `args` must have `use_vllm=True` and `vllm_mode="server"`. `reward_reports` has the counts of functions that
+    `report_rewards` has wrapped.
 
-    Prompts that start ahead of their step are trained on as often as without it. They need one process, and
-    TRL's importance sampling corrects for tokens of older weights, which keep their log-probs.
+    The last five options train on the same prompts as often, in one process. TRL's importance sampling corrects for
+    tokens of older weights.
 
     Args:
         weight_sync: "http" needs no NCCL. With "nccl" TRL sends the weights.
-        advantages: "unbiased" computes the advantages of training from the trajectories' weights in the server's
-            records, see `darts_client.advantages`. They are divided by their root mean square over the batch, unless
-            `scale_rewards="none"`. A policy without weights is an error in training.
-        baseline: baseline of "unbiased". "pass_rate" is the share of correct trajectories in earlier groups of the
-            prompt, where it is known. It needs reported rewards of 1 for correct and 0 for wrong.
-        rollouts: "auto" is short for `prompts_ahead=0.5, carry="resume"` under the server's policy `auto`. No step
-            waits for its slowest prompts, and no generated token is thrown away.
-        prompts_ahead: number of additional prompts that start, as a share of a batch. Training uses the groups that are
-            complete first.
-        carry: what unfinished prompts do in the next batch. "resume" continues them; "restart" starts them again, first
-            (tail batching).
-        long_rounds: whether unfinished prompts wait until they fill a batch of their own, so that no other prompt waits
-            for a long answer.
-        max_staleness: 1 samples each generation batch while the batch before is trained on.
-        api_key: key of the server.
+        advantages: "unbiased" computes advantages in training from the weights in the server's records, see
+            `darts_client.advantages`. They are divided by their root mean square, unless `scale_rewards="none"`.
+        baseline: baseline of "unbiased". "pass_rate" is the prompt's share of correct trajectories in earlier groups.
+            It needs reported rewards of 1 for correct and 0 for wrong.
+        rollouts: "auto" stands for `prompts_ahead=0.5, carry="resume"` under the policy `auto`. No step waits for its
+            slowest prompts, and no token is thrown away.
+        prompts_ahead: additional prompts, as a share of a batch. Training uses the groups that are complete first.
+        carry: "resume" continues unfinished prompts in the next batch. "restart" starts them again (tail batching).
+        long_rounds: whether unfinished prompts wait until they fill a batch of their own.
+        max_staleness: 1 samples a batch while the batch before is trained on.
 
     Raises:
         ValueError: vLLM is not used or runs in this process, or arguments conflict.
@@ -180,7 +174,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         return self._positions.prompts.rows(batch)
 
     def _weighted_advantages(self) -> list[float]:
-        """Return the advantages of all processes. The main process runs this: it has sampled, and has all rewards."""
+        """Return the advantages of all processes, on the main process, which has sampled."""
         per_function = self._last_rewards
         rewards = (per_function * self.reward_weights.to(per_function)).nansum(dim=1)
         rewards[per_function.isnan().all(dim=1)] = torch.nan
@@ -194,7 +188,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         return weighted_advantages(records, rewards.tolist(), scale=scale, by_pass_rate=self._by_pass_rate)
 
     def _is_training(self) -> bool:
-        """Return whether TRL is training, not evaluating; TRL itself reads the same flag."""
+        # TRL itself reads the same flag.
         model: Any = self.model
         return bool(model.training)
 
@@ -254,8 +248,8 @@ class PushingVLLMClient(DartsVLLMClient):
         """Send new weights. Return when the server samples with them.
 
         Raises:
-            ValueError: a tensor is not float32, float16 or bfloat16. Quantized models have such tensors.
-            DartsError: the server refused the weights, and still samples with the old weights.
+            ValueError: a tensor is not float32, float16 or bfloat16, as in quantized models.
+            DartsError: the server refused the weights.
         """
         try:
             self._server.push(TensorStream(metadata, named_params))
