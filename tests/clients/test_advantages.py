@@ -163,7 +163,7 @@ def cut(outcome: Outcome, limit: float) -> Outcome:
 
 @pytest.mark.parametrize("deadline", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("rule", [CutTail(2, 1), CutTail(2, 2, last_needed=2)], ids=["darts_cut", "cap"])
-def test_with_a_cut_it_is_that_of_the_expected_reward_below_a_limit_that_the_others_set(
+def test_with_a_cut_the_gradient_is_that_of_the_expected_reward_below_a_limit_that_the_others_set(
     rule: CutTail, deadline: int
 ) -> None:
     """A trajectory is cut at the deadline or, if that is longer, at the M-th shortest of the others."""

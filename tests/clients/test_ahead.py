@@ -81,7 +81,7 @@ def test_every_prompt_is_trained_on_once(
         (0.75, 4, [7, 7, 4, 4], [2]),  # the last batch has the two that wait, and the last two new ones
     ],
 )
-def test_in_long_rounds_prompts_that_were_left_wait_until_they_fill_a_batch(
+def test_in_long_rounds_unfinished_prompts_wait_until_they_fill_a_batch(
     ahead: float, batches: int, sizes: list[int], long: list[int]
 ) -> None:
     server = Server(1)
@@ -100,7 +100,7 @@ def test_in_long_rounds_prompts_that_were_left_wait_until_they_fill_a_batch(
 
 
 @pytest.mark.parametrize("stop", range(1, 6))
-def test_what_goes_on_from_a_saved_position_trains_on_the_rest(stop: int, tmp_path: Path) -> None:
+def test_training_from_a_saved_position_trains_on_the_remaining_prompts(stop: int, tmp_path: Path) -> None:
     first = batches_of(Server(stop), 6)
     trained: Counter[int] = Counter()
     for _ in range(stop):
@@ -126,7 +126,7 @@ def test_a_batch_with_too_few_groups_or_one_twice_is_an_error() -> None:
             batches_of(server, 2).next()
 
 
-def test_an_error_of_a_batch_that_was_prefetched_is_raised_with_it() -> None:
+def test_the_error_of_a_prefetched_batch_is_raised_by_next() -> None:
     server = Server()
     server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail
     failing = batches_of(server, 2)

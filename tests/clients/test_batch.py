@@ -61,7 +61,7 @@ def test_the_first_error_is_raised_if_all_groups_fail(server: RunningServer) -> 
         client.batch("broken", **SIZES)
 
 
-def test_a_durable_batch_is_sent_again_with_its_key_and_another_is_not() -> None:
+def test_only_a_durable_batch_is_sent_again_with_its_key() -> None:
     server = FakeServer(httpx.ReadError("lost"), document(group(0), group(1)), httpx.ReadError("lost"))
     with Client("http://test", transport=server.transport) as client:
         batch = client.batch(["a", "b"], idempotency_key="step 1", **SIZES)

@@ -85,7 +85,7 @@ async def test_verl_gets_tokens_and_logprobs_of_its_session() -> None:
     ("given", "prompt", "limit"),
     [({}, 2, 6), ({}, 7, 3), ({}, 40, 1), ({"max_tokens": 9}, 2, 9), ({"max_new_tokens": 8}, 2, 8)],
 )
-async def test_verls_limits_of_tokens_are_those_of_its_own_server(given: Any, prompt: int, limit: int) -> None:
+async def test_verls_token_limits_equal_the_limits_of_its_own_server(given: Any, prompt: int, limit: int) -> None:
     served = Served(choice(5))
     client = verl.LLMServerClient(verl_config(), URL, transport=served.transport)
     await verl_turn(client, *range(prompt), sampling_params=VERL_SAMPLING | given)
@@ -94,14 +94,14 @@ async def test_verls_limits_of_tokens_are_those_of_its_own_server(given: Any, pr
 
 
 @pytest.mark.parametrize(("reason", "resumes"), [("abort", False), ("error", False), ("error", True)])
-async def test_verl_gets_no_beginning_of_an_answer_as_a_whole_one(reason: str, resumes: bool) -> None:
+async def test_verl_rejects_an_aborted_answer(reason: str, resumes: bool) -> None:
     served = Served(choice(5, reason=reason))
     client = verl.LLMServerClient(verl_config(), URL, resumes=resumes, transport=served.transport)
     with pytest.raises(ProtocolError, match=f"finish reason '{reason}'"):
         await verl_turn(client, 1)
 
 
-async def test_verls_aborted_answers_are_continued_with_what_is_left() -> None:
+async def test_verls_aborted_answers_continue_with_the_remaining_tokens() -> None:
     served = Served(choice(5, reason="abort"), choice(reason="abort"), choice(6, 7, reason="length"))
     client = verl.LLMServerClient(verl_config(3), URL, resumes=True, transport=served.transport)
     output = await verl_turn(client, 1)
@@ -114,7 +114,7 @@ async def test_verls_aborted_answers_are_continued_with_what_is_left() -> None:
     assert (await verl_turn(client, 1)).stop_reason == "completed"
 
 
-async def test_what_verl_cannot_have_is_named() -> None:
+async def test_unserved_arguments_of_verl_are_named() -> None:
     client = verl.LLMServerClient(verl_config(), URL, transport=Served().transport)
     with pytest.raises(ValueError, match="image_data: only prompts"):
         await verl_turn(client, 1, image_data=["x"])
@@ -145,7 +145,7 @@ def sampling_params(**more: Any) -> Any:
     return SimpleNamespace(**given | {"bad_words": None} | more)
 
 
-async def test_openrlhf_gets_what_its_executors_read_of_vllms_output() -> None:
+async def test_openrlhf_gets_the_fields_of_vllms_output_that_its_executors_read() -> None:
     served = Served(choice(5, 6, reason="length"))
     engine = openrlhf.HttpEngine(URL, transport=served.transport)
     output = await engine.generate([1, 2], sampling_params(), multi_modal_data=None)
@@ -160,7 +160,7 @@ async def test_openrlhf_gets_what_its_executors_read_of_vllms_output() -> None:
     assert not {"stop", "seed"} & body.keys()
 
 
-async def test_openrlhf_gets_no_beginning_of_an_answer_as_a_whole_one_and_no_logprobs_without_correction() -> None:
+async def test_openrlhf_rejects_an_aborted_answer_and_gets_no_logprobs_without_correction() -> None:
     served = Served(choice(5, reason="abort"), choice(5, reason="error"), {**choice(5), "logprobs": None})
     engine = openrlhf.HttpEngine(URL, transport=served.transport)
     for reason in ("abort", "error"):
@@ -171,7 +171,7 @@ async def test_openrlhf_gets_no_beginning_of_an_answer_as_a_whole_one_and_no_log
     assert "logprobs" not in served.completions[-1][0]
 
 
-async def test_what_openrlhf_cannot_have_is_named() -> None:
+async def test_unserved_arguments_of_openrlhf_are_named() -> None:
     engine = openrlhf.HttpEngine(URL, transport=Served().transport)
     for params, data, match in (
         (sampling_params(), {"image": ["x"]}, "multi_modal_data"),
@@ -225,7 +225,7 @@ async def call(served: Served, path: str, body: Any = None, method: str = "POST"
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
-async def test_slime_and_miles_get_what_they_append_to_a_sample(reason: str) -> None:
+async def test_slime_and_miles_get_the_fields_that_they_append_to_a_sample(reason: str) -> None:
     served = Served(choice(5, 6, reason=reason))
     answer = (await call(served, "/generate", SLIME, **{"X-SMG-Routing-Key": "s-1"})).json()
     meta = answer["meta_info"]
@@ -310,7 +310,7 @@ async def test_slimes_other_calls_reach_the_servers_routes(
         ("/update_weights_from_tensor", {}, 404, "/update_weights_from_disk"),
     ],
 )
-async def test_what_slime_cannot_have_is_named_and_nothing_is_sent(
+async def test_unserved_arguments_of_slime_are_named_and_nothing_is_sent(
     path: str, body: Any, status: int, named: str
 ) -> None:
     served = Served()

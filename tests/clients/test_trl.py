@@ -193,7 +193,7 @@ def score(trainer: DartsGRPOTrainer) -> dict[str, Any]:
     return trainer._generate_and_score_completions(INPUTS)
 
 
-def test_unbiased_advantages_replace_those_of_training(server: FakeVllm, tmp_path: Path) -> None:
+def test_unbiased_advantages_replace_trls_advantages_in_training(server: FakeVllm, tmp_path: Path) -> None:
     server.groups = [group_record(0), group_record(1)]
     trainer = build_trainer(server, tmp_path, more=UNBIASED, scale_rewards="none")
     batch = score(trainer)
@@ -204,7 +204,7 @@ def test_unbiased_advantages_replace_those_of_training(server: FakeVllm, tmp_pat
     assert not equal(before, copy_weights(trainer))
 
 
-def test_unbiased_advantages_have_one_scale_for_the_batch_and_are_zero_where_nothing_was_rewarded(
+def test_unbiased_advantages_have_one_scale_for_the_batch_and_are_zero_without_rewards(
     server: FakeVllm, tmp_path: Path
 ) -> None:
     def second_prompt(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -227,7 +227,7 @@ def test_unbiased_advantages_may_have_the_pass_rate_of_earlier_groups_as_their_b
     assert batch["advantages"].tolist() == pytest.approx(by_pass_rate + EXPECTED)
 
 
-def test_without_rewards_that_differ_unbiased_advantages_are_zero_and_an_evaluation_has_trls_own(
+def test_unbiased_advantages_are_zero_for_equal_rewards_and_an_evaluation_has_trls_advantages(
     server: FakeVllm, tmp_path: Path
 ) -> None:
     trainer = build_trainer(server, tmp_path, lambda completions, **_: [1.0] * len(completions), UNBIASED)
@@ -266,7 +266,7 @@ def test_groups_without_weights_or_some_rewards_end_the_training(server: FakeVll
         ({}, {"vllm_mode": "colocate"}, "vllm_mode='server'"),
     ],
 )
-def test_arguments_that_do_not_work_are_refused_before_any_request(
+def test_invalid_arguments_are_refused_before_any_request(
     more: dict[str, Any], changes: dict[str, Any], message: str, server: FakeVllm, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -128,7 +128,7 @@ async def test_a_cancelled_push_closes_its_file(large: Path) -> None:
                 await asyncio.sleep(0.01)
 
 
-def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:
+def test_the_server_applies_the_options_that_are_sent(url: str, model: FakeModel, tmp_path: Path) -> None:
     with Client(url) as client:
         assert client.weights.get().last is None
         record = client.weights.push(save(tensors(5)), rule="keep", version=7)

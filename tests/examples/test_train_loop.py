@@ -103,7 +103,7 @@ def test_each_prompt_that_was_drawn_is_trained_on_once_or_still_left(server: Run
     assert any(shares) == (carry == "resume")
 
 
-def test_a_long_round_trains_on_the_prompts_that_were_left_over_and_no_other_batch_has_them(
+def test_a_long_round_trains_on_the_unfinished_prompts_and_no_other_batch_has_them(
     server: RunningServer,
 ) -> None:
     progress = Progress()
@@ -121,7 +121,7 @@ def test_a_long_round_trains_on_the_prompts_that_were_left_over_and_no_other_bat
     assert sorted(trained.values()) == sorted([epochs] * (RECIPE.pool - rest) + [epochs + 1] * rest)
 
 
-def test_what_was_resumed_is_trained_on_as_stale_tokens_with_the_logprobs_that_sampled_them(
+def test_resumed_tokens_are_trained_on_as_stale_tokens_with_the_logprobs_that_sampled_them(
     server: RunningServer,
 ) -> None:
     learner, _ = run(server, Method("off", started=STARTED, carry="resume"))
@@ -144,7 +144,7 @@ def test_staleness_1_trains_on_every_prompt_in_order_one_update_late(server: Run
     assert shares == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_run_with_staleness_that_is_interrupted_goes_on_with_the_prompts_that_it_was_not_trained_on(
+def test_an_interrupted_run_with_staleness_continues_with_the_untrained_prompts(
     server: RunningServer,
 ) -> None:
     progress, method = Progress(), Method("off", staleness=1)
