@@ -1,4 +1,4 @@
-"""Which prompts a trainer gets, and when, if more are started than it needs or the next batch is sampled ahead."""
+"""Prompts that a trainer gets if more prompts start than it needs, or if the next batch is sampled ahead."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ START = Position()
 
 
 class Server:
-    """Completes the groups of a random choice of prompts; with ``more``, at times more of them than are needed."""
+    """Completes the groups of a random choice of prompts, with ``more`` sometimes more groups than are needed."""
 
     def __init__(self, seed: int = 0, more: bool = False) -> None:
         self.rng = Random(seed)

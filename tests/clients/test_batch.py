@@ -1,4 +1,4 @@
-"""A batch that is answered at once: the same groups from tensors and from JSON, and answers that do not fit."""
+"""A batch that is answered at once: the same groups from tensors and from JSON, and invalid answers."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def without_seconds(groups: tuple[Group, ...] | list[Group]) -> list[Any]:
-    """What two runs of a batch have in common."""
+    """The values that two runs of a batch have in common."""
     return [
         (g.number, g.prompt_key, g.metadata, [(t.token_ids, t.logprobs, t.text) for t in g.trajectories])
         for g in groups

@@ -118,7 +118,7 @@ def test_choices_that_do_not_fit_the_request_are_rejected(choices: list[dict[str
 
 
 def test_choices_that_moved_into_the_next_group_are_rejected() -> None:
-    # One choice too few of the first prompt and one too many of the second leave no gap in the indices.
+    # A choice too few for the first prompt and a choice too many for the second leave no gap in the indices.
     shifted = (choice(0, prompt=[1]), choice(1, prompt=[2]), choice(2, prompt=[2]), choice(3, prompt=[2]))
     assert parse_error(build(["a", "b"]), *shifted) == "the choices of prompt 0 answer different prompts"
 

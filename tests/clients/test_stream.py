@@ -43,7 +43,7 @@ def build_reader(
 
 
 def read(batch: BatchReader, *events: tuple[str, dict[str, Any]], first: int = 1) -> list[Event]:
-    """Read the events, numbered from `first`, and return those for the caller."""
+    """Read the events, numbered from `first`, and return the events for the caller."""
     results = [
         batch.read(ServerSentEvent(event=name, data=json.dumps(data), id=str(number)))
         for number, (name, data) in enumerate(events, first)
@@ -197,7 +197,8 @@ def test_a_batch_may_run_unnamed_once_the_server_may_have_its_request_and_can_be
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 40))
 def test_deltas_of_any_sizes_are_joined_and_cut(sizes: list[int], cut: int) -> None:
     """A trajectory without tokens needs no delta."""
-    deltas, start = [], 0
+    deltas = []
+    start = 0
     for size in sizes:
         deltas.append(("delta", delta(0, 0, start, start + size)))
         start += size

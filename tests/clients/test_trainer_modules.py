@@ -1,4 +1,4 @@
-"""The modules of trainers that send token ids: their interfaces, by calls as the trainers' source has them."""
+"""The modules for trainers that send token ids, with calls like those in the trainers' source."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from darts_client.integrations._sampling import Sampler
 pytestmark = pytest.mark.anyio
 URL = "http://darts"
 PROMPT_TOKENS = 2
-"""Of every prompt, as the server counts."""
+"""Tokens of every prompt, as the server counts."""
 Choice = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ def choice(*tokens: int, reason: str = "stop") -> Choice:
 
 
 class Served:
-    """A server whose completions are these, one after the other; it keeps all requests."""
+    """A server that returns its completions in turn, and records all requests."""
 
     def __init__(self, *choices: Choice) -> None:
         self.choices = list(choices)
@@ -55,7 +55,7 @@ class Served:
 
 
 VERL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-"""As veRL's agent loops make it."""
+"""Sampling parameters of veRL's agent loops."""
 
 
 def verl_config(response_length: int = 6, prompt_length: int = 4) -> Any:
@@ -64,7 +64,7 @@ def verl_config(response_length: int = 6, prompt_length: int = 4) -> Any:
 
 
 async def verl_turn(client: verl.LLMServerClient, *prompt: int, **more: Any) -> Any:
-    """A call as of veRL's `SingleTurnAgentLoop`."""
+    """Make the call of veRL's `SingleTurnAgentLoop`."""
     absent: dict[str, Any] = dict.fromkeys(("image_data", "video_data", "audio_data"))
     arguments = absent | {"sampling_params": VERL_SAMPLING, "mm_processor_kwargs": {}, "priority": 3} | more
     return await client.generate(request_id="abc", prompt_ids=list(prompt), **arguments)
@@ -139,7 +139,7 @@ def test_verls_manager_gets_our_client_which_can_be_sent_to_its_workers() -> Non
 
 
 def sampling_params(**more: Any) -> Any:
-    """vLLM's `SamplingParams` as OpenRLHF makes them."""
+    """vLLM's `SamplingParams` from OpenRLHF."""
     given: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_tokens": 1, "max_tokens": 6, "n": 1}
     given |= {"logprobs": 1, "skip_special_tokens": False, "stop": [], "stop_token_ids": [], "seed": None}
     return SimpleNamespace(**given | {"bad_words": None} | more)
@@ -245,7 +245,7 @@ async def test_slime_and_miles_get_the_fields_that_they_append_to_a_sample(reaso
 
 
 async def test_slimes_samples_say_which_weights_made_them() -> None:
-    """slime's rollout appends it to `Sample.weight_versions`, where it is in the answer."""
+    """slime's rollout appends the version to `Sample.weight_versions` if the answer has it."""
     served = Served(choice(5), choice(6), choice(5))
     versions = [(await call(served, "/generate", SLIME)).json()["meta_info"]["weight_version"]]
     served.failing["/darts/v1/weights"] = httpx.Response(200, json={"version": 8})

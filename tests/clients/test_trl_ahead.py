@@ -32,7 +32,7 @@ def server() -> Iterator[FakeVllm]:
 def trainer_of(
     server: FakeVllm, out: Path, more: dict[str, Any], trained: list[list[str]] | None = None, **changes: Any
 ) -> DartsGRPOTrainer:
-    """Two prompts a batch, eight in the data set, each with the answer that its row has."""
+    """Trains on two prompts a batch, of eight in the data set, each with the answer in its row."""
     seen = [] if trained is None else trained
 
     def reward(prompts: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -127,7 +127,8 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     trainer.train()
     assert at_reward == [2, 3, 4, 4]
     assert prompts_of(trained) == Counter(EIGHT)
-    weights, rollouts = "/darts/v1/weights", "/darts/v1/rollouts"
+    weights = "/darts/v1/weights"
+    rollouts = "/darts/v1/rollouts"
     assert order_of(server) == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
 
 
@@ -139,7 +140,7 @@ def test_a_resumed_training_that_samples_ahead_trains_on_the_prompts_that_are_le
 
 
 def resume_training(server: FakeVllm, tmp_path: Path, more: dict[str, Any]) -> None:
-    """Train four steps, and again from the checkpoint of the second: on the prompts that are left."""
+    """Train four steps, then again from the checkpoint of the second step, on the remaining prompts."""
     trained: list[list[str]] = []
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer_of(server, tmp_path, more, trained, **saving).train()

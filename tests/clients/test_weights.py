@@ -1,4 +1,4 @@
-"""Weights that are sent: over recording transports, and to the server's own routes over a socket."""
+"""Sent weights, over recording transports and to the server's own routes over a socket."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ WEIGHTS = {"version": 8, "state": "serving", "rule": "finish", "last": None, "la
 
 
 class Recorder(httpx.BaseTransport):
-    """Records bodies piece by piece. ``errors``: raised for the first ones, after the whole body was read."""
+    """Records bodies piece by piece, and raises ``errors`` for the first bodies after they were read."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)

@@ -82,7 +82,7 @@ def test_a_penalty_changes_advantages_and_not_the_rewards_that_are_reported() ->
 
 
 def weighted(truncated_long: bool) -> Group:
-    """Two shortest and one sampled of three others, right and wrong."""
+    """A group of the two shortest and a sample of three others, with correct and wrong answers."""
     trajectories = [
         replace(answer(RIGHT, 3), weight=1.0, selected_as="short"),
         replace(answer("#", 4), weight=1.0, selected_as="short"),
