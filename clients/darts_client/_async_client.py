@@ -142,6 +142,7 @@ class AsyncClient:
             ProtocolError: the answer does not have exactly these groups.
         """
         if not model:
+            # Requests that start at the same time look the model up once.
             async with self._model_lock:
                 if not self._model:
                     self._model = first_model(await self.models())
@@ -150,6 +151,7 @@ class AsyncClient:
         request = completion_request(
             prompts, model=model, group_size=group_size, policy=policy, logprobs=logprobs, sampling=sampling
         )
+        # A second request would sample again, so it is sent only if the first never reached the server.
         response = await self._transport.request(
             "POST", "/v1/completions", idempotent=False, json=request.body, headers=request.headers
         )
@@ -343,6 +345,7 @@ class AsyncClient:
         """
         counts = RewardCounts()
         for offset, rewards in split_rewards(as_rewards(rewarded, values)):
+            # A repeated reward has no effect, so a retry is safe.
             response = await self._transport.request("POST", f"{API}/rewards", json=rewards_body(rewards))
             counts = counts.plus(parse_response(RewardCounts, response), offset)
         return counts

@@ -217,6 +217,7 @@ class AsyncWeightsApi(_AsyncApi):
         return await self._update("PUT", path, content=content, headers=headers, params=params)
 
     async def _update(self, method: str, path: str, **options: Any) -> WeightsRecord:
+        # A second update would change the version again, so it is sent only if the first never reached the server.
         response = await self._transport.request(method, path, idempotent=False, **options)
         return parse_response(WeightsRecord, response)
 

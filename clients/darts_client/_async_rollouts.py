@@ -74,6 +74,7 @@ class AsyncRollouts(Generic[ItemT]):
         return self
 
     async def __anext__(self) -> ItemT:
+        # None is for `start` alone.
         while (item := await anext(self._items)) is None:
             pass
         return item
@@ -116,6 +117,7 @@ class AsyncRollouts(Generic[ItemT]):
             try:
                 async with self._transport.stream_events(method, path, self._batch.limit, **options) as events:
                     async for sse in events:
+                        # `start` waits for the first event, which has the id of the batch.
                         is_first = self._batch.id is None
                         event = self._batch.read(sse)
                         if event is not None or is_first:
@@ -128,6 +130,7 @@ class AsyncRollouts(Generic[ItemT]):
             await async_sleep(delay)
 
     async def _cancel(self) -> None:
+        # The caller may be cancelled, which must not stop this request.
         with suppress(DartsError), async_shield(CANCEL_TIMEOUT):
             if self._batch.is_unnamed:
                 await self._read_id()

@@ -77,6 +77,7 @@ class AsyncTransport:
         timeout = self.options.stream_timeout(limit)
         with translate_errors(f"{method} {path}"):
             async with self._http.stream(method, path, timeout=timeout, **options) as response:
+                # The message of an error is in the body, which httpx has not read yet.
                 if not response.is_success:
                     await response.aread()
                 raise_for_status(response)

@@ -67,6 +67,7 @@ class TokenRows:
         if self._logprobs is None:
             raise ValueError("there are no log-probs")
         values = tuple(self._logprobs[self._slice(row)])
+        # One check for a row: the sum is finite only if all values are.
         if not isfinite(sum(values)):
             raise ValueError(f"row {row} has a log-prob that is not finite")
         return values
@@ -137,6 +138,7 @@ def _array(field: Mapping[str, Any], data: memoryview) -> "array[Any]":
     if not 0 <= begin <= end <= len(data):
         raise ValueError(f"a tensor ends at {end} of {len(data)} bytes")
     values.frombytes(data[begin:end])
+    # safetensors is little-endian.
     if sys.byteorder == "big":
         values.byteswap()
     return values

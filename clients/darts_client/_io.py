@@ -104,6 +104,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)
+            # A crash after the replacement must not leave an empty file.
             file.flush()
             os.fsync(file.fileno())
             os.replace(file.name, path)

@@ -123,6 +123,7 @@ class RetrySchedule:
             raise error
         self._retries_left -= 1
 
+        # Jitter spreads clients that failed at the same moment.
         delay = self._delay * (1 + self._random()) / 2
         self._delay = min(2 * self._delay, MAX_DELAY)
         if isinstance(error, StatusError) and error.retry_after is not None:

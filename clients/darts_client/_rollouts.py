@@ -114,6 +114,7 @@ def rollouts_request(
     # With `carried`, a batch may consist of kept prompts alone.
     is_empty = isinstance(prompts, list | tuple) and not prompts
     prompt_list = [] if carried and is_empty else list_rollout_prompts(prompts)
+    # `sampling` overrides these names.
     own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
         "stream": stream,

@@ -201,6 +201,7 @@ class BatchReader:
         if int(sse.id) <= self._last_event:
             return None
         self._last_event = int(sse.id)
+        # An event shows that the connection works, so the retries start again.
         self._schedule = self._new_schedule()
 
         if sse.event == "error":
@@ -232,6 +233,7 @@ class BatchReader:
             DartsError: `error` itself, if another connection cannot help.
             TimedOut: the time of the batch is over.
         """
+        # An error status, or a request that was never sent, means that no batch has started.
         self._may_be_running = not (isinstance(error, StatusError) or was_never_sent(error))
         if self.is_over:
             raise error

@@ -199,6 +199,7 @@ class Overlap:
         """
         prompts = [prompt for prompt in self._prompts.values() if prompt.num_pending]
         candidates = [candidate for candidate in self._candidates.values() if candidate.num_pending]
+        # Candidates attend to the cache of their prompt, so prompts are first.
         batch = next_batch(prompts or candidates, self._batch_tokens)
         if not batch:
             return []

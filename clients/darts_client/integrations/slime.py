@@ -163,6 +163,7 @@ class Facade:
     async def _abort(self, body: Json, _: Any) -> Json:
         if body.get("abort_all"):
             return await self._forward("/abort_requests")
+        # vLLM's name of the request of a completion's first prompt.
         return await self._forward("/abort_requests", {"request_ids": [f"cmpl-{body['rid']}-0"]})
 
     async def _pause(self, body: Json, _: Any) -> Json:

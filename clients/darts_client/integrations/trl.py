@@ -157,6 +157,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
             # TRL's table of completions has one generation batch, so the new advantages replace the old ones there.
             logged: Any = self._logs["advantages"]
             logged.extend(advantages)
+            # Each process keeps the advantages of its own completions.
             first = self.accelerator.process_index * len(inputs)
             output["advantages"] = torch.tensor(advantages[first : first + len(inputs)]).to(output["advantages"])
         return output
@@ -223,6 +224,7 @@ class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]  # Any w
         if not self.is_training():
             return super()._post(url, **without_shaping(options))
         answer = super()._post(url, **options)
+        # With tool calls TRL requests further turns, which are no groups.
         body = options.get("json") or {}
         if self.sampled is None and body.get("return_token_ids"):
             self.sampled = SampledGroups.of(answer)
