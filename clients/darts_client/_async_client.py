@@ -248,8 +248,9 @@ class AsyncClient:
     ) -> AsyncRollouts[Event]:
         """Yield the events of a batch, with tokens as they are generated.
 
-        A candidate sends a `Delta` for every `chunk_tokens` tokens, and ends with one `TrajectoryEvent` or `Discard`.
-        `GroupEvent` has the whole group, or its `error`. `Done` is last. See `rollouts` for `options`.
+        A candidate that may still be selected sends a `Delta` for every `chunk_tokens` tokens. It ends with one
+        `TrajectoryEvent` or `Discard`. `GroupEvent` has the whole group, or its `error`. `Done` is last. See `rollouts`
+        for `options`.
         """
         request = rollouts_request(
             prompts, "tokens", group_size=group_size, max_tokens=max_tokens, chunk_tokens=chunk_tokens, **options
