@@ -256,11 +256,11 @@ def test_a_reduced_group_has_at_least_its_size_and_at_most_its_candidates(size: 
     assert size <= reduce_candidates(size + extra, size, scale) <= size + extra
 
 
-def test_brownout_starts_at_its_share_of_the_queue_but_not_below_the_capacity() -> None:
+def test_brownout_starts_at_half_of_the_queue_but_not_below_the_capacity() -> None:
     assert [Brownout.for_queue(400, 50).update(waiting) for waiting in (200, 300)] == [1, 0.5]
-    assert [Brownout.for_queue(400, 200, 0.25).update(waiting) for waiting in (200, 300)] == [1, 0.5]
-    assert Brownout.for_queue(400, 50, 1).update(10_000) == 1
-    assert Brownout.for_queue(400, 500, 0).update(10_000) == 1
+    assert [Brownout.for_queue(400, 300).update(waiting) for waiting in (300, 350)] == [1, 0.5]
+    assert Brownout.for_queue(400, 400).update(10_000) == 1
+    assert Brownout.for_queue(400, 500).update(10_000) == 1
 
 
 def test_cv_log_is_the_formula_of_the_public_code() -> None:
