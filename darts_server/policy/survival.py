@@ -33,26 +33,12 @@ BISECTIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """Parameters of pruning; by default the paper's.
+    """How candidates are pruned.
 
-    ``keep_ratio``: kappa, from p_min to p_max, or 1 to score trajectories without pruning. ``balance_strength``:
-    lambda. ``min_survival``, ``max_survival``: p_min and p_max.
+    ``keep_ratio``: kappa, from p_min to p_max, or 1 to score trajectories without pruning.
     """
 
     keep_ratio: float = KEEP_RATIO
-    balance_strength: float = BALANCE_STRENGTH
-    min_survival: float = MIN_SURVIVAL
-    max_survival: float = MAX_SURVIVAL
-
-    def __post_init__(self) -> None:
-        is_ordered = 0 < self.min_survival <= self.keep_ratio <= self.max_survival <= 1
-        if self.prunes and not is_ordered:
-            raise ValueError(
-                "survival must hold 0 < min_survival <= keep_ratio <= max_survival <= 1, got min_survival = "
-                f"{self.min_survival}, keep_ratio = {self.keep_ratio} and max_survival = {self.max_survival}"
-            )
-        if not 0 <= self.balance_strength <= 100:
-            raise ValueError(f"balance_strength must be in [0, 100], got {self.balance_strength}")
 
     @property
     def prunes(self) -> bool:
@@ -63,13 +49,13 @@ class Pruning:
         """Fit survival to recent q, at least one, such that its mean is the keep ratio."""
         # The mean rises with delta from p_min to p_max, and the keep ratio lies between, so bisection finds delta. If a
         # whole range of delta gives the keep ratio, all of it gives the same p.
-        pull = self.keep_ratio - self.balance_strength * np.asarray(qualities, dtype=np.float64)
-        low = self.min_survival - float(pull.max())
-        high = self.max_survival - float(pull.min())
+        pull = self.keep_ratio - BALANCE_STRENGTH * np.asarray(qualities, dtype=np.float64)
+        low = MIN_SURVIVAL - float(pull.max())
+        high = MAX_SURVIVAL - float(pull.min())
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            kept = np.clip(pull + middle, self.min_survival, self.max_survival)
-            if float(kept.mean()) < self.keep_ratio:
+            mean = float(np.clip(pull + middle, MIN_SURVIVAL, MAX_SURVIVAL).mean())
+            if mean < self.keep_ratio:
                 low = middle
             else:
                 high = middle
@@ -85,8 +71,7 @@ class SurvivalCurve:
 
     def survival(self, quality: float) -> float:
         """Return the probability p to keep a trajectory of this ``quality`` (q)."""
-        rule = self.pruning
-        if not rule.prunes:
+        if not self.pruning.prunes:
             return 1.0
-        pull = rule.keep_ratio + self.shift - rule.balance_strength * quality
-        return min(max(pull, rule.min_survival), rule.max_survival)
+        pull = self.pruning.keep_ratio + self.shift - BALANCE_STRENGTH * quality
+        return min(max(pull, MIN_SURVIVAL), MAX_SURVIVAL)
