@@ -8,13 +8,13 @@ separately. With Laplace smoothing alpha and the prior pi, the share of right tr
 
 Two things are added to the paper's form:
 
-Monotone q. A few hundred labels put two or three labels into a bin, so q jumps from bin to bin and predicts worse than
-the score itself. Isotonic regression makes q non-decreasing, with each bin weighted by its labels. This separates noise
-from evidence, so less smoothing is needed. If a score is useless or reversed, its q is close to the prior everywhere.
+Monotone q. With two or three labels in a bin, q jumps from bin to bin and predicts worse than the score itself.
+Isotonic regression makes q non-decreasing, so less smoothing is needed. The q of a useless or reversed score is close
+to the prior.
 
 Inverse propensity weights. A pruned trajectory never gets a reward, so labels are not missing at random. Each label is
-weighted by 1 / (the probability with which its trajectory survived). Survivors then represent the pruned trajectories
-too. Weights are scaled to mean one, so that smoothing keeps its strength.
+weighted by 1 / (probability to survive), so that survivors represent the pruned trajectories too. Weights are scaled to
+mean one, so that smoothing keeps its strength.
 """
 
 import math
@@ -29,14 +29,14 @@ from darts_server.estimates.isotonic import Floats, fit_isotonic
 
 BINS = 128
 COLD_STEPS = 20
-"""The paper's values. Head and model change fast in the first steps, and with them the meaning of a score."""
+"""The paper's values. In the first steps the meaning of a score changes fast."""
 SMOOTHING = 0.25
-"""The paper has 1; monotone q needs less. Over synthetic scores of four kinds and 300 to 4096 labels, the error was at
-most 1.5 times the error with the best value from 1/64 to 1."""
+"""The paper has 1; monotone q needs less. With synthetic scores of four kinds and 300 to 4096 labels, the error was at
+most 1.5 times that of the best value."""
 COLD_LABELS = 256
-"""With fewer labels, the 2 alpha B labels of the paper's smoothing outweigh them, and q is close to the prior."""
+"""Fewer labels are outweighed by the 2 alpha B labels of the paper's smoothing."""
 BUFFER = 4096
-"""Labels of a few steps of usual size, so that labels of old weights are soon forgotten."""
+"""Labels of a few steps, so that labels of old weights are soon forgotten."""
 MAX_WEIGHT = 10.0
 """1 / p_min of the paper: no weight is clipped unless p_min is set lower."""
 
@@ -78,8 +78,8 @@ class Label:
 class Calibration:
     """Options of a calibration.
 
-    ``bins``: B. ``buffer``: number of kept labels. ``cold_steps``, ``cold_labels``: numbers of steps and labels before
-    which scores are not calibrated.
+    ``bins``: B. ``buffer``: number of kept labels. ``cold_steps``, ``cold_labels``: steps and labels before calibration
+    begins.
     """
 
     bins: int = BINS
@@ -129,7 +129,7 @@ class Calibrator:
         return self._fit()[0] if self.labels else 0.5
 
     def probability(self, score: float) -> float:
-        """Return the probability q that a trajectory with this score ends correct."""
+        """Return the probability q of a correct answer."""
         if self.labels_status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins
@@ -159,9 +159,6 @@ class Calibrator:
 
 
 def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: float = MAX_WEIGHT) -> Floats:
-    """Compute the weights min(1 / survival, ``max_weight``), scaled to mean one.
-
-    Clipping trades noise for bias: a clipped label no longer represents all pruned trajectories like it.
-    """
+    """Compute the weights min(1 / survival, ``max_weight``), scaled to mean one. Clipping trades noise for bias."""
     weights = np.minimum(1 / np.asarray(survivals, dtype=np.float64), max_weight)
     return weights / weights.mean() if weights.size else weights

@@ -4,9 +4,9 @@ import reprlib
 from collections.abc import Sized
 
 LARGEST = 2**52
-"""Largest accepted count or length in tokens: the sum of two is an exact float, and a square does not overflow."""
+"""Largest accepted count or length: the sum of two is an exact float, and a square does not overflow."""
 MIN_MEAN = 0.5
-"""Smallest accepted mean length. Every trajectory has at least one token, and the code divides by means."""
+"""Smallest accepted mean length. Means are divided by."""
 ROUNDING = 1e-9
 """Subtracted before rounding up: in floating point .55 * 100 is slightly more than 55."""
 

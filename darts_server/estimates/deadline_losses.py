@@ -1,7 +1,7 @@
 """Losses at deadlines by reported rewards: right answers, and groups that lose all their right answers.
 
-They decide the stretch: the factor by which a policy's deadlines become later. The bound, the length at which every
-candidate is cut, grows with it.
+They decide the stretch: the factor by which a policy's deadlines, and the bound where all candidates are cut, become
+later.
 """
 
 from abc import ABC, abstractmethod
@@ -15,40 +15,39 @@ import numpy as np
 from darts_server.estimates.checks import LARGEST, ROUNDING, check_count, check_number
 
 MEMORY = 5_000
-"""Number of right answers of explored groups after which older answers have faded."""
+"""Right answers of explored groups after which older answers have faded."""
 LOST_REMEMBERED = 25
-"""Number of lost answers in the memory of recent groups, at the largest share that may be lost. It is the smallest that
-shows a share well enough, so the stretch follows shorter answers as fast as it can."""
+"""Lost answers in the memory of recent groups, at the largest allowed share. Fewer show no share, and more would follow
+shorter answers later."""
 MIN_SHARE = 0.002
-"""Share of lost answers below which the memory does not become longer."""
+"""Share of lost answers below which the memory becomes no longer."""
 MIN_RIGHT = 50
-"""Right answers below which the share of lost answers is noise: at 2 %, one in fifty is lost."""
+"""Fewest right answers that show a share of lost answers: at 2 %, one in fifty."""
 MIN_RIGHT_GROUPS = 20
-"""Groups with a right answer below which lost groups do not count. Twenty groups cannot show a share of half a per
-cent, so at first a single lost group moves the deadline. That costs time, and loses nothing."""
+"""Fewest groups with a right answer for lost groups to count. At first a single lost group moves the deadline, which
+costs time and loses nothing."""
 GROUPS_REMEMBERED = 1_000
-"""Number of rewarded groups after which older groups have faded: at half a per cent, five of them are lost."""
+"""Rewarded groups after which older groups have faded. At half a per cent, five of them are lost."""
 SEEN = 0.05
-"""Weight of one group after 3,000 more groups. A smaller sum of weights counts as no group."""
+"""Weight of a group after 3,000 more groups. A smaller sum counts as no group."""
 MAX_FIRST_GROUPS = 256
-"""Maximum number of groups that explore because fewer than `MIN_RIGHT` answers are right."""
+"""Limit of groups that explore because fewer than `MIN_RIGHT` answers are right."""
 MAX_STRETCH = 16.0
 RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
 TWICE = round(log(2) / log(RATIO_STEP))
 """Number of bins between a length and twice that length."""
 LAST_BIN = ceil(log(MAX_STRETCH) / log(RATIO_STEP)) + 1
-"""Bin of answers beyond `MAX_STRETCH`. The bin before it contains `MAX_STRETCH`."""
+"""Bin of answers beyond `MAX_STRETCH`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A returned trajectory with a reward.
 
-    ``relative_length``: its length relative to the length at which it would have been discarded with a stretch of 1. It
-    is the bound if the group would have waited for the trajectory, and the deadline otherwise; 0 without a deadline.
-    ``is_right``: whether the trajectory was right as it was returned. ``cut``: whether its deadline truncated it.
-    ``weight``: 1 / (its probability to be returned).
+    ``relative_length``: length relative to the bound if the group would have waited for the trajectory, and otherwise
+    to the deadline, both with a stretch of 1; 0 without a deadline. ``is_right``: whether the trajectory was right as
+    returned. ``cut``: whether the deadline truncated it. ``weight``: 1 / (its probability to be returned).
     """
 
     relative_length: float
@@ -107,14 +106,13 @@ class DeadlineLosses(Losses):
     """Right answers that deadlines lose. ``DeadlineLosses(**json)`` restores them.
 
     Recent groups show how many answers are right before their deadline, and how many are cut. The few explored groups
-    show how many of the longer answers are right, and at which lengths. So the share follows a policy whose answers
-    become shorter with every batch, and not only with batches that explore. The result depends on the number of
-    answers, and not on how they are divided into groups or batches.
+    show how many of the longer answers are right, and at which lengths. So the share follows shorter answers with every
+    batch, and not only with batches that explore.
 
-    ``right``, ``cut``: answers of recent groups that were right, and answers that were cut and not right.
-    ``explored``: number of right answers of explored groups. ``explored_right``, ``explored_all``: right answers and
-    all answers of explored groups. ``is_rewarded``: whether rewards of a group with a deadline were reported.
-    ``first_groups``: number of groups that explored because too few right answers were known.
+    ``right``, ``cut``: recent answers that were right, and that were cut and not right. ``explored``: number of right
+    answers of explored groups. ``explored_right``, ``explored_all``: right answers and all answers of explored groups.
+    ``is_rewarded``: whether rewards of a group with a deadline were reported. ``first_groups``: number of groups that
+    explored because too few right answers were known.
     """
 
     has_whole_bins = False
@@ -137,18 +135,15 @@ class DeadlineLosses(Losses):
 
     @property
     def should_explore_first(self) -> bool:
-        """Whether the next cohort should explore, because rewards are reported but few right answers are known.
-
-        Without this rule nothing would be known before a cohort explores at random, the twentieth or so.
-        """
+        """Whether the next cohort should explore, because rewards are reported but few right answers are known."""
         return self.is_rewarded and self.explored < MIN_RIGHT and self.first_groups < MAX_FIRST_GROUPS
 
     def with_answers(self, answers: Sequence[Answer], explored: bool, max_share: float) -> "DeadlineLosses":
         """Return the losses after the answers of one more group.
 
-        ``max_share``: largest share of right answers that deadlines may lose. The smaller the share, and the more
-        candidates an answer stands for, the more answers must be remembered.
+        ``max_share``: largest share of right answers that deadlines may lose.
         """
+        # The smaller the share, and the more candidates an answer represents, the more answers are remembered.
         right = [answer for answer in answers if answer.is_right]
         cut = [answer for answer in answers if answer.cut and not answer.is_right]
         heaviest = max((answer.weight for answer in answers), default=1.0)
@@ -169,9 +164,9 @@ class DeadlineLosses(Losses):
         )
 
     def _uncut(self) -> list[float] | None:
-        # An answer that was cut in bin c becomes longer like the explored answers beyond c, and some of these are
-        # right. One more answer is counted in the next bin, with the mean probability to be right. So an answer that is
-        # longer than all explored answers moves the deadline too, by small steps until exploration shows more.
+        # An answer that was cut in bin c becomes longer like the explored answers beyond c. One more answer is counted
+        # in the next bin, with the mean probability to be right. So an answer beyond all explored answers moves the
+        # deadline too, by small steps until exploration shows more.
         beyond = sum(self.explored_all)
         if self.explored < MIN_RIGHT or not sum(self.right) or not beyond:
             return None
@@ -195,14 +190,13 @@ class GroupLosses(Losses):
     """Groups whose right answers are all lost at deadlines. ``GroupLosses(**json)`` restores them.
 
     A group counts at the length of its shortest right answer, relative to the bound with a stretch of 1. A group that
-    was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate), whether
-    they explored or had a later deadline. If none ran longer, one group is counted at twice the length, with the mean
-    probability to have a right answer. So prompts that are always cut move the deadline, within a few batches, until
-    their answers are seen. A group that was cut at the latest possible deadline counts as wrong, since no deadline can
-    keep it.
+    was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If none ran
+    longer, one group is counted at twice the length, with the mean probability to have a right answer. So prompts that
+    are always cut move the deadline, within a few batches, until their answers are seen. A group that was cut at the
+    latest possible deadline counts as wrong, since no deadline can keep it.
 
-    A group that was cut at its deadline, before the bound, may have had a right answer between the two. It counts like
-    the others, so the estimate of the losses is a little too high.
+    A group that was cut at its deadline may have had a right answer before the bound, so the losses are estimated a
+    little too high.
 
     ``right``: groups with a right answer. ``wrong``: groups without, by their longest answer. ``cut``: groups without
     that were cut, by the length of the cut. Older groups fade.
@@ -272,7 +266,7 @@ def _check_histogram(name: str, value: Any) -> None:
 def _bin(relative_length: float) -> int:
     if relative_length <= 1:
         return 0
-    # `ROUNDING` keeps a length at the upper end of a bin in it, whatever the rounding of the logarithm.
+    # `ROUNDING` keeps a length at the upper end of a bin in this bin.
     return min(ceil(log(relative_length) / log(RATIO_STEP) - ROUNDING), LAST_BIN)
 
 
@@ -289,7 +283,7 @@ def _with_answers(
     fade: float,
     bin_of: Callable[[float], int] = _bin,
 ) -> Histogram:
-    """Return the histogram after its weights have faded by the share ``fade`` and the answers were added."""
+    """Return the histogram with more answers, after its weights have faded by the share ``fade``."""
     weights = [max(0.0, 1 - fade) * weight for weight in histogram]
     for answer in answers:
         weights[bin_of(answer.relative_length)] += answer.weight

@@ -1,13 +1,12 @@
 """Learn the time of a decode step by batch size while the engine runs.
 
-PTL(b), the paper's per-token latency, is a property of model, engine and machine. It is flat and then linear on a GPU,
-nearly linear on a CPU, bends where a larger batch activates more experts, and has stairs where batches are padded. So
-no formula is fitted. `LatencyModel` keeps recent steps by batch size, takes the mean of usual steps, and makes these
-means monotone (isotonic regression of logarithms, so that errors are relative). `LatencyCurve` interpolates.
+PTL(b), the paper's per-token latency, is flat and then linear on a GPU, nearly linear on a CPU, bends where a larger
+batch activates more experts, and has stairs where batches are padded. So no formula is fitted. `LatencyModel` keeps
+recent steps by batch size, takes the mean of usual steps, and makes the means monotone (isotonic regression of
+logarithms, so that errors are relative). `LatencyCurve` interpolates.
 
-With 5 % noise, a fifth of the steps delayed up to a hundredfold, and all batch sizes seen, the curve is off by 1 % on
-average and by 5 to 8 % at worst (the three kinds of engine of the tests). A line with one bend was off by 5 % and 17 %
-(nine kinds of engine), since some curves bend the other way.
+With 5 % noise and a fifth of the steps delayed up to a hundredfold, the curve is off by 1 % on average and by 5 to 8 %
+at worst (three kinds of engine). A line with one bend was off by 5 % and 17 %.
 """
 
 import math
@@ -25,31 +24,31 @@ from darts_server.estimates.checks import LARGEST, check_count, check_length, ch
 from darts_server.estimates.isotonic import Floats, fit_isotonic
 
 BINS_PER_OCTAVE = 4
-"""Batch sizes within a fifth of each other share a bin. A bend between two bins is cut off by 4 % at most."""
+"""Batch sizes within a fifth of each other share a bin. A bend is cut off by 4 % at most."""
 STEPS_PER_BIN = 64
-"""Enough to average the noise. When the engine becomes slower or faster, 40 new steps outvote the old steps."""
+"""Enough to average the noise. When the engine changes, 40 new steps outvote the old steps."""
 TYPICAL = 0.4
 """Quantile of a bin's steps that counts as typical: the median of the others if one step in five is delayed."""
 USUAL = 1.75
 """Steps that differ from the typical step by more than this factor are left out: steps that wait for other work, such
-as a pause or a part of a long prefill, and steps from before the engine became slower or faster. The mean of the other
-steps counts, because small delays that are frequent are part of a rollout."""
+as a pause or a part of a long prefill, and steps from before the engine changed. The mean of the other steps counts,
+because frequent small delays are part of a rollout."""
 MIN_STEPS = 12
 """Steps that a bin needs to count. If one step in five is delayed, the typical one of 12 is delayed once in 2,000."""
 SPREAD = 2.0
-"""Factor between the smallest and the largest known batch size below which the slope is mostly noise."""
+"""Factor between the smallest and the largest batch size below which the slope is mostly noise."""
 HALF_LIFE = 256
-"""Number of steps after which a bin without new steps has half the weight where it contradicts other bins."""
+"""Steps after which a bin without new steps has half the weight against other bins."""
 SECONDS = (1e-9, 1e6)
-"""Range of a step's seconds, so that neither sums nor logarithms of them leave the range of floats."""
+"""Accepted seconds of a step: sums and logarithms stay in the range of floats."""
 DIGITS = 5
-"""Significant digits of saved seconds. The noise is far larger, and the state is a third of the size."""
+"""Significant digits of seconds. The state is a third of the size."""
 MAX_STARTS = 128
-"""Number of steps with starts that are kept. A batch has a few to some dozens."""
+"""Number of kept steps with starts. A batch has a few to some dozens."""
 MIN_STARTS = 12
-"""Number of steps with starts before their cost is known. If other work delays one in five, the median rarely is."""
+"""Steps with starts before their cost is known. If one in five is delayed, the median rarely is."""
 MAX_WEIGHT = 0.125
-"""Largest share of all starts that one step may have in the median."""
+"""Largest share of all starts that one step has in the median."""
 
 Start = tuple[int, int, float]
 """A step with starts: its batch size, the number of sequences whose first token it generated, and its seconds."""
@@ -60,7 +59,6 @@ class LatencyCurve:
     """PTL(b): seconds of one decode step while b sequences run, linear between the points (``batches``, ``seconds``).
 
     Below the first point the curve is constant. Beyond the last point it rises by ``per_sequence`` seconds a sequence.
-    Batches increase, and seconds never fall.
     """
 
     batches: tuple[float, ...]
@@ -113,16 +111,13 @@ class LatencyCurve:
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:
     """Return the seconds by which each start lengthens its step, or None before `MIN_STARTS` steps.
 
-    A starting sequence is prefilled, and the API process hands sequences to the engine one after the other. On a real
-    engine, 64 to 128 sequences that were submitted together got their first tokens within two to four steps. The steps
-    took longer the more sequences started, by about the same time for a sequence that took the place of another. So the
-    cost is a number of seconds for each start.
+    On a real engine, 64 to 128 sequences that were submitted together got their first tokens within two to four steps.
+    The steps took longer the more sequences started, also if a sequence took the place of another. So the cost is a
+    number of seconds for each start. It includes prefills; if a prefill is split over steps, only the last step counts.
 
     The seconds of a step beyond the decode curve are due to its n starts. Least absolute deviations fit their cost: the
     median of (seconds beyond the curve) / n, weighted by n. Least squares would follow the largest stall. So would the
-    median if the step that stalled had most of the starts, as after a pause, so no weight exceeds `MAX_WEIGHT` of all.
-
-    The cost includes prefills as an average. If a prefill is split over several steps, only the last step counts.
+    median if the stalled step had most of the starts, as after a pause, so no weight exceeds `MAX_WEIGHT` of all.
     """
     if len(steps) < MIN_STARTS:
         return None
@@ -137,9 +132,6 @@ def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None
 
 class LatencyModel:
     """Learns PTL(b) from decode steps, and the cost of a start from steps in which sequences start.
-
-    A stall hardly moves the curve. A slower or faster engine is believed after some forty steps of a batch size. Where
-    batch sizes without new steps would make the curve fall, newer steps overrule them.
 
     ``LatencyModel(**state)`` restores a saved state.
 
@@ -242,8 +234,7 @@ class LatencyModel:
         for index, steps in self._bins.items():
             if len(steps) < MIN_STEPS:
                 continue
-            # Within a bin, a step's seconds are assumed to grow as the root of its batch: half-way between flat and
-            # proportional.
+            # Within a bin, seconds are assumed to grow as the root of the batch: between flat and proportional.
             batch = median(size for size, _ in steps)
             ordered = sorted(seconds / math.sqrt(size) for size, seconds in steps)
             typical = ordered[round(TYPICAL * (len(ordered) - 1))]
@@ -257,8 +248,8 @@ class LatencyModel:
         logarithms = fit_isotonic([math.log(time) for _, time, _ in points], [weight for _, _, weight in points])
         seconds = [math.exp(logarithm) for logarithm in logarithms]
 
-        # Extrapolate with the slope of the adjacent octave. One more sequence never costs more than the mean of the
-        # running sequences: no engine is that bad, but the slope of a few noisy points may be.
+        # Extrapolate with the slope of the adjacent octave. One more sequence costs at most the mean of the running
+        # sequences: the slope of a few noisy points may be steeper, but no engine is.
         first = max(2, bisect_right(batches, SPREAD * batches[0]))
         last = min(len(batches) - 2, bisect_left(batches, batches[-1] / SPREAD))
         below = linear_regression(batches[:first], seconds[:first]).slope

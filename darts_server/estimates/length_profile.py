@@ -1,28 +1,22 @@
 """Distribution of lengths around their prompt's mean, recorded while the server runs.
 
-Prompts differ in mean length, and are assumed to share the distribution of the ratio r = length / mean length of the
-prompt. The ratios of all prompts are pooled. Stopped candidates are right-censored, and the product-limit
-(Kaplan-Meier) rule counts them as longer. The rule assumes no shape, and stopping at the K-th shortest leaves it
-unbiased: no candidate is stopped because of the length that it would have had.
-
-Beyond the last finished ratios the product-limit rule shows nothing. There the chance to end per token is assumed to be
-constant (an exponential tail), and the longest `TAIL_SHARE` of finished ratios show it.
+Prompts are assumed to share the distribution of the ratio r = length / mean length of the prompt. The ratios of all
+prompts are pooled. Stopped candidates are right-censored, and the product-limit (Kaplan-Meier) rule counts them as
+longer. It assumes no shape. Beyond the last finished ratios it shows nothing, so there the chance to end per token is
+assumed to be constant (an exponential tail).
 
 From a full pool, mean and 90th percentile are right to 6 %. They are up to 32 % too large if lengths have two modes and
 only the short end of the long mode shows.
 
-A ratio to an estimated mean has another distribution than a ratio to the true mean. If a candidate counts in the mean
-like the others, its ratio is pulled towards 1: the longest of n candidates is at most n times their mean. If it does
-not count at all, the errors of the mean come on top of its own spread: ratios scatter too widely, and their mean is too
-large by the variance of the mean, as 1 / x is convex. Both errors are equally large, so a candidate counts half. The
-spread is then right to the order of 1 / n for gamma lengths, and nearly for log-normal lengths. The remaining error of
-the level, half the mean's relative variance, is divided out.
+The mean of a prompt is itself estimated. If a candidate counts in the mean like the others, its ratio is pulled towards
+1: the longest of n candidates is at most n times their mean. If it does not count, ratios scatter too widely, and their
+mean is too large, as 1 / x is convex. Both errors are equally large, so a candidate counts half. The spread is then
+right to the order of 1 / n for gamma lengths. The remaining error of the level, half the mean's relative variance, is
+divided out.
 
 If all candidates finish, the 99th percentile is at most 12 % too small, instead of 21 %. From one group of each prompt,
 with the 7 shortest of 12 and one sampled candidate, it is 25 to 45 % too small, and the 90th percentile 5 to 14 %. From
-six groups it is right to 7 %, and the 90th percentile up to 11 % too large. `tests/estimates/test_length_profile.py`
-has the table. These errors are mostly due to the estimated means: to their bias (see `lengths`), and because a group
-with a low mean shows larger ratios before its candidates are stopped.
+six groups it is right to 7 %. `tests/estimates/test_length_profile.py` has the table.
 """
 
 import math
@@ -40,12 +34,11 @@ BINS_PER_OCTAVE = 24
 EDGES: Floats = 2.0 ** np.linspace(*OCTAVES, (OCTAVES[1] - OCTAVES[0]) * BINS_PER_OCTAVE + 1)
 
 MEMORY = 4096
-"""Effective number of ratios in the pool: some 300 groups, one or two steps of usual size. Older ratios fade."""
+"""Effective number of ratios in the pool: some 300 groups, one or two steps. Older ratios fade."""
 NO_COUNT = 1e-9
-"""Counts that have faded below this are set to zero."""
+"""Counts below this are set to zero."""
 TAIL_SHARE = 0.05
-"""Share of finished ratios that shows the tail. With more, lengths with two modes come out too wide. With fewer, the
-tail is noise."""
+"""Share of finished ratios that shows the tail. With more, two modes become too wide; with fewer, it is noise."""
 TAIL_COUNT = 20
 """Smallest number of finished ratios that shows the tail, unless it is more than half of all."""
 OWN_VOTE = 0.5
@@ -94,8 +87,7 @@ class LengthProfile:
         if total <= 0:
             return None
 
-        # Product-limit rule. Within a bin, finished candidates come before stopped candidates, which were stopped
-        # because the others had finished.
+        # Product-limit rule. Within a bin, finished candidates come first, because they caused the stops.
         at_risk = _sums_from(finished + censored)
         ending = np.divide(finished, at_risk, out=np.zeros_like(finished), where=finished > 0)
         survival = np.concatenate([[1.0], np.cumprod(1.0 - ending)])
@@ -106,7 +98,7 @@ class LengthProfile:
         longer = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n
         ratios = np.interp(-longer, -survival[: tail + 1], EDGES[: tail + 1])
 
-        # Each candidate that passes a bin is at risk over the whole bin, and a candidate that ends there over half.
+        # A candidate that passes a bin is at risk over the whole bin, and a candidate that ends there over half.
         exposure = float(((at_risk - (finished + censored) / 2) * np.diff(EDGES))[tail:].sum())
         wait = exposure / float(finished[tail:].sum())
         beyond = np.maximum(np.log(survival[tail] / longer), 0.0)
@@ -130,7 +122,7 @@ def ratios_to_mean(
         earlier: statistics of the prompt before this group. Without them, the mean is the mean of the other candidates
             of the group, and a single candidate is left out.
     """
-    # A stopped candidate adds little to what is known about the mean, so only finished candidates count.
+    # A stopped candidate tells little about the mean, so only finished candidates count.
     num_finished = max(sum(not o.censored for o in observations), 1)
     mean = estimate.mean
     std = estimate.std

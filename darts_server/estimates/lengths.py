@@ -1,24 +1,19 @@
 """Estimate mean and spread of a prompt's lengths, although early stopping hides the long lengths.
 
-The K shortest candidates finish, and the others are stopped when they are about as long as the K-th shortest. A std of
-finished candidates alone is far too small, and smallest for prompts with most candidates. But a stopped candidate still
-shows that it would have been longer: it is *right-censored*.
+The K shortest candidates finish, and the others are stopped when they are about as long as the K-th shortest. The std
+of finished candidates alone is 19 to 82 % too small. But a stopped candidate would have been longer than it is: it is
+*right-censored*.
 
 The estimator completes the sample. It replaces each censored length by the mean, and its square by the mean square, of
-the lengths that the candidate may have reached. Then it takes mean and sample std as usual. The lengths come from two
-sources:
+the lengths that the candidate may have reached. The lengths come from two sources:
 
 * longer candidates of the prompt, with one vote each: the product-limit (Kaplan-Meier) rule, which assumes no shape;
-* an assumed shape with `SHAPE_VOTES`, fitted to the sample (`FittedShape`). It decides alone if no candidate is longer.
+* an assumed shape with `SHAPE_VOTES`, fitted to the sample (`FittedShape`).
 
-If nothing was censored, nothing is assumed: the result is the plain mean and the sample std (n - 1).
-
-With 8 of 12 or 16 returned, the std of geometric lengths is up to 10 % too small. For log-normal lengths it is up to
-15 % too small with sigma .5, and up to 33 % with .8. The std of finished candidates alone is 19 to 82 % too small.
-`tests/estimates/test_lengths.py` has the table.
-
-Lengths with two modes are harder: the std is between 55 % too small and 77 % too large. If the long mode lies beyond
-the K-th shortest, no estimator can see it. A sampled candidate can, and so makes all errors smaller.
+Without censored lengths the result is the plain mean and the sample std (n - 1). With 8 of 12 or 16 returned, the std
+of geometric lengths is up to 10 % too small, and that of log-normal lengths up to 15 % (sigma .5) or 33 % (.8). With
+two modes it is between 55 % too small and 77 % too large, because a long mode beyond the K-th shortest cannot be seen.
+A sampled candidate makes all errors smaller. `tests/estimates/test_lengths.py` has the table.
 """
 
 import math
@@ -33,16 +28,15 @@ from operator import mul
 from darts_server.estimates.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 
 SHAPE_VOTES = 0.5
-"""Votes of the fitted shape, where each longer candidate has one vote: enough to temper a single sampled candidate."""
+"""Votes of the fitted shape: enough to temper a single sampled candidate."""
 SHAPE_ROOT = 4
 """This root of a length is assumed to be normal."""
 PRIOR_VOTES = 0.5
 PRIOR_VARIATION = 0.5
-"""Prior on the spread: half an observation that is off by half the mean. It matters if all finished lengths agree."""
+"""Prior on the spread: half an observation that is off by half the mean."""
 NEWTON_STEPS = 50
-"""Never reached: Newton's method took four steps on average, and at most 11 in 80,000 samples of all kinds."""
+"""Never reached: it took four steps on average, and at most 11 in 80,000 samples."""
 NEWTON_TOLERANCE = 1e-6
-"""Relative tolerance of the shape's parameters."""
 ERFC_RANGE = 30.0
 """Beyond it erfc underflows, and the asymptotic form is exact to a part in a million."""
 
@@ -53,7 +47,7 @@ EMA_ALPHA = 0.3
 WINDOW_STEPS = 10
 """Number of steps behind the data set's spread (the paper's public code)."""
 KEPT_LENGTHS = 256
-"""Number of lengths of a prompt's last group that are saved. More say little, and a document holds 64 KiB."""
+"""Saved lengths of a prompt's last group. A document holds 64 KiB."""
 KEPT = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LENGTHS - 1}}}")
 """Form of `PromptStats.lengths`."""
 
@@ -63,10 +57,7 @@ KEPT = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LE
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Length of one candidate.
-
-    ``censored``: whether the candidate was stopped or truncated after ``tokens`` tokens, and would have been longer.
-    """
+    """Length of one candidate, ``censored`` if it was stopped or truncated and would have been longer."""
 
     tokens: int
     censored: bool = False
@@ -74,7 +65,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Mean and sample std (n - 1) of one prompt's lengths, in tokens. ``std`` is None for a single candidate."""
+    """Mean and sample std of one prompt's lengths, in tokens. ``std`` is None for a single candidate."""
 
     mean: float
     std: float | None
@@ -96,7 +87,7 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     if n == 1:
         return LengthEstimate(mean, None)
 
-    # E[x²] - mean² would lose its digits if the spread is small against the mean; (first - mean)² keeps them.
+    # E[x²] - mean² would lose its digits if the spread is small; (first - mean)² keeps them.
     squares = [weight * ((first - mean) ** 2 + (second - first * first)) for weight, first, second in sample]
     # Equal weights divide by n - 1. Other weights divide by its generalisation.
     freedom = n - math.fsum(weight**2 for weight in weights) / n
@@ -106,8 +97,7 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
     """Return (weight, length) pairs, with each censored candidate at its expected length.
 
-    The weights add up to the number of candidates with tokens. The pairs serve for distributions over many prompts. For
-    one prompt use `estimate_lengths`, which also counts how much the expected lengths vary.
+    They serve for distributions over many prompts, because they ignore how much the expected lengths vary.
     """
     has_finished = any(not o.censored for o in observations)
     has_censored = any(o.censored and o.tokens > 0 for o in observations)
@@ -121,7 +111,7 @@ Weighted = tuple[float, float, float]
 
 
 def _completed(observations: Sequence[Observation]) -> list[Weighted]:
-    """Return the sample with the censored candidates completed. If no candidate finished, see `estimate_lengths`.
+    """Return the completed sample.
 
     Each censored candidate gives its weight to longer candidates in equal votes, and keeps the share of the shape. A
     longer candidate that is censored too passes on the weight that it received.
@@ -149,7 +139,7 @@ def _completed(observations: Sequence[Observation]) -> list[Weighted]:
     for c in censored:
         if c not in fitted:
             fitted[c] = shape.moments_beyond(c)
-        # One token more is no evidence: a candidate is stopped one token short of the finished candidate that beat it.
+        # One token more is no evidence: a candidate is stopped one token short of the candidate that beat it.
         longer = len(tokens) - bisect_right(tokens, c + 1)
         weight = received[bisect_left(censored, c - 1)]
         vote = weight / (longer + SHAPE_VOTES)
@@ -167,14 +157,12 @@ def _completed(observations: Sequence[Observation]) -> list[Weighted]:
 class FittedShape:
     """The assumed shape of a prompt's lengths: their fourth root is normal, with ``mean`` and ``std``.
 
-    Eight of 16 lengths do not reveal a shape, so one shape must serve all prompts. With the logarithm in place of the
-    fourth root, log-normal lengths come out within 15 %, but lengths with two modes or a lighter tail are up to three
-    times too wide. With the cube root, which nearly covers the gamma and Weibull families, log-normal lengths come out
-    a few per cent shorter. The fourth root is the compromise.
+    Eight of 16 lengths do not reveal a shape, so one shape serves all prompts. With the logarithm, log-normal lengths
+    are within 15 %, but lengths with two modes or a lighter tail are up to three times too wide. With the cube root,
+    log-normal lengths are a few per cent shorter. The fourth root is the compromise.
 
-    Beyond the longest known length, the tail is assumed to be no heavier than with a constant chance to end per token:
-    one end in ``wait`` tokens, the mean number of tokens per end so far. Without this assumption, the logarithm gave
-    spreads ten times too wide and more.
+    The tail is at most as heavy as with a constant chance to end per token: one end in ``wait`` tokens, the mean number
+    of tokens per end so far.
     """
 
     mean: float
@@ -185,10 +173,9 @@ class FittedShape:
     def fit(finished: Sequence[int], censored: Sequence[int]) -> "FittedShape":
         """Fit the shape to finished lengths, at least one, and to censored lengths, by maximum likelihood (Tobit).
 
-        In Olsen's parameters, ``location`` = mean / std and ``precision`` = 1 / std, the penalised log-likelihood of a
-        right-censored normal sample is concave, so Newton's method needs few steps. The prior counts as `PRIOR_VOTES`
-        deviations. The mean takes one degree of freedom: without censoring and prior, the fitted variance is the
-        sample's (n - 1).
+        In Olsen's parameters, ``location`` = mean / std and ``precision`` = 1 / std, the penalised log-likelihood is
+        concave, so Newton's method needs few steps. The mean takes one degree of freedom: without censoring and prior,
+        the fitted variance is the sample's (n - 1).
         """
         roots = [float(x ** (1 / SHAPE_ROOT)) for x in finished]
         # Longer than c means at least c + 1, rounded to whole tokens.
@@ -228,8 +215,7 @@ class FittedShape:
             determinant = twice_location * twice_precision - mixed**2
             by_location = (mixed * to_precision - twice_precision * to_location) / determinant
             by_precision = (mixed * to_location - twice_location * to_precision) / determinant
-            # If few lengths lie far below the stopped candidates, a full step overshoots. A step that keeps half of the
-            # precision does not.
+            # A full step may overshoot. A step that keeps half of the precision does not.
             share = 1.0
             if by_precision < -precision / 2:
                 share = -precision / 2 / by_precision
@@ -258,7 +244,7 @@ class FittedShape:
                 math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1)
             )
 
-        # Both moments are at most the moments of a constant chance to end from here on, one in `wait` tokens.
+        # Both are at most the moments of a constant chance to end, one in `wait` tokens.
         return (
             min(moment(SHAPE_ROOT), tokens + self.wait),
             min(moment(2 * SHAPE_ROOT), tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2),
@@ -280,12 +266,10 @@ class PromptStats:
     """One prompt's length statistics. ``PromptStats(**json)`` restores them.
 
     ``std_ema``, ``mean_ema``: exponential moving averages over the prompt's groups in tokens, corrected for stopped and
-    truncated candidates. ``std_ema`` is None until a group had two candidates. ``groups``, ``candidates``: numbers of
-    groups and candidates so far.
+    truncated candidates. ``std_ema`` is None until a group had two candidates.
 
-    The other fields describe the last group, and are None if not known. Documents of earlier versions have only the
-    weight version. ``max_tokens``: limit of a candidate's tokens. ``lengths``: token counts such as ``"40 96+"``, where
-    a plus marks a candidate that was stopped or truncated.
+    The fields from ``weight_version`` on describe the last group, as far as known. ``lengths``: token counts such as
+    ``"40 96+"``, where a plus marks a candidate that was stopped or truncated.
     """
 
     std_ema: float | None
@@ -317,7 +301,7 @@ class PromptStats:
 
     @property
     def observations(self) -> list[Observation]:
-        """Lengths of the last group's candidates, or nothing if they are not known."""
+        """Lengths of the last group's candidates, as far as known."""
         return [Observation(int(text.rstrip("+")), censored=text.endswith("+")) for text in self.lengths.split()]
 
     def is_truncated(self, observation: Observation) -> bool:
@@ -342,11 +326,7 @@ def update_stats(
     max_tokens: int | None = None,
     prompt_tokens: int | None = None,
 ) -> PromptStats:
-    """Return the statistics after one more group.
-
-    The first group counts fully, later groups with weight `EMA_ALPHA`. ``estimate``: `estimate_lengths` of the
-    ``observations``.
-    """
+    """Return the statistics after one more group. ``estimate``: `estimate_lengths` of the ``observations``."""
     mean = estimate.mean
     std = estimate.std
     groups = 1

@@ -1,8 +1,8 @@
 """Selection rules whose tail is sampled by random numbers that are drawn before any candidate runs.
 
 `CutTail` has a deadline. The deadline D of a group is the deadline of its cohort, but at least the length of its own
-M-th shortest valid candidate, so that a prompt that needs long answers has the time for them. Every candidate is cut at
-the bound, which is set with the deadline, as if the bound were its length limit.
+M-th shortest valid candidate, so that a prompt has the time for long answers. Every candidate is cut at the bound,
+which is set with the deadline, as if it were the length limit.
 """
 
 from bisect import bisect_left
@@ -19,8 +19,8 @@ from darts_server.types import DiscardReason, SelectedAs
 class SampledTailSelector(Selector):
     """Selects the K shortest valid candidates, and from all others the L candidates with the lowest tail draws.
 
-    A candidate beyond the threshold, the K-th shortest, is stopped as soon as L other candidates outside the K places
-    certainly have a lower draw. With a deadline, the threshold is the candidate at ``completion_place``.
+    A candidate beyond the K-th shortest is stopped as soon as L other candidates outside the K places certainly have a
+    lower draw. With a deadline, ``completion_place`` takes the place of K.
     """
 
     def select(self) -> dict[int, SelectedAs]:
@@ -111,10 +111,9 @@ class SampledTailSelector(Selector):
 
     def check_at(self) -> dict[int, int]:
         """Return the token counts at which running candidates fall behind others."""
-        # It matters when a candidate falls behind the K-th shortest. If its draw is lower than the draw of a candidate
-        # beyond the threshold that is not stopped, it may decide the tail. Then it matters when it falls behind any of
-        # the K shortest. With early delivery this matters for all, because each of the K shortest becomes certain
-        # separately.
+        # Every candidate is checked when it falls behind the K-th shortest. A candidate with a lower draw than any
+        # candidate of `_beyond` may decide the tail, so it is checked at each of the K shortest. With early delivery
+        # all are, because each of the K shortest becomes certain separately.
         places = self.rule.num_shortest
         checks = self.threshold_checks(places)
         highest_draw = inf

@@ -1,10 +1,9 @@
 """Selection rules: which candidates of a prompt make the group, and what is certain while some of them still run.
 
 A rule is a value. While a group runs, the rule's `Selector` keeps the candidates in order, says which of them can be
-stopped or returned early, and selects in the end.
-
-A rule reads only lengths, validity (finished at a stop token and not at the length limit), indices, tail draws and the
-deadline. It never reads a reward or a score, and does not depend on the order in which candidates finish.
+stopped or returned early, and selects in the end. It reads only lengths, validity (finished at a stop token and not at
+the length limit), indices, tail draws and the deadline, and no rewards or scores. The order in which candidates finish
+does not matter.
 
 Rules with a sampled tail are in `sampled_tail`.
 """
@@ -27,11 +26,10 @@ Key = tuple[int, int]
 class Selector:
     """Follows the candidates of a group, and selects among them.
 
-    The lists ``running``, ``valid`` and ``invalid`` are in order, the shortest candidate first. A changed candidate is
-    moved in O(log n) comparisons. Everything else is computed when a rule needs it, in O(n) at most.
+    The lists ``running``, ``valid`` and ``invalid`` are in order, the shortest candidate first.
 
     All methods but `update` are queries. Their answers hold whatever the running candidates do, unless they fail. This
-    base class stops no candidate, and selects all of them.
+    base class stops no candidate, and selects all.
 
     ``deliver_early``: whether `deliveries` is called before the group is complete. It needs more checks.
     """
@@ -104,9 +102,8 @@ class Selector:
     def num_below_threshold(self, places: int) -> int:
         """Return the number of running candidates that can still be among the ``places`` shortest.
 
-        They come first in ``running``. The threshold is the ``places``-th shortest valid candidate so far; while fewer
-        have finished, no candidate is beyond it. The threshold can only fall, and running candidates can only get
-        longer. So a candidate beyond the threshold stays beyond it, and can be stopped before the others finish.
+        They come first in ``running``. The threshold is the ``places``-th shortest valid candidate so far. It can only
+        fall, and running candidates can only get longer, so a candidate beyond the threshold stays beyond it.
         """
         if len(self.valid) < places:
             return len(self.running)
@@ -115,10 +112,7 @@ class Selector:
         return bisect_left(self.running, self.valid[places - 1])
 
     def threshold_checks(self, places: int) -> dict[int, int]:
-        """Return the token count at which each running candidate gets beyond the threshold, if it is not beyond yet.
-
-        Of two equal lengths the lower index comes first, so a higher index gets beyond the threshold a token earlier.
-        """
+        """Return the token count at which each running candidate gets beyond the threshold, if it is not beyond yet."""
         if not 0 < places <= len(self.valid):
             return {}
         tokens, last = self.valid[places - 1]
@@ -159,7 +153,7 @@ class Selector:
     def check_at(self) -> dict[int, int]:
         """Return the token count of each running candidate at which another query may change its answer.
 
-        Candidates that can be stopped must have been removed before.
+        Candidates that can be stopped must be removed before.
         """
         return {}
 
@@ -180,7 +174,7 @@ class SelectionRule:
     fewest: int = field(init=False, repr=False, compare=False)
     """Number of candidates that must be left after pruning and failures."""
     completion_place: int = field(init=False, repr=False, compare=False)
-    """Rank, from 1, of the valid candidate whose length is the number of tokens that the group needs."""
+    """Rank of the valid candidate, from 1, at whose length the group could be complete without its tail."""
 
     def __post_init__(self) -> None:
         for name in ("size", "fewest", "completion_place"):
@@ -193,11 +187,9 @@ class SelectionRule:
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         """Return 1 / (probability to be selected) of each selected candidate of a complete group, by index.
 
-        The probability is over tail draws and pruning, given the length that each candidate would have reached. The
-        result is None if some candidates can never be selected, because no weights make up for them. By default it is
-        None unless all candidates were certain to be selected.
-
-        ``candidates``: all candidates that count, stopped candidates included.
+        The probability is over tail draws and pruning, given the lengths that all ``candidates``, stopped candidates
+        included, would have reached. None if some candidates can never be selected, because no weights make up for
+        them. By default None unless all candidates were certain to be selected.
         """
         if any(c.selected_as is None or c.survival < 1 for c in candidates):
             return None
@@ -311,8 +303,8 @@ class DualEnd(SelectionRule):
 
     If fewer than K + L candidates are valid, the shortest invalid candidates fill up.
 
-    L = 0 is the rule for saturated prompts (DARTS, variance-guided tail pruning): a candidate that gets longer than the
-    K-th shortest is stopped. With L >= 1 any candidate may become the longest, so all candidates run until they finish.
+    L = 0 is the rule for saturated prompts (DARTS, variance-guided tail pruning): a candidate beyond the K-th shortest
+    is stopped. With L >= 1 any candidate may become the longest, so all run until they finish.
     """
 
     __slots__ = ()
@@ -354,8 +346,8 @@ class SampledSurvivorsSelector(Selector):
 class SampledSurvivors(SelectionRule):
     """Select ``size`` of the candidates that were not pruned, each with the same probability, by the lowest tail draws.
 
-    All survivors run until they finish. Pruning depends on how many candidates are left. If survivors that lose the
-    draw were stopped, pruning would depend on tail draws, and the weights would not be exact.
+    All survivors run until they finish. If survivors that lose the draw were stopped, pruning, which depends on how
+    many candidates are left, would depend on tail draws, and the weights would not be exact.
     """
 
     __slots__ = ()

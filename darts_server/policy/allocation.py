@@ -3,8 +3,7 @@
 `cv_log_mean` chooses the mean number of candidates per prompt. `allocate` shares it among the prompts of a cohort by
 the spread of their lengths, and `ShadowPrice` does so for single requests.
 
-Under load, `Brownout` gives up extra candidates before a request has to be refused (an extension of ours): they shorten
-a group only if the engine has room for them.
+Under load, `Brownout` gives up extra candidates before a request has to be refused (an extension of ours).
 """
 
 import math
@@ -21,18 +20,17 @@ CV_SCALE = 5.0
 CV_MAX = 1.75
 """Constants of the paper's public code."""
 WINDOW = 256
-"""Number of latest requests that serve as a cohort: a usual number of prompts a step."""
+"""Number of latest requests that serve as a cohort, as usual in a step."""
 DEBT_HORIZON = 32
-"""Number of requests in which a debt is made up. It is short against the window, so that the mean of a sorted stream
-stays at its target, and long against the noise of single requests."""
+"""Number of requests in which a debt is made up: short against the window, so that the mean of a sorted stream stays at
+its target, and long against the noise of single requests."""
 MAX_DEBT = 2**24
-"""Largest accepted debt, far above `DEBT_HORIZON` times the candidates of any group."""
+"""Largest accepted debt, far above any real one."""
 BROWNOUT_SHARE = 0.5
-"""Share of the queue from which redundancy falls. A short peak changes no group, and half of the queue is left for
-requests that arrive until fewer candidates run."""
+"""Share of the queue from which redundancy falls. A short peak changes no group."""
 RELIEF = 0.5
-"""Gap between the lines on which redundancy falls and rises, as a share of ``start``. Without the gap, redundancy would
-change with every group that starts or ends."""
+"""Gap between the lines on which redundancy falls and rises, as a share of ``start``, so that it does not change with
+every group."""
 BELOW_HALF = math.nextafter(0.5, 0)
 
 
@@ -74,7 +72,7 @@ def allocate_by_std(stds: Sequence[float | None], *, budget: int, low: int, high
     x = np.asarray([mean if std is None else std for std in stds], dtype=np.float64)
     spread = float(x.max() - x.min()) if x.size else 0.0
     weights = np.ones(x.size)
-    # A smaller spread cannot be divided by. The ratios of the weights tend to 1 as it vanishes.
+    # A smaller spread cannot be divided by. As it vanishes, the ratios of the weights tend to 1.
     if spread > np.finfo(float).tiny:
         weights = (x - x.min() + 1) / spread
     return allocate(weights, budget, low, high)
@@ -87,9 +85,7 @@ def allocate(weights: Sequence[float] | Floats, budget: int, low: int, high: int
 
     The terms are convex in m_i, so it is optimal to give each candidate to the prompt with the largest gain
     w/m - w/(m + 1). Equal gains go to the prompt with fewer candidates, then to the larger weight, then to the earlier
-    prompt. So a larger weight never gets fewer candidates.
-
-    With N * (high - low) = 1,000,000 it takes some 60 ms and 17 MB.
+    prompt. So a larger weight never gets fewer candidates. N * (high - low) = 1,000,000 takes 60 ms and 17 MB.
 
     Args:
         weights: above 0.
@@ -121,14 +117,12 @@ class ShadowPrice:
     """Allocates candidates to single requests. ``ShadowPrice(**json)`` restores it.
 
     The continuous optimum for a cohort is m_i = clip(sqrt(w_i / mu), low, high), where all prompts share the shadow
-    price mu. The last `WINDOW` requests serve as the cohort: mu is the price at which their mean m is the target. So a
-    request gets the same candidates, before rounding, as in a cohort with the requests before it. All weights have the
-    same divisor, which is left to mu, so w is x - min + 1.
+    price mu. The last `WINDOW` requests serve as the cohort: mu is the price at which their mean m is the target. All
+    weights have the same divisor, which is left to mu, so w is x - min + 1.
 
-    The mean stays at the target only while new requests look like the old requests. So a debt moves the target of the
-    next requests, and is made up within about `DEBT_HORIZON` requests. It cannot grow further than to where it moves
-    the target to ``low`` or ``high``: in any stream, the mean of n requests is off by at most about
-    `DEBT_HORIZON` * (high - low) / n.
+    The mean stays at the target only while new requests look like old requests. So a debt moves the target of the next
+    requests, and is made up within about `DEBT_HORIZON` requests. In any stream, the mean of n requests is off by at
+    most about `DEBT_HORIZON` * (high - low) / n.
 
     ``recent``: length stds of the last requests in tokens, oldest first. ``debt``: number of candidates that were given
     too few so far, or below zero, too many. ``carry``: remainder of rounding, in [-0.5, 0.5).
@@ -160,9 +154,9 @@ class ShadowPrice:
         if std is None:
             stds = np.append(stds, _mean(self.recent))
 
-        # Compute the share of the last request in one cohort. With s = 1 / sqrt(mu), the mean of
-        # clip(s * root, low, high) is a piecewise linear, increasing function of s. Its slope changes where a root
-        # leaves `low` and where it reaches `high`. The target is interpolated between the sums at these points.
+        # With s = 1 / sqrt(mu), the mean of clip(s * root, low, high) is a piecewise linear, increasing function of s.
+        # Its slope changes where a root leaves `low` and where it reaches `high`. The target is interpolated between
+        # the sums at these points.
         roots = np.sqrt(stds - stds.min() + 1)
         wanted = min(max(target + self.debt / DEBT_HORIZON, low), high)
         bends = np.concatenate([low / roots, high / roots])

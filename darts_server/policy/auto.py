@@ -1,14 +1,12 @@
 """`auto`: how many prompts of a batch run at once. Prompts that are left over are resumed in the next batch.
 
-A batch that resumes prompts offers more prompts than it needs groups. Running more prompts than are needed keeps the
-engine full while the longest answers finish, and loses nothing. It costs tokens of older weights, and larger batches,
-and helps only if some answers are much longer than others.
+Running more prompts than are needed keeps the engine full while the longest answers finish, and loses nothing. It costs
+tokens of older weights, and larger batches, and helps only if some answers are much longer than others.
 
 Times are relative to the batch alone: the seconds of the returned trajectories if all of them started together and
-nothing else ran (`LatencyCurve.completion_seconds`). So batches with long and short answers can be compared. Many
-answers that end together at the length limit keep the engine full, so they are no stragglers. A few long answers are:
-they leave the engine nearly empty. If too many groups end together with the last group, running ahead saves nothing,
-and `auto` does not run ahead whatever was measured.
+nothing else ran (`LatencyCurve.completion_seconds`). Many answers that end together at the length limit keep the engine
+full, and a few long answers leave it nearly empty. If too many groups end together with the last group, running ahead
+saves nothing, and `auto` does not run ahead whatever was measured.
 
 The first batches run ahead. If they are not clearly faster than the batch alone, `auto` also measures batches that run
 only the needed prompts, and continues with the faster kind.
@@ -22,14 +20,13 @@ from statistics import median
 from darts_server.estimates.checks import LARGEST, check_count, check_length, check_number
 
 MIN_AHEAD = 3
-"""Number of measured batches that ran ahead before fewer prompts may run. A single batch shows little, and the first
-batches have not yet carried over as many long prompts as later batches."""
+"""Measured batches that ran ahead before fewer prompts may run. The first batches have not carried over as many long
+prompts as later batches."""
 CLEAR = 0.8
-"""Relative time up to which running ahead is kept without measuring the other kind of batch. The estimate of the batch
-alone is more exact than that."""
+"""Relative time up to which running ahead is kept without measuring the other kind of batch."""
 MARGIN = 0.03
 """Share by which running ahead must be faster if the last batch did not run ahead, so that the choice does not go back
-and forth. Also the share of a batch's time before its end in which a group counts as ending last."""
+and forth. Also the last share of a batch's time, in which groups count as ending last."""
 NEAR = 1.1
 """Factor between both times below which the slower kind is tested now and then."""
 LONGEST_UNMEASURED = 256
@@ -37,7 +34,7 @@ LONGEST_UNMEASURED = 256
 TEST_BATCHES = 2
 """Batches of a test. The first one only changes what is carried over, and the second one is measured."""
 KEPT = 5
-"""Number of measured batches of each kind that are kept. Their median ignores a batch that something else delayed."""
+"""Kept measured batches of each kind. Their median ignores a delayed batch."""
 LEAST_CHANGE = 0.5
 MOST_CHANGE = 1.25
 """Factors by which the share of prompts that run ahead may change from one batch to the next."""
@@ -66,11 +63,11 @@ class AutoLimits:
 class AheadState:
     """Measurements of running ahead. ``AheadState(**json)`` restores them.
 
-    ``batches``: number of finished batches. ``tested``: number of batches in tests. ``share``: share of the extra
-    prompts that may run ahead. ``prefers_ahead``: whether the last batch outside tests that could run ahead did so.
+    ``batches``, ``tested``: number of finished batches, and of batches in tests. ``share``: share of the extra prompts
+    that may run ahead. ``prefers_ahead``: whether the last batch outside tests that could run ahead did so.
     ``ran_ahead``: whether the last batch ran ahead. ``ahead``, ``alone``: latest measured batches that ran ahead, and
-    that ran only the needed prompts. ``ending_last``: share of a batch's groups that end together with its last group,
-    averaged so that each batch counts half as much as the next.
+    that ran only the needed prompts. ``ending_last``: share of a batch's groups that end together with its last group;
+    each batch counts half as much as the next.
     """
 
     batches: int = 0
@@ -105,7 +102,7 @@ class AheadState:
     def relative_time(self) -> float | None:
         """Time of a batch that runs ahead, relative to a batch that runs only the needed prompts.
 
-        The latter is estimated until it is measured. None before `MIN_AHEAD` batches that ran ahead were measured.
+        The latter is estimated until it is measured. None before `MIN_AHEAD` batches.
         """
         if len(self.ahead) < MIN_AHEAD:
             return None
@@ -139,10 +136,10 @@ class AheadChoice:
 class AheadOutcome:
     """The outcome of one batch.
 
-    ``returned``: tokens of the returned trajectories. ``stale``: number of these tokens from older weights.
-    ``generated``: tokens that were generated in this batch, without tokens that replace unusable tokens of earlier
-    batches. ``seconds``: duration, or None if it shows nothing, as in a paused batch. ``alone``: seconds after which
-    each returned group would be complete in the batch alone, or empty if not known.
+    ``returned``: tokens of the returned trajectories, ``stale`` of them from older weights. ``generated``: tokens that
+    were generated in this batch, without tokens that replace unusable tokens of earlier batches. ``seconds``: duration,
+    or None if it shows nothing, as in a paused batch. ``alone``: seconds until each returned group would be complete in
+    the batch alone, or empty if not known.
     """
 
     returned: int
@@ -206,8 +203,8 @@ def learn_ahead(limits: AutoLimits, state: AheadState, choice: AheadChoice, outc
     if not outcome.returned:
         return state
 
-    # The share of prompts follows the share of stale tokens, so that the latter stays at the user's limit on average.
-    # A batch that ran only the needed prompts says nothing about the stale tokens of more prompts.
+    # Keep the share of stale tokens at the user's limit on average. A batch that ran only the needed prompts says
+    # nothing about it.
     if choice.runs_ahead or not could_run_ahead:
         factor = MOST_CHANGE
         if outcome.stale:
@@ -220,10 +217,10 @@ def learn_ahead(limits: AutoLimits, state: AheadState, choice: AheadChoice, outc
     last = sum(seconds >= (1 - MARGIN) * alone_seconds for seconds in outcome.alone)
     state = replace(state, ending_last=(state.ending_last + last / len(outcome.alone)) / 2)
 
-    # After a change, the batch resumes what the other kind has carried over, which makes it faster or slower.
+    # After a change, the batch resumes what the other kind has carried over, so its time is not typical.
     if has_changed or not outcome.seconds or outcome.generated <= 0:
         return state
-    # Batches return tokens that other batches have generated, so the time per token is compared.
+    # Batches return tokens of other batches, so the time per token is compared.
     time = (outcome.seconds / outcome.generated) / (alone_seconds / outcome.returned)
     measured = (state.batches, exp(min(max(log(time), -log(LONGEST)), log(LONGEST))))
     if choice.runs_ahead:

@@ -1,11 +1,9 @@
 """The deadline of a cohort: the number of tokens after which its groups stop waiting for their tails.
 
-It is an extension of ours: a quantile of the groups' completion lengths. A group's completion length is the length at
-which it could be complete without its tail, as a rule that of its M-th shortest trajectory. Groups that come one at a
-time use the completion lengths of earlier groups.
-
-If deadlines lose too many right answers, a stretch makes them later (see `deadline_losses`). Every candidate is cut at
-the bound, a multiple of the deadline.
+It is an extension of ours: a quantile of the groups' completion lengths, as a rule the lengths of their M-th shortest
+trajectories. Groups that come one at a time use the completion lengths of earlier groups. If deadlines lose too many
+right answers, a stretch makes them later (see `deadline_losses`). Every candidate is cut at the bound, a multiple of
+the deadline.
 """
 
 from bisect import insort
@@ -20,22 +18,21 @@ from darts_server.types import MaxLost
 QUANTILE = 0.9
 EXPLORATION = 0.05
 BOUND = 2.0
-"""Nine in ten groups are complete at the deadline. Twice the deadline is enough for most of the others, and limits the
-wait for groups that never finish."""
+"""Twice the deadline is enough for most groups that are not complete at the deadline."""
 MIN_DEADLINE = 1
-"""Smallest deadline in tokens: losses are measured relative to the deadline, so it cannot be 0."""
+"""Smallest deadline in tokens. Losses are relative to the deadline, so it cannot be 0."""
 MIN_KNOWN = 0.75
-"""Share of a cohort's groups that must have a completion length to decide the deadline alone. Of DeepCoder-14B's
-prompts, 19 % have too few answers that end before the length limit."""
+"""Share of a cohort's groups with a completion length that decides the deadline alone. With DeepCoder-14B, 19 % of the
+prompts have too few answers that end before the length limit."""
 EXTENSION_POWER = 3
 """Power of (`MIN_KNOWN` / share of groups with a completion length) by which the deadline becomes later: 3.4 times with
-half of the groups. The fewer groups have a completion length, the likelier the others need long answers."""
+half of the groups. The others may need long answers."""
 MAX_EXTENSION = 4.0
-"""A batch of runaways is cut at eight times the deadline of earlier groups."""
+"""With it, a batch of runaways is cut at eight times the deadline of earlier groups."""
 MIN_GROUPS = 8
-"""Number of groups below which their quantile means nothing."""
+"""Fewest groups with a meaningful quantile."""
 WINDOW = 256
-"""Number of latest groups that serve as a cohort: a usual number of prompts a step."""
+"""Number of latest groups that serve as a cohort, as usual in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +40,9 @@ class Deadline:
     """How a cohort's deadline is computed.
 
     ``quantile``: of the groups' completion lengths, in (0, 1]. ``exploration``: share of cohorts whose tails run past
-    the deadline, to measure losses. ``max_lost``: largest shares of right answers and groups that may be lost.
-    ``stretch``: factor on the deadline, at least 1. ``bound``: largest length of a candidate as a multiple of the
-    deadline, at least 1. ``recent``: quantile of earlier groups in tokens, for cohorts with too few completion lengths.
+    the deadline, to measure losses. ``max_lost``: largest share of losses. ``stretch``: factor on the deadline, at
+    least 1. ``bound``: largest length of a candidate as a multiple of the deadline, at least 1. ``recent``: quantile of
+    earlier groups in tokens, for cohorts with too few completion lengths.
     """
 
     quantile: float = QUANTILE
@@ -58,8 +55,7 @@ class Deadline:
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Compute the deadline in tokens from the completion lengths so far of a cohort of ``groups``.
 
-        Unknown lengths count as longer than all known lengths, so more lengths cannot change the result. None while too
-        few are known.
+        Unknown lengths count as longer than all known lengths. None while too few are known.
         """
         tokens = self.quantile_of(completion_lengths, groups)
         return None if tokens is None else self._stretched(tokens)
@@ -73,8 +69,8 @@ class Deadline:
     def without_others(self, completion_lengths: Collection[int], others: int) -> int | None:
         """Return the deadline in tokens if ``others`` groups have no completion length, or None if they are too many.
 
-        If they are more than a quarter, earlier groups decide, or the known lengths if these are longer. The others may
-        be runaways, or prompts that need long answers: the more there are, the later is the deadline.
+        If they are more than a quarter, earlier groups decide, or the known lengths if these are longer. The more
+        others, the later is the deadline: they may be runaways, or need long answers.
         """
         known = len(completion_lengths)
         groups = known + others
@@ -102,8 +98,7 @@ def place_of_need(completion_place: int, candidates: int, mean_candidates: float
     """Return the rank of the finished candidate whose length is the number of tokens that the group needs.
 
     It is the rule's ``completion_place``, or the same share of the candidates if the group has fewer than the mean.
-    Otherwise a group without spare candidates would report its longest candidate. A group with more candidates does not
-    report a longer one, because its rule may stop the others as soon as ``completion_place`` is reached.
+    Otherwise a group without spare candidates would report its longest candidate.
     """
     return min(max(ceil(completion_place * candidates / mean_candidates), 1), completion_place)
 
@@ -125,10 +120,10 @@ class CohortDeadline:
         self.pending_bound: int | None = None
         """The bound in tokens if all groups without a reported need turn out to need more than the bound."""
         self._rule = rule
-        # Number of groups that have reported their need, or still may.
+        # Groups that have reported their need, or still may.
         self._groups = groups
         self._reported: set[object] = set()
-        # Reported needs in order: with thousands of groups, a report must not sort them.
+        # In order: with thousands of groups, a report must not sort them.
         self._needs: list[int] = []
         self._minimums: dict[object, int | None] = {}
         self._update()
@@ -169,8 +164,8 @@ class CohortDeadline:
         if tokens is None:
             return
 
-        # A group that needs more than the bound will be cut there. As soon as its candidates are all too long, it
-        # counts as a group without a completion length. So the deadline becomes known while runaways still run.
+        # A group that needs more than the bound will be cut there, so it counts as a group without a completion length.
+        # So the deadline becomes known while runaways still run.
         bound = rule.bound_of(tokens)
         minimums = self._minimums.values()
         if len(minimums) == others and all(minimum is None or minimum > bound for minimum in minimums):
@@ -204,8 +199,8 @@ class RecentCompletionLengths:
     def deadline(self, rule: Deadline) -> int | None:
         """Return the deadline of the next group, or None while fewer than `MIN_GROUPS` groups are known.
 
-        If more than a quarter of the groups were cut, the deadline is later the more were cut. If fewer than
-        `MIN_GROUPS` were not cut, there is no deadline, so that groups show their lengths again.
+        The more groups were cut, the later is the deadline. If fewer than `MIN_GROUPS` were not cut, there is none, so
+        that groups show their lengths again.
         """
         if len(self._lengths) < MIN_GROUPS:
             return None

@@ -4,13 +4,11 @@ A trajectory with the calibrated probability q of a correct answer at the detect
 
     p = clip(kappa + delta + lambda (rho - q), p_min, p_max),
 
-where delta is chosen such that the mean of p over recent q is kappa. A trajectory that finishes before the detection
-point is never pruned.
+where delta is chosen such that the mean of p over recent q is kappa. A trajectory that finishes earlier is not pruned.
 
-Two differences to the paper: delta and rho appear only in the sum delta + lambda rho, and delta is solved for. So rho
-cancels out, and there is no parameter for it: likely right trajectories are always pruned more. And the paper takes the
-mean of p over labelled trajectories. They are survivors with other q than all scored trajectories, so the keep ratio
-would be wrong. Here the mean is over all scored trajectories.
+Delta and rho appear only in the sum delta + lambda rho, and delta is solved for, so there is no parameter rho. The
+paper takes the mean of p over labelled trajectories. They are survivors, so the keep ratio would be wrong. Here the
+mean is over all scored trajectories.
 """
 
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ BALANCE_STRENGTH = 0.5
 """The paper's lambda: q changes survival by at most a half, so that bad scores do little harm."""
 MIN_SURVIVAL = 0.1
 MAX_SURVIVAL = 0.9
-"""The paper's p_min and p_max. Any kind of trajectory may still be labelled, with a weight of at most ten."""
+"""The paper's p_min and p_max. The weight of a label is at most ten."""
 BISECTIONS = 64
 """Enough to narrow an interval of a few units to the precision of a float."""
 
@@ -47,8 +45,7 @@ class Pruning:
 
     def fit(self, qualities: Sequence[float] | Floats) -> "SurvivalCurve":
         """Fit survival to recent q, at least one, such that its mean is the keep ratio."""
-        # The mean rises with delta from p_min to p_max, and the keep ratio lies between, so bisection finds delta. If a
-        # whole range of delta gives the keep ratio, all of it gives the same p.
+        # The mean rises with delta from p_min to p_max, so bisection finds delta.
         pull = self.keep_ratio - BALANCE_STRENGTH * np.asarray(qualities, dtype=np.float64)
         low = MIN_SURVIVAL - float(pull.max())
         high = MAX_SURVIVAL - float(pull.min())

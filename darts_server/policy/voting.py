@@ -9,15 +9,15 @@ within becomes one blank. Otherwise two answers are equal only if they are writt
 * `MajorityWeighting`: 1.
 * `RankWeighting` (ARRoL, test-time use): the rank of its score, mapped linearly to [0, 1] from worst to best. Equal
   scores share their mean rank. A single vote weighs 1.
-* `LogOddsWeighting`: log(W q / (1 - q)) of the calibrated probability q to be right. If each vote is right with its own
-  q, and wrong votes are equally likely any of W wrong answers, the heaviest answer is the most probable (naive Bayes).
-  A vote with q below 1 / (W + 1) counts against its own answer.
+* `LogOddsWeighting`: log(W q / (1 - q)) of the calibrated probability q to be right, with W equally likely wrong
+  answers. The heaviest answer is the most probable (naive Bayes). A vote with q below 1 / (W + 1) counts against its
+  own answer.
 
 Weights and their sums are exact fractions, so neither rounding nor the order of adding can decide a vote.
 
-**Decision**: the heaviest answer wins. Of equally heavy answers, the answer of the earliest candidate wins. A vote is
-decided when the leader wins whatever the remaining candidates answer. The test is exact: it tries the answers that
-would hurt the leader most.
+**Decision**: the heaviest answer wins, and of equally heavy answers the earliest candidate's. A vote is decided when
+the leader wins whatever the remaining candidates answer. The test is exact: it tries the answers that hurt the leader
+most.
 """
 
 import math
@@ -44,8 +44,7 @@ CHOICE_CHARS = 200
 BOX = re.compile(r"\\boxed\s*\{")
 
 Extractor = Callable[[str], Iterator[str | None]]
-"""Yields the answer in a text as found so far; the last value counts. Patterns come from callers, so the caller of the
-iterator can stop when it takes too long."""
+"""Yields the answer in a text so far; the last value counts. Its caller can stop if a user's pattern takes too long."""
 
 
 def create_extractor(pattern: str | Sequence[str]) -> Extractor:
