@@ -67,7 +67,7 @@ def prior_of(labels: list[Label]) -> float:
 
 
 @given(LABELS, CHANCES, st.sampled_from([1, 7, 128]))
-def test_q_is_the_papers_of_weighted_labels_with_less_smoothing_made_monotone(
+def test_q_is_the_formula_of_the_paper_with_weights_and_less_smoothing_made_monotone(
     labels: list[Label], score: float, bins: int
 ) -> None:
     two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
@@ -103,7 +103,7 @@ def test_weights_have_mean_one_and_are_clipped() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.5, 1.0, 7.0])), min_size=1, max_size=12))
-def test_isotonic_values_are_the_nearest_that_never_fall(pairs: list[tuple[float, float]]) -> None:
+def test_isotonic_values_are_the_nearest_values_that_never_fall(pairs: list[tuple[float, float]]) -> None:
     """Against the closed form: the largest over first ends of the least over last ends of the mean between them."""
     values, weights = (np.asarray(each) for each in zip(*pairs, strict=True))
     places = range(values.size)
@@ -123,7 +123,7 @@ def test_a_higher_score_never_has_a_lower_chance(labels: list[Label], one: float
 
 
 @pytest.mark.untraced
-def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> None:
+def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_auc_of_the_score() -> None:
     rng = np.random.default_rng(0)
     scores = rng.beta(4.0, 3.0, 4300)  # each is the true chance
     right = (rng.random(4300) < scores).astype(np.float64)
@@ -145,7 +145,7 @@ def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> 
 # --- when it applies --------------------------------------------------------
 
 
-def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
+def test_a_new_calibrator_returns_the_prior_and_its_status_shows_the_reason() -> None:
     calibrator = Calibrator(Calibration(cold_steps=2, cold_labels=3))
     assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, 0.5)
     calibrator.add(Label(0.9, 1.0))

@@ -38,7 +38,7 @@ def explored(answers: list[Answer]) -> DeadlineLosses:
 
 
 @given(st.lists(st.floats(0, 40), min_size=MIN_RIGHT, max_size=200), st.floats(0, 0.5))
-def test_the_stretch_is_the_smallest_that_takes_no_more_than_its_share(lengths: list[float], max_share: float) -> None:
+def test_the_stretch_is_the_smallest_that_loses_at_most_its_share(lengths: list[float], max_share: float) -> None:
     losses = explored(answers(*lengths))
     stretch = losses.stretch(max_share)
 
@@ -53,7 +53,7 @@ def test_the_stretch_is_the_smallest_that_takes_no_more_than_its_share(lengths: 
     assert stretch == MAX_STRETCH or share <= max_share + 1e-9
 
 
-def test_nothing_is_concluded_from_few_right_answers_and_each_counts_by_its_weight() -> None:
+def test_few_right_answers_show_no_losses_and_answers_count_by_their_weights() -> None:
     """One in fifty returned answers is late, and stands for five: one in ten is lost."""
     few = explored(answers(*[3.0] * (MIN_RIGHT - 1)))
     assert (few.share(1.0), few.stretch(0.02)) == (None, 1.0)
@@ -73,7 +73,7 @@ def test_old_answers_fade() -> None:
     assert sum(losses.right) == pytest.approx(LOST_REMEMBERED / SHARE, rel=0.01)
 
 
-def test_cut_answers_that_are_longer_than_all_explored_ones_move_the_deadline_by_a_step() -> None:
+def test_cut_answers_beyond_all_explored_answers_move_the_deadline_by_a_step() -> None:
     losses = explored([*answers(*[0.5] * 60), *answers(*[0.5] * 60, is_right=False)])
     assert losses.stretch(0.1) == 1.0
     lost = [*answers(*[0.5] * 60), *[Answer(1.0, is_right=False, cut=True)] * 60]
@@ -85,7 +85,7 @@ def test_cut_answers_that_are_longer_than_all_explored_ones_move_the_deadline_by
     assert losses.share(RATIO_STEP) == pytest.approx(0, abs=1e-9)
 
 
-def test_the_stretch_follows_lengths_though_no_answers_are_explored() -> None:
+def test_the_stretch_follows_lengths_without_explored_answers() -> None:
     losses = explored(answers(*[0.5] * 100))
     for _ in range(150):  # half of the answers are right, if they are not cut, at 4 times the deadline
         stretch = losses.stretch(SHARE)
@@ -104,7 +104,7 @@ def test_cut_answers_beyond_the_last_bin_count_as_longer_than_any_stretch() -> N
     assert losses.stretch(0.02) == MAX_STRETCH
 
 
-def test_a_deadline_that_cuts_all_right_answers_is_not_judged() -> None:
+def test_a_deadline_that_cuts_all_right_answers_shows_no_losses() -> None:
     losses = replace(explored(answers(*[0.5] * 60)), right=(0.0,) * BINS)
     assert losses.share(1.0) is None
     assert losses.stretch(0.02) == 1.0
@@ -153,7 +153,7 @@ def groups(*lengths: float, before: GroupLosses | None = None, times: int = 1, *
     return losses
 
 
-def test_a_few_groups_do_not_say_what_is_lost() -> None:
+def test_few_groups_show_no_losses() -> None:
     assert groups(4.0, times=MIN_RIGHT_GROUPS - 1).stretch(0.0) == 1
     assert groups(4.0, times=MIN_RIGHT_GROUPS + 1).stretch(0.0) == pytest.approx(4, rel=0.06)
 
@@ -178,7 +178,7 @@ def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_se
     assert stretches[-1] == pytest.approx(4.5, rel=0.06)
 
 
-def test_prompts_that_never_have_a_right_answer_move_the_deadline_only_until_that_is_known() -> None:
+def test_prompts_without_right_answers_move_the_deadline_only_until_their_answers_are_seen() -> None:
     losses, stretch, stretches = groups(0.5, times=100), 1.0, []
     for _ in range(20):
         losses = groups(*[0.5] * 62, before=losses)
@@ -189,7 +189,7 @@ def test_prompts_that_never_have_a_right_answer_move_the_deadline_only_until_tha
     assert stretches[6:14] == [1.0] * 8
 
 
-def test_cut_groups_count_as_those_of_which_more_was_seen() -> None:
+def test_cut_groups_count_like_groups_that_ran_longer() -> None:
     """Of 40 that were seen to the end, half were right, at 3 times the bound; so half of 10 that were cut at 2."""
     seen = groups(3.0, before=groups(8.0, times=20, is_right=False), times=20)
     losses = groups(2.0, before=groups(0.5, before=seen, times=150), times=10, is_right=False, cut=True)
@@ -198,7 +198,7 @@ def test_cut_groups_count_as_those_of_which_more_was_seen() -> None:
     assert losses.stretch(lost * 0.9) == pytest.approx(3, rel=0.06)
 
 
-def test_prompts_that_end_beyond_the_latest_deadline_there_is_do_not_hold_it_there() -> None:
+def test_prompts_that_end_beyond_the_latest_possible_deadline_do_not_hold_it_there() -> None:
     """With an extreme length limit, their answers are never seen, and no deadline can keep them."""
     losses, stretch, stretches = groups(0.5, times=100), 1.0, []
     for _ in range(20):
@@ -208,7 +208,7 @@ def test_prompts_that_end_beyond_the_latest_deadline_there_is_do_not_hold_it_the
     assert stretches[-10:] == [1.0] * 10
 
 
-def test_the_share_of_lost_groups_is_what_the_stretch_leaves() -> None:
+def test_the_share_of_lost_groups_follows_the_stretch() -> None:
     losses = groups(*[0.5] * 96, *[2.0] * 3, 4.0)
     assert losses.share(1.0) == pytest.approx(0.04, abs=0.002)
     assert losses.share(losses.stretch(0.02)) == pytest.approx(0.01, abs=0.001)
@@ -339,7 +339,7 @@ def errors(world: Shipped, every: int) -> np.ndarray:
     ],
     ids=str,
 )
-def test_both_limits_together_settle_within_a_tenth_in_twenty_batches_and_stay(world: Shipped, every: int) -> None:
+def test_both_limits_together_settle_within_a_tenth_in_twenty_batches(world: Shipped, every: int) -> None:
     """The first batch explores, and of the others all or one in twenty."""
     off = errors(world, every)
     assert np.mean(np.abs(off) < 0.1) > 0.85
@@ -352,7 +352,7 @@ def test_both_limits_together_settle_within_a_tenth_in_twenty_batches_and_stay(w
     "world",
     [Shipped(0.4, 0.3, 0.06, 6.0, MaxLost(0.1)), Shipped(0.4, 0.3, 0.05, 5.0, MaxLost(0.1))],
 )
-def test_where_groups_decide_they_settle_within_a_quarter(world: Shipped) -> None:
+def test_if_lost_groups_decide_the_stretch_settles_within_a_quarter(world: Shipped) -> None:
     """Half a per cent of 1,000 groups are five, so they are known less well. On average the deadline is too late."""
     off = errors(world, 20)
     assert np.quantile(np.abs(off), 0.9) < 0.25

@@ -144,7 +144,7 @@ def error(model: LatencyModel, engine: Engine, batches: Sequence[float] = tuple(
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("contaminated", [0.0, 0.2])
-def test_the_curve_is_within_a_tenth_at_sizes_never_seen(engine: Engine, contaminated: float) -> None:
+def test_the_curve_is_within_a_tenth_at_unseen_batch_sizes(engine: Engine, contaminated: float) -> None:
     with_short_stalls = 1 + contaminated / len(STALLS) * (STALLS[0] - 1)
     model = taught(LatencyModel(), engine, 60, contaminated=contaminated)
     assert error(model, lambda b: with_short_stalls * engine(b)) < 0.1
@@ -162,7 +162,7 @@ def test_below_the_smallest_size_the_slope_continues(engine: Engine, sizes: list
     assert known(model).step_seconds(1) > 0
 
 
-def test_steps_that_vary_count_by_their_mean() -> None:
+def test_varying_steps_count_by_their_mean() -> None:
     model, rng = LatencyModel(), np.random.default_rng(0)
     for batch in rng.permuted(np.repeat(SIZES, 60)).tolist():
         model.observe(batch, cpu(batch) * float(rng.choice([0.8, 1.0, 1.5])))
@@ -176,7 +176,7 @@ def test_an_engine_that_became_slower_or_faster_is_believed_soon(factor: float) 
     assert error(model, lambda b: factor * gpu(b)) < 0.1
 
 
-def test_a_slower_engine_is_believed_though_larger_batches_were_faster_before() -> None:
+def test_a_slower_engine_is_believed_although_larger_batches_were_faster_before() -> None:
     model = taught(LatencyModel(), gpu, 60)
     model = taught(model, lambda b: 10 * gpu(b), 600, sizes=SIZES[:6])
     assert error(model, lambda b: 10 * gpu(b), SIZES[:6]) < 0.1
@@ -291,11 +291,11 @@ def starts_taught(model: LatencyModel) -> LatencyModel:
 
 
 @pytest.mark.parametrize("stalls", [0.0, 0.2])
-def test_the_cost_is_found_among_noise_and_stalls(stalls: float) -> None:
+def test_the_cost_of_a_start_is_found_among_noise_and_stalls(stalls: float) -> None:
     assert start_seconds(steps(100, stalls=stalls), CURVE) == pytest.approx(COST, rel=0.05)
 
 
-def test_one_step_that_stalled_with_most_of_the_starts_does_not_decide() -> None:
+def test_a_stalled_step_with_most_of_the_starts_does_not_decide_their_cost() -> None:
     usual = [(20, 1, CURVE.step_seconds(20) + COST)] * 127
     after_a_pause = (128, 128, 20.0)
     assert start_seconds([*usual, after_a_pause], CURVE) == pytest.approx(COST)
@@ -304,7 +304,7 @@ def test_one_step_that_stalled_with_most_of_the_starts_does_not_decide() -> None
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.0, 1.0)), min_size=MIN_STARTS, max_size=30))
-def test_no_other_cost_has_a_smaller_sum_of_absolute_deviations(seen: list[tuple[int, float]]) -> None:
+def test_the_cost_of_a_start_has_the_smallest_sum_of_absolute_deviations(seen: list[tuple[int, float]]) -> None:
     made = [(started + 1, started, seconds) for started, seconds in seen]
 
     most = MAX_WEIGHT * sum(n for _, n, _ in made)
@@ -320,7 +320,7 @@ def test_no_other_cost_has_a_smaller_sum_of_absolute_deviations(seen: list[tuple
     assert deviations(found) <= min(map(deviations, bends)) + 1e-9
 
 
-def test_it_is_not_known_before_there_are_a_few_such_steps_and_a_curve() -> None:
+def test_the_cost_of_a_start_needs_a_curve_and_some_steps_with_starts() -> None:
     model = LatencyModel()
     for step in [(40, 20, CURVE.step_seconds(40) + 20 * COST)] * (MIN_STARTS - 1):
         model.observe(step[0], step[2], step[1])
@@ -332,7 +332,7 @@ def test_it_is_not_known_before_there_are_a_few_such_steps_and_a_curve() -> None
     assert LatencyModel(starts=((40, 20, 0.1),) * MIN_STARTS).start_seconds is None
 
 
-def test_steps_with_starts_are_no_part_of_the_curve() -> None:
+def test_steps_with_starts_do_not_change_the_curve() -> None:
     model = starts_taught(LatencyModel())
     before = model.curve
     for batch, started, seconds in steps(200):

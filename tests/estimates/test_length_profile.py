@@ -81,7 +81,7 @@ def test_mean_and_tail_are_right_although_long_candidates_were_stopped(
     assert float(np.median(found)) == pytest.approx(float(np.median(truth)), rel=0.05)
 
 
-def test_the_product_limit_rule_by_hand() -> None:
+def test_the_product_limit_rule_computed_by_hand() -> None:
     profile = LengthProfile()
     # Of ten, two end at 1/4; four are stopped at 1/2; of the four left, each of 1, 2, 4 and 8 is the end of one.
     profile.observe([(0.25, False)] * 2 + [(0.5, True)] * 4 + [(float(2**k), False) for k in range(4)])
@@ -247,7 +247,7 @@ def test_without_stopping_mean_and_tail_are_right_although_the_means_are_estimat
         pytest.param("exponential", 6, [7, 7, 3], [0, -4, -14], marks=pytest.mark.nightly),
     ],
 )
-def test_where_most_are_stopped_the_errors_are_those_of_the_table(
+def test_the_errors_with_stopped_candidates_are_in_the_table(
     world: str, groups: int, expected: list[float], fully: list[float]
 ) -> None:
     assert errors(world, drawn=True, groups=groups) == pytest.approx(expected, abs=1.5)
@@ -258,7 +258,7 @@ def values(observed: list[Observation], earlier: PromptStats | None) -> list[flo
     return [ratio for ratio, _ in ratios(observed, earlier)]
 
 
-def test_the_ratio_by_hand() -> None:
+def test_ratios_computed_by_hand() -> None:
     group = [Observation(10), Observation(20), Observation(30)]
     # Others of the first: two with a mean of 25. The variation is 10 / 20.
     expected = [2.5 * x / (60 - x + x / 2) / (1 + 0.25 / 4) for x in (10, 20, 30)]
@@ -268,7 +268,7 @@ def test_the_ratio_by_hand() -> None:
     assert values(group, earlier) == pytest.approx(expected)
 
 
-def test_a_stopped_candidate_adds_to_the_tokens_of_the_mean_and_not_to_its_candidates() -> None:
+def test_a_stopped_candidate_adds_tokens_to_the_mean_but_no_candidate() -> None:
     group = [Observation(20), Observation(20), Observation(20, censored=True)]
     *_, (stopped, censored) = ratios(group)
     (finished, _), *_ = ratios(group)
@@ -278,20 +278,20 @@ def test_a_stopped_candidate_adds_to_the_tokens_of_the_mean_and_not_to_its_candi
     assert values(group, earlier)[0] == pytest.approx(1.0)
 
 
-def test_a_single_candidate_has_no_others_to_be_compared_with() -> None:
+def test_a_single_candidate_has_a_ratio_only_to_earlier_groups() -> None:
     assert ratios([Observation(20)]) == []
     earlier = PromptStats(std_ema=None, mean_ema=40.0, groups=1, candidates=1, weight_version=None)
     assert values([Observation(20)], earlier) == pytest.approx([1.5 * 20 / 50])
     assert len(values([Observation(0), Observation(20)], earlier)) == 1
 
 
-def test_groups_without_an_end_have_ratios_too() -> None:
+def test_groups_without_finished_candidates_have_ratios() -> None:
     group = [Observation(20, censored=True), Observation(30, censored=True)]
     assert all(ratio > 0 and censored for ratio, censored in ratios(group))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5, 40])
-def test_the_candidates_of_a_mean_are_those_of_its_groups_by_their_weights(groups: int) -> None:
+def test_the_candidates_of_a_mean_follow_from_the_weights_of_its_groups(groups: int) -> None:
     weights = [0.7 ** (groups - 1), *(0.3 * 0.7 ** (groups - 1 - k) for k in range(1, groups))]
     stats = PromptStats(std_ema=None, mean_ema=1.0, groups=groups, candidates=12 * groups, weight_version=None)
     assert sum(weights) == pytest.approx(1)

@@ -54,7 +54,7 @@ def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[f
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
 
 
-def test_survivors_are_weighted_for_the_pruned_ones() -> None:
+def test_survivors_are_weighted_for_pruned_trajectories() -> None:
     """Two in three correct ones and all wrong ones survive: weighted, the Brier score is that of all."""
     labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
     plain, corrected = evaluate(labels, 1.0), evaluate(labels)

@@ -49,7 +49,7 @@ def is_small(case: Case) -> bool:
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES))
-def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
+def test_the_rule_selects_from_the_true_lengths(case: Case) -> None:
     world = case.world().run()
     assert world.selection == chosen(case.rule, world.fates())
     assert_ended_well(case, world)
@@ -57,7 +57,7 @@ def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) ->
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, surplus=2, cut=True))
-def test_with_a_deadline_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
+def test_with_a_deadline_the_rule_selects_from_the_true_lengths(case: Case) -> None:
     world = case.world().run()
     assert_exact(case, world, world.fates())
     assert_ended_well(case, world)
@@ -165,7 +165,7 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
 
 @thoroughly
 @given(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_replacements=3), st.booleans())
-def test_reports_at_the_checks_alone_give_the_same_decisions(case: Case, cut: bool) -> None:
+def test_reports_only_at_the_checks_give_the_same_decisions(case: Case, cut: bool) -> None:
     case = replace(case, at_once=True, limits={2: 4} if cut else {})
     checked = replace(case, peek=Peek.CHECKS).world().run()
     all_reported = replace(case, peek=Peek.EVERYTHING).world().run()
@@ -309,7 +309,7 @@ def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> Non
 
 @thoroughly
 @given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_replacements=6), st.integers(1, 6), st.integers(0, 4))
-def test_no_candidate_runs_on_beyond_the_bound(case: Case, limit: int, slack: int) -> None:
+def test_no_candidate_runs_beyond_the_bound(case: Case, limit: int, slack: int) -> None:
     assume(is_bounded(case.rule))
     world = replace(case, peek=Peek.CHECKS, limits={0: limit}, slack=slack).world().run()
     for i, run in enumerate(world.runs):
@@ -323,7 +323,7 @@ def test_no_candidate_runs_on_beyond_the_bound(case: Case, limit: int, slack: in
 
 
 @given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE, max_replacements=6), st.integers(0, 20), st.integers(1, 8))
-def test_a_deadline_does_not_affect_a_rule_without_one(case: Case, moment: int, limit: int) -> None:
+def test_a_deadline_does_not_affect_a_rule_without_deadlines(case: Case, moment: int, limit: int) -> None:
     world = case.world()
     for passed, _ in enumerate(world.moments()):
         if passed == moment:
@@ -345,7 +345,7 @@ def test_only_the_first_deadline_counts(case: Case, first: int, others: list[int
 
 
 @given(cases(WITH_THE_END_OF_THE_ENGINE, max_replacements=3, cut=True))
-def test_the_completion_length_is_that_of_the_last_of_the_shortest_so_far(case: Case) -> None:
+def test_the_completion_length_is_the_length_at_the_completion_place(case: Case) -> None:
     world = case.world()
     for _ in world.moments():
         if world.group.is_open:

@@ -64,7 +64,7 @@ def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(c
 
 
 @given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_replacements=6)))
-def test_all_survivors_are_returned_and_one_is_always_left(case: Case) -> None:
+def test_all_survivors_are_returned_and_one_candidate_is_always_left(case: Case) -> None:
     world = case.world().run()
     if world.selection is not None:
         survivors = set(range(len(world.runs))) - world.pruned - world.failed.keys()
@@ -76,7 +76,7 @@ def test_all_survivors_are_returned_and_one_is_always_left(case: Case) -> None:
 
 
 @given(scored(cases(WITHOUT_FAILURES, of=SAMPLED_SURVIVORS)))
-def test_of_sampled_survivors_nothing_but_pruned_ones_is_stopped_and_weights_say_of_how_many(case: Case) -> None:
+def test_a_sample_of_survivors_stops_only_pruned_candidates_and_has_their_weights(case: Case) -> None:
     world = case.world().run()
     assert world.stopped.keys() == world.pruned
     assert not world.delivered
@@ -133,7 +133,7 @@ def test_without_pruning_scores_do_not_change_the_group(case: Case, draws: bool)
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_leave_the_size(
+def test_scores_are_decided_in_their_order_and_pruning_leaves_the_size(
     survivals: list[float], size: int, seed: int, at_once: bool
 ) -> None:
     size = min(size, len(survivals))
@@ -171,7 +171,7 @@ def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
     assert group.handle(Scored(0, 0.5, 0.7)) == [Stop(0, DiscardReason.PRUNED)]
 
 
-def test_truncated_candidates_are_no_reason_to_prune_one_that_may_be_valid() -> None:
+def test_truncated_candidates_do_not_allow_to_prune_a_candidate_that_may_be_valid() -> None:
     group = running(DualEnd(2), 4, Draws(0.9, 0.9, 0.9, 0.9))
     group.handle(Finished(0, 9, LENGTH), Finished(1, 9, LENGTH))
     assert group.handle(Scored(2, 0.2, 0.5)) == [Keep(2, 1.0)]

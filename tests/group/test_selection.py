@@ -77,7 +77,7 @@ def assess(
 
 @thoroughly
 @given(RULES, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=10), LIMITS, RANDOMS)
-def test_a_rule_selects_what_its_definition_says(
+def test_a_rule_selects_as_its_definition_says(
     rule: Rule, ends: list[tuple[int, bool]], limit: int | None, random: Random
 ) -> None:
     draws = random.sample(range(100), len(ends))
@@ -116,7 +116,7 @@ FEW_VALID = [
     ],
     ids=str,
 )
-def test_small_groups(rule: Rule, finished: list[Candidate], selection: dict[int, SelectedAs]) -> None:
+def test_rules_select_in_small_groups(rule: Rule, finished: list[Candidate], selection: dict[int, SelectedAs]) -> None:
     assert selector_of(rule, finished).select() == selection
 
 
@@ -288,7 +288,7 @@ def test_a_running_candidate_sorts_with_one_token_more() -> None:
 
 
 @given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True)))
-def test_a_group_does_at_once_all_that_its_rule_says(case: Case) -> None:
+def test_a_group_does_at_once_everything_that_its_rule_says(case: Case) -> None:
     world, early = case.world(), case.early
     group = world.group
     for _ in world.moments():
@@ -304,7 +304,7 @@ def test_a_group_does_at_once_all_that_its_rule_says(case: Case) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("rule", [SampledTail(1, 2), CutTail(1, 2)], ids=lambda rule: type(rule).__name__)
-def test_a_certain_candidate_is_not_certain_any_more_when_new_ones_can_come_before_it(
+def test_a_certain_candidate_becomes_uncertain_when_new_candidates_can_be_shorter(
     rule: SampledTail | CutTail, early: bool
 ) -> None:
     group = Group(rng=np.random.default_rng(0), max_replacements=2, deliver_early=early)
@@ -318,18 +318,18 @@ def test_a_certain_candidate_is_not_certain_any_more_when_new_ones_can_come_befo
     assert [c.selected_as is not None for c in group.candidates] == [True, False, True, True]
 
 
-def test_of_survivors_none_is_certain_before_the_last_has_finished() -> None:
+def test_no_survivor_is_certain_before_the_last_has_finished() -> None:
     assert not assess(AllSurvivors(2), [running(3, 3)], FEW_VALID, early=True).certain
 
 
-def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
+def test_in_order_extra_candidates_run_until_enough_earlier_candidates_have_finished() -> None:
     assert not assess(InOrder(1), [running(0, 3), running(2, 3)], []).stops
     verdict = assess(InOrder(1), [running(0, 3), running(2, 3)], [ended(1, 9, valid=False)])
     assert verdict.stops == {2: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.certain == frozenset()
 
 
-def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
+def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are_valid() -> None:
     going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
     valid = ended(0, 6, tail_draw=0.1)
     truncated = ended(1, 9, valid=False, tail_draw=0.1)

@@ -40,7 +40,7 @@ def complete(
     st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=4, max_size=4),
     st.lists(st.floats(-5, 5), min_size=4, max_size=4),
 )
-def test_over_all_orders_of_tail_draws_the_weighted_sum_is_that_of_all_candidates(
+def test_over_all_orders_of_tail_draws_the_weighted_sum_is_the_sum_of_all_candidates(
     rule: SelectionRule, lengths: list[tuple[int, bool]], values: list[float]
 ) -> None:
     assume(rule.size <= len(lengths))
@@ -87,7 +87,7 @@ def test_rules_that_never_select_some_candidates_have_no_weights(rule: Selection
     assert selection_weights(complete(rule, [(3, True), (5, True)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}, "all are selected"
 
 
-def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
+def test_failed_candidates_and_candidates_before_a_restart_do_not_count() -> None:
     group = Group(rng=Draws(*(0.1 * i for i in range(12))))
     group.open(SampledTail(1, 1), 4)
     group.restart()
@@ -109,12 +109,12 @@ def test_an_incomplete_group_has_no_weights() -> None:
     [(SampledTail(1, 1), 0.5), (SampledTail(1, 2), 1.0), (DualEnd(1, 1), 1.0), (SampledTail(2, 0), 1.0)],
     ids=str,
 )
-def test_the_share_of_the_tail_is_what_was_sampled_of_all_but_the_shortest(rule: SelectionRule, share: float) -> None:
+def test_the_share_of_the_tail_is_the_sampled_part_of_all_but_the_shortest(rule: SelectionRule, share: float) -> None:
     assert tail_share(complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3))) == share
 
 
 @pytest.mark.parametrize(("failures", "survival", "has_weights"), [(600, 0.9, True), (1000, 0.001, False)])
-def test_a_large_group_of_which_many_fail_after_a_score_ends_with_weights_in_range_or_without(
+def test_weights_of_a_large_group_with_many_failures_after_a_score_are_in_range_or_empty(
     failures: int, survival: float, has_weights: bool
 ) -> None:
     count = 1200
@@ -244,7 +244,7 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
 @pytest.mark.parametrize(
     ("lengths", "fails_at"), [((1, 2, 3), (1, 2, 3)), ((3, 3, 3), (2, 2, 3)), ((4, 2, 4), (3, 1, 1))], ids=str
 )
-def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
+def test_survivors_estimate_means_over_candidates_whichever_candidates_fail(
     rule: AllSurvivors | SampledSurvivors, doomed: int, lengths: Sequence[int], fails_at: Sequence[int]
 ) -> None:
     """Over all sets of ``doomed`` candidates, with all draws; a group of which nothing is left counts as 0.
@@ -274,5 +274,5 @@ def test_a_sampled_tail_without_places_has_no_weights() -> None:
     assert selection_weights(complete(SampledTail(1, 0), [(3, True), (5, True)], (0.1, 0.2))) == {}
 
 
-def test_the_first_in_order_are_a_plain_sample() -> None:
+def test_the_first_candidates_in_order_are_a_plain_sample() -> None:
     assert selection_weights(complete(InOrder(2), [(7, True), (5, False)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}

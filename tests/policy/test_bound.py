@@ -117,7 +117,7 @@ def test_a_group_with_seven_valid_and_five_runaways_ends_at_the_bound(policy: st
 
 
 @pytest.mark.parametrize("policy", BOUNDED)
-def test_a_group_may_be_nothing_but_truncated_ones(policy: str) -> None:
+def test_a_group_may_have_only_truncated_candidates(policy: str) -> None:
     candidates = group([CAP] * POLICIES[policy].candidates(SIZE), default_rng(0))
     assert replay(POLICIES[policy].selection_rule(SIZE), candidates, 600, 1200).generated == 1200 * len(candidates)
 
@@ -129,7 +129,9 @@ def test_a_cohort_with_runaways_ends_at_the_bound_of_its_own_deadline(policy: st
 
 @pytest.mark.parametrize("policy", BOUNDED)
 @pytest.mark.parametrize(("without", "most"), [(17, 0.3), (32, 0.8), (64, 0.9)])
-def test_with_more_than_a_quarter_without_one_later_cohorts_are_bounded(policy: str, without: int, most: float) -> None:
+def test_earlier_groups_set_the_deadline_if_over_a_quarter_has_no_completion_length(
+    policy: str, without: int, most: float
+) -> None:
     """By what those before them needed, and the later the more groups have no completion length."""
     how = replace(RULE, recent=400)
     assert steps_of(policy, cohort([1.0] * without + [0.0] * (64 - without)), how) < most * CAP
@@ -158,7 +160,7 @@ def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completio
     assert RULE.without_others([50] * 5, 3) is None
 
 
-def test_the_least_that_a_group_can_need_comes_from_what_runs() -> None:
+def test_the_least_that_a_group_can_need_follows_from_running_candidates() -> None:
     started = Group(rng=default_rng(0))
     started.open(POLICIES["cap"].selection_rule(4), 4)
     started.handle(*(Started(i) for i in range(4)), Finished(0, 5, FinishReason.STOP), Progress(1, 7))

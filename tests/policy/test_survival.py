@@ -34,6 +34,6 @@ def test_likely_right_trajectories_are_pruned_more() -> None:
     assert [curve.survival(q) for q in (0.2, 0.4, 0.6, 0.8)] == pytest.approx([0.65, 0.55, 0.45, 0.35])
 
 
-def test_with_a_keep_ratio_of_one_all_survive() -> None:
+def test_with_a_keep_ratio_of_one_all_trajectories_survive() -> None:
     curve = Pruning(keep_ratio=1.0).fit([0.1, 0.5, 0.9])
     assert [curve.survival(q) for q in (0.0, 0.5, 1.0)] == [1.0, 1.0, 1.0]

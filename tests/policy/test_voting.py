@@ -174,13 +174,13 @@ def test_ranks_are_linear_from_worst_to_best_and_ties_share(election: tuple[list
         assert weight == (mean / (len(votes) - 1) if len(votes) > 1 else 1)
 
 
-def test_rank_weights_are_the_papers() -> None:
+def test_rank_weights_are_the_formula_of_the_paper() -> None:
     votes = [Vote(0, "a", 0.2), Vote(1, "b", 0.9), Vote(2, "a", 0.4)]
     expected = Tally("b", {"b": 1.0, "a": 0.5}, {"b": 1, "a": 2}, {0: 0.0, 1: 1.0, 2: 0.5})
     assert count_votes(votes, RankWeighting()) == expected
 
 
-def test_log_odds_weights_are_those_of_naive_bayes() -> None:
+def test_log_odds_weights_agree_with_naive_bayes() -> None:
     """Three votes, W = 4 wrong answers: the posterior of each answer, worked out from the chances."""
     votes = [Vote(0, "a", 0.7), Vote(1, "b", 0.4), Vote(2, "b", 0.3)]
     wrong = 4
@@ -208,7 +208,7 @@ def test_listed_choices_set_the_number_of_wrong_answers() -> None:
 
 
 @given(elections(left=0), KINDS)
-def test_the_heaviest_answer_wins_and_of_equals_the_earliest(
+def test_the_heaviest_answer_wins_and_of_equal_answers_the_earliest(
     election: tuple[list[Vote], list[int]], weighting: Weighting
 ) -> None:
     votes, _ = election
@@ -247,7 +247,7 @@ def test_a_single_vote_wins_and_without_votes_nothing_is_decided_until_none_rema
     assert is_decided([], [], MajorityWeighting())
 
 
-def test_a_lead_that_two_more_can_equal_holds_for_the_earlier_answer_only() -> None:
+def test_a_lead_that_two_votes_can_equal_decides_only_for_the_earlier_answer() -> None:
     """Ranks 0 to 6: the rival has 3, the leader 18 in all. Two more on top bring 7 + 8."""
 
     def votes(rival: int) -> list[Vote]:
