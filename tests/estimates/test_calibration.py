@@ -1,4 +1,4 @@
-"""Calibration: compared with the formulas of the paper, when it applies, and what pruning does to it."""
+"""Calibration: compared with the formulas of the paper, its status, and its bias under pruning."""
 
 import math
 from dataclasses import replace
@@ -104,8 +104,8 @@ def test_weights_have_mean_one_and_are_clipped() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.5, 1.0, 7.0])), min_size=1, max_size=12))
 def test_isotonic_values_are_the_nearest_values_that_never_fall(pairs: list[tuple[float, float]]) -> None:
-    """Against the closed form: the largest over first ends of the least over last ends of the mean between them."""
-    values, weights = (np.asarray(each) for each in zip(*pairs, strict=True))
+    """Compare with the closed form: the maximum over starts of the minimum over ends of the mean between them."""
+    values, weights = (np.asarray(column) for column in zip(*pairs, strict=True))
     places = range(values.size)
 
     def mean(first: int, last: int) -> float:
@@ -127,7 +127,7 @@ def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_auc_of_the_score
     rng = np.random.default_rng(0)
     scores = rng.beta(4.0, 3.0, 4300)  # each is the true chance
     right = (rng.random(4300) < scores).astype(np.float64)
-    labels = [Label(*each) for each in zip(scores[:300].tolist(), right[:300].tolist(), strict=True)]
+    labels = [Label(score, target) for score, target in zip(scores[:300].tolist(), right[:300].tolist(), strict=True)]
     tested = scores[300:]
     paper = published(labels)[[bin_of(score, 128) for score in tested]]
     calibrator = learned(OURS, labels)

@@ -5,7 +5,7 @@ import pytest
 from darts_server.estimates.checks import LARGEST, check_count, check_length, check_number
 
 HUGE = 10**400
-"""No float is that large, and comparing it must not raise anything else."""
+"""Larger than any float: comparing it must raise no other error."""
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, 2.5, LARGEST, float(LARGEST)])

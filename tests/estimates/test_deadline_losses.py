@@ -1,4 +1,4 @@
-"""What deadlines take away, and the stretch for it."""
+"""Losses at deadlines, and the stretch that limits them."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -54,7 +54,7 @@ def test_the_stretch_is_the_smallest_that_loses_at_most_its_share(lengths: list[
 
 
 def test_few_right_answers_show_no_losses_and_answers_count_by_their_weights() -> None:
-    """One in fifty returned answers is late, and stands for five: one in ten is lost."""
+    """One in fifty returned answers is late, and represents five answers: one in ten is lost."""
     few = explored(answers(*[3.0] * (MIN_RIGHT - 1)))
     assert (few.share(1.0), few.stretch(0.02)) == (None, 1.0)
     losses = explored([*answers(*[0.5] * 45), *answers(3.0, weight=5.0), *answers(*[0.5] * 4)])
@@ -87,7 +87,8 @@ def test_cut_answers_beyond_all_explored_answers_move_the_deadline_by_a_step() -
 
 def test_the_stretch_follows_lengths_without_explored_answers() -> None:
     losses = explored(answers(*[0.5] * 100))
-    for _ in range(150):  # half of the answers are right, if they are not cut, at 4 times the deadline
+    for _ in range(150):
+        # Half of the answers are right, if they are not cut, at 4 times the deadline.
         stretch = losses.stretch(SHARE)
         late = Answer(4.0, is_right=True) if stretch >= 4 else Answer(stretch, is_right=False, cut=True)
         losses = losses.with_answers([*answers(*[0.5] * 60), *[late] * 60], False, SHARE)
@@ -174,7 +175,7 @@ def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_se
             is_seen = stretch > 4.5
             losses = losses.with_group(Answer(4.5 if is_seen else stretch, is_right=is_seen, cut=not is_seen))
         stretches.append(stretch := losses.stretch(0.005))
-    assert next(stretches.index(each) for each in stretches if each > 4.5) <= 3, "within a few batches"
+    assert next(batch for batch, stretch in enumerate(stretches) if stretch > 4.5) <= 3, "within a few batches"
     assert stretches[-1] == pytest.approx(4.5, rel=0.06)
 
 
@@ -190,7 +191,7 @@ def test_prompts_without_right_answers_move_the_deadline_only_until_their_answer
 
 
 def test_cut_groups_count_like_groups_that_ran_longer() -> None:
-    """Of 40 that were seen to the end, half were right, at 3 times the bound; so half of 10 that were cut at 2."""
+    """Half of the 40 groups that ran longer were right, at 3 times the bound. So half of 10 cut groups are."""
     seen = groups(3.0, before=groups(8.0, times=20, is_right=False), times=20)
     losses = groups(2.0, before=groups(0.5, before=seen, times=150), times=10, is_right=False, cut=True)
     lost = (20 + 5) / (150 + 20 + 5)
@@ -199,7 +200,7 @@ def test_cut_groups_count_like_groups_that_ran_longer() -> None:
 
 
 def test_prompts_that_end_beyond_the_latest_possible_deadline_do_not_hold_it_there() -> None:
-    """With an extreme length limit, their answers are never seen, and no deadline can keep them."""
+    """Their answers are never seen, and no deadline can keep them."""
     losses, stretch, stretches = groups(0.5, times=100), 1.0, []
     for _ in range(20):
         losses = groups(stretch, stretch, before=groups(*[0.5] * 62, before=losses), is_right=False, cut=True)
@@ -237,15 +238,15 @@ def test_the_stretch_comes_back_once_answers_are_short_again() -> None:
 # --- as it is shipped ---------------------------------------------------------
 
 GROUPS, SIZE, NEEDED = 64, 8, 6
-"""As under `cap`: all of eight are returned, and a group waits for its sixth, up to the bound."""
+"""As under `cap`: all eight candidates are returned, and a group waits for its sixth, up to the bound."""
 
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Each answer's length relative to the deadline, whether it is right, and what its group needs: [64, 8] and [64]."""
+"""Lengths relative to the deadline and whether they are right, [64, 8], and needs of the groups, [64]."""
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """Log-normal lengths; 60 % are right. A ``rare`` share of the prompts needs answers ``factor`` times as long."""
+    """Log-normal lengths, 60 % right. A ``rare`` share of prompts needs answers ``factor`` times as long."""
 
     sigma: float
     between_prompts: float
@@ -262,7 +263,7 @@ class Shipped:
         return lengths / deadline, rng.random((GROUPS, SIZE)) < 0.6, needs / deadline
 
     def wanted(self, rng: np.random.Generator) -> float:
-        """Return the smallest stretch that loses no more of all right answers and of all groups than allowed."""
+        """Return the smallest stretch that keeps both losses within their limits."""
         batches = [self.batch(rng) for _ in range(300)]
         low, high = 1.0, MAX_STRETCH
         for _ in range(20):
@@ -281,7 +282,7 @@ class Shipped:
 
 
 def ends(stretch: float, needs: np.ndarray) -> np.ndarray:
-    """Return where each group's answers are cut, relative to the deadline without a stretch."""
+    """Return the length at which each group is cut, relative to the deadline with a stretch of 1."""
     limits: np.ndarray = np.minimum(np.maximum(stretch, needs), BOUND * stretch)
     return limits
 
@@ -313,7 +314,7 @@ class Guard:
 
 
 def errors(world: Shipped, every: int) -> np.ndarray:
-    """Return how far the stretch is from the wanted one after each of the batches 20 to 40, of which some explore."""
+    """Return the relative error of the stretch after each of the batches 20 to 40; one in ``every`` explores."""
     rng = np.random.default_rng(0)
     wanted = world.wanted(rng)
     found = []
@@ -340,7 +341,6 @@ def errors(world: Shipped, every: int) -> np.ndarray:
     ids=str,
 )
 def test_both_limits_together_settle_within_a_tenth_in_twenty_batches(world: Shipped, every: int) -> None:
-    """The first batch explores, and of the others all or one in twenty."""
     off = errors(world, every)
     assert np.mean(np.abs(off) < 0.1) > 0.85
     assert abs(np.mean(off)) < 0.06
@@ -353,7 +353,7 @@ def test_both_limits_together_settle_within_a_tenth_in_twenty_batches(world: Shi
     [Shipped(0.4, 0.3, 0.06, 6.0, MaxLost(0.1)), Shipped(0.4, 0.3, 0.05, 5.0, MaxLost(0.1))],
 )
 def test_if_lost_groups_decide_the_stretch_settles_within_a_quarter(world: Shipped) -> None:
-    """Half a per cent of 1,000 groups are five, so they are known less well. On average the deadline is too late."""
+    """Half a per cent of 1,000 groups are only five. On average the deadline is too late."""
     off = errors(world, 20)
     assert np.quantile(np.abs(off), 0.9) < 0.25
     assert -0.02 < np.mean(off) < 0.12

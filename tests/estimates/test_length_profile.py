@@ -36,13 +36,13 @@ def stop_none(lengths: Floats, _: np.random.Generator) -> Ratios:
 
 
 def shortest(lengths: Floats, _: np.random.Generator) -> Ratios:
-    """The 8 shortest end, the others are stopped where the 8th ended."""
+    """The 8 shortest finish, and the others are stopped at the length of the 8th."""
     bar = float(np.sort(lengths)[7])
     return [(min(float(x), bar), bool(x > bar)) for x in lengths]
 
 
 def sampled_tail(lengths: Floats, rng: np.random.Generator) -> Ratios:
-    """The 7 shortest end and one sampled from the others does; the others are stopped at the 7th."""
+    """The 7 shortest and one sampled candidate finish, and the others are stopped at the length of the 7th."""
     order = np.argsort(lengths)
     bar, drawn = float(lengths[order[6]]), rng.choice(order[7:])
     return [(float(x), False) if x <= bar or i == drawn else (bar, True) for i, x in enumerate(lengths)]
@@ -70,7 +70,7 @@ def quantiles(profile: LengthProfile, n: int = 2000) -> Floats:
 @pytest.mark.untraced
 @pytest.mark.parametrize("draw", [log_normal(0.3), log_normal(0.5), geometric])
 @pytest.mark.parametrize("stop", [stop_none, shortest, sampled_tail])
-@pytest.mark.parametrize("candidates", [12, *(pytest.param(each, marks=pytest.mark.nightly) for each in (8, 16))])
+@pytest.mark.parametrize("candidates", [12, *(pytest.param(count, marks=pytest.mark.nightly) for count in (8, 16))])
 def test_mean_and_tail_are_right_although_long_candidates_were_stopped(
     draw: Drawing, stop: Callable[[Floats, np.random.Generator], Ratios], candidates: int
 ) -> None:
@@ -83,7 +83,7 @@ def test_mean_and_tail_are_right_although_long_candidates_were_stopped(
 
 def test_the_product_limit_rule_computed_by_hand() -> None:
     profile = LengthProfile()
-    # Of ten, two end at 1/4; four are stopped at 1/2; of the four left, each of 1, 2, 4 and 8 is the end of one.
+    # Two of ten candidates finish at 1/4, four are stopped at 1/2, and the others finish at 1, 2, 4 and 8.
     profile.observe([(0.25, False)] * 2 + [(0.5, True)] * 4 + [(float(2**k), False) for k in range(4)])
     found = quantiles(profile, 1000)
     width = 2 ** (1 / 24)
@@ -160,8 +160,8 @@ def test_the_state_survives_json_and_continues_unchanged() -> None:
     assert len(text) < 20_000
     twin = LengthProfile(**json.loads(text))
     assert twin.state == profile.state
-    for one in (profile, twin):
-        one.observe([(0.7, False), (1.1, True)])
+    for copy in (profile, twin):
+        copy.observe([(0.7, False), (1.1, True)])
     assert twin.state == profile.state
     assert (quantiles(twin) == quantiles(profile)).all()
 
@@ -181,11 +181,11 @@ def test_a_state_out_of_range_or_with_other_bins_is_refused(count: float) -> Non
 
 
 CANDIDATES = 14_000
-"""Of all groups together: enough to fill the profile's memory three times."""
+"""Number of candidates of all groups: enough to fill the profile's memory three times."""
 
 
 def draw(world: str, rng: np.random.Generator, count: int) -> Floats:
-    """Lengths with a mean of 1."""
+    """Return lengths with a mean of 1."""
     if world == "exponential":
         return rng.exponential(1, count)
     sigma = float(world.removeprefix("log-normal "))
@@ -193,7 +193,7 @@ def draw(world: str, rng: np.random.Generator, count: int) -> Floats:
 
 
 def observe(lengths: Floats, drawn: bool, rng: np.random.Generator) -> list[Observation]:
-    """All candidates; or the 7 shortest and one that is sampled, while the others are stopped."""
+    """Return all candidates as finished, or if ``drawn`` only the 7 shortest and one sampled candidate."""
     tokens = np.maximum(np.round(lengths), 1).astype(int).tolist()
     if not drawn:
         return [Observation(t) for t in tokens]
@@ -204,20 +204,24 @@ def observe(lengths: Floats, drawn: bool, rng: np.random.Generator) -> list[Obse
 
 
 def errors(world: str, drawn: bool, groups: int, corrected: bool = True) -> list[float]:
-    """Per cent by which mean, 90th and 99th percentile of the profile are off, from so many groups of each prompt."""
-    rng, profile = np.random.default_rng(1), LengthProfile()
+    """Return the errors of mean, 90th and 99th percentile in per cent, from ``groups`` groups of each prompt."""
+    rng = np.random.default_rng(1)
+    profile = LengthProfile()
     count = 12 if drawn else 8
     for _ in range(CANDIDATES // (groups * count)):
-        mean, stats = float(rng.lognormal(6.5, 0.6)), cast(PromptStats | None, None)
+        mean = float(rng.lognormal(6.5, 0.6))
+        stats = cast(PromptStats | None, None)
         for _ in range(groups):
             observed = observe(mean * draw(world, rng, count), drawn, rng)
-            earlier, stats = stats, update_stats(stats, observed, estimate_lengths(observed), 0)
+            earlier = stats
+            stats = update_stats(stats, observed, estimate_lengths(observed), 0)
             fully = [(o.tokens / stats.mean_ema, o.censored) for o in observed]
             profile.observe(ratios(observed, earlier) if corrected else fully)
-    found, truth = profile.quantiles(4000), draw(world, np.random.default_rng(9), 400_000)
+    found = profile.quantiles(4000)
+    truth = draw(world, np.random.default_rng(9), 400_000)
     assert found is not None
     pairs = [(f(found), f(truth)) for f in (np.mean, lambda x: np.quantile(x, 0.9), lambda x: np.quantile(x, 0.99))]
-    return [100 * float(one / other - 1) for one, other in pairs]
+    return [100 * float(estimate / true - 1) for estimate, true in pairs]
 
 
 @pytest.mark.untraced
@@ -260,7 +264,7 @@ def values(observed: list[Observation], earlier: PromptStats | None) -> list[flo
 
 def test_ratios_computed_by_hand() -> None:
     group = [Observation(10), Observation(20), Observation(30)]
-    # Others of the first: two with a mean of 25. The variation is 10 / 20.
+    # The first candidate has two others with a mean of 25. The variation is 10 / 20.
     expected = [2.5 * x / (60 - x + x / 2) / (1 + 0.25 / 4) for x in (10, 20, 30)]
     assert values(group, None) == pytest.approx(expected)
     earlier = PromptStats(std_ema=10.0, mean_ema=20.0, groups=1, candidates=8, weight_version=None)

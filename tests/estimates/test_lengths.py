@@ -1,4 +1,4 @@
-"""Mean and spread of lengths of which many were stopped, and the statistics that are kept of them."""
+"""Mean and spread of lengths with stopped candidates, and the statistics of prompts and data set."""
 
 import json
 import math
@@ -69,28 +69,29 @@ def geometric(mean: float) -> Callable[[np.random.Generator, int], Lengths]:
 
 
 def two_modes(short: float, long: float, share: float) -> Callable[[np.random.Generator, int], Lengths]:
-    """Two narrow log-normal modes; ``share`` of the lengths are in the longer one."""
+    """Two narrow log-normal modes; ``share`` of the lengths are in the long mode."""
     modes = log_normal(short, 0.3), log_normal(long, 0.3)
     return lambda rng, n: np.where(rng.random(n) < share, modes[1](rng, n), modes[0](rng, n))
 
 
 def shortest(lengths: Lengths, _: np.random.Generator) -> list[Observation]:
-    """The 8 shortest finish, the others are stopped when they have as many tokens as the 8th."""
+    """The 8 shortest finish, and the others are stopped when they have as many tokens as the 8th."""
     bar = int(np.sort(lengths)[7])
     return [Observation(min(int(x), bar), censored=x > bar) for x in lengths]
 
 
 def sampled_tail(lengths: Lengths, rng: np.random.Generator) -> list[Observation]:
-    """The 7 shortest finish and one sampled from the others does; the others are stopped at the 7th."""
+    """The 7 shortest and one sampled candidate finish, and the others are stopped at the length of the 7th."""
     order = np.argsort(lengths, kind="stable")
-    bar, drawn = int(lengths[order[6]]), rng.choice(order[7:])
+    bar = int(lengths[order[6]])
+    drawn = rng.choice(order[7:])
     return [
         Observation(int(x)) if x <= bar or i == drawn else Observation(bar, censored=True)
         for i, x in enumerate(lengths)
     ]
 
 
-# Mean std over many groups of 12 and of 16, as a ratio to that of the same groups if none had been stopped.
+# Mean std over many groups of 12 and of 16, relative to the true mean std of these groups.
 NARROW, WIDE, HEAVY = log_normal(200, 0.3), log_normal(200, 0.5), log_normal(200, 0.8)
 GEOMETRIC, EVEN, UNEVEN = geometric(200), two_modes(150, 600, 0.5), two_modes(150, 450, 0.3)
 MOSTLY_LONG = two_modes(150, 600, 0.7)
@@ -132,7 +133,7 @@ def test_two_modes_become_too_wide_if_only_the_short_end_of_the_long_mode_shows(
 
 
 def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, candidates: int) -> tuple[float, float]:
-    """Mean estimated std, and mean std of the finished ones alone, to that of the groups if none had been stopped."""
+    """Return the mean estimated std, and the mean std of finished candidates alone, relative to the true mean std."""
     rng = np.random.default_rng(candidates)
     groups = [draw(rng, candidates) for _ in range(ROUNDS)]
     whole = statistics.fmean(float(np.std(lengths, ddof=1)) for lengths in groups)
@@ -157,7 +158,7 @@ def known_std(observations: list[Observation]) -> float:
     return std
 
 
-# --- whatever happens -------------------------------------------------------
+# --- properties -------------------------------------------------------
 
 
 @given(OBSERVATIONS)
@@ -172,7 +173,8 @@ def test_a_censored_length_counts_at_least_where_it_was_stopped(observations: li
 @given(OBSERVATIONS, st.randoms())
 def test_the_order_of_the_candidates_does_not_matter(observations: list[Observation], random: Random) -> None:
     shuffled = random.sample(observations, len(observations))
-    once, again = estimate_lengths(observations), estimate_lengths(shuffled)
+    once = estimate_lengths(observations)
+    again = estimate_lengths(shuffled)
     assert once.mean == pytest.approx(again.mean)
     assert once.std == (None if again.std is None else pytest.approx(again.std, rel=1e-6, abs=1e-6))
 
@@ -198,7 +200,8 @@ def test_a_longer_stopped_candidate_passes_on_its_votes() -> None:
 
 def test_a_short_candidate_among_many_stopped_candidates_gives_a_limited_estimate() -> None:
     guess = estimate_lengths(ended(3) + stopped(*[256] * 15))
-    assert guess.mean == pytest.approx(3 + 15 * 256)  # one ending in as many tokens
+    # One end in as many tokens.
+    assert guess.mean == pytest.approx(3 + 15 * 256)
     assert estimate_lengths(ended(1) + stopped(*[1_000_000] * 100)).mean < 1.01 * 100_000_000
 
 
@@ -236,14 +239,15 @@ def test_a_sample_of_only_finished_or_only_censored_candidates_is_unchanged(cens
 
 @pytest.mark.parametrize("tokens", [100, 300, 1_000, 10_000, 1_000_000])
 def test_a_candidate_in_the_far_tail_is_expected_to_finish_within_the_mean_wait(tokens: int) -> None:
-    """Beyond 30 standard deviations, where the normal's density and survival both underflow, too."""
+    """Density and survival of the normal underflow beyond 30 standard deviations."""
     first, second = FittedShape(mean=2.0, std=0.1, wait=5.0).moments_beyond(tokens)
     assert tokens < first <= tokens + 5
     assert first**2 <= second <= (tokens + 5) ** 2 + 5**2
 
 
 def test_one_candidate_far_beyond_all_others_widens_the_shape() -> None:
-    narrow, wide = FittedShape.fit([10] * 5, []), FittedShape.fit([10] * 5, [100_000])
+    narrow = FittedShape.fit([10] * 5, [])
+    wide = FittedShape.fit([10] * 5, [100_000])
     assert narrow.std < wide.std < math.inf
     assert narrow.mean < wide.mean < math.inf
 

@@ -55,7 +55,7 @@ def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[f
 
 
 def test_survivors_are_weighted_for_pruned_trajectories() -> None:
-    """Two in three correct ones and all wrong ones survive: weighted, the Brier score is that of all."""
+    """Two in three right and all wrong trajectories survive. With weights, the Brier score is the score of all."""
     labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
     plain, corrected = evaluate(labels, 1.0), evaluate(labels)
     assert (plain.labels, plain.auc) == (5, 0.0)

@@ -1,4 +1,4 @@
-"""Which moves a candidate may make, and what it keeps of them."""
+"""The moves that a candidate may make, and the values that it keeps."""
 
 import pytest
 

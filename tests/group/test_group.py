@@ -1,4 +1,4 @@
-"""Single steps of a group: what it decides on which event, and what it refuses."""
+"""Single steps of a group: its decisions on events, and the events that it refuses."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def unopened(*, draws: tuple[float, ...] = (), replacements: int | None = 0, ear
 def opened(
     rule: SelectionRule, candidates: int, *, draws: tuple[float, ...] = (), replacements: int = 0, early: bool = False
 ) -> Group:
-    """A group all of whose first candidates run."""
+    """Return an open group whose candidates all run."""
     group = unopened(draws=draws, replacements=replacements, early=early)
     assert group.open(rule, candidates) == [Start(tuple(range(candidates)))]
     group.handle(*(Started(i) for i in range(candidates)))
@@ -43,7 +43,7 @@ def opened(
 
 
 def unopened_with(candidates: int, *, replacements: int | None = 0) -> Group:
-    """A group that is not open yet, with so many that run."""
+    """Return a group that is not open yet, with running candidates."""
     group = unopened(replacements=replacements)
     for i in range(candidates):
         assert group.add_candidate() == [Start((i,))]

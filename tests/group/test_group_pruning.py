@@ -1,4 +1,4 @@
-"""Groups whose candidates are scored: who is pruned, who is kept, and what that does to each rule."""
+"""Groups with scored candidates: which candidates are pruned, and the selection of each rule."""
 
 from dataclasses import replace
 
@@ -117,7 +117,7 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
 
 @given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE)), st.booleans())
 def test_without_pruning_scores_do_not_change_the_group(case: Case, draws: bool) -> None:
-    """Whether survival is 1 for all, or there is no generator for it."""
+    """Survival is 1 for all candidates, or there is no generator for it."""
     survivals = [[replace(score, survival=1.0) if draws else score for score in scores] for scores in case.scores]
     world = replace(case, scores=survivals, chances=0 if draws else None).world().run()
     unscored = replace(case, scores=(), chances=None).world().run()
@@ -144,7 +144,7 @@ def test_scores_are_decided_in_their_order_and_pruning_leaves_the_size(
 
 
 def kept_or_pruned(survivals: list[float], size: int, seed: int) -> list[Decision]:
-    """Decide about each candidate in turn: no more are pruned than leave ``size``, and the rest is kept for certain."""
+    """Decide about each candidate in turn. Pruning leaves ``size`` candidates, and the rest is kept for certain."""
     surplus, decisions = len(survivals) - size, list[Decision]()
     for i, (survival, draw) in enumerate(
         zip(survivals, np.random.default_rng(seed).random(len(survivals)), strict=True)

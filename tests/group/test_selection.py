@@ -1,4 +1,4 @@
-"""The selection rules alone: what they select, how they label it, and what they hold for certain."""
+"""The selection rules alone: their selections, and their certain decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ def running(index: int, tokens: int, *, tail_draw: float = 0.5) -> Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a selector says. ``certain``: its deliveries or, once nothing runs, its selection."""
+    """The answers of a selector. ``certain``: its deliveries or, once nothing runs, its selection."""
 
     certain: frozenset[int]
     stops: Mapping[int, DiscardReason] = field(default_factory=dict)
@@ -154,7 +154,7 @@ def test_a_candidate_that_reaches_the_threshold_is_stopped() -> None:
 
 
 def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
-    """Candidate 4 wins only if both 2 and 3 come in before both that finished."""
+    """Candidate 4 wins only if both 2 and 3 are shorter than both finished candidates."""
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
     losing, third = running(4, 9, tail_draw=0.3), running(3, 0, tail_draw=0.2)
     before, after = (
@@ -172,7 +172,7 @@ def test_without_places_for_the_shortest_every_candidate_competes_for_the_tail()
 
 
 def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_length_is_final() -> None:
-    """Candidate 1 is sampled. Where it ends depends on 3, which may still be shorter than the second shortest."""
+    """Candidate 1 is sampled. Its length depends on 3, which may still be shorter than the second shortest."""
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
     rule, going = CutTail(1, 1), running(3, 4, tail_draw=0.2)
     assert assess(rule, [going], done, deadline=3) == Verdict(frozenset({0}), check_at={3: 5})
@@ -184,7 +184,7 @@ def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_leng
 
 @pytest.mark.parametrize(("deadline", "certain"), [(None, {0}), (9, {0}), (8, set())])
 def test_a_candidate_that_may_be_short_or_cut_is_not_certain(deadline: int | None, certain: set[int]) -> None:
-    """Candidate 0 belongs either way, but with its first tokens only if two others come in before it."""
+    """Candidate 0 is in the group in any case, but is cut if two others are shorter."""
     going, drawn = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)], [ended(0, 9, tail_draw=0.1)]
     assert assess(CutTail(1, 1), going, drawn, early=True, deadline=deadline).certain == certain
     surely_short = assess(CutTail(1, 1), [running(1, 9), running(2, 9)], [ended(0, 9)], early=True, deadline=3)
@@ -197,7 +197,7 @@ States = list[tuple[str, int]]
 def situations(
     of: st.SearchStrategy[RuleT], most: int = 5, max_tokens: int = 3, more: int = 0
 ) -> st.SearchStrategy[tuple[RuleT, States]]:
-    """A rule, and at most ``most`` candidates, enough for a group and ``more``."""
+    """Return a rule with at most ``most`` candidates, enough for a group and ``more``."""
     tokens = st.just(0) | st.integers(0, max_tokens)
     state = st.tuples(st.sampled_from(["running", "running", "stop", "stop", "length"]), tokens)
     return of.filter(lambda rule: rule.size <= most).flatmap(
@@ -206,7 +206,7 @@ def situations(
 
 
 def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that run and those that have finished, with random tail draws."""
+    """Return running and finished candidates with random tail draws."""
     going, done = [], []
     draws = random.sample(range(100), len(states))
     for i, ((state, tokens), draw) in enumerate(zip(states, draws, strict=True)):
@@ -249,7 +249,7 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
         assert verdict.certain <= group
         assert verdict.cuts.items() <= cuts.items()
         assert verdict.certain & cuts.keys() <= verdict.cuts.keys()
-        # No candidate is stopped whose length could change anything.
+        # The length of a stopped candidate changes nothing.
         others = tuple(fate.length for i, fate in sorted(fates.items()) if i not in verdict.stops)
         outcome = frozenset(group), frozenset(cuts.items())
         assert outcomes.setdefault(others, outcome) == outcome

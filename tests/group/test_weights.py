@@ -21,7 +21,7 @@ from tests.group.world import Case, Draws
 def complete(
     rule: SelectionRule, lengths: Sequence[tuple[int, bool]], draws: Sequence[float], deadline: int | None = None
 ) -> Group:
-    """Run a group to its end: candidates finish in the order of their lengths, at a stop token or at the limit."""
+    """Run a group to its end. Candidates finish in the order of their lengths, at a stop token or at the limit."""
     group = Group(rng=Draws(*draws), max_replacements=0)
     group.open(rule, len(lengths))
     group.handle(*(Started(i) for i in range(len(lengths))))
@@ -164,11 +164,11 @@ class TestPruning:
 
 
 CELLS = 4
-"""Random numbers for pruning, one in the middle of each equal part of [0, 1): probabilities are multiples of 1 / 4."""
+"""Random numbers for pruning, in the middle of equal parts of [0, 1). Probabilities are multiples of 1 / 4."""
 
 
 class Survival:
-    """Probabilities of a half or one: by candidate and score, and by who was pruned or has finished before."""
+    """Probabilities of a half or one, by candidate, score, and the candidates that were pruned or finished before."""
 
     def __init__(self, seed: int) -> None:
         self._table: dict[tuple[int, ...], float] = {}
@@ -189,7 +189,7 @@ def run_with_scores(
 ) -> Group:
     """Run a group whose candidates may be pruned after their first and after their second token.
 
-    ``failing``: candidates that fail, after so many tokens.
+    ``failing``: candidates that fail, and the number of tokens after which they fail.
     """
     group = Group(rng=Draws(*tail_draws), survival_rng=Draws(*survival_draws), max_replacements=0)
     group.open(rule, len(lengths))
@@ -215,9 +215,9 @@ def run_with_scores(
 def test_survivors_estimate_sums_over_candidates_and_over_pairs(
     lengths: list[tuple[int, bool]], seed: int, rule: AllSurvivors | SampledSurvivors
 ) -> None:
-    """Whatever survival depends on, and if some are kept because the group needs them.
+    """Survival may depend on anything, and candidates may be kept because the group needs them.
 
-    Of two that are returned, one weighs (S - 1) / (M - 1) in place of S / M, given the other.
+    Given another returned candidate, a candidate weighs (S - 1) / (M - 1) in place of S / M.
     """
     survival, count = Survival(seed), len(lengths)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
@@ -247,9 +247,9 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
 def test_survivors_estimate_means_over_candidates_whichever_candidates_fail(
     rule: AllSurvivors | SampledSurvivors, doomed: int, lengths: Sequence[int], fails_at: Sequence[int]
 ) -> None:
-    """Over all sets of ``doomed`` candidates, with all draws; a group of which nothing is left counts as 0.
+    """The mean is over all sets of ``doomed`` candidates, with all draws. An empty group counts as 0.
 
-    ``fails_at``: after how many tokens each candidate fails, if it is to fail.
+    ``fails_at``: number of tokens after which each candidate fails if it is doomed.
     """
     survival, count = Survival(7), len(lengths)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
@@ -267,7 +267,7 @@ def test_survivors_estimate_means_over_candidates_whichever_candidates_fail(
                 for i, weight in weights.items():
                     sums[i] += weight / counted
     assert corrected
-    assert [each / runs for each in sums] == pytest.approx([1 / count] * count, abs=1e-9)
+    assert [total / runs for total in sums] == pytest.approx([1 / count] * count, abs=1e-9)
 
 
 def test_a_sampled_tail_without_places_has_no_weights() -> None:

@@ -26,7 +26,7 @@ from darts_server.policy.allocation import (
 )
 
 LOW, HIGH, TARGET = 8, 16, 12.0
-TARGETS = [8.3, *(pytest.param(each, marks=pytest.mark.nightly) for each in (8, 15.5))]
+TARGETS = [8.3, *(pytest.param(target, marks=pytest.mark.nightly) for target in (8, 15.5))]
 SMALL_WEIGHTS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 WEIGHTS = st.lists(
     st.integers(1, 3).map(float) | st.floats(1e-9, 100) | st.floats(1e-100, 1e100), min_size=1, max_size=40
@@ -221,28 +221,28 @@ def test_a_state_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
 
 
 START, END = 100, 300
-queues = st.lists(st.integers(0, 500), max_size=30)
+QUEUES = st.lists(st.integers(0, 500), max_size=30)
 
 
 def line(waiting: int, start: float = START) -> float:
     return min(max((END - (START - start) - waiting) / (END - START), 0), 1)
 
 
-@given(queues)
-def test_the_scale_stays_between_its_falling_and_its_rising_line(waiting: list[int]) -> None:
+@given(QUEUES)
+def test_the_scale_stays_between_its_falling_and_its_rising_line(queues: list[int]) -> None:
     brownout = Brownout(START, END)
-    for each in waiting:
-        assert line(each, start=START / 2) <= brownout.update(each) <= line(each)
+    for waiting in queues:
+        assert line(waiting, start=START / 2) <= brownout.update(waiting) <= line(waiting)
 
 
-@given(queues)
-def test_the_scale_changes_no_more_than_its_lines_require(waiting: list[int]) -> None:
+@given(QUEUES)
+def test_the_scale_changes_no_more_than_its_lines_require(queues: list[int]) -> None:
     brownout = Brownout(START, END)
-    for each in waiting:
+    for waiting in queues:
         before = brownout.scale
-        after = brownout.update(each)
-        assert after in (before, line(each), line(each, start=START / 2))
-        assert before == after or not line(each, start=START / 2) <= before <= line(each)
+        after = brownout.update(waiting)
+        assert after in (before, line(waiting), line(waiting, start=START / 2))
+        assert before == after or not line(waiting, start=START / 2) <= before <= line(waiting)
 
 
 def test_redundancy_falls_linearly_and_is_full_again_at_half_of_start() -> None:

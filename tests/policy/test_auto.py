@@ -29,11 +29,11 @@ STATE = AheadState(40, 4, 0.5, True, True, ((38, 0.9), (40, 0.8)), ((37, 1.1),),
 
 @dataclass
 class Training:
-    """Batches of which 16 of 24 groups are needed, one after the other.
+    """Batches that need 16 of 24 groups, one after the other.
 
-    A batch that runs what it needs takes 1 second, and one that runs more ``ahead`` seconds. ``stale``: tokens of older
-    weights among those that are returned, for each prompt that ran ahead. ``alone``: seconds after which each returned
-    group is complete in the batch alone.
+    A batch that runs only the needed prompts takes 1 second, and a batch that runs more takes ``ahead`` seconds.
+    ``stale``: returned tokens of older weights for each prompt that ran ahead. ``alone``: seconds after which each
+    returned group is complete in the batch alone.
     """
 
     ahead: float
@@ -47,7 +47,7 @@ class Training:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def run(self, batches: int) -> str:
-        """Return which of the batches ran ahead, as 0 and 1."""
+        """Return whether each batch ran ahead, as 0 and 1."""
         self.choices.clear()
         for _ in range(batches):
             choice = choose_ahead(self.limits, self.state, NEEDED, self.offered)
@@ -140,7 +140,7 @@ def test_no_prompt_runs_ahead_if_groups_end_together_whatever_was_measured(ahead
 
 @pytest.mark.parametrize(("last", "ahead"), [(5, "1"), (6, "0")])
 def test_groups_that_end_last_are_stragglers_if_enough_other_groups_are_complete_before(last: int, ahead: str) -> None:
-    """Of 24 groups that run, 16 are needed: so at most a third may end last."""
+    """Of 24 running groups, 16 are needed, so at most a third may end last."""
     training = Training(0.5, alone=[0.5] * (16 - last) + [0.98] * (last - 1) + [1.0])
     training.run(12)
     assert training.run(4) == 4 * ahead
@@ -213,7 +213,7 @@ def test_time_is_compared_per_generated_token_with_the_returned_tokens_alone() -
 
 
 def test_answers_that_end_together_at_their_length_limit_are_no_stragglers() -> None:
-    """Three batches of the same tokens and seconds. Running ahead helps most where a few answers are much longer."""
+    """Three batches have equal tokens and seconds. Running ahead helps most if a few answers are much longer."""
     curve = LatencyCurve((1.0, 64.0), (1.0, 8.0), 0.1)
     times = {}
     for name, lengths in {

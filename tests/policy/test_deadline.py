@@ -99,7 +99,8 @@ def test_the_deadline_follows_from_the_reports(
     rule = Deadline(quantile, recent=recent)
     cohort = CohortDeadline(rule, 10)
     needs: list[int] = []
-    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)  # of the groups that still may report
+    # Minimums of the groups that still may report.
+    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)
     reported: set[int] = set()
     for what, group, tokens in reports:
         if what == "need" and group in minimums:
