@@ -188,7 +188,8 @@ def test_under_pruning_the_papers_calibration_is_biased_and_ours_is_not() -> Non
     rng = np.random.default_rng(0)
     seen_early, seen_late = rng.normal(0, 1.5, (2, 30_000))
     right = (rng.random(30_000) < sigmoid(seen_early + seen_late + 0.7)).astype(np.float64)
-    early, late = sigmoid(seen_early + 0.7), sigmoid(seen_late + 0.7)
+    early = sigmoid(seen_early + 0.7)
+    late = sigmoid(seen_late + 0.7)
     curve = Pruning().fit(early)
     survivals = [curve.survival(q) for q in early]
     kept = rng.random(30_000) < survivals

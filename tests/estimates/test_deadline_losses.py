@@ -168,7 +168,9 @@ def test_rare_prompts_move_the_deadline_beyond_their_shortest_right_answers() ->
 
 
 def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_seen() -> None:
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+    losses = groups(0.5, times=100)
+    stretch = 1.0
+    stretches = []
     for _ in range(20):
         losses = groups(*[0.5] * 28, before=losses)
         for _ in range(4):
@@ -180,7 +182,9 @@ def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_se
 
 
 def test_prompts_without_right_answers_move_the_deadline_only_until_their_answers_are_seen() -> None:
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+    losses = groups(0.5, times=100)
+    stretch = 1.0
+    stretches = []
     for _ in range(20):
         losses = groups(*[0.5] * 62, before=losses)
         for _ in range(2):
@@ -201,7 +205,9 @@ def test_cut_groups_count_like_groups_that_ran_longer() -> None:
 
 def test_prompts_that_end_beyond_the_latest_possible_deadline_do_not_hold_it_there() -> None:
     """Their answers are never seen, and no deadline can keep them."""
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+    losses = groups(0.5, times=100)
+    stretch = 1.0
+    stretches = []
     for _ in range(20):
         losses = groups(stretch, stretch, before=groups(*[0.5] * 62, before=losses), is_right=False, cut=True)
         stretches.append(stretch := losses.stretch(0.005))
@@ -219,7 +225,9 @@ def test_the_share_of_lost_groups_follows_the_stretch() -> None:
 
 
 def test_the_stretch_comes_back_once_answers_are_short_again() -> None:
-    losses, stretches, unstretched = groups(0.5, times=100), [], 1_000
+    losses = groups(0.5, times=100)
+    stretches = []
+    unstretched = 1_000
     for number in range(60):
         stretched = Deadline(stretch=losses.stretch(0.005))
         tokens = stretched.from_lengths([unstretched] * 10, 10)
@@ -265,17 +273,22 @@ class Shipped:
     def wanted(self, rng: np.random.Generator) -> float:
         """Return the smallest stretch that keeps both losses within their limits."""
         batches = [self.batch(rng) for _ in range(300)]
-        low, high = 1.0, MAX_STRETCH
+        low = 1.0
+        high = MAX_STRETCH
         for _ in range(20):
             middle = math.sqrt(low * high)
             low, high = (low, middle) if self._is_allowed(middle, batches) else (middle, high)
         return high
 
     def _is_allowed(self, stretch: float, batches: list[Batch]) -> bool:
-        lost, right, lost_groups, right_groups = 0, 0, 0, 0
+        lost = 0
+        right = 0
+        lost_groups = 0
+        right_groups = 0
         for lengths, is_right, needs in batches:
             kept = is_right & (lengths <= ends(stretch, needs)[:, None])
-            lost, right = lost + int((is_right & ~kept).sum()), right + int(is_right.sum())
+            lost += int((is_right & ~kept).sum())
+            right += int(is_right.sum())
             lost_groups += int((is_right.any(axis=1) & ~kept.any(axis=1)).sum())
             right_groups += int(is_right.any(axis=1).sum())
         return lost <= self.max_lost.answers * right and lost_groups <= self.max_lost.groups * right_groups
@@ -302,7 +315,8 @@ class Guard:
         lengths, is_right, needs = batch
         limits = np.full(GROUPS, math.inf) if explores else ends(self.stretch, needs)
         for end, own, right, need in zip(limits, lengths, is_right, needs, strict=True):
-            tokens, cut = np.minimum(own, end), own > end
+            tokens = np.minimum(own, end)
+            cut = own > end
             right = right & ~cut
             needed = (need > end) | ((tokens <= need) & ~cut)
             places = np.where(needed, tokens / BOUND, tokens)

@@ -44,7 +44,8 @@ def shortest(lengths: Floats, _: np.random.Generator) -> Ratios:
 def sampled_tail(lengths: Floats, rng: np.random.Generator) -> Ratios:
     """The 7 shortest and one sampled candidate finish, and the others are stopped at the length of the 7th."""
     order = np.argsort(lengths)
-    bar, drawn = float(lengths[order[6]]), rng.choice(order[7:])
+    bar = float(lengths[order[6]])
+    drawn = rng.choice(order[7:])
     return [(float(x), False) if x <= bar or i == drawn else (bar, True) for i, x in enumerate(lengths)]
 
 
@@ -198,7 +199,8 @@ def observe(lengths: Floats, drawn: bool, rng: np.random.Generator) -> list[Obse
     if not drawn:
         return [Observation(t) for t in tokens]
     order = np.argsort(tokens, kind="stable").tolist()
-    bar, sampled = tokens[order[6]], int(rng.choice(order[7:]))
+    bar = tokens[order[6]]
+    sampled = int(rng.choice(order[7:]))
     finishes = {*order[:7], sampled}
     return [Observation(t) if i in finishes else Observation(bar, True) for i, t in enumerate(tokens)]
 

@@ -57,7 +57,8 @@ def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[f
 def test_survivors_are_weighted_for_pruned_trajectories() -> None:
     """Two in three right and all wrong trajectories survive. With weights, the Brier score is the score of all."""
     labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
-    plain, corrected = evaluate(labels, 1.0), evaluate(labels)
+    plain = evaluate(labels, 1.0)
+    corrected = evaluate(labels)
     assert (plain.labels, plain.auc) == (5, 0.0)
     assert plain.brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
     assert corrected.brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)

@@ -135,7 +135,8 @@ def test_failures_before_the_opening_do_not_count_as_replacements() -> None:
 
 
 def test_a_failure_that_is_not_retryable_ends_a_group_that_is_not_open() -> None:
-    group, error = unopened_with(2), RuntimeError("the engine is dead")
+    group = unopened_with(2)
+    error = RuntimeError("the engine is dead")
     assert group.handle(Failed(0, error, retryable=False)) == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
     assert group.outcome is Outcome.FAILED
     assert reasons(group) == [DiscardReason.FAILED, DiscardReason.CANCELLED]
@@ -178,7 +179,9 @@ def test_a_carried_group_discards_all_but_failed_candidates_as_carried() -> None
     group.handle(Started(4), Started(5), Lost(5))
     assert {stopped.index for stopped in group.carry() if isinstance(stopped, Stop)} == {4, 6, 7}
     assert group.outcome is Outcome.CANCELLED
-    carried, failed, restarted = DiscardReason.CARRIED, DiscardReason.FAILED, DiscardReason.RESTARTED
+    carried = DiscardReason.CARRIED
+    failed = DiscardReason.FAILED
+    restarted = DiscardReason.RESTARTED
     assert reasons(group) == [failed, restarted, restarted, restarted, carried, failed, carried, carried]
     assert group.carry() == []
 
@@ -190,7 +193,8 @@ def test_an_event_of_an_unknown_candidate_is_refused(index: int) -> None:
 
 
 def test_a_failure_before_an_illegal_event_counts_at_the_next_call() -> None:
-    group, error = opened(DualEnd(2), 2), RuntimeError()
+    group = opened(DualEnd(2), 2)
+    error = RuntimeError()
     with pytest.raises(IllegalMove):
         group.handle(Failed(0, error), Started(1))
     assert group.handle() == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
@@ -227,7 +231,8 @@ def test_failures_are_replaced_until_the_replacements_are_used_up() -> None:
 
 
 def test_giving_up_does_not_report_a_candidate_that_the_group_stopped() -> None:
-    group, error = opened(SampledTail(1, 1), 3, draws=(0.9, 0.8, 0.1)), RuntimeError("no memory")
+    group = opened(SampledTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
+    error = RuntimeError("no memory")
     assert group.handle(stop(0, 2), Progress(1, 2), Progress(2, 2)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
     assert group.handle(Failed(2, error), Lost(1)) == [GiveUp(error)]
 

@@ -76,7 +76,8 @@ def test_with_a_deadline_set_at_the_start_the_group_does_not_depend_on_timing(
     case: Case, other: Case, limit: int
 ) -> None:
     case = replace(case, limits={0: limit})
-    here, there = case.world().run(), at_another_time(case, other).world().run()
+    here = case.world().run()
+    there = at_another_time(case, other).world().run()
     assert (here.selection, here.cuts) == (there.selection, there.cuts)
     event("cut" if here.cuts else "not cut")
 
@@ -338,7 +339,8 @@ def test_a_deadline_does_not_affect_a_rule_without_deadlines(case: Case, moment:
     st.lists(st.integers(1, 8), max_size=3),
 )
 def test_only_the_first_deadline_counts(case: Case, first: int, others: list[int]) -> None:
-    world, same = case.world(), case.world()
+    world = case.world()
+    same = case.world()
     for limit in (first, *others):
         world.report(DeadlineSet(limit))
     same.report(DeadlineSet(first))

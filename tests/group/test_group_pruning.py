@@ -145,7 +145,8 @@ def test_scores_are_decided_in_their_order_and_pruning_leaves_the_size(
 
 def kept_or_pruned(survivals: list[float], size: int, seed: int) -> list[Decision]:
     """Decide about each candidate in turn. Pruning leaves ``size`` candidates, and the rest is kept for certain."""
-    surplus, decisions = len(survivals) - size, list[Decision]()
+    surplus = len(survivals) - size
+    decisions = list[Decision]()
     for i, (survival, draw) in enumerate(
         zip(survivals, np.random.default_rng(seed).random(len(survivals)), strict=True)
     ):

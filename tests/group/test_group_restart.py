@@ -43,7 +43,8 @@ def test_candidates_before_a_restart_do_not_count() -> None:
 
 
 def test_a_group_that_has_delivered_or_is_paused_cannot_be_restarted() -> None:
-    delivered, paused = running(DualEnd(2), 2, early=True), running(DualEnd(1), 1)
+    delivered = running(DualEnd(2), 2, early=True)
+    paused = running(DualEnd(1), 1)
     assert delivered.can_restart
     assert Deliver(0) in delivered.handle(Finished(0, 5, STOP))
     paused.restart()

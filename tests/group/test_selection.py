@@ -156,7 +156,8 @@ def test_a_candidate_that_reaches_the_threshold_is_stopped() -> None:
 def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
     """Candidate 4 wins only if both 2 and 3 are shorter than both finished candidates."""
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
-    losing, third = running(4, 9, tail_draw=0.3), running(3, 0, tail_draw=0.2)
+    losing = running(4, 9, tail_draw=0.3)
+    third = running(3, 0, tail_draw=0.2)
     before, after = (
         assess(SampledTail(2, 1), [running(2, tokens, tail_draw=0.1), third, losing], done) for tokens in (3, 4)
     )
@@ -174,7 +175,8 @@ def test_without_places_for_the_shortest_every_candidate_competes_for_the_tail()
 def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_length_is_final() -> None:
     """Candidate 1 is sampled. Its length depends on 3, which may still be shorter than the second shortest."""
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
-    rule, going = CutTail(1, 1), running(3, 4, tail_draw=0.2)
+    rule = CutTail(1, 1)
+    going = running(3, 4, tail_draw=0.2)
     assert assess(rule, [going], done, deadline=3) == Verdict(frozenset({0}), check_at={3: 5})
     certain = assess(rule, [replace(going, tokens=5)], done, deadline=3)
     assert certain == Verdict(frozenset({0, 1}), {3: DiscardReason.TAIL_PRUNED}, cuts={1: 6})
@@ -185,7 +187,8 @@ def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_leng
 @pytest.mark.parametrize(("deadline", "certain"), [(None, {0}), (9, {0}), (8, set())])
 def test_a_candidate_that_may_be_short_or_cut_is_not_certain(deadline: int | None, certain: set[int]) -> None:
     """Candidate 0 is in the group in any case, but is cut if two others are shorter."""
-    going, drawn = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)], [ended(0, 9, tail_draw=0.1)]
+    going = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)]
+    drawn = [ended(0, 9, tail_draw=0.1)]
     assert assess(CutTail(1, 1), going, drawn, early=True, deadline=deadline).certain == certain
     surely_short = assess(CutTail(1, 1), [running(1, 9), running(2, 9)], [ended(0, 9)], early=True, deadline=3)
     assert surely_short.certain == {0}
@@ -207,7 +210,8 @@ def situations(
 
 def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Candidate]]:
     """Return running and finished candidates with random tail draws."""
-    going, done = [], []
+    going = []
+    done = []
     draws = random.sample(range(100), len(states))
     for i, ((state, tokens), draw) in enumerate(zip(states, draws, strict=True)):
         if state == "running":
@@ -227,7 +231,8 @@ def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known,
 def test_candidates_are_stopped_if_no_future_selects_them(
     situation: tuple[Rule, States], early: bool, random: Random
 ) -> None:
-    rule, (going, done) = situation[0], candidates(situation[1], random)
+    rule = situation[0]
+    going, done = candidates(situation[1], random)
     some, every = possible(rule, *known(going, done))
     verdict = assess(rule, going, done, early)
     assert verdict.stops.keys() == {c.index for c in going} - some
@@ -239,12 +244,14 @@ def test_candidates_are_stopped_if_no_future_selects_them(
 def test_verdicts_of_a_cutting_rule_hold_in_every_future(
     situation: tuple[CutTail, States], early: bool, limit: int | None, random: Random
 ) -> None:
-    rule, (going, done) = situation[0], candidates(situation[1], random)
+    rule = situation[0]
+    going, done = candidates(situation[1], random)
     verdict = assess(rule, going, done, early, limit)
     outcomes: dict[object, object] = {}
     some: set[int] = set()
     for fates in futures(rule, *known(going, done), limit):
-        group, cuts = chosen(rule, fates).keys(), cut_lengths(rule, fates, limit)
+        group = chosen(rule, fates).keys()
+        cuts = cut_lengths(rule, fates, limit)
         some |= group
         assert verdict.certain <= group
         assert verdict.cuts.items() <= cuts.items()
@@ -265,7 +272,8 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
 def test_no_verdict_changes_before_its_check(
     situation: tuple[Rule, States], early: bool, limit: int | None, random: Random
 ) -> None:
-    rule, (going, done) = situation[0], candidates(situation[1], random)
+    rule = situation[0]
+    going, done = candidates(situation[1], random)
     now = assess(rule, going, done, early, limit)
     assert now.check_at.keys() <= {c.index for c in going}
     assert all(now.check_at[c.index] > c.tokens for c in going if c.index in now.check_at)
@@ -289,13 +297,15 @@ def test_a_running_candidate_sorts_with_one_token_more() -> None:
 
 @given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True)))
 def test_a_group_does_at_once_everything_that_its_rule_says(case: Case) -> None:
-    world, early = case.world(), case.early
+    world = case.world()
+    early = case.early
     group = world.group
     for _ in world.moments():
         if not group.is_open or group.outcome is not None:
             continue
         alive = [c for c in group.candidates if c.alive]
-        running, finished = [c for c in alive if c.running], [c for c in alive if not c.running]
+        running = [c for c in alive if c.running]
+        finished = [c for c in alive if not c.running]
         verdict = assess(case.rule, running, finished, early, group.deadline, group.bound)
         assert not verdict.stops, "not stopped yet"
         assert group.check_at == verdict.check_at

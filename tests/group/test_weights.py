@@ -45,7 +45,8 @@ def test_over_all_orders_of_tail_draws_the_weighted_sum_is_the_sum_of_all_candid
 ) -> None:
     assume(rule.size <= len(lengths))
     if isinstance(rule, InOrder):
-        lengths, values = lengths[: rule.size], values[: rule.size]
+        lengths = lengths[: rule.size]
+        values = values[: rule.size]
     orders = list(permutations([i / 10 for i in range(len(lengths))]))
     sums = []
     for draws in orders:
@@ -219,14 +220,18 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
 
     Given another returned candidate, a candidate weighs (S - 1) / (M - 1) in place of S / M.
     """
-    survival, count = Survival(seed), len(lengths)
+    survival = Survival(seed)
+    count = len(lengths)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
-    singles, pairs, runs = [0.0] * count, dict.fromkeys(combinations(range(count), 2), 0.0), 0
+    singles = [0.0] * count
+    pairs = dict.fromkeys(combinations(range(count), 2), 0.0)
+    runs = 0
     for cells in product(range(CELLS), repeat=count):
         for order in orders:
             draws = [(cell + 0.5) / CELLS for cell in cells]
             group = run_with_scores(rule, lengths, order, draws, survival)
-            weights, runs = selection_weights(group), runs + 1
+            weights = selection_weights(group)
+            runs += 1
             returned = len(weights)
             for i, weight in weights.items():
                 singles[i] += weight
@@ -251,9 +256,12 @@ def test_survivors_estimate_means_over_candidates_whichever_candidates_fail(
 
     ``fails_at``: number of tokens after which each candidate fails if it is doomed.
     """
-    survival, count = Survival(7), len(lengths)
+    survival = Survival(7)
+    count = len(lengths)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
-    sums, runs, corrected = [0.0] * count, 0, 0
+    sums = [0.0] * count
+    runs = 0
+    corrected = 0
     for failed in combinations(range(count), doomed):
         failing = {i: fails_at[i] for i in failed}
         for cells in product(range(CELLS), repeat=count):
@@ -262,7 +270,8 @@ def test_survivors_estimate_means_over_candidates_whichever_candidates_fail(
                 ends = [(length, True) for length in lengths]
                 group = run_with_scores(rule, ends, order, draws, survival, failing=failing)
                 counted = sum(c.reason not in GONE for c in group.candidates)
-                weights, runs = selection_weights(group), runs + 1
+                weights = selection_weights(group)
+                runs += 1
                 corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in GONE)
                 for i, weight in weights.items():
                     sums[i] += weight / counted

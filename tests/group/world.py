@@ -247,7 +247,8 @@ class World:
         self.broken |= isinstance(event, Failed) and not event.retryable
         if isinstance(event, DeadlineSet):
             if self.limit is None and self.group.outcome is None:
-                self.limit, self.bound = event.tokens, event.bound
+                self.limit = event.tokens
+                self.bound = event.bound
                 self.whole = frozenset(self.delivered)
         elif event.index in self.known:
             match event:

@@ -112,7 +112,8 @@ def test_weights_are_the_formula_of_the_paper_and_an_unknown_std_is_the_mean_of_
 
 @given(st.floats(1, 50), st.lists(st.integers(1, 30), min_size=1, max_size=5))
 def test_even_shares_keep_their_mean_over_all_cohorts(mean: float, cohorts: list[int]) -> None:
-    carried, counts = 0.0, list[int]()
+    carried = 0.0
+    counts = list[int]()
     for groups in cohorts:
         some, carried = allocate_evenly(mean, groups, carried)
         counts += some
@@ -186,7 +187,8 @@ def test_a_wider_prompt_gets_at_least_as_many_candidates_except_for_its_own_effe
 
 
 def test_a_request_without_std_is_allocated_like_an_average_request() -> None:
-    price, known = ShadowPrice([10.0, 50.0]), ShadowPrice([10.0, 50.0])
+    price = ShadowPrice([10.0, 50.0])
+    known = ShadowPrice([10.0, 50.0])
     assert price.candidates(None, TARGET, LOW, HIGH) == known.candidates(30.0, TARGET, LOW, HIGH)
     assert price.recent == [10.0, 50.0]
 

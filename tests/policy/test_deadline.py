@@ -118,7 +118,8 @@ def test_the_deadline_follows_from_the_reports(
         others = None if expected is not None else rule.without_others(needs, len(minimums))
         bound = None if others is None else rule.bound_of(others)
         if bound is not None and all(minimum is None or minimum > bound for minimum in minimums.values()):
-            expected, bound = others, None
+            expected = others
+            bound = None
         assert [cohort.tokens, cohort.pending_bound] == [expected, bound]
         if expected is not None:
             return

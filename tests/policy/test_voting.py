@@ -158,7 +158,8 @@ KINDS = st.sampled_from(WEIGHTINGS)
 @st.composite
 def elections(draw: st.DrawFn, most: int = 5, left: int = 2) -> tuple[list[Vote], list[int]]:
     """Create votes and remaining candidates, with mixed indices."""
-    cast, remain = draw(st.integers(0, most)), draw(st.integers(0, left))
+    cast = draw(st.integers(0, most))
+    remain = draw(st.integers(0, left))
     indices = draw(st.permutations(range(cast + remain)))
     votes = [Vote(i, draw(st.sampled_from("abc")), draw(SCORES)) for i in indices[:cast]]
     return votes, list(indices[cast:])
@@ -261,7 +262,8 @@ def test_a_lead_that_two_votes_can_equal_decides_only_for_the_earlier_answer() -
 def test_a_negative_vote_for_the_leader_may_still_make_it_the_earlier_answer() -> None:
     """A vote of low q for the leader can make both answers equally heavy. With index 0 the leader is the earlier."""
     rule = LogOddsWeighting(wrong_answers=1, max_chance=0.8)
-    leader, rival = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)], [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
+    leader = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)]
+    rival = [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
     assert is_decided(leader + rival, [0], rule)
     assert not is_decided(leader + rival, [6], rule)
 
