@@ -126,7 +126,9 @@ class Calibrator:
     @property
     def prior(self) -> float:
         """Share of right labels (pi), or a half without labels."""
-        return self._fit()[0] if self.labels else 0.5
+        if not self.labels:
+            return 0.5
+        return self._fit()[0]
 
     def probability(self, score: float) -> float:
         """Return the probability q of a correct answer."""
@@ -160,5 +162,7 @@ class Calibrator:
 
 def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: float = MAX_WEIGHT) -> Floats:
     """Compute the weights min(1 / survival, ``max_weight``), scaled to mean one. Clipping trades noise for bias."""
-    weights = np.minimum(1 / np.asarray(survivals, dtype=np.float64), max_weight)
-    return weights / weights.mean() if weights.size else weights
+    weights: Floats = np.minimum(1 / np.asarray(survivals, dtype=np.float64), max_weight)
+    if weights.size:
+        weights /= weights.mean()
+    return weights

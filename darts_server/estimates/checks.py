@@ -11,7 +11,12 @@ ROUNDING = 1e-9
 """Subtracted before rounding up: in floating point .55 * 100 is slightly more than 55."""
 
 
-def check_number(name: str, value: object, low: float = 0.0, high: float = LARGEST) -> None:
+def check_number(
+    name: str,
+    value: object,
+    low: float = 0.0,
+    high: float = LARGEST,
+) -> None:
     """Raise ``ValueError`` if ``value`` is not a number in [``low``, ``high``]."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")

@@ -227,7 +227,9 @@ class LatencyModel:
     @property
     def start_seconds(self) -> float | None:
         """Seconds by which each start lengthens its step, or None while not known."""
-        return None if self.curve is None else start_seconds(self._starts, self.curve)
+        if self.curve is None:
+            return None
+        return start_seconds(self._starts, self.curve)
 
     def _fit(self) -> LatencyCurve | None:
         points = []

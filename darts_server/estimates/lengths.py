@@ -380,7 +380,9 @@ class DatasetStats:
     @property
     def std(self) -> float | None:
         """Mean of ``recent_stds`` (sigma-bar), or None if there are none."""
-        return _mean(self.recent_stds) if self.recent_stds else None
+        if not self.recent_stds:
+            return None
+        return _mean(self.recent_stds)
 
     def with_step(self, prompts: Iterable[LengthEstimate]) -> "DatasetStats":
         """Return the statistics after one more step. A step without prompts changes nothing.

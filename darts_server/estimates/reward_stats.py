@@ -39,12 +39,12 @@ class MeanLength:
     weight: float = 0.0
 
     def __post_init__(self) -> None:
-        is_valid = type(self.count) is int and self.count >= 0
-        for number in (self.mean, self.weight):
-            is_valid = is_valid and type(number) in (int, float) and 0 <= number < math.inf
-        if is_valid:
-            is_valid = self.weight > 0 if self.count else self.mean == self.weight == 0
-        if not is_valid:
+        is_count = type(self.count) is int and self.count >= 0
+        are_numbers = all(type(x) in (int, float) and 0 <= x < math.inf for x in (self.mean, self.weight))
+        is_consistent = self.weight > 0 or self.count == self.mean == 0
+        if self.count == 0:
+            is_consistent = self.mean == self.weight == 0
+        if not (is_count and are_numbers and is_consistent):
             raise ValueError(f"a mean length must be a count and finite numbers of at least 0, got {self}")
 
     def __add__(self, other: "MeanLength") -> "MeanLength":
@@ -97,8 +97,9 @@ class RewardStats:
     @property
     def pass_rate(self) -> float | None:
         """Weighted share of right trajectories among rewarded trajectories, or None without rewards."""
-        right = self.right.weight
-        return right / (right + self.wrong.weight) if self.rewarded else None
+        if not self.rewarded:
+            return None
+        return self.right.weight / (self.right.weight + self.wrong.weight)
 
     @property
     def difference(self) -> float | None:

@@ -24,17 +24,21 @@ WINDOW = 1024
 def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins."""
     q, y, w = _arrays(probabilities, targets, weights)
-    mass = float(w.sum())
+    mass = w.sum()
+    if not mass:
+        return None
     bins = np.minimum((q * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
     gaps = np.bincount(bins, weights=w * (q - y))
-    return float(np.abs(gaps).sum()) / mass if mass else None
+    return float(np.abs(gaps).sum() / mass)
 
 
 def brier_score(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
     """Compute the mean of (probability - target)². 0 is perfect, and a constant half has 1/4."""
     q, y, w = _arrays(probabilities, targets, weights)
-    mass = float(w.sum())
-    return float((w * (q - y) ** 2).sum()) / mass if mass else None
+    mass = w.sum()
+    if not mass:
+        return None
+    return float((w * (q - y) ** 2).sum() / mass)
 
 
 def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
@@ -47,9 +51,11 @@ def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> fl
     _, level = np.unique(s, return_inverse=True)
     right = np.bincount(level, weights=w * y)
     wrong = np.bincount(level, weights=w * (1 - y))
-    pairs = float(right.sum() * wrong.sum())
+    pairs = right.sum() * wrong.sum()
+    if not pairs:
+        return None
     below = np.cumsum(wrong) - wrong
-    return float((right * (below + wrong / 2)).sum()) / pairs if pairs else None
+    return float((right * (below + wrong / 2)).sum() / pairs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ decides only what no future event can change.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Protocol
 
@@ -210,9 +210,11 @@ class Group:
 
         if self.outcome is not None or self.is_paused or not self.candidates:
             return []
-        if not self.is_open:
-            return list(self._give_up()) if self._failed_for_good else []
         decisions: list[Decision] = []
+        if not self.is_open:
+            if self._failed_for_good:
+                decisions.extend(self._give_up())
+            return decisions
         if self._pending_scores:
             decisions.extend(self._prune())
         if self._needs_decision:
@@ -408,7 +410,9 @@ class Group:
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
         """End an incomplete group. Delivered trajectories stay selected, because the caller has them."""
-        selection = self.standings.select() if self.delivered else {}
+        selection: Mapping[int, SelectedAs] = {}
+        if self.delivered:
+            selection = self.standings.select()
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)

@@ -61,7 +61,13 @@ def allocate_evenly(mean: float, groups: int, carried: float = 0.0) -> tuple[lis
     return counts, carried
 
 
-def allocate_by_std(stds: Sequence[float | None], *, budget: int, low: int, high: int) -> list[int]:
+def allocate_by_std(
+    stds: Sequence[float | None],
+    *,
+    budget: int,
+    low: int,
+    high: int,
+) -> list[int]:
     """Compute the candidates of each prompt from its length std in tokens.
 
     The weights are (x - min + 1) / (max - min), as in the paper's public code, or all one if all stds are equal. An
@@ -70,7 +76,7 @@ def allocate_by_std(stds: Sequence[float | None], *, budget: int, low: int, high
     known = [std for std in stds if std is not None]
     mean = _mean(known)
     x = np.asarray([mean if std is None else std for std in stds], dtype=np.float64)
-    spread = float(x.max() - x.min()) if x.size else 0.0
+    spread = float(np.ptp(x)) if x.size else 0.0
     weights = np.ones(x.size)
     # A smaller spread cannot be divided by. As it vanishes, the ratios of the weights tend to 1.
     if spread > np.finfo(float).tiny:
@@ -78,7 +84,12 @@ def allocate_by_std(stds: Sequence[float | None], *, budget: int, low: int, high
     return allocate(weights, budget, low, high)
 
 
-def allocate(weights: Sequence[float] | Floats, budget: int, low: int, high: int) -> list[int]:
+def allocate(
+    weights: Sequence[float] | Floats,
+    budget: int,
+    low: int,
+    high: int,
+) -> list[int]:
     """Compute the candidates of each prompt: the exact integer optimum of
 
         min sum_i w_i / m_i   subject to   sum_i m_i = budget,   low <= m_i <= high.
@@ -142,7 +153,13 @@ class ShadowPrice:
         check_number("debt", self.debt, -MAX_DEBT, MAX_DEBT)
         check_number("carry", self.carry, -0.5, BELOW_HALF)
 
-    def candidates(self, std: float | None, target: float, low: int, high: int) -> int:
+    def candidates(
+        self,
+        std: float | None,
+        target: float,
+        low: int,
+        high: int,
+    ) -> int:
         """Allocate candidates to the next request by its prompt's length std in tokens.
 
         An unknown std (None) counts as the mean of recent stds. ``target``: mean number of candidates per request.
@@ -175,7 +192,9 @@ class ShadowPrice:
 
 
 def _mean(stds: Sequence[float]) -> float:
-    return math.fsum(stds) / len(stds) if stds else 0.0
+    if not stds:
+        return 0.0
+    return math.fsum(stds) / len(stds)
 
 
 # --- under load -------------------------------------------------------------

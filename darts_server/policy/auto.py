@@ -149,7 +149,12 @@ class AheadOutcome:
     alone: Sequence[float]
 
 
-def choose_ahead(limits: AutoLimits, state: AheadState, needed: int, offered: int) -> AheadChoice:
+def choose_ahead(
+    limits: AutoLimits,
+    state: AheadState,
+    needed: int,
+    offered: int,
+) -> AheadChoice:
     """Choose how many of the ``offered`` prompts run in a batch that ends with ``needed`` complete groups."""
     extra = 0
     if limits.most_stale > 0 and offered > needed:
@@ -174,7 +179,12 @@ def choose_ahead(limits: AutoLimits, state: AheadState, needed: int, offered: in
     return AheadChoice(needed, offered, begun, reason, is_test)
 
 
-def _is_test(limits: AutoLimits, state: AheadState, relative: float, prefers_ahead: bool) -> bool:
+def _is_test(
+    limits: AutoLimits,
+    state: AheadState,
+    relative: float,
+    prefers_ahead: bool,
+) -> bool:
     """Return whether the batch tests the kind that is expected to be slower."""
     if state.tested % TEST_BATCHES:
         return True
@@ -188,7 +198,12 @@ def _is_test(limits: AutoLimits, state: AheadState, relative: float, prefers_ahe
     return is_allowed and (is_near or is_old)
 
 
-def learn_ahead(limits: AutoLimits, state: AheadState, choice: AheadChoice, outcome: AheadOutcome) -> AheadState:
+def learn_ahead(
+    limits: AutoLimits,
+    state: AheadState,
+    choice: AheadChoice,
+    outcome: AheadOutcome,
+) -> AheadState:
     """Return the state after a batch has ended."""
     could_run_ahead = round(state.share * (choice.offered - choice.needed)) > 0
     has_changed = state.ran_ahead != choice.runs_ahead

@@ -58,13 +58,17 @@ class Deadline:
         Unknown lengths count as longer than all known lengths. None while too few are known.
         """
         tokens = self.quantile_of(completion_lengths, groups)
-        return None if tokens is None else self._stretched(tokens)
+        if tokens is None:
+            return None
+        return self._stretched(tokens)
 
     def quantile_of(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Return the quantile in tokens before it is stretched; see `from_lengths`."""
         rank = ceil(self.quantile * groups - ROUNDING)
         known = sorted(completion_lengths)
-        return known[rank - 1] if 0 < rank <= len(known) else None
+        if not 0 < rank <= len(known):
+            return None
+        return known[rank - 1]
 
     def without_others(self, completion_lengths: Collection[int], others: int) -> int | None:
         """Return the deadline in tokens if ``others`` groups have no completion length, or None if they are too many.
@@ -214,7 +218,9 @@ class RecentCompletionLengths:
     def quantile(self, rule: Deadline) -> int | None:
         """Return the quantile of groups that were not cut, before it is stretched, or None below `MIN_GROUPS`."""
         known = self._known()
-        return rule.quantile_of(known, len(known)) if len(known) >= MIN_GROUPS else None
+        if len(known) < MIN_GROUPS:
+            return None
+        return rule.quantile_of(known, len(known))
 
     def _known(self) -> list[int]:
         return [tokens for tokens in self._lengths if tokens]

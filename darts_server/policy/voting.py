@@ -92,8 +92,9 @@ def create_extractor(pattern: str | Sequence[str]) -> Extractor:
 
 def _find_matches(compiled: Any, text: str) -> Iterator[str | None]:
     for match in compiled.finditer(text.encode(errors="replace")):
-        found = match.group(1)
-        yield None if found is None else _normalise(found.decode(errors="replace"))
+        # The group is None if the match does not use it.
+        answer = match.group(1) or b""
+        yield _normalise(answer.decode(errors="replace"))
 
 
 def _find_boxes(text: str) -> Iterator[str | None]:
@@ -127,7 +128,7 @@ def _find_choices(choices: Sequence[str], text: str) -> Iterator[str | None]:
                 best = max(best, (end, len(choice), choice))
                 break
             start = text.rfind(choice, 0, end - 1)
-        yield _normalise(best[2]) if best[0] else None
+        yield _normalise(best[2])
 
 
 def _normalise(answer: str) -> str | None:
@@ -174,7 +175,13 @@ class MajorityWeighting:
     def weights(self, votes: Sequence[Vote]) -> list[Fraction]:
         return [Fraction(1)] * len(votes)
 
-    def worst_cases(self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]) -> WorstCases:
+    def worst_cases(
+        self,
+        leader: AnswerScore,
+        rival: AnswerScore,
+        cast: int,
+        remaining: Sequence[int],
+    ) -> WorstCases:
         yield leader, _with_votes(rival, Fraction(len(remaining)), remaining)
 
 
@@ -191,7 +198,13 @@ class RankWeighting:
             weights.append(Fraction(twice_rank, 2 * (len(votes) - 1)))
         return weights
 
-    def worst_cases(self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]) -> WorstCases:
+    def worst_cases(
+        self,
+        leader: AnswerScore,
+        rival: AnswerScore,
+        cast: int,
+        remaining: Sequence[int],
+    ) -> WorstCases:
         # All remaining votes are for the rival, with the best scores. A rank is the number of votes below, and each
         # pair of votes with a remaining vote adds one to the remaining votes. The ranks of the votes that were cast
         # stay, and all weights change by the same scale.
@@ -224,7 +237,13 @@ class LogOddsWeighting:
         q = min(max(chance, self.min_chance), self.max_chance)
         return Fraction(math.log(self.wrong_answers * q / (1 - q)))
 
-    def worst_cases(self, leader: AnswerScore, rival: AnswerScore, cast: int, remaining: Sequence[int]) -> WorstCases:
+    def worst_cases(
+        self,
+        leader: AnswerScore,
+        rival: AnswerScore,
+        cast: int,
+        remaining: Sequence[int],
+    ) -> WorstCases:
         # All remaining votes are for the rival, with the highest q.
         r = len(remaining)
         gain = self.weight(self.max_chance)
