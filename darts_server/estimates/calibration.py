@@ -6,15 +6,9 @@ separately. With Laplace smoothing alpha and the prior pi, the share of right tr
     P(b | right) = (right_b + alpha) / (sum right + alpha B),        the same for wrong,
     q = pi P(b | right) / (pi P(b | right) + (1 - pi) P(b | wrong)).
 
-Two things are added to the paper's form:
-
-Monotone q. With two or three labels in a bin, q jumps from bin to bin and predicts worse than the score itself.
-Isotonic regression makes q non-decreasing, so less smoothing is needed. The q of a useless or reversed score is close
-to the prior.
-
-Inverse propensity weights. A pruned trajectory never gets a reward, so labels are not missing at random. Each label is
-weighted by 1 / (probability to survive), so that survivors represent the pruned trajectories too. Weights are scaled to
-mean one, so that smoothing keeps its strength.
+Two things are added to the paper's form. With two or three labels in a bin, q jumps from bin to bin and predicts worse
+than the score. So isotonic regression makes q non-decreasing, which needs less smoothing. And pruned trajectories have
+no labels. So each label is weighted by 1 / (probability to survive), scaled to mean one.
 """
 
 import math

@@ -106,8 +106,7 @@ class DeadlineLosses(Losses):
     """Right answers that deadlines lose. ``DeadlineLosses(**json)`` restores them.
 
     Recent groups show how many answers are right before their deadline, and how many are cut. The few explored groups
-    show how many of the longer answers are right, and at which lengths. So the share follows shorter answers with every
-    batch, and not only with batches that explore.
+    show at which lengths longer answers are right. So the share follows shorter answers with every batch.
 
     ``right``, ``cut``: recent answers that were right, and that were cut and not right. ``explored``: number of right
     answers of explored groups. ``explored_right``, ``explored_all``: right answers and all answers of explored groups.
@@ -192,11 +191,8 @@ class GroupLosses(Losses):
     A group counts at the length of its shortest right answer, relative to the bound with a stretch of 1. A group that
     was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If none ran
     longer, one group is counted at twice the length, with the mean probability to have a right answer. So prompts that
-    are always cut move the deadline, within a few batches, until their answers are seen. A group that was cut at the
-    latest possible deadline counts as wrong, since no deadline can keep it.
-
-    A group that was cut at its deadline may have had a right answer before the bound, so the losses are estimated a
-    little too high.
+    are always cut move the deadline until their answers are seen. A group that was cut at the latest possible deadline
+    counts as wrong, since no deadline can keep it.
 
     ``right``: groups with a right answer. ``wrong``: groups without, by their longest answer. ``cut``: groups without
     that were cut, by the length of the cut. Older groups fade.

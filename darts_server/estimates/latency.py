@@ -1,9 +1,9 @@
 """Learn the time of a decode step by batch size while the engine runs.
 
 PTL(b), the paper's per-token latency, is flat and then linear on a GPU, nearly linear on a CPU, bends where a larger
-batch activates more experts, and has stairs where batches are padded. So no formula is fitted. `LatencyModel` keeps
-recent steps by batch size, takes the mean of usual steps, and makes the means monotone (isotonic regression of
-logarithms, so that errors are relative). `LatencyCurve` interpolates.
+batch activates more experts, and has stairs where batches are padded. So no formula is fitted: `LatencyModel` takes
+means of usual steps by batch size, and makes them monotone (isotonic regression of logarithms). `LatencyCurve`
+interpolates.
 
 With 5 % noise and a fifth of the steps delayed up to a hundredfold, the curve is off by 1 % on average and by 5 to 8 %
 at worst (three kinds of engine). A line with one bend was off by 5 % and 17 %.
@@ -111,13 +111,13 @@ class LatencyCurve:
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:
     """Return the seconds by which each start lengthens its step, or None before `MIN_STARTS` steps.
 
-    On a real engine, 64 to 128 sequences that were submitted together got their first tokens within two to four steps.
-    The steps took longer the more sequences started, also if a sequence took the place of another. So the cost is a
-    number of seconds for each start. It includes prefills; if a prefill is split over steps, only the last step counts.
+    On a real engine, 64 to 128 sequences that were submitted together got their first tokens within two to four steps,
+    which took longer the more sequences started. So the cost is a number of seconds for each start. It includes
+    prefills; if a prefill is split over steps, only the last step counts.
 
     The seconds of a step beyond the decode curve are due to its n starts. Least absolute deviations fit their cost: the
     median of (seconds beyond the curve) / n, weighted by n. Least squares would follow the largest stall. So would the
-    median if the stalled step had most of the starts, as after a pause, so no weight exceeds `MAX_WEIGHT` of all.
+    median if a stalled step had most of the starts, as after a pause, so `MAX_WEIGHT` limits the weights.
     """
     if len(steps) < MIN_STARTS:
         return None

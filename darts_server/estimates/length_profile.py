@@ -1,22 +1,20 @@
 """Distribution of lengths around their prompt's mean, recorded while the server runs.
 
-Prompts are assumed to share the distribution of the ratio r = length / mean length of the prompt. The ratios of all
-prompts are pooled. Stopped candidates are right-censored, and the product-limit (Kaplan-Meier) rule counts them as
-longer. It assumes no shape. Beyond the last finished ratios it shows nothing, so there the chance to end per token is
-assumed to be constant (an exponential tail).
+Prompts are assumed to share the distribution of the ratio r = length / mean length of the prompt. Stopped candidates
+are right-censored, and the product-limit (Kaplan-Meier) rule counts them as longer. It assumes no shape. Beyond the
+last finished ratios the chance to end per token is assumed to be constant (an exponential tail).
 
 From a full pool, mean and 90th percentile are right to 6 %. They are up to 32 % too large if lengths have two modes and
 only the short end of the long mode shows.
 
 The mean of a prompt is itself estimated. If a candidate counts in the mean like the others, its ratio is pulled towards
-1: the longest of n candidates is at most n times their mean. If it does not count, ratios scatter too widely, and their
-mean is too large, as 1 / x is convex. Both errors are equally large, so a candidate counts half. The spread is then
-right to the order of 1 / n for gamma lengths. The remaining error of the level, half the mean's relative variance, is
-divided out.
+1. If it does not count, ratios scatter too widely, and their mean is too large, as 1 / x is convex. Both errors are
+equally large, so a candidate counts half: the spread is then right to the order of 1 / n for gamma lengths. The
+remaining error of the level, half the mean's relative variance, is divided out.
 
 If all candidates finish, the 99th percentile is at most 12 % too small, instead of 21 %. From one group of each prompt,
-with the 7 shortest of 12 and one sampled candidate, it is 25 to 45 % too small, and the 90th percentile 5 to 14 %. From
-six groups it is right to 7 %. `tests/estimates/test_length_profile.py` has the table.
+with the 7 shortest of 12 and one sampled candidate, it is 25 to 45 % too small, and from six groups right to 7 %.
+`tests/estimates/test_length_profile.py` has the table.
 """
 
 import math

@@ -2,15 +2,13 @@
 
 DARTS (arXiv 2605.30859) compares the mean lengths of right and wrong trajectories. If right trajectories are not longer
 (pattern I, ineffective verbosity), long answers earn nothing. If they are longer (pattern II, necessary depth), some
-right answers need their length. `RewardStats.difference` is this comparison, in tokens.
+right answers need their length.
 
 A shaped policy does not return a plain sample, so each trajectory counts with 1 / (its probability to be returned).
 Without weights the pass rate is off by up to .1, and the difference of lengths by 40 % (random worlds with the 7
-shortest of 12 and one sampled candidate). If a policy gives no weights, the difference is usually too close to zero. A
-rule that cuts turns right answers beyond the deadline into wrong answers of exactly that length.
+shortest of 12 and one sampled candidate). If a policy gives no weights, the difference is usually too close to zero.
 
-Over a whole data set the difference has a part between prompts: if harder prompts have longer trajectories, right
-trajectories look shorter even if they are not shorter within any prompt.
+Over a whole data set, right trajectories look shorter if harder prompts have longer trajectories.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Measure how good scores are: calibration error, Brier score and AUC, in plain numpy.
 
-All functions take ``targets`` in [0, 1] (1 right, 0 wrong, a fraction counts in parts as both), and ``weights``, 1 each
-by default. With `calibration.inverse_propensity_weights`, a figure over survivors of pruning estimates the figure over
-all trajectories. All functions return None without labels.
+All functions take ``targets`` in [0, 1] (1 right, 0 wrong, a fraction counts in parts as both), and ``weights``, by
+default 1. With `inverse_propensity_weights`, they estimate figures over all trajectories from survivors of pruning. All
+return None without labels.
 """
 
 from collections.abc import Collection, Sequence

@@ -9,23 +9,21 @@ def weight_factor(survivals: Sequence[float], started: int) -> float:
     """Return the factor on the weights 1 / survival of a group with failures, ``inf`` beyond the range of floats.
 
     The reported number of candidates is n - f: all n that were started without the f that failed. It is too large for
-    the weights 1 / survival of the survivors, because some pruned candidates would have failed later. So weighted means
-    would be too small.
+    these weights, because some pruned candidates would have failed later: weighted means would be too small.
 
-    Let d of the n candidates be doomed to fail, all sets of this size alike, since failures do not depend on generated
-    tokens. Let W_i be 1 / survival until candidate i ended, and 0 if it was pruned. Given the doomed set,
+    Let d of the n candidates be doomed to fail, all sets of this size alike. Let W_i be 1 / survival until candidate i
+    ended, and 0 if it was pruned. Given the doomed set,
 
     * E[W_i x_i] = x_i, and the product of the W of several candidates has expectation 1, because every decision keeps
       the expectation;
-    * the sum of x over all n is, on average over doomed sets, g(d) = n / (n - d) times the sum over the candidates that
-      are not doomed. So it is the expectation of g(d) * (sum of W_i x_i over the survivors);
+    * on average over doomed sets, the sum of x over all n is g(d) = n / (n - d) times the sum over the candidates that
+      are not doomed, so it is the expectation of g(d) * (sum of W_i x_i over the survivors);
     * the Newton series of g(d) is the sum over k of C(d, k) / C(n - 1, k), and C(d, k) is the expectation of e_k, the
-      sum over all sets of k failed candidates of the products of their W. Candidate i is not in these sets, so the
-      products keep their expectation.
+      sum over all sets of k failed candidates of the products of their W. Candidate i is in none of these sets.
 
-    Hence 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias. Times (n - f) /
-    n it estimates sums over n - f candidates. Without pruning the factor is 1. It is exact for a fixed number of
-    candidates, and an estimate if candidates were started to replace failed ones.
+    Hence 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias, and times
+    (n - f) / n sums over n - f candidates. Without pruning the factor is 1. It is exact for a fixed number of
+    candidates, and an estimate if failed candidates were replaced.
 
     Args:
         survivals: survival of each failed candidate, fewer than ``started``.

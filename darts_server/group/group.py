@@ -8,11 +8,8 @@ Usage::
 
 An event costs O(log n), or O(n) if it may decide a sampled tail: some microseconds for a group of usual size.
 
-A group of single requests starts with `Group.add_candidate`, before its size is known.
-
 Two invariants hold under every rule. Every started candidate ends exactly once: selected, or discarded with one reason.
-And decisions are final: a stopped candidate never returns, and a delivered candidate stays in the group. So a rule
-decides only what no future event can change.
+And decisions are final, so a rule decides only what no future event can change.
 """
 
 from bisect import bisect_left

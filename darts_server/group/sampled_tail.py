@@ -57,11 +57,9 @@ class SampledTailSelector(Selector):
         return bisect_left(ranks, True, key=is_uncertain)
 
     def _winners(self) -> list[Candidate]:
-        """Return the candidates that are in the group because of their tail draws. They may still turn out to be short.
-
-        The winners are the L candidates with the lowest draws, and candidates with equal draws, among all that are not
-        certain to be among the K shortest. Places of the shortest that no valid candidate can take belong to the tail.
-        """
+        """Return the candidates that are in the group because of their tail draws, unless they become short."""
+        # They have the lowest draws among all candidates that are not certain to be short. Places of the shortest that
+        # no valid candidate can take belong to the tail.
         can_be_valid = len(self.valid) + len(self.running)
         sampled = self.rule.num_longest + max(0, self.rule.num_shortest - can_be_valid)
         by_draw = self._by_draw(self.valid[self.num_certain() :] + self.running + self.invalid)
@@ -72,12 +70,10 @@ class SampledTailSelector(Selector):
         """Return the smallest number of candidates outside the K places that can have a lower tail draw.
 
         It does not fall as the draw of ``beyond``, a candidate of `_beyond`, rises.
-
-        The number is smallest if as many candidates with a lower draw as possible get a place among the K shortest. If
-        s running candidates get places, they finish before the last s finished candidates of the K shortest, which lose
-        their places. For each running candidate that gets a place, at most one candidate with a lower draw loses its
-        place. So the best s is the largest s for which there are s running candidates with a lower draw.
         """
+        # As many running candidates with a lower draw as possible must get a place. If s of them do, they finish before
+        # the last s finished candidates of the K shortest, which lose their places. For each of the s, at most one
+        # candidate with a lower draw loses its place. So the largest possible s is best.
         tail_draw = beyond.tail_draw
         places = self.rule.num_shortest
         candidates = self.candidates
@@ -131,8 +127,8 @@ class SampledTailSelector(Selector):
 class CutTailSelector(SampledTailSelector):
     """Selects like a sampled tail, but keeps only the first D tokens of a tail candidate.
 
-    D is at least the length of the candidate at ``completion_place``. This length must be known, so candidates that
-    lost the tail run until they are longer. While the length may still fall, a candidate that may be cut is not final.
+    The length at ``completion_place`` must be known, so candidates that lost the tail run until they are longer. While
+    this length may still fall, and D with it, a candidate that may be cut is not final.
     """
 
     has_deadline = True
@@ -189,7 +185,6 @@ class SampledTail(SelectionRule):
 
     The random numbers are drawn before any candidate runs. So once the K shortest are certain, the winners of the tail
     are certain too, and the other candidates can be stopped. Later draws would favour candidates that finish early.
-    Early draws also make the group a function of lengths and seed alone.
 
     A sampled candidate stays in the group however it ends. Replacing a candidate at the length limit would hide from
     the trainer that long answers earn nothing. If fewer than K candidates are valid, the other places are sampled too,

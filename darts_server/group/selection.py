@@ -102,9 +102,10 @@ class Selector:
     def num_below_threshold(self, places: int) -> int:
         """Return the number of running candidates that can still be among the ``places`` shortest.
 
-        They come first in ``running``. The threshold is the ``places``-th shortest valid candidate so far. It can only
-        fall, and running candidates can only get longer, so a candidate beyond the threshold stays beyond it.
+        They come first in ``running``.
         """
+        # The threshold is the ``places``-th shortest valid candidate so far. It can only fall, and running candidates
+        # can only get longer, so a candidate beyond the threshold stays beyond it.
         if len(self.valid) < places:
             return len(self.running)
         if places == 0:
@@ -346,8 +347,8 @@ class SampledSurvivorsSelector(Selector):
 class SampledSurvivors(SelectionRule):
     """Select ``size`` of the candidates that were not pruned, each with the same probability, by the lowest tail draws.
 
-    All survivors run until they finish. If survivors that lose the draw were stopped, pruning, which depends on how
-    many candidates are left, would depend on tail draws, and the weights would not be exact.
+    All survivors run until they finish. Stopping survivors that lose the draw would let pruning, which depends on how
+    many candidates are left, depend on tail draws, and the weights would not be exact.
     """
 
     __slots__ = ()

@@ -128,12 +128,11 @@ class ShadowPrice:
     """Allocates candidates to single requests. ``ShadowPrice(**json)`` restores it.
 
     The continuous optimum for a cohort is m_i = clip(sqrt(w_i / mu), low, high), where all prompts share the shadow
-    price mu. The last `WINDOW` requests serve as the cohort: mu is the price at which their mean m is the target. All
-    weights have the same divisor, which is left to mu, so w is x - min + 1.
+    price mu. The last `WINDOW` requests serve as the cohort: mu is the price at which their mean m is the target. The
+    divisor of the weights is left to mu, so w is x - min + 1.
 
-    The mean stays at the target only while new requests look like old requests. So a debt moves the target of the next
-    requests, and is made up within about `DEBT_HORIZON` requests. In any stream, the mean of n requests is off by at
-    most about `DEBT_HORIZON` * (high - low) / n.
+    A debt moves the target of the next requests, and is made up within about `DEBT_HORIZON` requests. So in any stream,
+    the mean of n requests is off by at most about `DEBT_HORIZON` * (high - low) / n.
 
     ``recent``: length stds of the last requests in tokens, oldest first. ``debt``: number of candidates that were given
     too few so far, or below zero, too many. ``carry``: remainder of rounding, in [-0.5, 0.5).

@@ -1,12 +1,11 @@
 """`auto`: how many prompts of a batch run at once. Prompts that are left over are resumed in the next batch.
 
-Running more prompts than are needed keeps the engine full while the longest answers finish, and loses nothing. It costs
-tokens of older weights, and larger batches, and helps only if some answers are much longer than others.
+Running more prompts than are needed keeps the engine full while the longest answers finish. It costs tokens of older
+weights, and larger batches, and helps only if some answers are much longer than others.
 
 Times are relative to the batch alone: the seconds of the returned trajectories if all of them started together and
-nothing else ran (`LatencyCurve.completion_seconds`). Many answers that end together at the length limit keep the engine
-full, and a few long answers leave it nearly empty. If too many groups end together with the last group, running ahead
-saves nothing, and `auto` does not run ahead whatever was measured.
+nothing else ran (`LatencyCurve.completion_seconds`). If too many groups end together with the last group, for example
+at the length limit, the engine stays full, and `auto` does not run ahead whatever was measured.
 
 The first batches run ahead. If they are not clearly faster than the batch alone, `auto` also measures batches that run
 only the needed prompts, and continues with the faster kind.
