@@ -291,6 +291,7 @@ def test_the_lengths_of_the_last_group_are_kept() -> None:
     assert [first.is_truncated(o) for o in first.observations] == [False, False, True, False]
     second = updated(first, ended(5))
     assert (second.max_tokens, second.prompt_tokens, second.lengths) == (None, 7, "5")
+    assert updated(second, ended(5), prompt_tokens=9).prompt_tokens == 9
     many = updated(None, ended(*[3] * 2 * KEPT_LENGTHS))
     assert len(many.observations) == KEPT_LENGTHS
 

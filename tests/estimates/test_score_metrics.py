@@ -38,7 +38,7 @@ def test_the_calibration_error_is_the_mean_gap_of_the_bins(labels: list[tuple[fl
     held: dict[int, list[tuple[float, float, int]]] = {}
     for s, y, w in labels:
         held.setdefault(min(bins - 1, math.floor(s * bins)), []).append((s, y, w))
-    gaps = [abs(sum(w * (s - y) for s, y, w in one)) for one in held.values()]
+    gaps = [abs(sum(w * (s - y) for s, y, w in labels_of_bin)) for labels_of_bin in held.values()]
     mass = sum(w for _, _, w in labels)
     assert calibration_error(*columns(labels)) == (pytest.approx(sum(gaps) / mass) if mass else None)
 
@@ -52,6 +52,13 @@ def test_the_brier_score_is_the_mean_squared_error(labels: list[tuple[float, flo
 
 def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[float], list[float]]:
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
+
+
+def test_weights_are_one_by_default() -> None:
+    scores = [0.2, 0.9, 0.6]
+    targets = [0.0, 1.0, 1.0]
+    for metric in (auc, brier_score, calibration_error):
+        assert metric(scores, targets) == metric(scores, targets, [1.0] * 3)
 
 
 def test_survivors_are_weighted_for_pruned_trajectories() -> None:

@@ -151,6 +151,7 @@ def test_a_candidate_that_reaches_the_threshold_is_stopped() -> None:
     assert assess(DualEnd(2), [running(0, 6), running(4, 1)], done).check_at == {0: 7, 4: 6}
     early = assess(DualEnd(2), [running(0, 6), running(4, 1)], done, early=True)
     assert early.check_at == {0: 7, 4: 4}, "then also where it falls behind the first"
+    assert assess(DualEnd(3), [running(0, 8), running(4, 1)], done, early=True).check_at == {4: 4}
 
 
 def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
