@@ -83,7 +83,7 @@ class Calibration:
 
 
 class Calibrator:
-    """Calibrates one kind of score at one detection point.
+    """Calibrates the scores of a kind at a detection point.
 
     Args:
         labels: saved labels, oldest first.
@@ -132,7 +132,7 @@ class Calibrator:
         return float(self._fit()[2][min(bins - 1, math.floor(bins * score))])
 
     def _fit(self) -> tuple[float, bool, Floats]:
-        """Return the prior, whether all labels have one class, and q of each bin."""
+        """Return the prior, whether all labels have the same class, and q of each bin."""
         if self._cached is not None:
             return self._cached
         bins = self.calibration.bins

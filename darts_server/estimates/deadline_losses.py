@@ -1,7 +1,6 @@
 """Losses at deadlines by reported rewards: right answers, and groups that lose all their right answers.
 
-They decide the stretch: the factor by which a policy's deadlines, and the bound where all candidates are cut, become
-later.
+They decide the stretch, a factor on the policy's deadlines and on the bound where all candidates are cut.
 """
 
 from abc import ABC, abstractmethod
@@ -138,7 +137,7 @@ class DeadlineLosses(Losses):
         return self.is_rewarded and self.explored < MIN_RIGHT and self.first_groups < MAX_FIRST_GROUPS
 
     def with_answers(self, answers: Sequence[Answer], explored: bool, max_share: float) -> "DeadlineLosses":
-        """Return the losses after the answers of one more group.
+        """Return the losses after the answers of another group.
 
         ``max_share``: largest share of right answers that deadlines may lose.
         """
@@ -199,7 +198,7 @@ class GroupLosses(Losses):
     """
 
     has_whole_bins = True
-    """Answers to a prompt are often equally long, so a part of a bin is often all groups of one prompt."""
+    """Answers to a prompt are often equally long, so a part of a bin is often all groups of a prompt."""
 
     right: Histogram = EMPTY
     wrong: Histogram = EMPTY
@@ -210,7 +209,7 @@ class GroupLosses(Losses):
             _check_histogram(name, getattr(self, name))
 
     def with_group(self, group: Answer) -> "GroupLosses":
-        """Return the losses after one more group, given by its shortest right answer, or else by its longest answer."""
+        """Return the losses after another group, given by its shortest right answer, or else by its longest answer."""
         right: list[Answer] = []
         wrong: list[Answer] = []
         cut: list[Answer] = []

@@ -46,7 +46,7 @@ DIGITS = 5
 MAX_STARTS = 128
 """Number of kept steps with starts. A batch has a few to some dozens."""
 MIN_STARTS = 12
-"""Steps with starts before their cost is known. If one in five is delayed, the median rarely is."""
+"""Steps with starts before their cost is known. If a fifth of them is delayed, the median rarely is."""
 MAX_WEIGHT = 0.125
 """Largest share of all starts that one step has in the median."""
 
@@ -56,7 +56,7 @@ Start = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class LatencyCurve:
-    """PTL(b): seconds of one decode step while b sequences run, linear between the points (``batches``, ``seconds``).
+    """PTL(b): seconds of a decode step while b sequences run, linear between the points (``batches``, ``seconds``).
 
     Below the first point the curve is constant. Beyond the last point it rises by ``per_sequence`` seconds a sequence.
     """
@@ -71,11 +71,11 @@ class LatencyCurve:
         return LatencyCurve(batches, self.seconds, weight * self.per_sequence)
 
     def step_seconds(self, batch: float) -> float:
-        """Return the seconds of one decode step while ``batch`` sequences run."""
+        """Return the seconds of a decode step while ``batch`` sequences run."""
         return float(self.step_seconds_array(np.asarray(batch, dtype=np.float64)))
 
     def step_seconds_array(self, batches: Floats) -> Floats:
-        """Return the seconds of one decode step for each of ``batches``, an array of any shape."""
+        """Return the seconds of a decode step for each of ``batches``, an array of any shape."""
         beyond = self.per_sequence * np.maximum(batches - self.batches[-1], 0.0)
         return np.asarray(np.interp(batches, self.batches, self.seconds) + beyond, dtype=np.float64)
 
@@ -109,7 +109,7 @@ class LatencyCurve:
 
 
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:
-    """Return the seconds by which each start lengthens its step, or None before `MIN_STARTS` steps.
+    """Return the seconds that each start adds to its step, or None before `MIN_STARTS` steps.
 
     On a real engine, 64 to 128 sequences that were submitted together got their first tokens within two to four steps,
     which took longer the more sequences started. So the cost is a number of seconds for each start. It includes
@@ -131,14 +131,14 @@ def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None
 
 
 class LatencyModel:
-    """Learns PTL(b) from decode steps, and the cost of a start from steps in which sequences start.
+    """Learns PTL(b) from decode steps, and the cost of a start from steps with starts.
 
     ``LatencyModel(**state)`` restores a saved state.
 
     Args:
         batches, seconds: latest steps of each bin of batch sizes, oldest first.
         ages: number of steps since the latest step of each bin.
-        starts: latest steps in which sequences started.
+        starts: latest steps with starts.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class LatencyModel:
         return {"batches": batches, "seconds": seconds, "ages": ages, "starts": [*self._starts]}
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
-        """Record a step of ``seconds`` with ``batch`` running sequences, of which ``started`` got their first token.
+        """Record a step of ``seconds`` with ``batch`` running sequences; ``started`` of them got their first token.
 
         The first step of an idle engine must be left out, since nothing shows when it began.
 
@@ -226,7 +226,7 @@ class LatencyModel:
 
     @property
     def start_seconds(self) -> float | None:
-        """Seconds by which each start lengthens its step, or None while not known."""
+        """Seconds that each start adds to its step, or None while not known."""
         if self.curve is None:
             return None
         return start_seconds(self._starts, self.curve)

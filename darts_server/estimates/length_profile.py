@@ -104,7 +104,7 @@ class LengthProfile:
 
 
 def _sums_from(counts: Floats) -> Floats:
-    """Return for each bin the number of candidates in this bin or a longer one."""
+    """Return for each bin the number of candidates in this bin or in longer bins."""
     return np.cumsum(counts[::-1])[::-1]
 
 

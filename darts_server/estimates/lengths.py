@@ -57,7 +57,7 @@ KEPT = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LE
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Length of one candidate, ``censored`` if it was stopped or truncated and would have been longer."""
+    """Length of a candidate, ``censored`` if it was stopped or truncated and would have been longer."""
 
     tokens: int
     censored: bool = False
@@ -65,7 +65,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Mean and sample std of one prompt's lengths, in tokens. ``std`` is None for a single candidate."""
+    """Mean and sample std of a prompt's lengths, in tokens. ``std`` is None for a single candidate."""
 
     mean: float
     std: float | None
@@ -326,7 +326,7 @@ def update_stats(
     max_tokens: int | None = None,
     prompt_tokens: int | None = None,
 ) -> PromptStats:
-    """Return the statistics after one more group. ``estimate``: `estimate_lengths` of the ``observations``."""
+    """Return the statistics after another group. ``estimate``: `estimate_lengths` of the ``observations``."""
     mean = estimate.mean
     std = estimate.std
     groups = 1
@@ -385,7 +385,7 @@ class DatasetStats:
         return _mean(self.recent_stds)
 
     def with_step(self, prompts: Iterable[LengthEstimate]) -> "DatasetStats":
-        """Return the statistics after one more step. A step without prompts changes nothing.
+        """Return the statistics after another step. A step without prompts changes nothing.
 
         Each prompt counts once. Weighting by candidates would let the allocation change the mean that steers it.
         """

@@ -62,7 +62,7 @@ def single_length(tokens: int, weight: float = 1.0) -> MeanLength:
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Reward statistics of one prompt, or of all prompts.
+    """Reward statistics of a prompt, or of all prompts.
 
     ``right``, ``wrong``: mean lengths of right and wrong trajectories. ``groups``: number of groups whose returned
     trajectories all have rewards. ``zero_variance``: number of these groups whose rewards are equal, so that GRPO

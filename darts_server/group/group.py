@@ -42,7 +42,7 @@ from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
 
 class UniformGenerator(Protocol):
-    """A numpy ``Generator``, or a stand-in for one."""
+    """A numpy ``Generator``, or its replacement in tests."""
 
     def random(self) -> float: ...
 
@@ -103,7 +103,7 @@ class Group:
         # Number of candidates that `resume` starts, or None while the group is not paused.
         self._num_paused: int | None = None
 
-        # Candidates that were cut at the bound, for which no `Cut` was returned yet.
+        # Candidates that were cut at the bound, and whose `Cut` was not returned yet.
         self._finished_late: list[int] = []
         self._pending_scores: list[Scored] = []
         # Whether an event arrived that may change what is certain.
@@ -450,7 +450,7 @@ def selection_weights(group: Group) -> dict[int, float]:
 
 
 def sampled_from(group: Group) -> int | None:
-    """Return the number of candidates of which a complete group is a plain sample; None under other rules."""
+    """Return the number of candidates that a complete group is a plain sample of, or None under other rules."""
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_survivors:
         return None
     return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.candidates[group.restarted_from :])

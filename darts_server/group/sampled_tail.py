@@ -102,7 +102,7 @@ class SampledTailSelector(Selector):
         return short + tail
 
     def _is_final(self, winner: Candidate) -> bool:
-        """Whether a finished winner is in the group. An invalid one is in the tail, once the K places are taken."""
+        """Whether a finished winner is in the group. An invalid winner is, once the K places are taken."""
         return winner.valid or len(self.valid) >= self.rule.num_shortest
 
     def check_at(self) -> dict[int, int]:

@@ -22,15 +22,14 @@ CV_MAX = 1.75
 WINDOW = 256
 """Number of latest requests that serve as a cohort, as usual in a step."""
 DEBT_HORIZON = 32
-"""Number of requests in which a debt is made up: short against the window, so that the mean of a sorted stream stays at
-its target, and long against the noise of single requests."""
+"""Number of requests that make up a debt: few against the window, so that the mean of a sorted stream stays at its
+target, and many against the noise of single requests."""
 MAX_DEBT = 2**24
-"""Largest accepted debt, far above any real one."""
+"""Largest accepted debt, far above any real debt."""
 BROWNOUT_SHARE = 0.5
-"""Share of the queue from which redundancy falls. A short peak changes no group."""
+"""Share of the queue where redundancy begins to fall. A short peak changes no group."""
 RELIEF = 0.5
-"""Gap between the lines on which redundancy falls and rises, as a share of ``start``, so that it does not change with
-every group."""
+"""Gap between falling and rising redundancy, as a share of ``start``, so that it does not change with every group."""
 BELOW_HALF = math.nextafter(0.5, 0)
 
 

@@ -22,7 +22,7 @@ MIN_AHEAD = 3
 """Measured batches that ran ahead before fewer prompts may run. The first batches have not carried over as many long
 prompts as later batches."""
 CLEAR = 0.8
-"""Relative time up to which running ahead is kept without measuring the other kind of batch."""
+"""Up to this relative time, running ahead is kept without measuring the other kind of batch."""
 MARGIN = 0.03
 """Share by which running ahead must be faster if the last batch did not run ahead, so that the choice does not go back
 and forth. Also the last share of a batch's time, in which groups count as ending last."""
@@ -31,12 +31,12 @@ NEAR = 1.1
 LONGEST_UNMEASURED = 256
 """Number of batches after which the slower kind is tested in any case."""
 TEST_BATCHES = 2
-"""Batches of a test. The first one only changes what is carried over, and the second one is measured."""
+"""Batches of a test. The first batch only changes the carried prompts, and the second batch is measured."""
 KEPT = 5
 """Kept measured batches of each kind. Their median ignores a delayed batch."""
 LEAST_CHANGE = 0.5
 MOST_CHANGE = 1.25
-"""Factors by which the share of prompts that run ahead may change from one batch to the next."""
+"""Limits of the factor on the share of prompts that run ahead, from batch to batch."""
 FEWEST_AHEAD = 1 / 64
 """Smallest share of extra prompts. With none, nothing more would be learned."""
 LONGEST = 150.0
@@ -114,7 +114,7 @@ class AheadState:
 
 @dataclass(frozen=True, slots=True)
 class AheadChoice:
-    """The choice for one batch.
+    """The choice for a batch.
 
     ``needed``: number of complete groups that end the batch. ``begun``: number of ``offered`` prompts that run at once.
     ``reason``: the choice in words. ``is_test``: whether the other kind of batch was expected to be faster.
@@ -133,7 +133,7 @@ class AheadChoice:
 
 @dataclass(frozen=True, slots=True)
 class AheadOutcome:
-    """The outcome of one batch.
+    """The outcome of a batch.
 
     ``returned``: tokens of the returned trajectories, ``stale`` of them from older weights. ``generated``: tokens that
     were generated in this batch, without tokens that replace unusable tokens of earlier batches. ``seconds``: duration,

@@ -32,7 +32,7 @@ class BudgetKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Options of one policy.
+    """Options of a policy.
 
     Number of candidates:
 
