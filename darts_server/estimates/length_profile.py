@@ -72,7 +72,8 @@ class LengthProfile:
         self._counts *= (1 - 1 / MEMORY) ** len(ratios)
         self._counts[self._counts < NO_COUNT] = 0.0
         for ratio, censored in ratios:
-            place = math.floor((math.log2(max(ratio, EDGES[0])) - OCTAVES[0]) * BINS_PER_OCTAVE)
+            octave = math.log2(max(ratio, EDGES[0]))
+            place = math.floor((octave - OCTAVES[0]) * BINS_PER_OCTAVE)
             self._counts[int(censored), min(place, len(EDGES) - 2)] += 1.0
 
     def quantiles(self, n: int) -> Floats | None:
@@ -97,7 +98,8 @@ class LengthProfile:
         ratios = np.interp(-longer, -survival[: tail + 1], EDGES[: tail + 1])
 
         # A candidate that passes a bin is at risk over the whole bin, and a candidate that ends there over half.
-        exposure = float(((at_risk - (finished + censored) / 2) * np.diff(EDGES))[tail:].sum())
+        candidates = at_risk - (finished + censored) / 2
+        exposure = float((candidates * np.diff(EDGES))[tail:].sum())
         wait = exposure / float(finished[tail:].sum())
         beyond = np.maximum(np.log(survival[tail] / longer), 0.0)
         return np.asarray(ratios + wait * beyond, dtype=np.float64)
@@ -139,5 +141,6 @@ def ratios_to_mean(
             total = others * mean
         if others > 0 and o.tokens > 0:
             own_mean = (total + OWN_VOTE * o.tokens) / (others + OWN_VOTE)
-            ratios.append((o.tokens / own_mean / (1 + variation / (2 * others)), o.censored))
+            level = 1 + variation / (2 * others)
+            ratios.append((o.tokens / own_mean / level, o.censored))
     return ratios
