@@ -16,17 +16,15 @@ from darts_server.estimates.checks import LARGEST, ROUNDING, check_count, check_
 MEMORY = 5_000
 """Right answers of explored groups after which older answers have faded."""
 LOST_REMEMBERED = 25
-"""Lost answers in the memory of recent groups, at the largest allowed share. Fewer show no share, and more would follow
-shorter answers later."""
+"""Lost answers in the memory of recent groups, at the largest allowed share. With more it would adapt later."""
 MIN_SHARE = 0.002
 """Share of lost answers below which the memory becomes no longer."""
 MIN_RIGHT = 50
 """Fewest right answers that show a share of lost answers: at 2 %, one in fifty."""
 MIN_RIGHT_GROUPS = 20
-"""Fewest groups with a right answer for lost groups to count. At first a single lost group moves the deadline, which
-costs time and loses nothing."""
+"""Fewest groups with a right answer for lost groups to count."""
 GROUPS_REMEMBERED = 1_000
-"""Rewarded groups after which older groups have faded. At half a per cent, five of them are lost."""
+"""Rewarded groups after which older groups have faded: five lost groups at half a per cent."""
 SEEN = 0.05
 """Weight of a group after 3,000 more groups. A smaller sum counts as no group."""
 MAX_FIRST_GROUPS = 256
@@ -163,8 +161,8 @@ class DeadlineLosses(Losses):
 
     def _uncut(self) -> list[float] | None:
         # An answer that was cut in bin c becomes longer like the explored answers beyond c. One more answer is counted
-        # in the next bin, with the mean probability to be right. So an answer beyond all explored answers moves the
-        # deadline too, by small steps until exploration shows more.
+        # in the next bin, with the mean probability to be right, so an answer beyond all explored answers moves the
+        # deadline by small steps.
         beyond = sum(self.explored_all)
         if self.explored < MIN_RIGHT or not sum(self.right) or not beyond:
             return None

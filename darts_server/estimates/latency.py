@@ -24,17 +24,16 @@ from darts_server.estimates.checks import LARGEST, check_count, check_length, ch
 from darts_server.estimates.isotonic import Floats, fit_isotonic
 
 BINS_PER_OCTAVE = 4
-"""Batch sizes within a fifth of each other share a bin. A bend is cut off by 4 % at most."""
+"""Batch sizes within a fifth share a bin. A bend is cut off by 4 % at most."""
 STEPS_PER_BIN = 64
 """Enough to average the noise. When the engine changes, 40 new steps outvote the old steps."""
 TYPICAL = 0.4
 """Quantile of a bin's steps that counts as typical: the median of the others if one step in five is delayed."""
 USUAL = 1.75
-"""Steps that differ from the typical step by more than this factor are left out: steps that wait for other work, such
-as a pause or a part of a long prefill, and steps from before the engine changed. The mean of the other steps counts,
-because frequent small delays are part of a rollout."""
+"""Steps that differ from the typical step by more than this factor are left out: they wait for other work, such as a
+part of a long prefill, or are older than a change of the engine. The others count by their mean, with small delays."""
 MIN_STEPS = 12
-"""Steps that a bin needs to count. If one step in five is delayed, the typical one of 12 is delayed once in 2,000."""
+"""Steps that a bin needs to count. If one in five is delayed, the typical step of 12 is delayed once in 2,000."""
 SPREAD = 2.0
 """Factor between the smallest and the largest batch size below which the slope is mostly noise."""
 HALF_LIFE = 256
@@ -86,9 +85,8 @@ class LatencyCurve:
     def completion_seconds(self, lengths: Sequence[float], capacity: int | None = None) -> Floats:
         """Return the seconds until each of the ``lengths`` (tokens, in order of arrival) is generated.
 
-        All sequences start together, and each running sequence gets one token a step. For M' ascending lengths l, the
-        last one takes the sum over m of (l_m - l_(m-1)) PTL(M' - m + 1), as in the paper. If the engine runs at most
-        ``capacity`` sequences at once, the others queue, and one starts whenever one ends.
+        All sequences start together. For M' ascending lengths l, the last sequence takes the sum over m of
+        (l_m - l_(m-1)) PTL(M' - m + 1), as in the paper. Sequences beyond ``capacity`` queue.
         """
         ends = [float(length) for length in lengths]
         running = np.arange(len(ends), 0, -1, dtype=np.float64)

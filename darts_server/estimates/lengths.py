@@ -74,8 +74,7 @@ class LengthEstimate:
 def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     """Estimate mean and std of a prompt's lengths from finished and censored candidates.
 
-    If no candidate finished, the longest counts as finished where it was stopped. Candidates without a token are
-    ignored.
+    If no candidate finished, the longest counts as finished. Candidates without a token are ignored.
 
     Raises:
         ValueError: no candidate generated anything.
@@ -171,7 +170,7 @@ class FittedShape:
 
     @staticmethod
     def fit(finished: Sequence[int], censored: Sequence[int]) -> "FittedShape":
-        """Fit the shape to finished lengths, at least one, and to censored lengths, by maximum likelihood (Tobit).
+        """Fit the shape to finished lengths, at least one, and censored lengths, by maximum likelihood (Tobit).
 
         In Olsen's parameters, ``location`` = mean / std and ``precision`` = 1 / std, the penalised log-likelihood is
         concave, so Newton's method needs few steps. The mean takes one degree of freedom: without censoring and prior,
@@ -387,7 +386,7 @@ class DatasetStats:
     def with_step(self, prompts: Iterable[LengthEstimate]) -> "DatasetStats":
         """Return the statistics after another step. A step without prompts changes nothing.
 
-        Each prompt counts once. Weighting by candidates would let the allocation change the mean that steers it.
+        Each prompt counts once: weighting by candidates would let the allocation change the mean that steers it.
         """
         estimates = list(prompts)
         if not estimates:

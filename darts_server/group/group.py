@@ -301,8 +301,8 @@ class Group:
     def _prune(self) -> Iterator[Decision]:
         """Keep or prune each scored candidate, in the order of the scores.
 
-        A candidate that the group needs is kept with a recorded probability of 1. It is the true probability given all
-        earlier decisions, so inverse propensity weights stay unbiased.
+        A candidate that the group needs is kept with probability 1. This is its true probability given all earlier
+        decisions, so inverse propensity weights stay unbiased.
         """
         scores = self._pending_scores
         self._pending_scores = []
@@ -338,8 +338,7 @@ class Group:
             yield self._start(missing)
             self._replacements_left -= missing
 
-        # Cut the candidates that have reached the bound. This is done before any candidate is stopped, because cut
-        # candidates count as truncated, which may decide the group.
+        # Cut the candidates that have reached the bound. Cut candidates count as truncated, which may stop others.
         if self.bound is not None and selector.has_deadline:
             # The key of a running candidate is one token more than it has.
             reached = selector.running[bisect_left(selector.running, (self.bound + 1, -1)) :]
@@ -459,8 +458,8 @@ def sampled_from(group: Group) -> int | None:
 def tail_share(group: Group) -> float:
     """Return the share of candidates that a complete group has sampled, without pruned and short candidates.
 
-    It is 1 if the rule samples none. It is nearly the probability to be selected, but pruning depends on stopped
-    candidates, and so on the sample. So it suffices for labels, but not for `selection_weights`.
+    It is 1 if the rule samples none. It is only nearly the probability to be selected, because pruning depends on the
+    sample. It suffices for labels, but not for `selection_weights`.
     """
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:
         return 1.0

@@ -68,7 +68,7 @@ class Selector:
             return
         key = (candidate.tokens, index)
         if candidate.running:
-            # The earliest place that the candidate can get: a running candidate with t tokens will have t + 1 or more.
+            # The earliest place that the candidate can get: it will have at least one token more.
             keys = self.running
             key = (candidate.tokens + 1, index)
         elif candidate.valid:
@@ -209,8 +209,8 @@ class InOrderSelector(Selector):
         return dict.fromkeys(finished[: self.rule.size], SelectedAs.SHORT)
 
     def stops(self) -> dict[int, DiscardReason]:
-        # A running candidate may still fail, and a later candidate takes its place. So later candidates are stopped
-        # only when enough candidates before them have finished.
+        # A running candidate may still fail, so later candidates are stopped only when enough candidates before them
+        # have finished.
         if not self.running or len(self.valid) + len(self.invalid) < self.rule.size:
             return {}
         last = max(self.select())
@@ -304,8 +304,8 @@ class DualEnd(SelectionRule):
 
     If fewer than K + L candidates are valid, the shortest invalid candidates fill up.
 
-    L = 0 is the rule for saturated prompts (DARTS, variance-guided tail pruning): a candidate beyond the K-th shortest
-    is stopped. With L >= 1 any candidate may become the longest, so all run until they finish.
+    L = 0 is the rule for saturated prompts (DARTS, variance-guided tail pruning): candidates beyond the K-th shortest
+    are stopped. With L >= 1 any candidate may become the longest, so all finish.
     """
 
     __slots__ = ()
@@ -323,7 +323,7 @@ class DualEnd(SelectionRule):
 class AllSurvivors(SelectionRule):
     """Select all candidates that were not pruned, for trainers that take groups of any size (ARRoL).
 
-    At least one candidate is always left, since an empty group teaches nothing. ``size`` is the caller's group size.
+    At least one candidate is always left. ``size`` is the caller's group size.
     """
 
     __slots__ = ()

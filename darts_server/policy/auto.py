@@ -24,8 +24,8 @@ prompts as later batches."""
 CLEAR = 0.8
 """Up to this relative time, running ahead is kept without measuring the other kind of batch."""
 MARGIN = 0.03
-"""Share by which running ahead must be faster if the last batch did not run ahead, so that the choice does not go back
-and forth. Also the last share of a batch's time, in which groups count as ending last."""
+"""Share by which running ahead must be faster if the last batch did not run ahead, against going back and forth. Also
+the last share of a batch's time, when groups count as ending last."""
 NEAR = 1.1
 """Factor between both times below which the slower kind is tested now and then."""
 LONGEST_UNMEASURED = 256

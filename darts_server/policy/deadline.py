@@ -1,9 +1,8 @@
 """The deadline of a cohort: the number of tokens after which its groups stop waiting for their tails.
 
 It is an extension of ours: a quantile of the groups' completion lengths, as a rule the lengths of their M-th shortest
-trajectories. Groups that come one at a time use the completion lengths of earlier groups. If deadlines lose too many
-right answers, a stretch makes them later (see `deadline_losses`). Every candidate is cut at the bound, a multiple of
-the deadline.
+trajectories. If deadlines lose too many right answers, a stretch makes them later (see `deadline_losses`). Every
+candidate is cut at the bound, a multiple of the deadline.
 """
 
 from bisect import insort
@@ -26,7 +25,7 @@ MIN_KNOWN = 0.75
 prompts have too few answers that end before the length limit."""
 EXTENSION_POWER = 3
 """Power of (`MIN_KNOWN` / share of groups with a completion length) by which the deadline becomes later: 3.4 times with
-half of the groups. The others may need long answers."""
+half of the groups."""
 MAX_EXTENSION = 4.0
 """With it, a batch of runaways is cut at eight times the deadline of earlier groups."""
 MIN_GROUPS = 8
@@ -74,7 +73,7 @@ class Deadline:
         """Return the deadline in tokens if ``others`` groups have no completion length, or None if they are too many.
 
         If they are more than a quarter, earlier groups decide, or the known lengths if these are longer. The more
-        others, the later is the deadline: they may be runaways, or need long answers.
+        others, the later is the deadline, because they may need long answers.
         """
         known = len(completion_lengths)
         groups = known + others
@@ -133,7 +132,7 @@ class CohortDeadline:
         self._update()
 
     def report_need(self, group: object, tokens: int) -> None:
-        """Record how many tokens a group needs: the length at its `place_of_need`."""
+        """Record a group's need: the length at its `place_of_need`."""
         self._reported.add(group)
         insort(self._needs, tokens)
         self._minimums.pop(group, None)
