@@ -72,7 +72,7 @@ async def test_groups_with_one_id_are_all_stopped(end: str) -> None:
 async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:
     harness = Harness(lengths(5), {"uniform": Shaping(redundancy=2.0, num_longest=0)})
     harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, 4, Bounds(max_waiting=16))
-    harness.rollouts._brownout = Brownout.for_queue(16, 4, 0.0)
+    harness.rollouts._brownout = Brownout(4, 16)
     runs, candidates = [], []
     for number in range(5):
         plan = harness.plan(4, "uniform")
