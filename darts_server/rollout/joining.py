@@ -276,8 +276,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
                     allocation = await joiner.allocator.allocate(plan, first.prompt_key)
                     if not run.has_ended:
                         allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-                rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
-                run.open(rule, allocation)
+                run.open(plan.rule_for(allocation.saturated), allocation)
             async for trajectory in run.trajectories():
                 free = [seat for seat in self.seats if seat.output is None]
                 candidate = run.runner.candidates[trajectory.index]

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.group.selection import SelectionRule
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.shaping import Shaping
 from darts_server.types import AUTO, MAX_GROUP_SIZE, OFF, RequestOptions, TurnKind
@@ -19,6 +20,9 @@ class Plan:
     group is only counted, see `CountedGroups`.
 
     ``auto``: limits of `AUTO`; ``None`` under other policies.
+
+    Raises:
+        InvalidRequest: the policy does not support the size.
     """
 
     policy: str
@@ -26,19 +30,29 @@ class Plan:
     size: int
     single: bool = False
     auto: AutoLimits | None = None
+    rule: SelectionRule = field(init=False, repr=False, compare=False)
+    """Selection rule of the group, unless its prompt is saturated."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", self.shaping.selection_rule(self.size))
+
+    def rule_for(self, saturated: bool) -> SelectionRule:
+        """Return the selection rule of the group. ``saturated``: see `Shaping.is_saturated`."""
+        if saturated:
+            return self.shaping.selection_rule(self.size, saturated)
+        return self.rule
 
     def shrunk(self, size: int) -> "Plan":
         """Adapt the plan to a group that got fewer requests than planned.
 
         A single request is not shaped, nor is a size that the policy does not support.
         """
+        if size == 1:
+            return replace(self, shaping=UNSHAPED, size=1, auto=None)
         try:
-            self.shaping.selection_rule(size)
+            return replace(self, size=size)
         except InvalidRequest:
             return replace(self, shaping=UNSHAPED, size=size)
-        if size > 1:
-            return replace(self, size=size)
-        return replace(self, shaping=UNSHAPED, size=size, auto=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +131,8 @@ class Planner:
                 f"this server shapes groups of {limits.group_size} (--group-size), got {size}; "
                 f"ask for that many, or use policy 'off'",
             )
-        shaping = self._policies[name]
-        shaping.selection_rule(size)  # raises for sizes that the policy does not support
-        return Plan(name, shaping, size, single=n == 1, auto=self._auto if name == AUTO else None)
+        auto = self._auto if name == AUTO else None
+        return Plan(name, self._policies[name], size, single=n == 1, auto=auto)
 
     def shaping(self, policy: str) -> Shaping | None:
         """The shaping of a policy; ``None`` for ``off`` and for unknown names."""

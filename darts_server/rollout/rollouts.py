@@ -186,9 +186,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
         ``carried``: what its candidates have generated already, by index.
         """
-        plan, run = spec.plan, self.collect(spec, ticket=ticket, carried=carried)
-        rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
-        run.open(rule, allocation)
+        run = self.collect(spec, ticket=ticket, carried=carried)
+        run.open(spec.plan.rule_for(allocation.saturated), allocation)
         return run
 
     def collect(
