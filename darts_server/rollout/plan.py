@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from darts_server.exceptions import InvalidRequest
 from darts_server.group.selection import SelectionRule
+from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.shaping import Shaping
 from darts_server.types import AUTO, MAX_GROUP_SIZE, OFF, RequestOptions, TurnKind
@@ -41,6 +42,13 @@ class Plan:
         if saturated:
             return self.shaping.selection_rule(self.size, saturated)
         return self.rule
+
+    def candidates(self, scale: float) -> int:
+        """Return the number of candidates before anything is known of the prompt.
+
+        ``scale``: share of the redundancy that there is room for, 0 to 1.
+        """
+        return reduce_candidates(self.shaping.candidates(self.size), self.size, scale)
 
     def shrunk(self, size: int) -> "Plan":
         """Adapt the plan to a group that got fewer requests than planned.

@@ -9,7 +9,7 @@ from typing import Any, Generic
 from darts_server.engine.port import UNKNOWN_TOKENS, Engine, OutputT, RequestT, RequestTokens
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupEvents
-from darts_server.policy.allocation import Brownout, reduce_candidates
+from darts_server.policy.allocation import Brownout
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation import allocator, auto, deadlines
 from darts_server.rollout.allocation.allocator import Allocator
@@ -165,8 +165,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         return scorer is not None and (not scorer.uses_hidden_states or self.engine.probe_width is not None)
 
     def usual_candidates(self, plan: Plan) -> int:
-        """How many candidates a group gets now, before anything is known of its prompt."""
-        return reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self.redundancy_scale())
+        """Return the number of candidates that a group gets now, before anything is known of its prompt."""
+        return plan.candidates(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
         """Share of the redundancy that there is room for now, 0 to 1."""

@@ -45,6 +45,14 @@ def test_a_plan_cannot_have_a_size_that_its_policy_does_not_support() -> None:
         Plan("six tails", POLICIES["six tails"], 6)
 
 
+# --- the number of candidates -----------------------------------------------------
+
+
+def test_a_plan_gives_up_redundancy_but_never_a_trajectory() -> None:
+    plan = Plan("uniform", Shaping(redundancy=2.0), 8)
+    assert [plan.candidates(scale) for scale in (1.0, 0.5, 0.0)] == [16, 12, 8]
+
+
 # --- groups of one request --------------------------------------------------------
 
 
