@@ -169,8 +169,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan.candidates(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
-        """Share of the redundancy that there is room for now, 0 to 1."""
-        return self._brownout.update(self.admission.waiting)
+        """Return the share of the redundancy that there is room for now, 0 to 1."""
+        return self._brownout.scale_at(self.admission.waiting)
 
     # --- running groups -----------------------------------------------------
 
@@ -235,6 +235,8 @@ class Rollouts(Generic[RequestT, OutputT]):
             await asyncio.sleep(self.poll_seconds)
             for run in list(self.runs):
                 run.poll()
+            # Also after the last group has ended: the next group must not find the queue as this group saw it.
+            self._brownout.update(self.admission.waiting)
         self._polling = None
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:

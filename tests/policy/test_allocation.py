@@ -236,6 +236,16 @@ def test_the_scale_stays_between_its_falling_and_its_rising_line(waiting: list[i
 
 
 @given(queues)
+def test_reading_the_scale_for_another_queue_changes_nothing(waiting: list[int]) -> None:
+    brownout = Brownout(START, END)
+    for count in waiting:
+        before = brownout.scale
+        assert brownout.scale_at(count) == brownout.scale_at(count)
+        assert brownout.scale == before
+        assert brownout.scale_at(count) == brownout.update(count) == brownout.scale
+
+
+@given(queues)
 def test_the_scale_changes_no_more_than_its_lines_require(waiting: list[int]) -> None:
     brownout = Brownout(START, END)
     for each in waiting:

@@ -89,6 +89,27 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
     assert harness.rollouts.redundancy_scale() == 1
 
 
+async def test_redundancy_rises_later_than_it_falls_and_reading_it_changes_nothing() -> None:
+    harness = Harness(lengths(5))
+    waiting = 0
+    harness.rollouts.admission = Admission(lambda: waiting, 0, Bounds(max_waiting=100))
+    harness.rollouts._brownout = Brownout(20, 100)
+    run = harness.run(2)
+    waiting = 100
+    assert harness.rollouts.redundancy_scale() == 0
+    waiting = 20
+    assert harness.rollouts.redundancy_scale() == 1, "no poll has seen the longer queue"
+    waiting = 100
+    await settle()
+    waiting = 20
+    assert harness.rollouts.redundancy_scale() == pytest.approx(70 / 80)
+    waiting = 10
+    run.cancel()
+    await settle()
+    waiting = 20
+    assert harness.rollouts.redundancy_scale() == 1, "the last poll has seen the shorter queue"
+
+
 async def test_a_batch_that_needs_more_candidates_than_a_key_may_have_is_refused() -> None:
     harness = Harness(script)
     harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=18))
