@@ -6,12 +6,13 @@ A group gives its requests one record, so that rewards, statistics and placement
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from darts_server.caller import caller
-from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
+from darts_server.engine.port import RequestTokens
 from darts_server.observers import GroupEvents
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord, VersionSpans, extend_spans
-from darts_server.rollout.plan import Plan
+from darts_server.rollout.spec import JoinRequest
 from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
@@ -187,43 +188,34 @@ class CountedGroups:
         self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
         """Groups that wait for further requests, and of which none runs, of each caller."""
 
-    def join(
-        self,
-        request_id: str,
-        plan: Plan,
-        prompt_key: str,
-        join_key: str,
-        name: str | None,
-        generated: Callable[[], int],
-        tokens: RequestTokens = UNKNOWN_TOKENS,
-    ) -> Member:
+    def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
         """Add a request to a group. Its `Member` must finish or leave."""
-        groups = self._groups.setdefault(join_key, [])
+        groups = self._groups.setdefault(request.join_key, [])
         group = next((group for group in groups if group.seats < group.size and not group.has_most), None)
         if group is None:
             group = _CountedGroup(
                 groups=self,
-                group_id=f"group-{request_id}",
-                join_key=join_key,
-                size=plan.size,
-                policy=plan.policy,
-                prompt_key=prompt_key,
+                group_id=f"group-{request.request_id}",
+                join_key=request.join_key,
+                size=request.plan.size,
+                policy=request.plan.policy,
+                prompt_key=request.prompt_key,
                 owner=caller.get().name,
-                tokens=tokens,
+                tokens=request.tokens,
                 started_at=self.clock(),
-                request_ids=() if name is None else (name,),
+                request_ids=() if request.name is None else (request.name,),
                 is_over_at_rest=self.draining,
             )
             groups.append(group)
         self.resting.pop(group.owner, group)
         member = Member(group, len(group.members), generated)
         group.members.append(member)
-        group.request_ids += (request_id,)
+        group.request_ids += (request.request_id,)
         if group.timer is not None:
             group.timer.cancel()
         if not self.draining:
             group.is_over_at_rest = False
-            timeout = self._timeout if name is None else self._named_timeout
+            timeout = self._timeout if request.name is None else self._named_timeout
             group.timer = asyncio.get_running_loop().call_later(timeout, group.expire)
         self.observer.candidates_started(1)
         return member

@@ -24,14 +24,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from darts_server.engine.port import UNKNOWN_TOKENS, OutputT, RequestT, RequestTokens
+from darts_server.engine.port import OutputT, RequestT
 from darts_server.observers import GroupEvents
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.counted import CountedGroups
-from darts_server.rollout.plan import Plan
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.spec import GroupSpec, OnAbort
+from darts_server.rollout.spec import GroupSpec, JoinRequest, OnAbort
 from darts_server.serving.admission import Ticket
 
 logger = logging.getLogger(__name__)
@@ -40,25 +39,6 @@ WINDOW = 64
 """Groups of which the log says how many were sealed short."""
 OFTEN = 0.25
 """Share of these from which it does, once."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRequest(Generic[RequestT]):
-    """One request that becomes part of a group.
-
-    ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
-    takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
-    ``tokens``: that it takes.
-    """
-
-    request: RequestT
-    request_id: str
-    plan: Plan
-    prompt_key: str
-    join_key: str
-    ticket: Ticket
-    name: str | None = None
-    tokens: RequestTokens = UNKNOWN_TOKENS
 
 
 @dataclass(slots=True)

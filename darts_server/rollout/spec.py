@@ -10,6 +10,7 @@ from darts_server.observers import GroupEvents
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.start_queue import StartQueue
+from darts_server.serving.admission import Ticket
 
 
 class OnAbort(Enum):
@@ -62,6 +63,25 @@ class GroupSpec(Generic[RequestT]):
     on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
     quota: Quota | None = field(default=None, kw_only=True)
     tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinRequest(Generic[RequestT]):
+    """One request that becomes part of a group.
+
+    ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
+    takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
+    ``tokens``: that it takes.
+    """
+
+    request: RequestT
+    request_id: str
+    plan: Plan
+    prompt_key: str
+    join_key: str
+    ticket: Ticket
+    name: str | None = None
+    tokens: RequestTokens = UNKNOWN_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from darts_server.caller import caller
 from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.counted import Member
-from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
-from darts_server.rollout.spec import GroupSpec, OnAbort
+from darts_server.rollout.spec import GroupSpec, JoinRequest, OnAbort
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.types import OFF, DiscardReason, FinishReason, RequestOptions
@@ -132,11 +131,8 @@ class ShapingLLM(ControlledLLM):
         generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
         member = None
         if rollouts is not None and plan is not None and is_counted:
-            join_key = self._join_key(generation, plan)
             generated = partial(self._count_tokens, request_id)
-            member = rollouts.joiner.counted.join(
-                request_id, plan, prompt_key, join_key, group_name, generated, request.tokens
-            )
+            member = rollouts.joiner.counted.join(self._join_request(generation, plan), generated)
             generation.member = member
             route.groups.append(member.group.group_id)
         outputs, loop = self._serve(generation), asyncio.get_running_loop()
@@ -307,13 +303,10 @@ class ShapingLLM(ControlledLLM):
 
     async def _generate_joined(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
         """Generate one trajectory as part of a group of single requests."""
-        request, name, ticket = generation.request, generation.group_name, generation.ticket
+        request = generation.request
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        join_key = self._join_key(generation, plan)
-        joining = JoinRequest(
-            request, request.request_id, plan, generation.prompt_key, join_key, ticket, name, request.tokens
-        )
+        joining = self._join_request(generation, plan)
         with ExitStack() as joined:
 
             def join(group_id: str) -> None:
@@ -322,17 +315,26 @@ class ShapingLLM(ControlledLLM):
                 joined.enter_context(self.ranks.joined(request.request_id, group_id))
 
             # A closed gate must not keep out a request that a running group waits for.
-            async with self.gate.enter(skip_wait=joiner.expects(join_key)):
+            async with self.gate.enter(skip_wait=joiner.expects(joining.join_key)):
                 output = await joiner.join(joining, join)
             generation.turn.rank = self.ranks.of(request.request_id, request.options)
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
 
-    def _join_key(self, generation: Generation, plan: Plan) -> str:
-        """Return what requests have in common that may be of one group."""
+    def _join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
+        request = generation.request
         # Callers with different keys must not answer each other's requests.
         common = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{generation.group_name}"
-        return f"{common}/{generation.request.join_key}"
+        return JoinRequest(
+            request,
+            request.request_id,
+            plan,
+            generation.prompt_key,
+            f"{common}/{request.join_key}",
+            generation.ticket,
+            generation.group_name,
+            request.tokens,
+        )
 
     def _count_tokens(self, request_id: str) -> int:
         """Return how many tokens the request with that id has generated, if it runs."""

@@ -7,6 +7,8 @@ import pytest
 from darts_server.records import GroupRecord
 from darts_server.rollout.counted import MOST_MEMBERS, CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
+from darts_server.rollout.spec import JoinRequest
+from darts_server.serving.admission import Admission
 from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Recorder
@@ -33,10 +35,12 @@ class Harness:
             asyncio.get_running_loop().time,
         )
 
-    def join(self, request: str, prompt: str = "p", name: str | None = None) -> Member:
-        key = f"{name}/{prompt}"
-        member = self.groups.join(request, PLAN, prompt, key, name, lambda: self.generated.get(request, 0))
-        member.start()
+    def join(self, request: str, prompt: str = "p", name: str | None = None, *, start: bool = True) -> Member:
+        ticket = Admission(lambda: 0, None).admit(1)
+        joining = JoinRequest(request, request, PLAN, prompt, f"{name}/{prompt}", ticket, name)
+        member = self.groups.join(joining, lambda: self.generated.get(request, 0))
+        if start:
+            member.start()
         return member
 
     @property
@@ -137,7 +141,7 @@ async def test_each_token_has_the_version_of_the_weights_that_sampled_it() -> No
 
 async def test_a_request_that_waits_for_new_weights_is_of_these() -> None:
     harness = Harness()
-    members = [harness.groups.join(f"r{i}", PLAN, "p", "p", None, lambda: 0) for i in range(3)]
+    members = [harness.join(f"r{i}", start=False) for i in range(3)]
     harness.groups.weights_change()
     harness.version = 2
     members.pop().leave(DiscardReason.CANCELLED)
