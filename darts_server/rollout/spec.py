@@ -1,4 +1,4 @@
-"""What a group is run with: its own description, and what all groups of a server share."""
+"""The description of one group, of one single request, and of what all groups of a server share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +14,24 @@ from darts_server.serving.admission import Ticket
 
 
 class OnAbort(Enum):
-    """What the caller of a group gets that is ended from outside, beside the error that says why."""
+    """What the caller gets, beside the error, if its group is ended from outside."""
 
     FAIL = auto()
     """Nothing else."""
     ANSWER = auto()
-    """In place of the error as many candidates as it waits for, as they are: vLLM's answer to an aborted request."""
+    """Partial candidates in place of the error, as many as the caller waits for: vLLM's answer to an abort."""
     RETURN = auto()
-    """All candidates that are not discarded, as they are. The caller must not take them for a group."""
+    """All partial candidates that are not discarded. They are no fair sample, so they must not count as a group."""
     CARRY = auto()
-    """What `CandidateRunner.collect_carried` returns, for another run that goes on with it."""
+    """The result of `CandidateRunner.collect_carried`, for another run that resumes the candidates."""
 
 
 @dataclass(slots=True)
 class Quota:
-    """Number of groups that the batch still needs. At 0, every unfinished group is stopped at its next event, and
-    carried over.
+    """Number of groups that a batch still needs. At 0, every unfinished group is carried over at its next event.
 
-    A complete group counts, also if its answer is lost with its engine before it is read. The batch then needs one more
-    group, but groups that are stopped by then do not go on: the batch may return fewer groups than it needs.
+    A complete group counts even if its engine dies before its answer is read. Groups that were carried over by then do
+    not resume, so the batch may return fewer groups than it needs.
     """
 
     left: int
@@ -40,60 +39,49 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec(Generic[RequestT]):
-    """Describe a group before anything of it is started.
-
-    Args:
-        plan: its policy. Its candidates are scored if the policy's shaping has a pruning.
-        request: what its candidates are started with.
-        group_id: names the group in records, logs and answers.
-        prompt_key: under which its lengths are recorded; ``None`` to record none.
-        tail_seed: seed of the sampled tail; ``None`` for a fresh one.
-        early: deliver each trajectory as soon as it is known to belong to the group.
-        on_abort: what its caller gets if it is aborted.
-        quota: shared by the groups of a batch that carries over what its groups have generated.
-        tokens: that its request takes, as far as that is known before it runs.
-    """
+    """The description of a group."""
 
     plan: Plan
     request: RequestT
+    """Request of all candidates that have no request of their own."""
     group_id: str
     prompt_key: str | None = None
+    """Key under which the group's lengths are learned, or None to learn nothing."""
     tail_seed: Sequence[int] | None = None
+    """Seed of the sampled tail, or None for a fresh one."""
     early: bool = field(default=False, kw_only=True)
+    """Whether a trajectory is delivered as soon as it is certain to be in the group."""
     on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
     quota: Quota | None = field(default=None, kw_only=True)
+    """Quota that the groups of a batch with carry-over share."""
     tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest(Generic[RequestT]):
-    """One request that becomes part of a group.
-
-    ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
-    takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
-    ``tokens``: that it takes.
-    """
+    """A request for one trajectory that becomes part of a group."""
 
     request: RequestT
     request_id: str
     plan: Plan
     prompt_key: str
     join_key: str
+    """Equal for requests that may join the same group."""
     ticket: Ticket
+    """Ticket of the request's candidate. The group takes it over, because the candidate outlives its caller."""
     name: str | None = None
+    """The caller's name for the group, if any."""
     tokens: RequestTokens = UNKNOWN_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class GroupContext(Generic[RequestT, OutputT]):
-    """What all groups of one server share.
-
-    ``scorer``: scores candidates, ``None`` where nothing can. ``starts``: where candidates wait for their turn to
-    start. ``clock``: monotonic seconds.
-    """
+    """The parts of a server that all groups use."""
 
     engine: Engine[RequestT, OutputT]
     observer: GroupEvents
     scorer: Pruner | None
+    """Scorer of candidates, or None if this server cannot score."""
     starts: StartQueue
     clock: Callable[[], float]
+    """Clock in monotonic seconds."""

@@ -138,8 +138,8 @@ def test_contradictory_options_are_refused_under_every_policy(
 @pytest.mark.parametrize(
     ("group_size", "n", "options", "field", "message"),
     [
-        (8, 4, RequestOptions(), "n", r"shapes groups of 8 \(--group-size\), got 4; ask for that many, or use"),
-        (8, 1, RequestOptions(group_size=4), "group size", r"shapes groups of 8 \(--group-size\), got 4"),
+        (8, 4, RequestOptions(), "n", r"must be 8, the size of .* \(--group-size\), got 4; request that many, or use"),
+        (8, 1, RequestOptions(group_size=4), "group size", r"must be 8, the size of .* \(--group-size\), got 4"),
         (None, 4, RequestOptions("six tails"), "n", "n must be larger than that, got 4"),
         (None, 8, RequestOptions("sideways"), "policy", "'sideways' is unknown; choose one of off, uniform, six tails"),
         (None, 1, RequestOptions("sideways"), "policy", "'sideways' is unknown"),
