@@ -1,6 +1,6 @@
-"""Groups that are only counted: under a policy that shapes nothing, each request is served by itself.
+"""Groups that are only counted: under a policy without shaping, the engine serves each request without us.
 
-A group gives its requests one record, so that rewards, statistics and placement work as for shaped groups.
+A counted group gives its requests one record, so that rewards, statistics and placement work as for shaped groups.
 """
 
 import asyncio
@@ -17,29 +17,28 @@ from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
-"""Limit of the requests of a counted group, as a multiple of its size. A request that leaves may be sent again, and its
+"""Maximum requests of a counted group, as a multiple of its size. A request that leaves may be sent again, and its
 record stays with the group."""
 MAX_RESTING = 4096
-"""Counted groups of all callers that wait for further requests while none of their own runs: four steps of 1,024
-groups. Of too many, the oldest of the caller that has most ends as it is."""
+"""Maximum counted groups of all callers that wait for further requests while none of theirs runs: four steps of 1,024
+groups. Beyond it, the oldest group of the caller with most groups ends."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One request of a group that is only counted. It runs on the engine by itself.
-
-    ``generated``: returns how many tokens it has so far. ``started_at``, ``version_start``: ``None`` while it waits for
-    the engine to be resumed. ``spans``: of its tokens from before the weights changed last. ``record``: ``None`` until
-    it has ended.
-    """
+    """One request of a counted group."""
 
     group: "_CountedGroup"
     index: int
     generated: Callable[[], int]
+    """Returns the number of tokens so far."""
     started_at: float | None = None
+    """Start in seconds, or None while the request waits for the engine to be resumed."""
     version_start: int | None = None
     spans: VersionSpans = ()
+    """Weight versions of the tokens from before the last change of weights."""
     record: CandidateRecord | None = None
+    """Record of the request, or None until it has ended."""
 
     def start(self) -> None:
         """Record that the engine gets the request now."""
@@ -47,39 +46,45 @@ class Member:
         self.version_start = self.group.groups.weight_version()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], reason: FinishReason) -> None:
-        """Record its trajectory, before its caller gets the end of it."""
+        """Record the trajectory, before the caller gets the end of it."""
         group = self.group
         trajectory = TrajectoryRecord(
-            group.group_id, group.prompt_key, group.started_at, self.index, prompt_token_ids, token_ids, group.owner
+            group.group_id,
+            group.prompt_key,
+            group.started_at,
+            self.index,
+            prompt_token_ids,
+            token_ids,
+            group.owner,
         )
         group.groups.observer.trajectory_returned(trajectory)
         self._end(len(token_ids), reason, None)
 
     def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
-        """Record that it has ended without a trajectory. Harmless after it has finished.
+        """Record an end without a trajectory. Harmless after `finish`.
 
-        ``tokens``: that its caller got. The engine may have forgotten it.
+        ``tokens``: number of tokens that the caller got, which the engine may have forgotten.
         """
         if self.record is None:
             self._end(max(tokens, self.generated()), None, reason)
 
     def _end(self, tokens: int, finish_reason: FinishReason | None, reason: DiscardReason | None) -> None:
-        # A truncated trajectory counts like the others: nothing is selected in a counted group by how it finished.
-        selected_as = None if finish_reason is None else SelectedAs.SHORT
         groups = self.group.groups
         version = groups.weight_version()
+        # A truncated trajectory counts like the others: a counted group selects nothing by how it finished.
+        is_selected = finish_reason is not None
         self.record = CandidateRecord(
             index=self.index,
             tokens=tokens,
             finish_reason=finish_reason,
-            selected_as=selected_as,
+            selected_as=SelectedAs.SHORT if is_selected else None,
             reason=reason,
             cut=False,
             started_at=self.started_at,
             ended_at=groups.clock(),
             weight_version_start=self.version_start,
             weight_version_end=version,
-            weight=None if selected_as is None else 1.0,
+            weight=1.0 if is_selected else None,
             version_spans=extend_spans(self.spans, version, tokens),
         )
         self.group.end_if_over()
@@ -87,14 +92,12 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class _CountedGroup:
-    """``is_over_at_rest``: whether the group ends as soon as none of its requests runs."""
-
     groups: "CountedGroups"
     group_id: str
     join_key: str
     size: int
     policy: str
-    prompt_key: str | None
+    prompt_key: str
     owner: str | None
     tokens: RequestTokens
     started_at: float
@@ -102,6 +105,7 @@ class _CountedGroup:
     members: list[Member] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
     is_over_at_rest: bool = False
+    """Whether the group ends as soon as no request of it runs."""
 
     @property
     def seats(self) -> int:
@@ -118,22 +122,23 @@ class _CountedGroup:
         self.end_if_over()
 
     def end_if_over(self) -> None:
-        """Report the group once nothing of it runs, and it is full or has waited long enough for further requests."""
+        """Report the group if no request runs, and it is full or has waited long enough for further requests."""
         records = [member.record for member in self.members if member.record is not None]
-        is_full = self.seats == self.size
-        groups = self.groups
         if len(records) < len(self.members):
             return
+        groups = self.groups
+        is_full = self.seats == self.size
         if not (is_full or self.is_over_at_rest or self.has_most):
             for dropped, _ in groups.resting.put(self.owner, self, None):
                 dropped.expire()
             return
+
         groups.forget(self)
         if self.timer is not None:
             self.timer.cancel()
         returned = sum(record.selected_as is not None for record in records)
         outcome = Outcome.COMPLETED
-        # Lengths are learned of all trajectories of a group, or of none.
+        # Statistics learn the lengths of all trajectories of a group, or of none.
         if returned < min(self.size, len(records)):
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
@@ -159,13 +164,15 @@ class _CountedGroup:
 
 
 class CountedGroups:
-    """Find a group for each single request that the engine serves by itself, so that there is a record of the group.
+    """Finds a group for each single request that the engine serves without us.
 
-    Nothing waits for other requests, and no answer is exchanged. A group takes requests until it has as many as its
-    size. It ends when they have, or when none of it runs and no further one has come for a while. A request that is
-    aborted, or whose caller disconnects, leaves its place to another one.
+    No request waits for other requests, and no answers are exchanged. A group takes requests until it is full. It ends
+    when all of them have finished, or when none runs and no further request has arrived for a while. A request that is
+    aborted, or whose caller disconnects, leaves its seat to another request.
 
-    Args: see `GroupJoiner`. ``report_sealed``: called with ``full`` and ``planned`` when a group ends.
+    Args:
+        report_sealed: called with ``full`` and ``planned`` when a group ends.
+        weight_version, timeout, named_timeout, clock: see `GroupJoiner`.
     """
 
     def __init__(
@@ -182,17 +189,19 @@ class CountedGroups:
         self.weight_version = weight_version
         self.clock = clock
         self.draining = False
+        self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
+        """Groups that wait for further requests while none of theirs runs, by caller."""
         self._timeout = timeout
         self._named_timeout = named_timeout
-        self._groups: dict[str, list[_CountedGroup]] = {}  # by join key
-        self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
-        """Groups that wait for further requests, and of which none runs, of each caller."""
+        # Groups that take requests or run, by join key.
+        self._groups: dict[str, list[_CountedGroup]] = {}
 
     def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
         """Add a request to a group. Its `Member` must finish or leave."""
         groups = self._groups.setdefault(request.join_key, [])
         group = next((group for group in groups if group.seats < group.size and not group.has_most), None)
         if group is None:
+            # The group keeps nothing of the engine's request: thousands of groups may rest, with long prompts.
             group = _CountedGroup(
                 groups=self,
                 group_id=f"group-{request.request_id}",
@@ -211,6 +220,7 @@ class CountedGroups:
         member = Member(group, len(group.members), generated)
         group.members.append(member)
         group.request_ids += (request.request_id,)
+
         if group.timer is not None:
             group.timer.cancel()
         if not self.draining:
@@ -221,16 +231,17 @@ class CountedGroups:
         return member
 
     def weights_change(self) -> None:
-        """Record what running requests have generated so far, before the paused model gets other weights."""
-        for group in [group for groups in self._groups.values() for group in groups]:
+        """Record the weight version of all tokens so far, before the paused model gets new weights."""
+        version = self.weight_version()
+        for group in self._all_groups():
             for member in group.members:
                 if member.record is None:
-                    member.spans = extend_spans(member.spans, self.weight_version(), member.generated())
+                    member.spans = extend_spans(member.spans, version, member.generated())
 
     def drain(self) -> None:
-        """End every group, from now on, as soon as nothing of it runs."""
+        """From now on, end every group as soon as no request of it runs."""
         self.draining = True
-        for group in [group for groups in self._groups.values() for group in groups]:
+        for group in self._all_groups():
             group.expire()
 
     def forget(self, group: _CountedGroup) -> None:
@@ -239,3 +250,6 @@ class CountedGroups:
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:
             del self._groups[group.join_key]
+
+    def _all_groups(self) -> list[_CountedGroup]:
+        return [group for groups in self._groups.values() for group in groups]

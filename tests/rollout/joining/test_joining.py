@@ -272,7 +272,7 @@ async def test_groups_that_are_often_short_are_logged_once(caplog: pytest.LogCap
         for number in range(3 * WINDOW):
             report(full=number % 3 > 0, planned=8)
         assert len(caplog.records) == 1
-        assert "sealed with fewer than 8" in caplog.text
+        assert "closed with fewer than 8 requests" in caplog.text
 
 
 @pytest.mark.parametrize(
