@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Limits
-from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns
+from darts_server.rollout.turns import StoredSequence, TokenIndex, Turn, Turns
 from darts_server.types import RequestOptions, TurnKind
 from tests.rollout.helpers import Harness
 
@@ -198,7 +198,7 @@ def test_memory_is_bounded_and_a_caller_with_many_answers_takes_none_from_one_wi
         for i in range(answers):
             turns.add_answer(turn([5, i], session=str(i), caller=caller), [1])
             turns.add_answer(turn([6, i], group_size=8, caller=caller), [], aborted=True)
-    assert (turns._sequences._known.size, turns._sessions.size, turns._restarts.size) == (20, 10, 10)
+    assert (turns._sequences._stored.size, turns._sessions.size, turns._restarts.size) == (20, 10, 10)
     for i in range(3):
         assert turns.classify(turn([5, i, 1], caller="few")) is TOKENS
         assert turns.classify(turn([9], session=str(i), caller="few")) is TurnKind.SESSION
@@ -246,12 +246,12 @@ def hash_of(index: TokenIndex, tokens: list[int]) -> int:
     return int(index.prefix_hashes(tokens)[-1])
 
 
-def known_prefixes(index: TokenIndex, tokens: list[int], caller: str = "") -> list[tuple[int, Known]]:
-    return list(index.known_prefixes(caller, index.prefix_hashes(tokens)))
+def find_prefixes(index: TokenIndex, tokens: list[int], caller: str = "") -> list[tuple[int, StoredSequence]]:
+    return list(index.find_prefixes(caller, index.prefix_hashes(tokens)))
 
 
 def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:
-    return bool(known_prefixes(index, tokens))
+    return bool(find_prefixes(index, tokens))
 
 
 @given(st.lists(st.tuples(SEQUENCES, SEQUENCES.filter(bool))), SEQUENCES)
@@ -263,8 +263,8 @@ def test_exactly_the_known_prefixes_come_the_longest_first_and_say_which_engine_
         add(index, *parts, rank)
     sequences = {(*begin, *answer): rank for rank, (begin, answer) in enumerate(known)}
     begun = sorted((each for each in sequences if tuple(prompt[: len(each)]) == each), key=len, reverse=True)
-    found = known_prefixes(index, prompt)
-    assert found == [(len(each), Known(is_answer=False, rank=sequences[each])) for each in begun]
+    found = find_prefixes(index, prompt)
+    assert found == [(len(each), StoredSequence(is_answer=False, rank=sequences[each])) for each in begun]
 
 
 def test_an_answer_stays_one_when_it_comes_again_as_a_prompt() -> None:
@@ -272,7 +272,7 @@ def test_an_answer_stays_one_when_it_comes_again_as_a_prompt() -> None:
     key = hash_of(index, [3, 4])
     index.add("", key, 1, is_answer=True)
     index.add("", key, 2)
-    assert known_prefixes(index, [3, 4]) == [(2, Known(is_answer=True, rank=2))]
+    assert find_prefixes(index, [3, 4]) == [(2, StoredSequence(is_answer=True, rank=2))]
 
 
 def test_several_sequences_with_the_same_highest_bits_are_told_apart() -> None:
@@ -297,7 +297,7 @@ def test_the_oldest_sequences_are_dropped() -> None:
     later = [9] * 6000
     for token in (1, 2, 3, 1, 4):
         add(index, [token], [9] * 5000)
-    assert index._known.size == 3
+    assert index._stored.size == 3
     assert [holds_prefix(index, [token, *later]) for token in (1, 2, 3, 4)] == [True, False, True, True]
     for token in (5, 6, 7):
         add(index, [token], [9])
