@@ -35,13 +35,13 @@
 """
 
 RETRY_SECONDS = 5
-"""``Retry-After`` of a refused request: some hundred decode steps, after which some waiting candidates have started."""
+"""``Retry-After`` of a refused request: in some hundred decode steps, some waiting candidates have started."""
 
 
 class DartsError(Exception):
-    """Base of all exceptions that this project raises on purpose.
+    """Base of all exceptions of this project.
 
-    ``retry_after``: seconds after which to retry, where that may help; the server answers it as ``Retry-After``.
+    ``retry_after``: seconds for the ``Retry-After`` header, or None if a retry does not help.
     """
 
     def __init__(self, message: str = "", retry_after: int | None = None) -> None:
@@ -52,7 +52,7 @@ class DartsError(Exception):
 class InvalidRequest(DartsError, ValueError):
     """The request is invalid, and nothing was started. ``field``: the invalid field of the request.
 
-    Also a ``ValueError``, which vLLM's handlers and other code that does not know this tree treat as bad input (400).
+    vLLM's handlers answer a ``ValueError`` with status 400.
     """
 
     def __init__(self, field: str, message: str) -> None:
@@ -62,7 +62,7 @@ class InvalidRequest(DartsError, ValueError):
 
 
 class NotFound(InvalidRequest):
-    """The requested resource does not exist, or no longer."""
+    """The requested resource does not exist, or does not exist any more."""
 
 
 class Conflict(InvalidRequest):
@@ -106,11 +106,11 @@ class GroupFailed(DartsError):
 
 
 class GroupAborted(DartsError):
-    """The group was aborted while it was running: its caller disconnected, or the request was aborted on the engine."""
+    """The group was aborted: its caller disconnected, or the request was aborted on the engine."""
 
 
 class EngineError(DartsError):
-    """Base of the engine's errors. Its own exception is the ``__cause__``."""
+    """Base of errors of the engine. The engine's own exception is the ``__cause__``."""
 
 
 class CandidateFailed(EngineError):
@@ -118,19 +118,19 @@ class CandidateFailed(EngineError):
 
 
 class EngineRefused(EngineError):
-    """The engine rejected the request as invalid, and would reject it again: the group fails without a retry."""
+    """The engine rejected the request as invalid. The group fails without a retry."""
 
 
 class EngineBusy(EngineError):
-    """The engine's own limits allow no further request now."""
+    """The engine's own queue is full."""
 
 
 class EngineDead(EngineError):
-    """The engine is gone, or makes no progress: no candidate can finish any more."""
+    """The engine is gone, or makes no progress. No candidate can finish any more."""
 
 
 class WeightsLost(EngineDead):
-    """A weight update failed, and restoring the old weights failed too: every candidate would be wrong."""
+    """A weight update failed, and so did restoring the old weights. Every candidate would be wrong."""
 
 
 class StateError(DartsError):
@@ -142,7 +142,7 @@ class StateFull(StateError):
 
 
 class StateDamaged(StateError):
-    """A state file, or a state to restore, is another program's or damaged. It was not changed."""
+    """A state file, or a state to restore, is damaged or belongs to another program. It was not changed."""
 
 
 class StateTooNew(StateError):
@@ -150,7 +150,7 @@ class StateTooNew(StateError):
 
 
 class UpdateError(DartsError):
-    """The weights were not updated: the old version is served. The message says why."""
+    """The weights were not updated, and the old version is served. The message says why."""
 
 
 class UpdateRunning(UpdateError):
@@ -170,4 +170,4 @@ class DiskFull(UpdateError):
 
 
 class IllegalMove(DartsError):
-    """An event is illegal in the current state of the group, the candidate or the weights. Always a bug."""
+    """An event is illegal in the current state of the group, the candidate or the weights: a bug of ours."""

@@ -40,7 +40,7 @@ def test_the_root_may_be_a_link_and_nothing_below_it(root: Path) -> None:
     (root / "a" / "link").symlink_to(root.parent / "outside")
     (root / "dangling").symlink_to(root / "nothing")
     for path in ("link", "link/b/file", "a/link", "dangling"):
-        with pytest.raises(OSError, match="is a symbolic link; name what it points to") as error:
+        with pytest.raises(OSError, match="is a symbolic link; give the path that it points to") as error:
             open_file(root / path, root)
         assert error.value.filename == str(root / path)
         with pytest.raises(OSError, match="is a symbolic link"):
