@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from darts_server.types import GONE, DiscardReason, FinishReason, MaxLost, Outcome, SelectedAs, UpdateOutcome
 
 VersionSpans = tuple[tuple[int, int], ...]
-"""Weight versions that sampled a candidate's tokens, in order, each with its number of tokens."""
+"""Weight versions of a candidate's tokens, in order, each with its number of tokens."""
 
 GroupKey = tuple[str | None, str]
 """Owner and id of a group. Callers choose ids, so two owners may choose the same id."""
@@ -28,32 +28,29 @@ def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans
 
 @dataclass(frozen=True, slots=True)
 class CandidateRecord:
-    """How one candidate ended. Times are seconds on the runner's clock, or None if it never got that far."""
+    """How one candidate ended. Times are seconds on the runner's clock."""
 
     index: int
     tokens: int
-    """Number of tokens at the end, when the candidate was stopped, or that are kept of a cut candidate."""
+    """Number of generated tokens, or kept tokens of a cut candidate."""
     finish_reason: FinishReason | None
     selected_as: SelectedAs | None
-    """How the candidate was selected, or None."""
     reason: DiscardReason | None
-    """Why the candidate was discarded, or None."""
     cut: bool
-    """Whether the candidate was truncated at the group's deadline."""
+    """Whether the group's deadline truncated the candidate."""
     started_at: float | None
     ended_at: float | None
     weight_version_start: int | None
     weight_version_end: int | None
     quality: float | None = None
-    """Predicted probability of being correct, by the last score."""
+    """Predicted probability of being correct."""
     survival: float = 1.0
-    """Probability that pruning kept the candidate, over all its scores; 1 if the group needed it in any case."""
+    """Probability that pruning kept the candidate; 1 if the group needed it."""
     weight: float | None = None
-    """1 / (probability to be returned, given all candidates of the group). None if the candidate was not returned, or
-    if the rule can never return some candidates."""
+    """1 / (probability to be returned, given all candidates of the group), if every candidate can be returned."""
     version_spans: VersionSpans = ()
     resumed: int = 0
-    """Number of tokens that an earlier batch has generated."""
+    """Number of carried tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +69,12 @@ class GroupRecord:
     """Seconds from the finish of the K-th shortest trajectory to completion, or None."""
     error: str | None = None
     cohort_deadline: int | None = None
-    """Deadline of the cohort in tokens, or None if the group was complete before it was set."""
+    """Deadline of the cohort in tokens, unless the group was complete before."""
     max_lost: MaxLost | None = None
-    """Limits of the right answers that the deadline may discard, or None if the policy has no deadlines."""
     stretch: float = 1.0
-    """Factor in ``cohort_deadline`` that keeps it from discarding too many right answers."""
+    """Factor in the deadline that keeps it from discarding too many right answers."""
     bound: int | None = None
-    """Length in tokens at which all candidates were cut or, in an explored group, would have been cut."""
+    """Length in tokens at which all candidates were cut, or would have been cut in an explored group."""
     completion_length: int | None = None
     """Length of the valid candidate that the group waits for, as a rule the M-th shortest."""
     num_shortest: int | None = None
@@ -90,26 +86,25 @@ class GroupRecord:
     earlier_pass_rate: float | None = None
     """Share of right trajectories of the prompt, among those with rewards when the group started."""
     explored: bool = False
-    """Whether the group ran past its deadline, to measure what the deadline discards."""
+    """Whether the group ran past its deadline, to measure discarded answers."""
     tokens_needed: int | None = None
-    """Length at which enough candidates had finished, as reported to the cohort."""
+    """Tokens that the group needed, as reported to the cohort."""
     request_ids: tuple[str, ...] = ()
-    """Ids of the group's requests, and other names that it can be looked up by."""
+    """Ids and other names that the group can be looked up by."""
     chosen: str | None = None
-    """Number of prompts that `auto` has run, and its reason, in words; None if `auto` had no choice."""
+    """Number of prompts that `auto` has run, and its reason, in words."""
     restarted_from: int = 0
-    """Index of the first candidate since the last restart. Earlier candidates have older weights."""
+    """Index of the first candidate since the last restart."""
     owner: str | None = None
-    """Name of the caller, or None for callers without a key."""
+    """Name of the caller's key."""
     prompt_tokens: int | None = None
-    """Number of tokens of the prompt, if known."""
     max_tokens: int | None = None
-    """Maximum tokens of a candidate, if known."""
+    """Maximum tokens of a candidate."""
     key: GroupKey = field(init=False, repr=False, compare=False)
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""
     generated_tokens: int = field(init=False, repr=False, compare=False)
-    """Number of tokens of all candidates. Carried candidates count in the group that resumes them."""
+    """Number of all tokens. Carried candidates count in the group that resumes them."""
     returned_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +125,7 @@ class GroupRecord:
 
     @property
     def deadline(self) -> int | None:
-        """Length in tokens at which the tail was cut or, in an explored group, would have been cut."""
+        """Length in tokens at which the tail was cut, or would have been cut in an explored group."""
         if self.cohort_deadline is None:
             return None
         if self.completion_length is None:
@@ -140,7 +135,7 @@ class GroupRecord:
 
     @property
     def counted(self) -> int:
-        """N: number of candidates that the weights stand for, without failed, aborted and restarted candidates."""
+        """N: number of candidates that were not failed, aborted or restarted."""
         return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
 
     @property
@@ -150,7 +145,7 @@ class GroupRecord:
 
     @property
     def mixed_versions(self) -> bool:
-        """Whether the returned trajectories were generated with more than one weight version."""
+        """Whether the returned trajectories have more than one weight version."""
         versions: set[int | None] = set()
         for c in self.selected:
             # The spans count too, because weights may have been switched back again.
@@ -165,20 +160,19 @@ class CohortRecord:
     policy: str
     groups: int
     mean_candidates: float
-    """M', the mean number of candidates per group."""
+    """M' in DARTS."""
     deadline: int | None = None
-    """Deadline in tokens, or None if it was never set."""
+    """Deadline in tokens, if it was set."""
     explored: bool = False
     measured_seconds: float = 0.0
     """Seconds from the start of the first group to the end of the last group."""
     generated_tokens: int = 0
     returned_tokens: int = 0
     chosen: str | None = None
-    """See `GroupRecord`."""
     completed: int = 0
     """Number of complete groups."""
     stale_tokens: int = 0
-    """Number of returned tokens with older weights than the newest of their group."""
+    """Number of returned tokens with older weights than the newest in their group."""
     new_tokens: int = 0
     """Number of generated tokens without carried tokens."""
     returned_lengths: list[list[int]] = field(default_factory=list)
@@ -229,10 +223,10 @@ class UpdateRecord:
     source: str
     """How the weights arrived."""
     rule: str | None
-    """Name of the rule for running groups, or None if the trainer paused the engine itself."""
+    """Rule for running groups, or None if the trainer paused the engine itself."""
     partial: bool
     seconds: Mapping[str, float]
-    """Seconds of each phase that began: transfer, check, wait (for groups), pause, load, restore, resume."""
+    """Seconds of each phase: transfer, check, wait (for groups), pause, load, restore, resume."""
     error: str | None = None
     lora: str | None = None
-    """Name of the updated LoRA adapter, or None for the model itself."""
+    """Name of the updated LoRA adapter."""

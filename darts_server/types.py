@@ -1,4 +1,4 @@
-"""Types that all rooms share: names of policies, ends of candidates, groups and others, values of requests."""
+"""Types that all rooms share."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,7 @@ from typing import Literal
 OFF = "off"
 AUTO = "auto"
 MAX_GROUP_SIZE = 1024
-"""Maximum trajectories of a group. Trainers use groups of 8 to 64, and 1,024 candidates of one prompt fill most
-engines, so a larger n is more likely a mistake."""
+"""Trainers use groups of 8 to 64, and 1,024 candidates fill most engines, so a larger n is likely a mistake."""
 POLICIES: Mapping[str, str] = {
     OFF: "unshaped",
     "uniform": "the same number of candidates for every prompt",
@@ -23,7 +22,7 @@ POLICIES: Mapping[str, str] = {
     "darts+arrol": "darts and arrol together",
     AUTO: "as off; in a batch whose prompts go on in the next one, it chooses how many run at once",
 }
-"""Description of each policy; `policy.shaping.build_policies` has the definitions."""
+"""Descriptions of the policies that `policy.shaping.build_policies` builds."""
 
 
 class FinishReason(StrEnum):
@@ -34,30 +33,29 @@ class FinishReason(StrEnum):
 
 
 class DiscardReason(StrEnum):
-    """Why a candidate is not in its group. Every discarded candidate has exactly one."""
+    """Why a candidate is not in its group."""
 
     MIDDLE = "middle"
-    """Finished, but selected neither among the shortest nor for the tail."""
+    """Finished, but neither among the shortest nor selected for the tail."""
     LONGER_THAN_NEEDED = "longer_than_needed"
-    """Stopped because it was already too long to be among the shortest."""
+    """Stopped because it was too long to be among the shortest."""
     PRUNED = "pruned"
     """Stopped by its quality score while it ran (ARRoL)."""
     TRUNCATED = "truncated"
     """Reached its token limit, while enough other candidates finished below theirs."""
     TAIL_PRUNED = "tail_pruned"
-    """Stopped because it could only be in the tail, and other candidates were sampled for the tail."""
+    """Stopped because other candidates were sampled for the tail."""
     FAILED = "failed"
     """The engine failed on the candidate, or aborted it without a request from us."""
     ABORTED = "aborted"
-    """Aborted, alone or with its group. The caller got the partial output."""
+    """Aborted, alone or with its group, so that the caller got the partial output."""
     CANCELLED = "cancelled"
     """The group was cancelled: its caller disconnected, it was aborted, or too few candidates could finish."""
     RESTARTED = "restarted"
-    """The group was restarted under new weights."""
+    """The group was restarted with new weights."""
     DECIDED = "decided"
-    """The vote was decided without the candidate."""
     CARRIED = "carried"
-    """The group resumes in a later batch, with the tokens of this candidate."""
+    """The group resumes in a later batch."""
 
 
 GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED})
@@ -71,7 +69,6 @@ class SelectedAs(StrEnum):
     """Among the shortest. In an unshaped group, every trajectory."""
     LONG = "long"
     LONG_TRUNCATED = "long_truncated"
-    """Sampled for the tail, and reached its token limit."""
     FILL = "fill"
     """Reached its token limit, and too few candidates finished below theirs."""
     SURVIVOR = "survivor"
@@ -85,7 +82,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     DECIDED = "decided"
-    """The vote was decided before the group was complete."""
+    """Its vote was decided early."""
 
 
 class TurnKind(StrEnum):
@@ -113,9 +110,7 @@ class VoteOutcome(StrEnum):
     DECIDED_EARLY = "decided_early"
     """Candidates were stopped because they could not change the answer."""
     COUNTED = "counted"
-    """All candidates finished."""
     NO_ANSWER = "no_answer"
-    """All candidates finished without an answer."""
 
 
 class PruningStatus(StrEnum):
@@ -123,18 +118,17 @@ class PruningStatus(StrEnum):
 
     READY = "ready"
     UNUSED = "unused"
-    """No trajectory has been scored yet."""
     NO_LABELS = "no_labels"
-    """No reward has been reported for a scored trajectory yet."""
+    """No scored trajectory has a reward yet."""
     COLD = "cold"
     """The first training steps only collect labels."""
     FEW_LABELS = "few_labels"
     UNTRAINED = "untrained"
-    """The head has enough labels, but its first training has not finished."""
+    """The head's first training has not finished."""
     ONE_CLASS = "one_class"
     """All labelled trajectories are correct, or all are wrong."""
     DIVERGED = "diverged"
-    """The head's last training diverged and was undone."""
+    """The head's last training was undone."""
     TRAINER_LOST = "trainer_lost"
     """The process that trains the head died too often."""
     PROBE_LOST = "probe_lost"
@@ -154,26 +148,24 @@ class UpdateOutcome(StrEnum):
 
 
 MAX_LOST_GROUPS = 0.005
-"""One group in 200, a quarter of the limit for single answers: a group that loses all its right answers teaches the
-policy that its prompt cannot be solved."""
+"""One group in 200: a group that loses all its right answers teaches the policy that its prompt cannot be solved."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaxLost:
     """Limits of the right answers that a deadline may discard.
 
-    The limit for groups is smaller. Few prompts need much longer answers than others, so all their right answers may be
-    a negligible share of all answers. Without them, the policy would unlearn these prompts.
+    The limit for groups is smaller. The few prompts that need the longest answers have a negligible share of all right
+    answers, but without these answers the policy would unlearn them.
     """
 
     answers: float = 0.02
-    """Share of all right answers."""
+    """Share of right answers."""
     groups: float = MAX_LOST_GROUPS
-    """Share of the groups with right answers that may lose all of them."""
+    """Share of groups with right answers that lose all of them."""
 
 
 NO_LIMIT = MaxLost(1.0, 1.0)
-"""The deadline may discard all answers, so it is never moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,10 +176,10 @@ class RequestOptions:
     prompt_key: str | None = None
     """Key of the prompt's statistics."""
     group_id: str | None = None
-    """Name of the group that single requests with this name form."""
+    """Name that the single requests of a group have in common."""
     group_size: int | None = None
     session: str | None = None
-    """Name of the trajectory, which all its turns have."""
+    """Name that all turns of a trajectory have in common."""
     on_stop: str | None = None
     """Answer if the server stops: ``fail`` for an error, ``answer`` for the partial output."""
 
@@ -201,18 +193,16 @@ class PromptSpec:
 
     token_ids: Sequence[int] | None = None
     messages: bytes | None = None
-    """Chat messages, as JSON."""
     text: str | None = None
     key: str | None = None
-    """The caller's key for the prompt's statistics."""
+    """Key of the prompt's statistics."""
     metadata: bytes | None = None
-    """JSON object that is returned with the group."""
     chat_options: bytes | None = None
-    """JSON object with fields of vLLM's chat route that render ``messages``, such as ``tools``."""
+    """Fields of vLLM's chat route that render the messages, such as ``tools``."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the prompt. A token id in a list takes 36 bytes."""
+        """Memory of the prompt: a token id in a list takes 36 bytes."""
         parts = (self.messages, self.text, self.metadata, self.chat_options)
         return 36 * len(self.token_ids or ()) + sum(sys.getsizeof(part) for part in parts if part is not None)
 
@@ -223,7 +213,7 @@ class Sample:
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
-    """Log-prob of each token, or None if the request does not ask for log-probs."""
+    """Log-prob of each token, if the request asks for log-probs."""
     text: str
     finish_reason: FinishReason | None
     """None if the trajectory was aborted."""
