@@ -22,7 +22,7 @@ from darts_server.types import GONE, FinishReason
 
 @dataclass(frozen=True, slots=True)
 class SavedEnd:
-    """How a candidate finished, in the form that is saved to disk. The engine's own output is not saved."""
+    """How a candidate finished, for the disk. The engine's own output is not saved."""
 
     finish_reason: FinishReason
     text: str
@@ -30,15 +30,14 @@ class SavedEnd:
 
 @dataclass(frozen=True, slots=True)
 class CarriedCandidate(Generic[OutputT]):
-    """A candidate of a stopped group, with the tokens that another group resumes from."""
+    """A candidate of a stopped group, which another group resumes."""
 
     prefix: TokenSlice = field(default=NOTHING)
     version_spans: VersionSpans = ()
-    """Weight versions of the prefix."""
     result: CandidateResult[OutputT] | None = None
-    """Result of a candidate that has finished on this engine."""
+    """Result, if the candidate has finished on this engine."""
     saved_end: SavedEnd | None = None
-    """End of a candidate that has finished on an earlier engine."""
+    """End, if the candidate has finished on an earlier engine."""
 
     @property
     def tokens(self) -> int:
@@ -46,15 +45,15 @@ class CarriedCandidate(Generic[OutputT]):
 
     @property
     def last_version(self) -> int | None:
-        """Weight version of the last token, or None without tokens."""
+        """Weight version of the last token."""
         return self.version_spans[-1][0] if self.version_spans else None
 
 
 NEW: CarriedCandidate[Any] = CarriedCandidate()
-"""Start of a candidate without carried tokens."""
+"""A candidate without carried tokens."""
 
 MAX_TRIES = 100
-"""Number of candidates that may replace a cut candidate whose engine died before it sent the tokens."""
+"""Replacements of a cut candidate whose engine died before it sent the tokens."""
 
 
 def compact(tokens: TokenSlice) -> TokenSlice:
@@ -70,23 +69,22 @@ class CandidateHistory:
     started_at: float | None = None
     ended_at: float | None = None
     stopped_tokens: int = 0
-    """Number of tokens when the group or the caller stopped the candidate."""
+    """Number of tokens when the candidate was stopped."""
     version_start: int | None = None
     version_end: int | None = None
     earlier_spans: VersionSpans = ()
-    """Weight versions of the tokens from before the last change of weights."""
+    """Weight versions of tokens before the last change of weights."""
     resumed: int = 0
     """Number of carried tokens."""
 
     def mark_started(self, now: float, weight_version: int, origin: CarriedCandidate[OutputT]) -> None:
-        """Record a start from the tokens of ``origin``."""
         self.started_at = now
         self.earlier_spans = origin.version_spans
         self.version_start = origin.version_spans[0][0] if origin.version_spans else weight_version
         self.resumed = origin.tokens
 
     def version_spans(self, tokens: int) -> VersionSpans:
-        """Return the weight versions of the first ``tokens`` tokens; empty before the start."""
+        """Return the weight versions of the first ``tokens`` tokens."""
         version = self.version_start if self.version_end is None else self.version_end
         if version is None:
             return ()
@@ -98,30 +96,28 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """One candidate on the engine, from its request to its output."""
 
     state: Candidate
-    """Candidate in the group's state machine."""
+    """State in the group's state machine."""
     request: RequestT
     has_own_request: bool
-    """Whether the candidate does not share its request with other candidates."""
     number: int
     """Index among the candidates of the same request."""
     carried: CarriedCandidate[OutputT]
     output: asyncio.Future[OutputT]
     result: CandidateResult[OutputT] | None = None
-    """Result for carry-over. None until the candidate has ended, and in groups that are not carried over."""
+    """Result, in groups that may be carried over."""
     aborted: bool = False
-    """Whether the group was aborted, and the caller gets the partial output."""
+    """Whether the group was aborted, and returns the partial output."""
     aborting: list[asyncio.Future[OutputT]] = field(default_factory=list)
-    """Callers that have aborted the request of this candidate alone. They get the partial output."""
+    """Callers that have aborted the request of this candidate alone."""
     engine_stop: int | None = None
-    """Number of tokens when the candidate was stopped on the engine or ended there; None before."""
+    """Number of tokens when the engine stopped or ended the candidate."""
     history: CandidateHistory = field(default_factory=CandidateHistory)
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
     """Runs the candidates of one group.
 
-    One task per candidate starts it and waits for its result. After the group has discarded a candidate, further
-    changes are recorded, but are no events.
+    One task per candidate starts it and waits for its result. After a discard, changes are recorded, but are no events.
 
     Args:
         owner, ticket, carried, order: see `GroupRun`.
@@ -144,13 +140,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     ) -> None:
         self.candidates: list[CandidateRun[RequestT, OutputT]] = []
         self.running: dict[int, RunningCandidate[OutputT]] = {}
-        """Candidates on the engine, by index. A stopped candidate is among them until the engine has answered."""
+        """Candidates on the engine, by index. Stopped candidates stay until the engine has answered."""
         self.finish_times: list[float] = []
-        """Times at which candidates finished since the group's last restart."""
+        """Times of the finished candidates since the last restart."""
         self.own_requests: deque[RequestT] = deque()
         """Requests of the next candidates, in place of the shared request."""
         self.carried = list(reversed(carried))
-        """Tokens that the next candidates resume from, the last candidate first."""
+        """Tokens that the next candidates resume from, in reverse order."""
         self.scorer: GroupScorer | None = None
         pruning = spec.plan.shaping.pruning
         if pruning is not None:
@@ -166,7 +162,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._order = order
         self._on_events = on_events
         self._on_bug = on_bug
-        # Number of tokens that are kept of candidates that were cut before they had an output, by index.
+        # Numbers of kept tokens of candidates that were cut before they had an output, by index.
         self._cuts: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -193,11 +189,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             task.add_done_callback(self._tasks.discard)
 
     def poll(self) -> list[Progress | Scored]:
-        """Return new scores, and the progress of candidates that reached a token count of interest."""
+        """Return new scores, and the progress of candidates with a token count of interest."""
         events: list[Progress | Scored] = []
         for index, tokens_due in self._group.check_at.items():
             running = self.running.get(index)
-            tokens = None if running is None else running.tokens()
+            if running is None:
+                continue
+            tokens = running.tokens()
             if tokens is not None and tokens >= tokens_due:
                 events.append(Progress(index, tokens))
         if self.scorer is not None:
@@ -211,7 +209,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         return events
 
     def suspend(self) -> None:
-        """Prepare a restart of the group: keep the requests of its candidates for the next candidates."""
+        """Keep the requests of the candidates for the next candidates, before the group restarts."""
         self.own_requests.extend(c.request for c in self.candidates if c.state.alive and c.has_own_request)
         self.finish_times.clear()
         # Carried tokens may be too old for the new weights, also if their candidate has not started yet.
@@ -230,10 +228,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- outputs and tokens -------------------------------------------------
 
     def count_tokens(self, index: int) -> int:
-        """Return the number of tokens that a candidate has generated, or that are kept of a cut candidate."""
+        """Return the number of generated tokens, or of kept tokens of a cut candidate."""
         candidate = self.candidates[index]
-        running = self.running.get(index) if candidate.state.running else None
-        tokens = None if running is None else running.tokens()
+        running = self.running.get(index)
+        tokens = None
+        if running is not None and candidate.state.running:
+            tokens = running.tokens()
         if tokens is None:
             tokens = max(candidate.state.tokens, candidate.history.stopped_tokens)
         if candidate.state.cut:
@@ -241,7 +241,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         return max(tokens, candidate.history.resumed)
 
     def record(self, index: int, weight: float | None = None) -> CandidateRecord:
-        """Return the present state of a candidate. ``weight``: see `CandidateRecord`."""
         candidate = self.candidates[index]
         state = candidate.state
         history = candidate.history
@@ -265,23 +264,22 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         )
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
-        """Return the tokens of a candidate from ``start`` on, or None while no token is certain. Never blocks."""
+        """Return the tokens of a candidate from ``start`` on, or None while no token is certain."""
         candidate = self.candidates[index]
         if candidate.output.done():
             if candidate.output.exception() is not None:
                 return None
             return self._engine.tokens_from(candidate.output.result(), start)
-        running = self.running.get(index) if candidate.state.running else None
-        generated = None if running is None else running.tokens_from(start)
+        running = self.running.get(index)
+        if running is None or not candidate.state.running:
+            return None
+        generated = running.tokens_from(start)
         if generated is None or generated.logprobs_requested:
             return generated
         return replace(generated, logprobs=None)
 
     async def collect_carried(self) -> list[CarriedCandidate[OutputT]]:
-        """Return the candidates of a group that was stopped to be carried over, with their tokens.
-
-        Failed candidates, and candidates from before a restart, are left out.
-        """
+        """Return the candidates of a stopped group, except candidates that failed or were restarted."""
         # The engine still returns the tokens up to the stop.
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -327,10 +325,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.output.set_result(output)
 
     def abort_request(self, request: RequestT, caller: asyncio.Future[OutputT]) -> None:
-        """Stop the running candidate of one of the group's requests, and give its caller the partial output.
+        """Stop the candidate of one of the group's requests, and give its caller the partial output.
 
-        The group continues without the candidate. If the candidate no longer runs, or ends otherwise, the caller gets
-        an output without tokens, because the candidate's tokens may belong to another caller.
+        If the candidate no longer runs, its tokens may belong to another caller, so this caller gets no tokens.
         """
         candidate = next((c for c in reversed(self.candidates) if c.state.running and c.request is request), None)
         if candidate is None:
@@ -348,16 +345,17 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self, candidate: CandidateRun[RequestT, OutputT], result: CandidateResult[OutputT] | None = None
     ) -> None:
         for caller in candidate.aborting:
-            if not caller.done():
-                output = self._engine.aborted_output(candidate.request) if result is None else result.output
-                caller.set_result(output)
+            if caller.done():
+                continue
+            if result is None:
+                caller.set_result(self._engine.aborted_output(candidate.request))
+            else:
+                caller.set_result(result.output)
 
     def _stop_on_engine(self, candidate: CandidateRun[RequestT, OutputT]) -> int:
-        """Stop a candidate on the engine, and return its number of tokens.
-
-        The group, the caller and a limit that a carried candidate has passed can each decide to stop, even in the same
-        turn of the event loop. The engine gets one stop.
-        """
+        """Stop a candidate on the engine, and return its number of tokens."""
+        # The group, the caller and a limit that a carried candidate has passed may all stop the candidate in the same
+        # turn of the event loop. The engine gets one stop.
         if candidate.engine_stop is None:
             candidate.engine_stop = self.running[candidate.state.index].stop()
         return candidate.engine_stop
@@ -365,7 +363,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- running one candidate ----------------------------------------------
 
     async def _run(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Start a candidate in its turn, wait for its result, and report both."""
         state = candidate.state
         index = state.index
         # A restart during the start replaces `candidate.carried`.
@@ -416,9 +413,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._fail_output(candidate, error)
             self._on_bug(error)
         finally:
-            # Some callers have no answer yet if the candidate failed, or was stopped before it reached the engine.
-            if candidate.aborting:
-                self._answer_aborting(candidate)
+            # Callers have no answer yet if the candidate failed, or was stopped before it reached the engine.
+            self._answer_aborting(candidate)
 
     async def _start_on_engine(
         self,
@@ -437,10 +433,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     async def _generate_again(
         self, candidate: CandidateRun[RequestT, OutputT], order: float
     ) -> CandidateResult[OutputT]:
-        """Replace a cut candidate whose engine died before it sent the tokens.
-
-        The lost candidate had reached the cut, so a candidate that ends before the cut is not of its distribution.
-        """
+        """Replace a cut candidate whose engine died before it sent the tokens."""
+        # The lost candidate had reached the cut, so a candidate that ends before the cut is not of its distribution.
         index = candidate.state.index
         for _ in range(MAX_TRIES):
             running = await self._engine.start(candidate.request, candidate.number, None, order)
@@ -456,7 +450,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         )
 
     def _finish_carried(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Report a candidate that had finished before its group was carried over."""
+        """Report a candidate that finished before its group was carried over."""
         carried = candidate.carried
         result = carried.result
         end = carried.saved_end
@@ -478,7 +472,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         result: CandidateResult[OutputT],
         weight_version: int,
     ) -> None:
-        """Record the end of a candidate and pass its output on. ``weight_version``: version of the last token."""
+        """Record and report the end of a candidate. ``weight_version``: version of the last token."""
         state = candidate.state
         index = state.index
         history = candidate.history
@@ -511,12 +505,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 if candidate.carried is not NEW:
                     self.carried.append(candidate.carried)
                 self._on_events(Lost(index))
-        if candidate.aborting:
-            is_partial = not has_finished and index not in self._cuts
-            self._answer_aborting(candidate, result if is_partial else None)
+        if not has_finished and index not in self._cuts:
+            self._answer_aborting(candidate, result)
+        else:
+            self._answer_aborting(candidate)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Return the carried tokens of an aborted candidate that has not started."""
         if not candidate.aborted:
             return
         carried = candidate.carried
@@ -525,7 +519,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         candidate.output.set_result(self._engine.aborted_output(candidate.request, carried.prefix))
 
     def _fail_output(self, candidate: CandidateRun[RequestT, OutputT], error: Exception) -> None:
-        """Fail the output that a caller may be waiting for. Harmless if the candidate has an output already."""
         if not candidate.output.done():
             candidate.output.set_exception(error)
             # This marks the error as retrieved, because the caller may have left.

@@ -1,17 +1,13 @@
 """Join single requests to groups, for trainers that send each trajectory as a request of its own.
 
-Every request starts a candidate at once and takes a seat. When all seats of the group are taken, or when no further
-request has arrived for a while, the group is closed to new requests: the extra candidates start, and the group's rule
-selects. Callers are interchangeable. Each trajectory that is certain to be in the group answers a random waiting
-caller, so that the order of callers says nothing about lengths.
+Every request starts a candidate at once and takes a seat. When all seats are taken, or when no further request has
+arrived for a while, the group is closed: the extra candidates start, and the group's rule selects. Each selected
+trajectory answers a random waiting caller, so that the order of callers says nothing about lengths.
 
-* Missing requests: a group that is closed early consists of the requests that arrived. A request alone gets its own
-  candidate, as without shaping.
+* A group that is closed early consists of the requests that arrived. A request alone is not shaped.
 * A caller that disconnects leaves its seat in the draw, so that no length is favoured. While the group runs, the seat's
-  trajectory is kept for a late caller. When no caller waits any more, all running candidates are stopped.
-* A late caller takes the seat of a disconnected caller, if there is one. Otherwise it begins a new group.
-
-Under a policy without shaping, groups are only counted, see `CountedGroups`.
+  trajectory is kept for a late caller. When no caller waits any more, all candidates are stopped.
+* A late caller takes the seat of a disconnected caller, or begins a new group.
 """
 
 import asyncio
@@ -35,9 +31,9 @@ from darts_server.serving.admission import Ticket
 logger = logging.getLogger(__name__)
 
 WINDOW = 64
-"""Number of recent groups among which groups that were closed early are counted."""
+"""Number of recent groups that are checked for missing requests."""
 OFTEN = 0.25
-"""Share of groups that were closed early above which a warning is logged, once."""
+"""Share of groups with missing requests at which a warning is logged, once."""
 
 
 @dataclass(slots=True)
@@ -45,15 +41,14 @@ class _Seat(Generic[RequestT, OutputT]):
     request: RequestT
     request_id: str
     caller: asyncio.Future[OutputT] | None
-    """The waiting caller, or None after it has disconnected."""
+    """Waiting caller, or None after it has left."""
     output: OutputT | None = None
-    """The trajectory that was drawn for the seat."""
     answered: bool = False
     aborted: bool = False
-    """Whether the caller gets the partial output of its own candidate, and then leaves the seat."""
+    """Whether the caller gets the partial output of its own candidate, and leaves."""
 
     def give(self, output: OutputT) -> None:
-        """Give the seat its trajectory, and also its caller if a caller waits."""
+        """Give the seat and its caller their trajectory."""
         self.output = output
         if self.caller is not None and not self.caller.done() and not self.aborted:
             self.caller.set_result(output)
@@ -63,12 +58,10 @@ class GroupJoiner(Generic[RequestT, OutputT]):
     """Finds a group for each single request.
 
     Args:
-        collect: `Rollouts.collect`: creates a group that gets its candidates one by one before it is opened.
+        collect: `Rollouts.collect`.
         timeout: seconds without a further request after which a group is closed early.
-        named_timeout: the same for a group that has a name. In a pool of trajectories, the next request of a group may
-            arrive only when another trajectory has ended. No server sees trajectories that are in their environments.
-        weight_version: returns the version of the served weights.
-        clock: monotonic seconds.
+        named_timeout: the same for groups with a name. A pool of trajectories may send the next request of a group only
+            when another trajectory has ended, and no server sees trajectories in their environments.
     """
 
     def __init__(
@@ -86,7 +79,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self.groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
         """Running groups, by join key."""
         self.draining = False
-        """Whether the server stops: groups wait for no further requests, and start no extra candidates."""
+        """Whether the server stops, so that groups neither wait for requests nor start extra candidates."""
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
@@ -94,12 +87,9 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._closed_early: deque[bool] = deque(maxlen=WINDOW)
         self._early_is_logged = False
         self.counted = CountedGroups(observer, self.report_sealed, weight_version, timeout, self._named_timeout, clock)
-        """Groups of requests that the engine serves without us."""
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
-        """Wait for the trajectory of one request. ``on_join`` is called with the group's id.
-
-        Cancellation gives up the seat.
+        """Return the trajectory of one request. ``on_join`` is called with the group's id.
 
         Raises:
             EngineError: error of the last failed candidate, if too few candidates could finish.
@@ -120,14 +110,11 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         return output
 
     def expects(self, join_key: str) -> bool:
-        """Return whether a group with this key waits for further requests."""
+        """Return whether a group waits for further requests."""
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
-        """Answer the waiting request with that id with the partial output of its own candidate.
-
-        Its seat stays in the draw.
-        """
+        """Answer a waiting request with the partial output of its own candidate. Its seat stays in the draw."""
         for group in self._all_groups():
             if group.run.has_ended:
                 continue
@@ -137,14 +124,14 @@ class GroupJoiner(Generic[RequestT, OutputT]):
                     group.run.runner.abort_request(seat.request, seat.caller)
 
     def drain(self) -> None:
-        """Close all groups with the requests that have arrived, and later groups with their first request."""
+        """Close all groups now, and later groups with their first request."""
         self.draining = True
         for group in self._all_groups():
             group.closed.set()
         self.counted.drain()
 
     def report_sealed(self, *, full: bool, planned: int) -> None:
-        """Report a group that takes no more requests, and log once if many groups are closed early."""
+        """Report a closed group, and log once if many groups lack requests."""
         self._observer.group_sealed(full)
         self._closed_early.append(not full)
         count = sum(self._closed_early)
@@ -184,8 +171,6 @@ class GroupJoiner(Generic[RequestT, OutputT]):
 
 
 class _JoinedGroup(Generic[RequestT, OutputT]):
-    """One group and the callers that wait for its trajectories."""
-
     def __init__(self, joiner: GroupJoiner[RequestT, OutputT], first: JoinRequest[RequestT], timeout: float) -> None:
         self.group_id = f"group-{first.request_id}"
         self.seats: list[_Seat[RequestT, OutputT]] = []
@@ -212,7 +197,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
-        """Add a seat for one more request, and start a candidate for it."""
+        """Add a seat, and start a candidate for it."""
         loop = asyncio.get_running_loop()
         seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
         self.seats.append(seat)
@@ -229,7 +214,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
-        """Give the seat of a disconnected caller to a late caller, while the group runs."""
+        """Give the seat of a disconnected caller to a late caller."""
         if self.run.has_ended:
             return None
         seat = next((seat for seat in self.seats if seat.caller is None and not seat.answered), None)
@@ -243,7 +228,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def stop_if_unattended(self) -> None:
-        """Stop all candidates once no caller waits any more."""
+        """Stop all candidates if no caller waits."""
         if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
             self._end()
             self._task.cancel()
@@ -251,7 +236,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     # --- the group's own task -----------------------------------------------
 
     async def _answer_callers(self) -> None:
-        """Open the group once it is closed to new requests, and answer a random caller with each trajectory."""
         rng = random.Random()
         try:
             await self.closed.wait()
@@ -271,7 +255,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             self._end()
 
     async def _open(self) -> None:
-        """Allocate and start the extra candidates. The seats decide the size of the group."""
+        """Start the extra candidates of a group whose size is the number of its seats."""
         plan = self._first.plan
         full = len(self.seats) == plan.size
         if not full:
@@ -286,7 +270,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self.run.open(plan.rule_for(allocation.saturated), allocation)
 
     def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:
-        """Return the seats that may get a trajectory: all without a trajectory, unless the group was aborted."""
         free = [seat for seat in self.seats if seat.output is None]
         candidates = self.run.runner.candidates
         candidate = candidates[trajectory.index]
@@ -301,7 +284,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return others or free
 
     def _end(self) -> None:
-        """Accept no further caller. Synchronous, because the task may be cancelled before its first step."""
+        # Not in the task alone, because it may be cancelled before its first step.
         if self._ended:
             return
         self._ended = True

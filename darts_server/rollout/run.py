@@ -27,12 +27,12 @@ from darts_server.types import DiscardReason, Outcome
 logger = logging.getLogger(__name__)
 
 SURVIVAL_STREAM = (1,)
-"""Spawn key of the survival draws. Tail draws stay the same with and without pruning."""
+"""Separates survival draws from tail draws, which stay the same with and without pruning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(Generic[OutputT]):
-    """A trajectory of a group. ``last``: whether it is the group's last one."""
+    """A trajectory of a group."""
 
     index: int
     output: OutputT
@@ -42,15 +42,15 @@ class Trajectory(Generic[OutputT]):
 class GroupRun(Generic[RequestT, OutputT]):
     """Runs one group from its first candidate to its end.
 
-    Only `runner` waits for the engine, in one task per candidate. Everything else happens synchronously in the task or
-    timer that an event arrives in, so that a stop reaches the engine in the same turn of the event loop.
+    Only `runner` waits for the engine, in one task per candidate. Everything else is synchronous, so a stop reaches the
+    engine in the turn of the event loop in which its reason occurred.
 
     Args:
         ticket: holds the group's candidates.
         on_end: called once when the group has ended, with any outcome.
         carried: tokens that the first candidates resume from, by index.
         order: order of the group's candidates among waiting candidates.
-        earlier_pass_rate: see `GroupRecord.earlier_pass_rate`.
+        earlier_pass_rate: see `GroupRecord`.
     """
 
     def __init__(
@@ -69,11 +69,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         # Read now, because the group may end in the context of another request.
         self.owner = caller.get().name
         self.request_ids: tuple[str, ...] = ()
-        """Ids of the group's requests, and other names that it can be looked up by."""
+        """Ids and other names that the group can be looked up by."""
         self.record: GroupRecord | None = None
-        """Record of the group, or None until it has ended."""
         self.interrupted: DartsError | None = None
-        """Error that ended the group from outside, or None."""
+        """Error that ended the group from outside."""
         self.is_surplus = False
         """Whether the group was carried over because its batch had enough groups."""
         self._observer = context.observer
@@ -87,7 +86,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         tail_rng = np.random.default_rng(spec.tail_seed)
         self._group = Group(rng=tail_rng, deliver_early=spec.early, survival_rng=survival_rng)
         self.candidates: Sequence[Candidate] = self._group.candidates
-        """All started candidates in their present state, by index."""
         self.runner = CandidateRunner(
             context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
         )
@@ -99,13 +97,13 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._need_place = 1
         # Tokens that the group needs, as reported to the cohort.
         self._tokens_needed: int | None = None
-        # The `CohortDeadline.pending_bound` that the last reported minimum answers.
+        # The `CohortDeadline.pending_bound` for which a minimum was reported.
         self._reported_limit: int | None = None
 
         # Number of trajectories for the caller, or None until it is certain.
         self._selected: int | None = None
         self.deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()
-        """Indices of delivered candidates, and an error, that the caller has not taken yet."""
+        """Indices of candidates, or an error, for the caller."""
 
     # --- driving the group --------------------------------------------------
 
@@ -115,7 +113,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._act(self._group.add_candidate())
 
     def open(self, rule: SelectionRule, allocation: Allocation) -> None:
-        """Start the missing candidates of the allocation. The ``rule`` selects among all candidates."""
+        """Start the missing candidates of the allocation."""
         # The group may have failed while its requests were being collected.
         if self.has_ended:
             allocation.drop()
@@ -129,9 +127,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._act(self._group.open(rule, allocation.candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
-        """Yield each trajectory of an open group as soon as it is certain to be in the group.
-
-        Closing the iterator early, or cancelling it, stops all candidates.
+        """Yield each trajectory once it is certain to be in the group. Leaving early stops all candidates.
 
         Raises:
             EngineError: error of the last failed candidate, if too few candidates could finish.
@@ -168,14 +164,14 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.cancel()
 
     def suspend(self) -> bool:
-        """Stop all candidates, to restart them in `resume`. Return whether no candidate runs any more."""
+        """Stop all candidates until `resume`, if possible. Return whether no candidate runs."""
         if self._group.can_restart:
             self.runner.suspend()
             self._act(self._group.restart())
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
-        """Start new candidates after `suspend`. Harmless if the group was not suspended."""
+        """Start new candidates after `suspend`."""
         self._act(self._group.resume())
 
     def set_deadline(self, tokens: int, bound: int | None = None) -> None:
@@ -193,41 +189,32 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_bug(error)
 
     def finish_early(self) -> None:
-        """End the group with the trajectories delivered so far, and stop all other candidates."""
+        """End the group with the trajectories delivered so far."""
         self._act(self._group.end_decided())
         self._close()
 
     def cancel(self, error: Exception | None = None, reason: DiscardReason = DiscardReason.CANCELLED) -> None:
-        """Stop all running candidates. Synchronous, so that it works while the caller is being cancelled.
-
-        ``error``: why the group was ended from outside, for its record.
-        """
+        """End the group and stop its candidates. ``error``: the reason, for the record."""
+        # Nothing is awaited, so this works while the caller is being cancelled.
         self._act(self._group.cancel(reason))
         self._close(error)
 
     def stop_to_carry(self, error: DartsError | None = None) -> None:
-        """End a running group, so that another run can resume the result of `CandidateRunner.collect_carried`.
-
-        ``error``: see `cancel`.
-        """
+        """End a running group, so that another run can resume the result of `CandidateRunner.collect_carried`."""
         # An ended group was counted in its batch.
         assert not self.has_ended
         self._act(self._group.carry())
         self._close(error)
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
-        """End the group from outside, see `interrupt`."""
         self.interrupt(GroupAborted(reason))
 
     def interrupt(self, error: DartsError, on_abort: OnAbort | None = None) -> None:
-        """End the group from outside, unless all its trajectories are delivered. Nothing is selected by length.
-
-        ``on_abort``: what the caller gets beside the error; None means the choice of the group's spec. The caller of a
-        suspended group gets the error alone, since that group has no candidates.
-        """
+        """End the group from outside. Nothing is selected by length. ``on_abort``: None means the spec's."""
         if self.has_ended:
             return
         self.interrupted = error
+        # A suspended group has no partial candidates to return.
         if self._group.is_paused or not self._group.candidates:
             on_abort = OnAbort.FAIL
         delivered = self._group.delivered
@@ -255,10 +242,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.deliveries.put_nowait(error)
 
     async def aborted_outputs(self) -> dict[int, OutputT]:
-        """Return the outputs of an aborted group's candidates, delivered and partial, by index.
-
-        Failed candidates are left out and logged.
-        """
+        """Return the delivered and the partial outputs of an aborted group, by index."""
         outputs: dict[int, OutputT] = {}
         for index, candidate in enumerate(self.runner.candidates):
             if candidate.aborted or index in self._group.delivered:
@@ -269,7 +253,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         return outputs
 
     def fail(self, error: Exception) -> None:
-        """End the group from outside. Its caller gets the error."""
+        """End the group. Its caller gets the error."""
         self.cancel(error)
         self.deliveries.put_nowait(error)
 
@@ -277,29 +261,28 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the group has its outcome. Its caller may not have taken all trajectories yet."""
+        """Whether the group has its outcome, though its caller may not have all trajectories yet."""
         return self._group.outcome is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the trajectories were selected. The caller may not have taken all of them yet."""
+        """Whether the trajectories were selected, though the caller may not have all of them yet."""
         return self._group.outcome is Outcome.COMPLETED
 
     @property
     def size(self) -> int | None:
-        """Number of trajectories that the group returns, or None while its requests are being collected."""
+        """Number of returned trajectories, or None while requests are being collected."""
         return self._group.rule.size if self._group.is_open else None
 
     # --- the state machine --------------------------------------------------
 
     def _feed(self, *events: Event) -> None:
-        """Pass events to the group and carry out its decisions."""
         quota = self.spec.quota
         try:
             if quota is not None and not quota.left and not self.has_ended:
-                # Several groups may finish in one step of the engine. A group that becomes complete is counted, and
-                # could not be carried over. So stop this group before its state machine handles the event. A candidate
-                # that has just finished is carried over with its whole answer.
+                # Several groups may finish in one step of the engine. A complete group cannot be carried over, so stop
+                # this group before its state machine handles the event. A candidate that has just finished is carried
+                # over with its whole answer.
                 self.is_surplus = True
                 self.stop_to_carry()
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
@@ -309,13 +292,11 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_bug(error, *events)
 
     def _handle_bug(self, error: Exception, *events: Event) -> None:
-        """End the group after an error of ours. Its caller gets the error, and no other group is touched."""
-        cause = f" on {events}" if events else ""
-        logger.error("group %s failed%s", self.spec.group_id, cause, exc_info=error)
+        """End this group, and no other group, after an error of ours."""
+        logger.error("group %s failed on the events %s", self.spec.group_id, events, exc_info=error)
         self.fail(error)
 
     def _act(self, decisions: list[Decision]) -> None:
-        """Report how many tokens the group needs, once that is known, and carry out its decisions."""
         self._report_need(decisions)
         for decision in decisions:
             match decision:
@@ -345,7 +326,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     # --- the cohort ---------------------------------------------------------
 
     def _report_need(self, decisions: list[Decision]) -> None:
-        """Report to the cohort how many tokens the group needs, once that is known."""
+        """Report once to the cohort how many tokens the group needs."""
         if self._cohort is None or self._tokens_needed is not None or not self._group.is_open:
             return
         self._tokens_needed = self._group.standings.nth_shortest(self._need_place)
@@ -359,7 +340,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._cohort.report_minimum(self, 0)
 
     def _report_late_group(self) -> None:
-        """Report, once for each limit, that the group cannot be complete within the limit of the other groups."""
+        """Report once per limit of the cohort that the group cannot be complete within the limit."""
         if self._cohort is None or self._tokens_needed is not None or self._group.is_paused:
             return
         limit = self._cohort.deadline.pending_bound
@@ -394,7 +375,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         rule = group.rule
         now = self._clock()
 
-        # Stopped candidates still run for a moment on the engine. Their records do not change any more.
+        # Stopped candidates still run for a moment on the engine, but their records do not change any more.
         weights = selection_weights(group)
         indices = range(len(self.runner.candidates))
         candidates = tuple(self.runner.record(index, weights.get(index)) for index in indices)
@@ -403,21 +384,37 @@ class GroupRun(Generic[RequestT, OutputT]):
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:
             tail_wait = now - finish_times[rule.num_shortest - 1]
 
-        cohort_record = None if self._cohort is None else self._cohort.record
-        deadline_rule = None if self._cohort is None else self._cohort.rule
-        explored = cohort_record is not None and cohort_record.explored
         deadline = group.deadline
         bound = group.bound
-        if self._cohort is not None and explored:
-            # The group ran past its deadline: record the deadline that it would have had.
-            deadline = self._cohort.deadline.tokens
-            bound = None if deadline_rule is None or deadline is None else deadline_rule.bound_of(deadline)
+        explored = False
+        chosen = None
+        max_lost = None
+        stretch = 1.0
+        if self._cohort is not None:
+            explored = self._cohort.record.explored
+            chosen = self._cohort.record.chosen
+            rule_of_deadline = self._cohort.rule
+            if explored:
+                # The group ran past its deadline: record the deadline that it would have had.
+                deadline = self._cohort.deadline.tokens
+            if rule_of_deadline is not None:
+                max_lost = rule_of_deadline.max_lost
+                if deadline is not None:
+                    stretch = rule_of_deadline.stretch
+                    if explored:
+                        bound = rule_of_deadline.bound_of(deadline)
+
+        size = len(group.candidates)
+        completion_length = None
+        if group.is_open:
+            size = rule.size
+            completion_length = group.standings.nth_shortest(rule.completion_place)
 
         return GroupRecord(
             group_id=self.spec.group_id,
             prompt_key=self.spec.prompt_key,
             policy=self.spec.plan.policy,
-            size=rule.size if group.is_open else len(group.candidates),
+            size=size,
             outcome=outcome,
             candidates=candidates,
             started_at=self.started_at,
@@ -425,10 +422,10 @@ class GroupRun(Generic[RequestT, OutputT]):
             tail_wait=tail_wait,
             error=None if error is None else str(error),
             cohort_deadline=deadline,
-            max_lost=None if deadline_rule is None else deadline_rule.max_lost,
+            max_lost=max_lost,
             bound=bound,
-            stretch=1.0 if deadline_rule is None or deadline is None else deadline_rule.stretch,
-            completion_length=group.standings.nth_shortest(rule.completion_place) if group.is_open else None,
+            stretch=stretch,
+            completion_length=completion_length,
             num_shortest=rule.num_shortest if weights and rule.samples_rest else None,
             sampled_from=sampled_from(group),
             tail_share=tail_share(group),
@@ -436,7 +433,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             explored=explored,
             tokens_needed=self._tokens_needed,
             request_ids=self.request_ids,
-            chosen=None if cohort_record is None else cohort_record.chosen,
+            chosen=chosen,
             restarted_from=group.restarted_from,
             owner=self.owner,
             prompt_tokens=self.spec.tokens.prompt,

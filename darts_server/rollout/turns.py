@@ -1,17 +1,14 @@
 """Distinguish requests that open a trajectory from requests that continue one.
 
-Only requests that open a trajectory are joined to groups, because the trajectories of a group share the opening prompt
-and nothing else. A request continues a trajectory if
+The trajectories of a group share only their opening prompt, so only opening requests are joined to groups. A request
+continues a trajectory if
 
 * its session had an answer, and its prompt is not the prompt that opened the session; or
-* its tokens begin with a prompt and an answer to it, except the answer's last tokens; or
-* its tokens begin with a whole prompt that was answered, and its caller names no group. Many trainers render the whole
-  chat again for each turn, and the template changes the answer: it drops the reasoning, or white space.
-
-All answers to the same caller count, shaped or not. The newest answers are kept.
-
-A request that is sent again, because it was aborted before its first token, continues its trajectory too. But if all
-requests of its group were aborted, the group is formed again.
+* its tokens begin with a prompt and its answer, except the answer's last tokens; or
+* its tokens begin with a whole prompt that was answered, and it names no group. Many trainers render the whole chat
+  again for each turn, and templates change the answer: they drop the reasoning, or white space; or
+* it was aborted before its first token, and is sent again. If all requests of a group were aborted, the group is formed
+  again.
 """
 
 import logging
@@ -28,19 +25,18 @@ from darts_server.serving.kept import Kept
 from darts_server.types import TurnKind
 
 KEPT_ANSWERS = 65_536
-"""Eight steps of 1,024 groups of eight trajectories. As many prompts are kept with them."""
+"""Eight steps of 1,024 groups of eight trajectories."""
 ANSWER_END = 4
-"""Number of last tokens of an answer that a later turn may lack: the end of turn, a stop string, white space."""
+"""Last tokens of an answer that a later turn may lack: the end of turn, a stop string, white space."""
 SESSION_IDLE_S = 600.0
-"""Seconds without an answer after which a session is forgotten. Many trainers name sessions after prompt numbers, which
-mean other prompts in another run or another data set."""
+"""Many trainers name sessions after prompt numbers, which mean other prompts in another run."""
 RESTART_S = 3600.0
-"""Seconds for which an aborted request is expected again. A training step takes less, and a data set repeats later."""
+"""A training step takes less, and a data set repeats later."""
 SUSPICIOUS_ANSWERS = 2000
 """More than the turns of all trajectories of a group."""
 
 BUCKET_BITS = 20
-"""With 131,072 stored sequences, one prefix in 8 shares its bucket with one of them, and one in 140 with several."""
+"""With 131,072 sequences, one prefix in 8 shares its bucket with one of them, and one in 140 with several."""
 BUCKET_SHIFT = np.uint64(64 - BUCKET_BITS)
 FIRST_WEIGHTS = 4096
 
@@ -50,19 +46,17 @@ logger = logging.getLogger(__name__)
 
 
 class StoredSequence(NamedTuple):
-    """A stored sequence of tokens: a prompt with the beginning of its answer, or a prompt alone."""
+    """A prompt with the beginning of its answer, or a prompt alone. ``rank``: engine that has it."""
 
     is_answer: bool
     rank: int | None
-    """Rank of the engine that has the sequence, if it is known."""
 
 
 class TokenIndex:
-    """The newest ``kept`` sequences of tokens of all callers, as hashes.
+    """The newest ``kept`` sequences of tokens, as hashes.
 
-    The hash of a sequence is the sum of its tokens, each times a random number for its position, modulo 2^64. So the
-    hashes of all prefixes of a prompt are one cumulative sum. Two given sequences have the same hash with a probability
-    below 2^-40.
+    A hash is the sum of the tokens, each times a random number for its position, modulo 2^64. So the hashes of all
+    prefixes are one cumulative sum. Two given sequences collide with a probability below 2^-40.
     """
 
     def __init__(self, kept: int) -> None:
@@ -75,10 +69,7 @@ class TokenIndex:
         self._weights: Hashes = np.empty(0, dtype=np.uint64)
 
     def prefix_hashes(self, tokens: Sequence[int], begin: int = 0, length: int = 0) -> Hashes:
-        """Return the hashes of all prefixes of a sequence, from its first token to the whole sequence.
-
-        ``begin``, ``length``: hash and number of tokens of the sequence that it follows.
-        """
+        """Return the hashes of all prefixes. ``begin``, ``length``: hash and length of the sequence before."""
         end = length + len(tokens)
         while end > len(self._weights):
             count = max(FIRST_WEIGHTS, len(self._weights))
@@ -96,7 +87,7 @@ class TokenIndex:
         return terms.cumsum(out=terms)
 
     def add(self, caller: str, key: int, rank: int | None = None, *, is_answer: bool = False) -> None:
-        """Store the sequence with the hash ``key``. A sequence that was stored as an answer stays an answer."""
+        """Store the sequence with the hash ``key``. An answer stays an answer."""
         earlier = self._stored.of(caller).get(key)
         is_answer = is_answer or (earlier is not None and earlier.is_answer)
         dropped = self._stored.put(caller, key, StoredSequence(is_answer, rank))
@@ -109,14 +100,14 @@ class TokenIndex:
             self._mixed[bucket] ^= np.uint64(changed)
 
     def find_prefixes(self, caller: str, hashes: Hashes) -> Iterator[tuple[int, StoredSequence]]:
-        """Yield the prefixes that are stored for a caller, the longest first, each with its number of tokens."""
+        """Yield a caller's stored prefixes and their lengths, the longest first."""
         stored = self._stored.of(caller)
         if not stored:
             return
         buckets = hashes >> BUCKET_SHIFT
         near = np.flatnonzero(self._counts[buckets])
         near_buckets = buckets[near]
-        # A bucket with a single hash is compared here, because thousands of look-ups in the dictionary take longest.
+        # A bucket with a single hash is compared here, because thousands of dictionary look-ups take longest.
         is_likely = (self._mixed[near_buckets] == hashes[near]) | (self._counts[near_buckets] > 1)
         for index in reversed(near[is_likely].tolist()):
             found = stored.get(int(hashes[index]))
@@ -126,39 +117,32 @@ class TokenIndex:
 
 @dataclass(slots=True)
 class Turn:
-    """One request, with all that shows which trajectory it belongs to."""
+    """One request, and its marks of the trajectory that it belongs to."""
 
     token_ids: Sequence[int] = ()
     stable_tokens: int | None = None
-    """Number of first tokens that later turns begin with, too; None means all."""
+    """Number of first tokens that later turns begin with, too. None means all."""
     session: str | None = None
-    """Name of the trajectory."""
     opens_session: bool = False
-    """Whether the caller chose the session's name for us. Then its first request opens a trajectory in any case."""
+    """Whether the caller chose the session's name for us, so that the first request opens a trajectory."""
     names_group: bool = False
-    """Whether the request names its group."""
     greedy: bool = False
-    """Whether the temperature is 0."""
     scoring: bool = False
-    """Whether the request generates nothing to be trained on."""
+    """Whether the request generates nothing to train on."""
     caller: str = ""
-    """The caller whose answers count."""
     group_size: int | None = None
-    """Size of the group that the request was joined to, or would have been joined to had it not been sent again."""
+    """Size of the group that the request was joined to, or first tried to join."""
     rank: int | None = None
-    """Rank of the engine that has the request's prefix, and later of the engine that ran the request, if known."""
+    """Engine that has the prefix, and then the engine that ran the request."""
     prompt_hash: int | None = field(default=None, repr=False)
-    """Hash of all tokens, once it was computed."""
     stable_hash: int | None = field(default=None, repr=False)
-    """Hash of the stable tokens."""
 
 
 @dataclass(slots=True)
 class _Session:
     opening: int
-    """Hash of the prompt that had the first answer."""
+    """Hash of the first prompt."""
     used_at: float
-    """Time of the newest answer."""
     answers: int = 0
     rank: int | None = None
 
@@ -169,7 +153,6 @@ class _Restarts:
 
     group_size: int
     aborted_at: float
-    """Time of the newest abort."""
     count: int = 0
 
 
@@ -180,7 +163,6 @@ class Turns:
         """``clock``: monotonic seconds."""
         self._clock = clock
         self._sequences = TokenIndex(2 * kept)
-        # Sessions by name, and restarts by the prompt's hash.
         self._sessions: Kept[str, _Session] = Kept(kept)
         self._restarts: Kept[int, _Restarts] = Kept(kept)
 
@@ -225,7 +207,7 @@ class Turns:
         return TurnKind.OPENING
 
     def add_answer(self, turn: Turn, token_ids: Sequence[int], *, aborted: bool = False) -> None:
-        """Remember an answer to a request. ``aborted``: whether the answer is partial, and may be empty."""
+        """Remember an answer. ``aborted``: whether it is partial, and may be empty."""
         if turn.scoring:
             return
         prompt_hash = self._prefix_hashes(turn)[1] if turn.prompt_hash is None else turn.prompt_hash
@@ -260,14 +242,12 @@ class Turns:
             self._restarts.put(turn.caller, prompt_hash, restarts)
 
     def forget_session(self, caller: str, name: str) -> bool:
-        """Forget a session that has ended, and return whether it existed. Its answers stay known by their tokens."""
+        """Forget a session, and return whether it existed. The tokens of its answers are still recognised."""
         return self._sessions.pop(caller, name) is not None
 
     def _prefix_hashes(self, turn: Turn) -> tuple[Hashes, int]:
-        """Return the hashes of all prefixes of the prompt, and the hash of the whole prompt.
-
-        The turn keeps two hashes. All hashes of a long prompt would take hundreds of kilobytes.
-        """
+        """Return the hashes of all prefixes of the prompt, and the hash of the whole prompt."""
+        # All hashes of a long prompt take hundreds of kilobytes, so the turn keeps two of them.
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
         if turn.stable_tokens is None:
