@@ -11,20 +11,19 @@ class Caller:
     """The caller of one request."""
 
     name: str | None = None
-    """Name of the key, or None without a key."""
+    """Name of the key."""
     is_admin: bool = False
-    """Whether the request has an admin key."""
     refused: DartsError | None = None
-    """Error that admission refused the request with."""
+    """Why the request was refused."""
     answered: DartsError | None = None
     """Error that a route has answered in its own form."""
     request_id: str | None = None
     """The caller's own id of the request."""
     held: int = 0
-    """Number of candidates that the request holds, see `Ticket`."""
+    """Number of candidates in tickets of the request."""
 
     def may_see(self, owner: str | None) -> bool:
-        """Return whether the caller may see groups of ``owner``. All callers without a key are the same caller."""
+        """Return whether the caller may see groups of ``owner``. Callers without a key are the same caller."""
         return self.is_admin or owner == self.name
 
 

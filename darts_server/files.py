@@ -22,7 +22,6 @@ class Stamp(NamedTuple):
     device: int
     inode: int
     size: int
-    """Size in bytes."""
     changed: int
     """Time of the last change in nanoseconds."""
 
@@ -35,13 +34,13 @@ class Stamp(NamedTuple):
 
 
 def open_file(path: Path, root: Path | None = None) -> BinaryIO:
-    """Open a regular file for reading. A pipe, device or folder is refused.
+    """Open a regular file for reading.
 
     ``root``: a folder above ``path``. No component between the two may be a symbolic link, even if somebody replaces a
-    component meanwhile. The root itself may be a link. None follows all links, for paths of the operator.
+    component meanwhile. Without a root all links are followed, for paths of the operator.
 
     Raises:
-        OSError: ``strerror`` says what is wrong.
+        OSError: ``strerror`` names the mistake.
     """
     descriptor = _open(path, root)
     if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -67,7 +66,7 @@ def read_file(path: Path, max_bytes: int, root: Path | None = None) -> bytes:
     """Read a whole regular file; see `open_file`.
 
     Raises:
-        OSError: see `open_file`; or the file has more than ``max_bytes``.
+        OSError: also if the file has more than ``max_bytes``.
     """
     with open_file(path, root) as file:
         content = file.read(max_bytes + 1)
@@ -91,17 +90,12 @@ def list_folder(path: Path, root: Path | None) -> list[str] | None:
 
 
 def stamp_of(file: BinaryIO | Path) -> Stamp:
-    """Return the stamp of an open file, or of the file that a path leads to.
-
-    Raises:
-        OSError
-    """
     status = os.stat(file) if isinstance(file, Path) else os.fstat(file.fileno())
     return Stamp(_place(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def path_of(file: BinaryIO) -> str:
-    """Return a path to an open file of this process, for libraries that open files themselves."""
+    """Return a path to an open file, for libraries that open files themselves."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
@@ -115,7 +109,6 @@ def _place() -> str:
 
 
 def _open(path: Path, root: Path | None) -> int:
-    """Open a regular file or a folder, and return its descriptor."""
     try:
         descriptor = os.open(path, _READ) if root is None else _open_below(root, path.relative_to(root).parts)
     except OSError as error:

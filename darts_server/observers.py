@@ -13,14 +13,10 @@ P = ParamSpec("P")
 
 
 class Event(Generic[P]):
-    """Calls functions in order, in the event loop, so they must return fast.
-
-    An error of one function is logged and counted, and the other functions are called all the same.
-    """
+    """Calls functions in order. They must return fast, because they run in the event loop."""
 
     def __init__(self) -> None:
         self.failures = 0
-        """Number of calls that raised."""
         self._functions: list[Callable[P, object]] = []
         self._failed: set[Callable[P, object]] = set()
 
@@ -32,8 +28,8 @@ class Event(Generic[P]):
             try:
                 function(*args, **kwargs)
             except Exception:
+                # The other functions are called all the same. A function that fails for every group is logged once.
                 self.failures += 1
-                # A function that fails for every group is logged once.
                 if function not in self._failed:
                     self._failed.add(function)
                     name = getattr(function, "__qualname__", repr(function))
@@ -41,23 +37,19 @@ class Event(Generic[P]):
 
 
 class GroupEvents:
-    """Events of groups."""
-
     def __init__(self) -> None:
         self.single_request_classified = Event[[TurnKind]]()
-        """A single request arrived that may be joined to a group."""
+        """A single request arrived."""
         self.group_sealed = Event[[bool]]()
-        """A group of single requests takes no further request. The argument is whether it is full."""
+        """A group of single requests was closed, full or not."""
         self.candidates_started = Event[[int]]()
-        """A number of candidates of one group were started."""
         self.trajectory_returned = Event[[TrajectoryRecord]]()
         """A caller gets a trajectory, before or after its group has ended."""
         self.group_ended = Event[[GroupRecord]]()
         """A group has ended, with any outcome."""
         self.scored_group_ended = Event[[GroupRecord]]()
-        """A group with scored candidates has ended; after ``group_ended``."""
+        """Follows ``group_ended`` if candidates were scored."""
         self.cohort_ended = Event[[CohortRecord]]()
-        """The last group of a cohort has ended."""
 
     @property
     def failures(self) -> int:
@@ -66,29 +58,26 @@ class GroupEvents:
 
 
 class UpdateEvents:
-    """Events of weight updates."""
-
     def __init__(self) -> None:
         self.announced = Event[[int]]()
-        """The engine will be paused, and serve this version afterwards."""
+        """The engine will be paused, and then serve this version."""
         self.ended = Event[[UpdateRecord]]()
-        """An update has ended, with any outcome."""
 
 
 class PruningObserver:
     """Ignores scores and pruning. Subclasses override the methods that they need."""
 
     def trajectory_scored(self, *, usable: bool) -> None:
-        """Called for each score. It is not ``usable`` if the hidden state or the log-probs were not finite."""
+        """Called for each score. Infinite hidden states or log-probs are not ``usable``."""
 
     def pruning_decided(self, *, kept: bool) -> None:
-        """Called when a trajectory with a calibrated score was kept or pruned."""
+        """Called when a trajectory was kept or pruned by a calibrated score."""
 
     def hidden_state_expected(self, *, received: bool) -> None:
-        """Called when a hidden state arrived, or when its trajectory passed the detection point without it."""
+        """Called when a trajectory passed the detection point, with its hidden state or without."""
 
     def label_learned(self) -> None:
-        """Called when a scored trajectory got its reward, and became a label."""
+        """Called when a scored trajectory got its reward."""
 
     def pending_labels_dropped(self, count: int) -> None:
-        """Called when scored trajectories were dropped before they got rewards, because memory is full."""
+        """Called when scored trajectories without rewards were dropped because memory is full."""

@@ -1,6 +1,7 @@
-"""Groups that are only counted: under a policy without shaping, the engine serves each request without us.
+"""Count groups of single requests that are not shaped.
 
-A counted group gives its requests one record, so that rewards, statistics and placement work as for shaped groups.
+The engine serves each request without us. The group gives its requests one record, so that rewards, statistics and
+placement work as for shaped groups.
 """
 
 import asyncio
@@ -17,11 +18,9 @@ from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
-"""Maximum requests of a counted group, as a multiple of its size. A request that leaves may be sent again, and its
-record stays with the group."""
+"""Maximum requests of a group, as a multiple of its size. Requests that left may be sent again."""
 MAX_RESTING = 4096
-"""Maximum counted groups of all callers that wait for further requests while none of theirs runs: four steps of 1,024
-groups. Beyond it, the oldest group of the caller with most groups ends."""
+"""Maximum groups that wait for further requests while no request of theirs runs: four steps of 1,024 groups."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +32,11 @@ class Member:
     generated: Callable[[], int]
     """Returns the number of tokens so far."""
     started_at: float | None = None
-    """Start in seconds, or None while the request waits for the engine to be resumed."""
+    """Start, or None while the request waits for the engine."""
     version_start: int | None = None
     spans: VersionSpans = ()
-    """Weight versions of the tokens from before the last change of weights."""
+    """Weight versions of tokens before the last change of weights."""
     record: CandidateRecord | None = None
-    """Record of the request, or None until it has ended."""
 
     def start(self) -> None:
         """Record that the engine gets the request now."""
@@ -46,7 +44,7 @@ class Member:
         self.version_start = self.group.groups.weight_version()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], reason: FinishReason) -> None:
-        """Record the trajectory, before the caller gets the end of it."""
+        """Record the trajectory, before its caller gets the end of it."""
         group = self.group
         trajectory = TrajectoryRecord(
             group.group_id,
@@ -61,10 +59,8 @@ class Member:
         self._end(len(token_ids), reason, None)
 
     def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
-        """Record an end without a trajectory. Harmless after `finish`.
-
-        ``tokens``: number of tokens that the caller got, which the engine may have forgotten.
-        """
+        """Record an end without a trajectory, unless the request has ended. ``tokens``: tokens that the caller got."""
+        # The engine may have forgotten the tokens.
         if self.record is None:
             self._end(max(tokens, self.generated()), None, reason)
 
@@ -105,16 +101,15 @@ class _CountedGroup:
     members: list[Member] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
     is_over_at_rest: bool = False
-    """Whether the group ends as soon as no request of it runs."""
+    """Whether the group ends when no request runs."""
 
     @property
     def seats(self) -> int:
-        """Number of members that run or have finished."""
         return sum(member.record is None or member.record.reason is None for member in self.members)
 
     @property
     def has_most(self) -> bool:
-        """Whether so many requests have left the group that no further request joins it."""
+        """Whether too many requests have left the group for another request to join."""
         return len(self.members) >= MOST_MEMBERS * self.size
 
     def expire(self) -> None:
@@ -122,7 +117,7 @@ class _CountedGroup:
         self.end_if_over()
 
     def end_if_over(self) -> None:
-        """Report the group if no request runs, and it is full or has waited long enough for further requests."""
+        """Report the group if no request runs, and no further request is expected."""
         records = [member.record for member in self.members if member.record is not None]
         if len(records) < len(self.members):
             return
@@ -164,15 +159,15 @@ class _CountedGroup:
 
 
 class CountedGroups:
-    """Finds a group for each single request that the engine serves without us.
+    """Finds a group for each single request.
 
-    No request waits for other requests, and no answers are exchanged. A group takes requests until it is full. It ends
-    when all of them have finished, or when none runs and no further request has arrived for a while. A request that is
-    aborted, or whose caller disconnects, leaves its seat to another request.
+    No request waits for other requests. A group ends when it is full and all its requests have finished, or when no
+    request runs and no further request has arrived for a while. A request that is aborted, or whose caller disconnects,
+    leaves its seat to another request.
 
     Args:
         report_sealed: called with ``full`` and ``planned`` when a group ends.
-        weight_version, timeout, named_timeout, clock: see `GroupJoiner`.
+        timeout, named_timeout: see `GroupJoiner`.
     """
 
     def __init__(
@@ -190,10 +185,9 @@ class CountedGroups:
         self.clock = clock
         self.draining = False
         self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
-        """Groups that wait for further requests while none of theirs runs, by caller."""
         self._timeout = timeout
         self._named_timeout = named_timeout
-        # Groups that take requests or run, by join key.
+        # Groups by join key.
         self._groups: dict[str, list[_CountedGroup]] = {}
 
     def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
@@ -231,7 +225,7 @@ class CountedGroups:
         return member
 
     def weights_change(self) -> None:
-        """Record the weight version of all tokens so far, before the paused model gets new weights."""
+        """Record the weight version of all tokens, before the paused model gets new weights."""
         version = self.weight_version()
         for group in self._all_groups():
             for member in group.members:
@@ -239,13 +233,12 @@ class CountedGroups:
                     member.spans = extend_spans(member.spans, version, member.generated())
 
     def drain(self) -> None:
-        """From now on, end every group as soon as no request of it runs."""
+        """From now on, end every group when no request runs."""
         self.draining = True
         for group in self._all_groups():
             group.expire()
 
     def forget(self, group: _CountedGroup) -> None:
-        """Let no further request join a group that has ended."""
         self.resting.pop(group.owner, group)
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:

@@ -29,31 +29,24 @@ class Plan:
     single: bool = False
     """Whether the group joins requests for one trajectory each."""
     auto: AutoLimits | None = None
-    """Limits of `AUTO`, or None under another policy."""
     rule: SelectionRule = field(init=False, repr=False, compare=False)
-    """Selection rule of the group, unless its prompt is saturated."""
+    """Selection rule, unless the prompt is saturated."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", self.shaping.selection_rule(self.size))
 
     def rule_for(self, saturated: bool) -> SelectionRule:
-        """Return the selection rule of the group. ``saturated``: see `Shaping.is_saturated`."""
+        """Return the selection rule. ``saturated``: see `Shaping.is_saturated`."""
         if saturated:
             return self.shaping.selection_rule(self.size, saturated)
         return self.rule
 
     def candidates(self, scale: float) -> int:
-        """Return the number of candidates for a prompt without statistics.
-
-        ``scale``: share of the redundancy that the load allows, 0 to 1.
-        """
+        """Return the candidates of a prompt without statistics, at a ``scale`` of the redundancy, 0 to 1."""
         return reduce_candidates(self.shaping.candidates(self.size), self.size, scale)
 
     def shrunk(self, size: int) -> "Plan":
-        """Return the plan of a group that got fewer requests than planned.
-
-        The group is not shaped if it has a single request, or if the policy does not support the size.
-        """
+        """Return the plan for fewer requests. Sizes that the policy does not support, and 1, are not shaped."""
         if size == 1:
             return replace(self, shaping=UNSHAPED, size=1, auto=None)
         try:
@@ -64,19 +57,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of group sizes, and which single requests are joined to groups."""
+    """Limits of group sizes, and of the single requests that are joined to groups."""
 
     max_group_size: int = MAX_GROUP_SIZE
     group_size: int | None = None
-    """The only size of shaped groups, also of groups of single requests. None allows any size, and then a single
-    request is joined only if it names a size."""
+    """The only size of shaped groups. Without it, a single request is joined only if it names a size."""
     joins_later_turns: bool = False
     """Whether requests that continue a trajectory are joined, too."""
     group_pattern: re.Pattern[str] | None = None
-    """Pattern of session names. Its first capturing group is the name of the session's group."""
+    """Pattern of session names. Its first capturing group is the name of the group."""
 
     def group_name(self, session: str | None) -> str | None:
-        """Return the name of the group that a session belongs to, if the session's name contains it."""
+        """Return the name of the group in a session's name, if any."""
         if self.group_pattern is None or session is None:
             return None
         match = self.group_pattern.fullmatch(session)
@@ -102,7 +94,6 @@ class Planner:
         limits: Limits,
         auto: AutoLimits | None = None,
     ) -> None:
-        """``auto``: limits of `AUTO`, or None if the server does not offer that policy."""
         if auto is not None:
             policies = {**policies, AUTO: UNSHAPED}
         self.default_policy = default_policy
@@ -155,9 +146,7 @@ class Planner:
         return Plan(name, self._policies[name], size, single=n == 1, auto=auto)
 
     def shaping(self, policy: str) -> Shaping | None:
-        """Return the shaping of a policy, or None for ``off`` and for unknown names."""
         return self._policies.get(policy)
 
     def names(self) -> list[str]:
-        """Return the policy names that a request may use."""
         return [OFF, *(name for name in self._policies if name != OFF)]

@@ -42,34 +42,29 @@ KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL}
 """All kinds of saved documents, by name."""
 
 POLL_SECONDS = 0.02
-"""About one step of an engine: a candidate that is no longer needed generates one or two more tokens, and the API
-process has no work for each token."""
+"""About one step of an engine: a candidate that is no longer needed generates one or two more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals in seconds."""
+    """Intervals in seconds. ``join``, ``join_named``: see `GroupJoiner`."""
 
     poll: float = POLL_SECONDS
-    """Time between two polls of token counts."""
     allocation: float = 0.02
-    """Time window of the groups that are allocated together."""
+    """Time window of groups that are allocated together."""
     join: float = 5.0
-    """Time without a further request after which a group of single requests is closed."""
     join_named: float = 60.0
-    """The same for groups that have a name; at least ``join``."""
 
 
 class Rollouts(Generic[RequestT, OutputT]):
     """Runs groups on one engine.
 
     Args:
-        planner: chooses the policy of each request. It may be replaced while groups run; these keep their plans.
+        planner: may be replaced while groups run, and running groups keep their plans.
         statistics: learns from every completed group.
-        gate: gate that all groups pass, or None for a new one. Running groups are inside.
-        bounds: limits of admission, or None for no limits.
-        brownout: reduces redundancy while candidates wait, or None to keep it.
-        scorer: scores candidates under policies that prune, or None to refuse these policies.
+        gate: running groups are inside.
+        brownout: reduces redundancy while candidates wait.
+        scorer: scores candidates. Without a scorer, policies that prune are refused.
         clock: monotonic seconds.
     """
 
@@ -115,12 +110,11 @@ class Rollouts(Generic[RequestT, OutputT]):
         )
         self.poll_seconds = intervals.poll
         self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
-        """Running groups, the oldest first: a set in insertion order."""
+        """Running groups, the oldest first."""
         self.aborts = 0
         """Number of calls of `abort_all`."""
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
-        # None while no group runs.
         self._polling: asyncio.Task[None] | None = None
         self._suspended = False
         self._group_ended = asyncio.Event()
@@ -128,13 +122,12 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- planning -----------------------------------------------------------
 
     def plan(self, n: int, options: RequestOptions, turn: Turn | None = None) -> Plan | None:
-        """Plan a request for ``n`` trajectories of one prompt. None: the engine serves the request without us.
+        """Plan a request for ``n`` trajectories of one prompt, see `Planner.plan`.
 
-        ``turn``: what is known of a single request's trajectory. None means that the request opens a trajectory.
+        Without ``turn`` a single request opens a trajectory.
 
         Raises:
-            InvalidRequest: the policy is unknown, the server cannot score for a policy that prunes, or the policy or
-                the limits do not allow the size.
+            InvalidRequest: see `Planner.plan` and `check_scorable`.
         """
         plan = self.planner.plan(n, options)
         if plan is None:
@@ -149,10 +142,9 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan
 
     def check_scorable(self, plan: Plan) -> None:
-        """Check that the server can score candidates, for a policy that prunes.
-
+        """
         Raises:
-            InvalidRequest: the server cannot score candidates.
+            InvalidRequest: the policy prunes, and the server cannot score candidates.
         """
         if self.can_score:
             return
@@ -167,22 +159,21 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     @property
     def can_score(self) -> bool:
-        """Whether the server can score candidates."""
         scorer = self._context.scorer
         if scorer is None:
             return False
         return not scorer.uses_hidden_states or self.engine.probe_width is not None
 
     def usual_candidates(self, plan: Plan) -> int:
-        """Return the number of candidates that a group would get now for a prompt without statistics."""
+        """Return the number of candidates that a prompt without statistics would get now."""
         return plan.candidates(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
-        """Return the share of the redundancy that the load allows now, 0 to 1."""
+        """Return the share of the redundancy that the load allows, 0 to 1."""
         return self._brownout.scale_at(self.admission.waiting)
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
-        """Return the order of a request that arrives now, for an engine that has priorities."""
+        """Return the order of a request that arrives now."""
         if not self.engine.has_priorities:
             return lambda _: 0.0
         now = self._context.clock()
@@ -204,8 +195,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     ) -> GroupRun[RequestT, OutputT]:
         """Start a group. Its caller must take the trajectories, or call `GroupRun.cancel`.
 
-        ``ticket``: holds the allocation until the group has ended, which may be after its caller left. ``carried``:
-        tokens that the first candidates resume from, by index.
+        ``ticket``: holds the allocation until the group has ended. ``carried``: see `GroupRun`.
         """
         run = self.collect(spec, ticket=ticket, carried=carried)
         run.open(spec.plan.rule_for(allocation.saturated), allocation)
@@ -218,9 +208,9 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Create a group that gets its candidates one by one before it is opened.
+        """Create a group that may get candidates one by one before it is opened.
 
-        ``on_end``: called when the group has ended, with any outcome. ``ticket``, ``carried``: see `start`.
+        ``on_end``: called when the group has ended, with any outcome.
         """
         group_ticket = ticket or Ticket(self.admission, None, None)
 
@@ -236,14 +226,15 @@ class Rollouts(Generic[RequestT, OutputT]):
 
         try:
             order = self.starting_order(spec.prompt_key)
-            rewards = None
+            earlier_pass_rate = None
             if spec.prompt_key is not None:
                 rewards = self.statistics.rewards.prompts.load(spec.prompt_key)
+                if rewards is not None:
+                    earlier_pass_rate = rewards.pass_rate
             self.gate.let_in()
         except BaseException:
             group_ticket.release()
             raise
-        earlier_pass_rate = None if rewards is None else rewards.pass_rate
         run = GroupRun(self._context, spec, group_ticket, end, carried, order, earlier_pass_rate)
         self.runs[run] = None
         if self._polling is None:
@@ -253,7 +244,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     async def _poll(self) -> None:
-        """Poll all groups for their progress. The task ends when no group runs."""
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
             for run in list(self.runs):
@@ -264,7 +254,6 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     @property
     def running(self) -> int:
-        """Number of running groups."""
         return len(self.runs)
 
     def learn_unshaped(
@@ -273,10 +262,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ends: Sequence[tuple[int, FinishReason]],
         request: RequestTokens = UNKNOWN_TOKENS,
     ) -> None:
-        """Learn the lengths of a request that the engine has served without us.
-
-        ``ends``: number of tokens and finish reason of each trajectory.
-        """
+        """Learn the lengths of a request that the engine has served without us."""
         now = self._context.clock()
         version = self.engine.weight_version
         candidates = [
@@ -320,21 +306,16 @@ class Rollouts(Generic[RequestT, OutputT]):
                 run.abort()
 
     def abort_all(self, reason: str) -> None:
-        """Abort all running groups, see `GroupRun.abort`."""
         self.aborts += 1
         for run in list(self.runs):
             run.abort(reason)
 
     def fail_all(self, error: DartsError) -> None:
-        """End all running groups. Their callers get the error."""
         for run in list(self.runs):
             run.fail(error)
 
     async def suspend(self) -> None:
-        """Stop the candidates of all groups that can be restarted, and wait until all other groups have ended.
-
-        Groups that begin before `resume` do not start their candidates either.
-        """
+        """Stop the candidates of all groups until `resume`, and wait for the end of groups that cannot be restarted."""
         self._suspended = True
         unfinished = [run for run in list(self.runs) if not run.suspend()]
         while any(not run.has_ended for run in unfinished):
@@ -342,23 +323,22 @@ class Rollouts(Generic[RequestT, OutputT]):
             await self._group_ended.wait()
 
     def weights_change(self) -> None:
-        """Record the weight version of all tokens so far, before the paused model gets new weights."""
+        """Record the weight version of all tokens, before the paused model gets new weights."""
         for run in list(self.runs):
             run.runner.weights_change()
         self.joiner.counted.weights_change()
 
     def resume(self) -> None:
-        """Restart suspended groups with new candidates. Harmless if no group is suspended."""
+        """Restart suspended groups with new candidates."""
         self._suspended = False
         for run in list(self.runs):
             run.resume()
 
 
 def check_document(kind: str, document: Document) -> None:
-    """Check a document of a saved state before it replaces what was learned here.
-
+    """
     Raises:
-        ValueError: the document cannot be used; the message names the field.
+        ValueError: the document of a saved state cannot be used. The message names the field.
     """
     found = KINDS.get(kind)
     if found is not None:

@@ -1,8 +1,8 @@
 """Start a few candidates in each turn of the event loop, and order them on an engine with priorities.
 
-Such an engine starts candidates first that are expected to be long, because a rollout ends with its last candidate. The
-order does not change which trajectories are returned. It cannot starve a request: a long request overtakes a shorter
-one only if the difference in their arrival times is below the expected difference in their durations.
+Long candidates start first, because a rollout ends with its last candidate. The order does not change which
+trajectories are returned. It starves no request: a long request overtakes a shorter request only if it arrives later by
+less than its additional duration.
 """
 
 import asyncio
@@ -12,33 +12,30 @@ from collections.abc import Callable
 TURN = 128
 """Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
 CANDIDATE_COST = 8
-"""Cost of one candidate: vLLM checks and encodes its parameters in a quarter of a millisecond."""
+"""vLLM checks and encodes the parameters of a candidate in a quarter of a millisecond."""
 CARRIED_TOKENS = 16
-"""Number of carried tokens that add one unit of cost: vLLM detokenizes them at the start."""
+"""Carried tokens for one unit of cost: vLLM detokenizes them at the start."""
 TOKEN_SECONDS = 0.03
-"""Head start in seconds for each expected token: about a decode step of a full engine."""
+"""Head start for each expected token: about a decode step of a full engine."""
 
 StartingOrder = Callable[[int], float]
-"""Returns the priority of a group's candidate by its generated tokens; the lowest starts first.
-
-A candidate that is longer than expected is a straggler, and gets ahead with every token."""
+"""Returns the place of a candidate by its number of tokens, the lowest first. A candidate that is longer than expected
+gets ahead with every token."""
 
 
 class StartQueue:
     """Lets candidates and groups start in order of arrival, a few in each turn of the event loop.
 
-    The first candidates start at once, so groups of usual sizes do not wait. A group starts only while no candidate
-    waits, so that candidates reach the engine group by group.
+    A group starts only while no candidate waits, so that candidates reach the engine group by group.
     """
 
     def __init__(self) -> None:
         self._candidates: deque[tuple[asyncio.Future[None], int]] = deque()
         self._groups: deque[tuple[asyncio.Future[None], int]] = deque()
-        # Cost that was spent in this turn.
         self._spent = 0
 
     async def wait(self, *, carried_tokens: int = 0, group: int | None = None) -> None:
-        """Wait until a candidate with its carried tokens may start, or a ``group`` of that many candidates."""
+        """Wait until a candidate may start, or a ``group`` of that many candidates."""
         if group is None:
             waiting = self._candidates
             cost = CANDIDATE_COST + carried_tokens // CARRIED_TOKENS
@@ -51,7 +48,7 @@ class StartQueue:
             await turn
 
     def _spend(self, cost: int) -> bool:
-        """Spend the cost in this turn, and return whether that was possible."""
+        """Return whether the cost could be spent in this turn."""
         if self._spent >= TURN:
             return False
         if not self._spent:

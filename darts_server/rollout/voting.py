@@ -1,8 +1,4 @@
-"""Let several trajectories of one prompt vote, and stop candidates that can no longer change the answer.
-
-Votes can be weighted by scores from log-probs (`rollout.pruning.scoring`). `Confidence` turns the scores into
-probabilities of being correct, once trajectories of votes have rewards.
-"""
+"""Let several trajectories of one prompt vote, and stop candidates that can no longer change the answer."""
 
 import asyncio
 import logging
@@ -49,24 +45,23 @@ CALIBRATION = Calibration(cold_steps=0)
 SAVE_SECONDS = 2.0
 """Seconds between two writes of up to some 100 KB for each kind."""
 POLICY = "vote"
-"""Policy name in the records of votes, whose groups are not shaped."""
+"""Policy name in the records of votes."""
 LOGPROBS = "logprobs"
 DEFAULT_SCORE = 0.5
-"""Score of all votes if no vote has a score: equal scores give equal weights."""
+"""Score of all votes if no vote has a score."""
 MAX_DECISION_CHECKS = 64
-"""Maximum checks per vote. With a thousand trajectories, one check takes 20 ms or more."""
+"""With a thousand trajectories, one check takes 20 ms or more."""
 TEXT_CHARS = 16_384
 """Number of last characters of a text that are searched."""
 SEARCH_SECONDS = 0.5
-"""Processor time for one text. A pattern that is linear in the text takes some milliseconds for the longest text. A
-match of RE2 cannot be interrupted, but `TEXT_CHARS` and the largest pattern limit it to 3 seconds. The event loop
-continues meanwhile, and between matches, or in a search for boxes or choices, gets its turn within 30 ms."""
+"""Processor time for one text. A linear pattern takes some milliseconds for the longest text. A match of RE2 cannot be
+interrupted, but `TEXT_CHARS` and the largest pattern limit it to 3 seconds. The event loop continues meanwhile."""
 
 Score = Literal["head", "logprob", "lowest_logprob"]
 
 
 class Confidence:
-    """Calibrates scores by the rewards of trajectories in the newest ``kept`` votes."""
+    """Turns scores into probabilities of being correct, by the rewards of the newest ``kept`` votes."""
 
     def __init__(
         self,
@@ -78,20 +73,18 @@ class Confidence:
         self.points: Mapping[str, DetectionPoint] = {
             kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
         }
-        """Calibration of each kind of score."""
-        # Scores by group id, candidate index and kind.
+        # By group id, candidate index and kind.
         self._scores: Kept[str, Mapping[int, Mapping[str, float]]] = Kept(kept)
         self._save_soon = Debounce(SAVE_SECONDS, lambda: self._load(save=True))
         self._load()
 
     def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
-        """Store the `logprob_scores` of a vote's trajectories, by candidate index, until they have rewards."""
+        """Store `logprob_scores` by candidate index, until the trajectories have rewards."""
         self._load()
         owner, group_id = group
         self._scores.put(owner, group_id, scores)
 
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
-        """Learn whether a trajectory is correct."""
         owner, group_id = group
         scores = self._scores.of(owner).get(group_id, {}).get(index, {})
         for kind, score in scores.items():
@@ -99,7 +92,7 @@ class Confidence:
             self._save_soon.request()
 
     def _load(self, *, save: bool = False) -> None:
-        """Load the saved or restored calibration if the store has a new one. Then ``save`` what was learned since."""
+        """Load the calibration if the store has a newer state, then ``save`` it."""
         try:
             for point in self.points.values():
                 point.reload()
@@ -111,7 +104,7 @@ class Confidence:
 
 
 def logprob_scores(sample: Sample) -> dict[str, float]:
-    """Compute each kind of score, in [0, 1]. Kinds without usable log-probs are left out."""
+    """Compute each kind of score, in [0, 1], that has usable log-probs."""
     logprobs = tuple(sample.logprobs or ())
     scores = {kind: logprob_score(kind, logprobs) for kind in KINDS}
     return {kind: score for kind, score in scores.items() if score is not None}
@@ -119,21 +112,16 @@ def logprob_scores(sample: Sample) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class VoteRequest:
-    """A vote of ``n`` trajectories of ``prompt``."""
-
     prompt: PromptSpec
     n: int
     pattern: str | Sequence[str]
-    """See `policy.voting.create_extractor`."""
+    """See `create_extractor`."""
     weights: VoteWeights = "majority"
     score: Score | None = None
-    """Score that weights are computed from. A majority needs none."""
     sampling: Mapping[str, object] = field(default_factory=dict)
-    """The engine's sampling parameters by name."""
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the caller requested log-probs."""
         logprobs = self.sampling.get(LOGPROBS)
         return logprobs is not None and logprobs is not False
 
@@ -153,18 +141,13 @@ class Ballot:
     index: int
     sample: Sample
     answer: str | None
-    """Answer in the text, or None. A trajectory without an answer is not scored."""
     score: float | None = None
-    """Score that the caller sees."""
     vote: Vote | None = None
-    """Vote, or None until there is a score. A vote never changes, because it may have decided an election."""
+    """None without an answer or a score. A vote never changes, because it may have decided an election."""
 
 
 class BallotBox(Generic[RequestT, OutputT]):
-    """Collects and counts the ballots of one vote.
-
-    ``calibrate``: turns a score into the score that weights are computed from.
-    """
+    """Collects and counts the ballots of one vote. ``calibrate``: turns a score into the score of a vote."""
 
     def __init__(
         self,
@@ -179,24 +162,22 @@ class BallotBox(Generic[RequestT, OutputT]):
         self._weighting = create_weighting(vote.weights, vote.pattern)
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
-        """Return whether the winner is certain, whatever the candidates ``remaining`` answer.
-
-        A vote without a score can still get any weight, so it counts as remaining. While more votes remain than are
-        counted, no winner is certain, because all remaining votes may be for one other answer.
-        """
+        """Return whether the winner is certain, whatever the candidates ``remaining`` answer."""
         votes, unscored = self._split_votes()
+        # A vote without a score can still get any weight. Most votes must be counted, because all missing votes may be
+        # for one other answer.
         missing = [*remaining, *(vote.index for vote in unscored)]
         return len(votes) >= len(missing) and is_decided(votes, missing, self._weighting)
 
     def count(self) -> Tally:
-        """Count the votes. A vote without a score gets the mean score of the others."""
+        """Count the votes. A vote without a score gets the mean score."""
         votes, unscored = self._split_votes()
         mean = fmean(vote.score for vote in votes) if votes else DEFAULT_SCORE
         votes += [replace(vote, score=mean) for vote in unscored]
         return count_votes(votes, self._weighting)
 
     def _split_votes(self) -> tuple[list[Vote], list[Vote]]:
-        """Return the votes of all ballots with an answer: votes with a score, and votes that still lack a score."""
+        """Return the votes with a score, and the votes that still lack a score."""
         kind = self._vote.score
         votes: list[Vote] = []
         unscored: list[Vote] = []
@@ -223,19 +204,16 @@ class BallotBox(Generic[RequestT, OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """The result of a vote."""
-
     vote_id: str
     request: VoteRequest
     sampling: Mapping[str, object]
-    """The caller's sampling parameters and their defaults, without log-probs that only scores need."""
+    """Sampling parameters with their defaults, without log-probs that only scores need."""
     tally: Tally
     ballots: Sequence[Ballot]
-    """Finished trajectories, by candidate index."""
+    """Ballots in order of candidates."""
     decided_early: bool
-    """Whether candidates were stopped because they could not change the answer."""
     calibration: CalibrationStatus | None
-    """``READY``, the reason why scores had no effect, or None if no calibration was needed."""
+    """State of the calibration, if one was needed."""
     record: GroupRecord
     seconds: float
 
@@ -245,8 +223,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
     Args:
         confidence: calibrates scores from log-probs.
-        vote_ended: called with the outcome of every vote and the number of candidates that it stopped.
-        searches: runs the callers' patterns outside the event loop. With one thread they take one core at most.
+        vote_ended: called with the outcome of every vote and the number of stopped candidates.
+        searches: runs the callers' patterns outside the event loop.
         clock: monotonic seconds.
     """
 
@@ -267,10 +245,10 @@ class VoteRunner(Generic[RequestT, OutputT]):
         self._clock = clock
 
     async def run(self, vote: VoteRequest) -> VoteResult:
-        """Sample and count until the answer is certain, and stop all other candidates. So does cancellation.
+        """Sample and count until the answer is certain, and stop all other candidates.
 
         Raises:
-            InvalidRequest: names the field. Candidates ran only if the pattern takes too long for a trajectory.
+            InvalidRequest: names the field.
             Overloaded, QuotaReached
             EngineError, GroupFailed, GroupAborted: too few candidates could finish.
         """
@@ -300,8 +278,10 @@ class VoteRunner(Generic[RequestT, OutputT]):
                     return point.calibrator.probability(score)
                 return DEFAULT_SCORE
 
-            # A keep ratio of 1 scores the candidates by quality, and prunes none of them.
-            shaping = replace(UNSHAPED, pruning=Pruning(keep_ratio=1.0)) if vote.uses_quality else UNSHAPED
+            shaping = UNSHAPED
+            if vote.uses_quality:
+                # A keep ratio of 1 scores the candidates by quality, and prunes none of them.
+                shaping = replace(UNSHAPED, pruning=Pruning(keep_ratio=1.0))
             spec = GroupSpec(
                 Plan(POLICY, shaping, vote.n),
                 request,
@@ -351,7 +331,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
     async def _collect(
         self, run: GroupRun[RequestT, OutputT], extract: Extractor, box: BallotBox[RequestT, OutputT]
     ) -> bool:
-        """Collect ballots until the vote is decided or all have finished. Return whether it was decided early."""
+        """Collect ballots, and return whether the vote was decided early."""
         loop = asyncio.get_running_loop()
         collected: set[int] = set()
         interval = max(1, len(run.candidates) // MAX_DECISION_CHECKS)
@@ -371,7 +351,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
 
 def find_answer(extract: Extractor, text: str) -> str | None:
-    """Find the answer in the end of a text.
+    """Find the last answer in a text.
 
     Raises:
         InvalidRequest: the pattern took too long.
