@@ -8,7 +8,7 @@ from darts_server.exceptions import DartsError
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """The caller of one request."""
+    """The caller of a request."""
 
     name: str | None = None
     """Name of the key."""

@@ -107,7 +107,7 @@ class EngineError(DartsError):
 
 
 class CandidateFailed(EngineError):
-    """One candidate failed. Another candidate may succeed."""
+    """A candidate failed. Another candidate may succeed."""
 
 
 class EngineRefused(EngineError):

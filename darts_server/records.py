@@ -28,7 +28,7 @@ def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans
 
 @dataclass(frozen=True, slots=True)
 class CandidateRecord:
-    """How one candidate ended. Times are seconds on the runner's clock."""
+    """How a candidate ended. Times are seconds on the runner's clock."""
 
     index: int
     tokens: int
@@ -55,7 +55,7 @@ class CandidateRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """How one group ended."""
+    """How a group ended."""
 
     group_id: str
     prompt_key: str | None
@@ -84,7 +84,7 @@ class GroupRecord:
     tail_share: float = 1.0
     """Sampled share of the candidates that were not pruned and are not among the K shortest."""
     earlier_pass_rate: float | None = None
-    """Share of right trajectories of the prompt, among those with rewards when the group started."""
+    """Share of right answers among the rewards of the prompt when the group started."""
     explored: bool = False
     """Whether the group ran past its deadline, to measure discarded answers."""
     tokens_needed: int | None = None

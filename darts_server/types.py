@@ -20,7 +20,7 @@ POLICIES: Mapping[str, str] = {
         "candidates are scored while they run, and some are pruned at random by their probability of being correct"
     ),
     "darts+arrol": "darts and arrol together",
-    AUTO: "as off; in a batch whose prompts go on in the next one, it chooses how many run at once",
+    AUTO: "as off; in a batch that carries prompts over, it chooses how many prompts run at once",
 }
 """Descriptions of the policies that `policy.shaping.build_policies` builds."""
 
@@ -170,7 +170,7 @@ NO_LIMIT = MaxLost(1.0, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Shaping options of one request. None means the server's setting."""
+    """Shaping options of a request. None means the server's setting."""
 
     policy: str | None = None
     prompt_key: str | None = None

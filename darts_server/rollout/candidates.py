@@ -1,4 +1,4 @@
-"""The candidates of one group on the engine: start, stop, cut and abort them, and report what happens to them."""
+"""The candidates of a group on the engine: start, stop, cut and abort them, and report what happens to them."""
 
 import asyncio
 from array import array
@@ -64,7 +64,7 @@ def compact(tokens: TokenSlice) -> TokenSlice:
 
 @dataclass(slots=True)
 class CandidateHistory:
-    """Times, weight versions and token counts of one candidate, for its record."""
+    """Times, weight versions and token counts of a candidate, for its record."""
 
     started_at: float | None = None
     ended_at: float | None = None
@@ -93,7 +93,7 @@ class CandidateHistory:
 
 @dataclass(slots=True, eq=False)
 class CandidateRun(Generic[RequestT, OutputT]):
-    """One candidate on the engine, from its request to its output."""
+    """A candidate on the engine, from its request to its output."""
 
     state: Candidate
     """State in the group's state machine."""
@@ -115,7 +115,7 @@ class CandidateRun(Generic[RequestT, OutputT]):
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
-    """Runs the candidates of one group.
+    """Runs the candidates of a group.
 
     One task per candidate starts it and waits for its result. After a discard, changes are recorded, but are no events.
 
@@ -299,7 +299,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             found.append(carried)
         return found
 
-    # --- stopping one candidate ---------------------------------------------
+    # --- stopping a candidate -----------------------------------------------
 
     def stop(self, index: int) -> None:
         """Stop a candidate that the group has discarded."""
@@ -360,7 +360,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.engine_stop = self.running[candidate.state.index].stop()
         return candidate.engine_stop
 
-    # --- running one candidate ----------------------------------------------
+    # --- running a candidate ------------------------------------------------
 
     async def _run(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         state = candidate.state

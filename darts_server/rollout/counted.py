@@ -25,7 +25,7 @@ MAX_RESTING = 4096
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One request of a counted group."""
+    """A request of a counted group."""
 
     group: "_CountedGroup"
     index: int

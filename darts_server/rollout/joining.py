@@ -89,7 +89,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self.counted = CountedGroups(observer, self.report_sealed, weight_version, timeout, self._named_timeout, clock)
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
-        """Return the trajectory of one request. ``on_join`` is called with the group's id.
+        """Return the trajectory of a request. ``on_join`` is called with the group's id.
 
         Raises:
             EngineError: error of the last failed candidate, if too few candidates could finish.

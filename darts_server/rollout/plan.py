@@ -17,7 +17,7 @@ UNSHAPED = Shaping(redundancy=1.0, max_redundancy=1.0, num_longest=0)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Policy and size of one group. Under `OFF` the group is only counted, see `CountedGroups`.
+    """Policy and size of a group. Under `OFF` the group is only counted, see `CountedGroups`.
 
     Raises:
         InvalidRequest: the policy does not support the size.
@@ -102,7 +102,7 @@ class Planner:
         self._auto = auto
 
     def plan(self, n: int, options: RequestOptions, *, in_batch: bool = False) -> Plan | None:
-        """Plan a request for ``n`` trajectories of one prompt. None: the engine serves the request without us.
+        """Plan a request for ``n`` trajectories of a prompt. None: the engine serves the request without us.
 
         Only requests ``in_batch`` can run under `AUTO`. All others then run as under `OFF`.
 

@@ -1,4 +1,4 @@
-"""Plan requests and run groups on one engine: the entrance to this room."""
+"""Plan requests and run groups on an engine: the entrance to this room."""
 
 import asyncio
 import time
@@ -57,7 +57,7 @@ class Intervals:
 
 
 class Rollouts(Generic[RequestT, OutputT]):
-    """Runs groups on one engine.
+    """Runs groups on an engine.
 
     Args:
         planner: may be replaced while groups run, and running groups keep their plans.
@@ -122,7 +122,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- planning -----------------------------------------------------------
 
     def plan(self, n: int, options: RequestOptions, turn: Turn | None = None) -> Plan | None:
-        """Plan a request for ``n`` trajectories of one prompt, see `Planner.plan`.
+        """Plan a request for ``n`` trajectories of a prompt, see `Planner.plan`.
 
         Without ``turn`` a single request opens a trajectory.
 
@@ -208,7 +208,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Create a group that may get candidates one by one before it is opened.
+        """Create a group that may get its candidates before it is opened.
 
         ``on_end``: called when the group has ended, with any outcome.
         """

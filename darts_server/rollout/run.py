@@ -1,4 +1,4 @@
-"""Run one group on an engine: feed its state machine, carry out its decisions, deliver to its caller."""
+"""Run a group on an engine: feed its state machine, carry out its decisions, deliver to its caller."""
 
 import asyncio
 import logging
@@ -40,7 +40,7 @@ class Trajectory(Generic[OutputT]):
 
 
 class GroupRun(Generic[RequestT, OutputT]):
-    """Runs one group from its first candidate to its end.
+    """Runs a group from its first candidate to its end.
 
     Only `runner` waits for the engine, in one task per candidate. Everything else is synchronous, so a stop reaches the
     engine in the turn of the event loop in which its reason occurred.

@@ -1,4 +1,4 @@
-"""Descriptions of one group and of one single request, and the parts that all groups of a server use."""
+"""Descriptions of a group and of a single request, and the parts that all groups of a server use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,7 +56,7 @@ class GroupSpec(Generic[RequestT]):
 
 @dataclass(frozen=True, slots=True)
 class JoinRequest(Generic[RequestT]):
-    """A request for one trajectory of a group."""
+    """A request for a single trajectory of a group."""
 
     request: RequestT
     request_id: str

@@ -117,7 +117,7 @@ class TokenIndex:
 
 @dataclass(slots=True)
 class Turn:
-    """One request, and its marks of the trajectory that it belongs to."""
+    """A request, and its marks of the trajectory that it belongs to."""
 
     token_ids: Sequence[int] = ()
     stable_tokens: int | None = None

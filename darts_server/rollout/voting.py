@@ -1,4 +1,4 @@
-"""Let several trajectories of one prompt vote, and stop candidates that can no longer change the answer."""
+"""Let several trajectories of a prompt vote, and stop candidates that can no longer change the answer."""
 
 import asyncio
 import logging
@@ -147,7 +147,7 @@ class Ballot:
 
 
 class BallotBox(Generic[RequestT, OutputT]):
-    """Collects and counts the ballots of one vote. ``calibrate``: turns a score into the score of a vote."""
+    """Collects and counts the ballots of a vote. ``calibrate``: turns a score into the score of a vote."""
 
     def __init__(
         self,
