@@ -236,5 +236,5 @@ async def play(requests: Sequence[Request], seed: int) -> None:
     ],
     0,
 )
-def test_no_key_and_no_queue_ever_gets_more_than_its_bound(requests: list[Request], seed: int) -> None:
+def test_no_key_and_no_queue_ever_exceeds_its_limit(requests: list[Request], seed: int) -> None:
     asyncio.run(play(requests, seed))
