@@ -13,7 +13,6 @@ trajectory answers a random waiting caller, so that the order of callers says no
 import asyncio
 import logging
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -71,8 +70,8 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         observer: GroupEvents,
         timeout: float,
         named_timeout: float,
-        weight_version: Callable[[], int] = lambda: 0,
-        clock: Callable[[], float] = time.monotonic,
+        weight_version: Callable[[], int],
+        clock: Callable[[], float],
     ) -> None:
         self.collect = collect
         self.allocator = allocator

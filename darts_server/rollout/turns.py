@@ -183,15 +183,16 @@ class Turns:
         opens_session = turn.opens_session and turn.session is not None
         if turn.token_ids and not (opens_session and session is None):
             restarts = self._find_restarts(turn.caller, prompt_hash)
-            if restarts is not None:
-                is_whole_group = restarts.count % restarts.group_size == 0
+            if restarts is not None and restarts.count % restarts.group_size == 0:
+                # All requests of a group were aborted, so the group is formed again.
+                self._restarts.pop(turn.caller, prompt_hash)
+            elif restarts is not None:
                 restarts.count -= 1
-                if is_whole_group or not restarts.count:
+                if not restarts.count:
                     self._restarts.pop(turn.caller, prompt_hash)
-                if not is_whole_group:
-                    # The request may be aborted once more.
-                    turn.group_size = restarts.group_size
-                    return TurnKind.TOKENS
+                # The request may be aborted once more.
+                turn.group_size = restarts.group_size
+                return TurnKind.TOKENS
         if opens_session:
             return TurnKind.OPENING
 
