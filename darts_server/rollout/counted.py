@@ -67,20 +67,24 @@ class Member:
     def _end(self, tokens: int, finish_reason: FinishReason | None, reason: DiscardReason | None) -> None:
         groups = self.group.groups
         version = groups.weight_version()
+        selected_as = None
+        weight = None
         # A truncated trajectory counts like the others: a counted group selects nothing by how it finished.
-        is_selected = finish_reason is not None
+        if finish_reason is not None:
+            selected_as = SelectedAs.SHORT
+            weight = 1.0
         self.record = CandidateRecord(
             index=self.index,
             tokens=tokens,
             finish_reason=finish_reason,
-            selected_as=SelectedAs.SHORT if is_selected else None,
+            selected_as=selected_as,
             reason=reason,
             cut=False,
             started_at=self.started_at,
             ended_at=groups.clock(),
             weight_version_start=self.version_start,
             weight_version_end=version,
-            weight=1.0 if is_selected else None,
+            weight=weight,
             version_spans=extend_spans(self.spans, version, tokens),
         )
         self.group.end_if_over()

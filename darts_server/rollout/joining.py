@@ -85,7 +85,14 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         # Whether each of the newest groups was closed early.
         self._closed_early: deque[bool] = deque(maxlen=WINDOW)
         self._early_is_logged = False
-        self.counted = CountedGroups(observer, self.report_sealed, weight_version, timeout, self._named_timeout, clock)
+        self.counted = CountedGroups(
+            observer,
+            self.report_sealed,
+            weight_version,
+            timeout,
+            self._named_timeout,
+            clock,
+        )
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
         """Return the trajectory of a request. ``on_join`` is called with the group's id.

@@ -233,9 +233,18 @@ class Rollouts(Generic[RequestT, OutputT]):
                     earlier_pass_rate = rewards.pass_rate
             self.gate.let_in()
         except BaseException:
+            # Without a run nobody else releases the ticket.
             group_ticket.release()
             raise
-        run = GroupRun(self._context, spec, group_ticket, end, carried, order, earlier_pass_rate)
+        run = GroupRun(
+            self._context,
+            spec,
+            group_ticket,
+            on_end=end,
+            carried=carried,
+            order=order,
+            earlier_pass_rate=earlier_pass_rate,
+        )
         self.runs[run] = None
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="darts-poller")

@@ -87,7 +87,15 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._group = Group(rng=tail_rng, deliver_early=spec.early, survival_rng=survival_rng)
         self.candidates: Sequence[Candidate] = self._group.candidates
         self.runner = CandidateRunner(
-            context, spec, self.owner, self._group, ticket, self._feed, self._handle_bug, carried, order
+            context,
+            spec,
+            self.owner,
+            self._group,
+            ticket,
+            on_events=self._feed,
+            on_bug=self._handle_bug,
+            carried=carried,
+            order=order,
         )
         self._earlier_pass_rate = earlier_pass_rate
 
@@ -210,7 +218,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.interrupt(GroupAborted(reason))
 
     def interrupt(self, error: DartsError, on_abort: OnAbort | None = None) -> None:
-        """End the group from outside. Nothing is selected by length. ``on_abort``: None means the spec's."""
+        """End the group from outside, with ``on_abort`` or the spec's choice. Nothing is selected by length."""
         if self.has_ended:
             return
         self.interrupted = error

@@ -313,7 +313,17 @@ class VoteRunner(Generic[RequestT, OutputT]):
         stopped = sum(candidate.reason is DiscardReason.DECIDED for candidate in record.candidates)
         self._vote_ended(outcome, stopped)
         seconds = self._clock() - started_at
-        return VoteResult(vote_id, vote, sampling, tally, ballots, decided_early, calibration, record, seconds)
+        return VoteResult(
+            vote_id=vote_id,
+            request=vote,
+            sampling=sampling,
+            tally=tally,
+            ballots=ballots,
+            decided_early=decided_early,
+            calibration=calibration,
+            record=record,
+            seconds=seconds,
+        )
 
     def _check(self, vote: VoteRequest) -> None:
         # The planner refuses sizes beyond the limit.
