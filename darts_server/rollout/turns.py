@@ -211,7 +211,9 @@ class Turns:
         """Remember an answer. ``aborted``: whether it is partial, and may be empty."""
         if turn.scoring:
             return
-        prompt_hash = self._prefix_hashes(turn)[1] if turn.prompt_hash is None else turn.prompt_hash
+        prompt_hash = turn.prompt_hash
+        if prompt_hash is None:
+            _, prompt_hash = self._prefix_hashes(turn)
         now = self._clock()
         if turn.session is not None:
             session = self._find_session(turn.caller, turn.session) or _Session(prompt_hash, now)
