@@ -214,13 +214,18 @@ class Brownout:
         """Start at `BROWNOUT_SHARE` of the queue, but not while fewer candidates wait than the engine runs at once."""
         return cls(max(BROWNOUT_SHARE * max_waiting, capacity), max_waiting)
 
+    def scale_at(self, waiting: int) -> float:
+        """Return the scale for so many waiting candidates. Nothing changes."""
+        if self._end <= self._start:
+            return 1.0
+        width = self._end - self._start
+        least = (self._end - (waiting + RELIEF * self._start)) / width
+        greatest = min(max((self._end - waiting) / width, 0.0), 1.0)
+        return min(max(self.scale, least), greatest)
+
     def update(self, waiting: int) -> float:
-        """Return the scale for this number of waiting candidates."""
-        if self._end > self._start:
-            width = self._end - self._start
-            least = (self._end - (waiting + RELIEF * self._start)) / width
-            greatest = min(max((self._end - waiting) / width, 0.0), 1.0)
-            self.scale = min(max(self.scale, least), greatest)
+        """Store and return the scale for so many waiting candidates. It decides how the scale rises again."""
+        self.scale = self.scale_at(waiting)
         return self.scale
 
 

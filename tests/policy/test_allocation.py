@@ -238,6 +238,16 @@ def test_the_scale_stays_between_its_falling_and_its_rising_line(queues: list[in
 
 
 @given(QUEUES)
+def test_reading_the_scale_for_another_queue_changes_nothing(queues: list[int]) -> None:
+    brownout = Brownout(START, END)
+    for count in queues:
+        before = brownout.scale
+        assert brownout.scale_at(count) == brownout.scale_at(count)
+        assert brownout.scale == before
+        assert brownout.scale_at(count) == brownout.update(count) == brownout.scale
+
+
+@given(QUEUES)
 def test_the_scale_changes_no_more_than_its_lines_require(queues: list[int]) -> None:
     brownout = Brownout(START, END)
     for waiting in queues:

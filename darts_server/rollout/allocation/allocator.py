@@ -75,7 +75,7 @@ class Allocator:
     async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
         """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
         if not plan.shaping.uses_cohort:
-            return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
+            return Allocation(plan.candidates(self._scale()))
         name = f"{plan.policy}/{plan.size}"
         if name not in self._waiting:
             self._waiting[name] = []
