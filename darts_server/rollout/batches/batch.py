@@ -91,10 +91,13 @@ class BatchGroup(Generic[RequestT, OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch(Generic[RequestT, OutputT]):
-    """A batch that was checked and allocated, of which nothing has started.
+    """A batch that was checked and allocated, and of which nothing has started.
 
-    ``sampling``: in force. ``terms``: see `terms_of`, if it resumes. ``ticket``: holds its candidates. ``enough``:
-    complete groups with which it ends. ``begun``: groups that run at once, others start where one of them fails.
+    ``sampling``: the sampling parameters in force.
+    ``terms``: see `terms_of`; empty unless the batch resumes prompts.
+    ``ticket``: holds the candidates of the batch.
+    ``needed``: number of complete groups with which the batch ends.
+    ``places``: number of groups that run at once. Another group starts when one of them fails.
     """
 
     batch_id: str
@@ -103,8 +106,8 @@ class PreparedBatch(Generic[RequestT, OutputT]):
     terms: str
     groups: Sequence[BatchGroup[RequestT, OutputT]]
     ticket: Ticket
-    enough: int
-    begun: int
+    needed: int
+    places: int
     carry: Carry
 
 
@@ -197,11 +200,11 @@ async def prepare_batch(
 
         # Their candidates.
         needed = batch.num_groups or len(groups)
-        begun = len(groups)
+        places = len(groups)
         auto = None
         if plan.auto is not None and resumes:
             auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), unusable)
-            begun = auto.choice.begun
+            places = auto.choice.begun
         held = ticket.candidates
         ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
         keys = [group.prompt_key for group in groups]
@@ -223,7 +226,7 @@ async def prepare_batch(
         ticket.release()
         kept.put(caller.get().name, (), taken)
         raise
-    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, needed, begun, batch.carry)
+    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, needed, places, batch.carry)
 
 
 def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_planner: NewPlanner) -> Plan:

@@ -101,15 +101,12 @@ class BatchRun:
         self._rollouts = rollouts
         self._renderer = renderer
         self._kept = kept
-        self._groups = prepared.groups
-        self._terms = prepared.terms
-        self._missing = prepared.enough
-        self._places = asyncio.Semaphore(prepared.begun)
-        self._ticket = prepared.ticket
+        self._prepared = prepared
+        self._places = asyncio.Semaphore(prepared.places)
         self._carry = prepared.carry
         by_carry = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
         self._on_abort = by_carry[self._carry]
-        self._quota = Quota(prepared.enough) if self._carry is Carry.RESUME else None
+        self._quota = Quota(prepared.needed) if self._carry is Carry.RESUME else None
         self._generated = 0  # tokens of the groups that have ended, also of those that failed or were stopped
         self._is_running = False
         self._interrupted_by: DartsError | None = None
@@ -165,7 +162,7 @@ class BatchRun:
         if not keep:
             self._carry = Carry.DROP
         self._interrupted_by = error
-        for group in self._groups:
+        for group in self._prepared.groups:
             if group.run is not None:
                 group.run.interrupt(error, self._on_abort)
         if not self._is_running:
@@ -185,7 +182,7 @@ class BatchRun:
                 unfinished: list[Unfinished] = []
                 new: list[CarriedPrompt] = []
                 older: list[CarriedPrompt] = []
-                for group in self._groups:
+                for group in self._prepared.groups:
                     if group.is_decided:
                         continue
                     key, metadata, why = group.prompt_key, group.prompt.metadata, group.interrupted
@@ -199,10 +196,10 @@ class BatchRun:
         finally:
             if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
                 streams = self.feed is not None
-                lost = [group.carried for group in self._groups if not (streams and group.is_decided)]
+                lost = [group.carried for group in self._prepared.groups if not (streams and group.is_decided)]
                 self._kept.put(self.owner, (), filter(None, lost))
             # A batch that is kept must not keep its prompts, nor what was generated for those that are carried over.
-            self._groups, self._terms = (), ""
+            self._prepared = replace(self._prepared, groups=(), terms="")
 
     async def _run_groups(self) -> list[GroupResult]:
         """Run all groups until enough are complete; return the results in the order in which they were decided.
@@ -211,6 +208,7 @@ class BatchRun:
         groups can go on later, no more than enough are complete, see `Quota`.
         """
         results: list[GroupResult] = []
+        missing = self._prepared.needed
 
         def decide(group: BatchGroup[Any, Any], result: GroupResult) -> None:
             group.is_decided, group.run = True, None
@@ -226,11 +224,13 @@ class BatchRun:
                 # long as the data set's mean; before there is one, as the mean of those of this batch that are known.
                 statistics = self._rollouts.statistics
                 means: dict[int, float] = {}
-                for group in self._groups:
+                for group in self._prepared.groups:
                     if (stats := statistics.prompts.load(group.prompt_key)) is not None:
                         means[group.number] = stats.mean_ema
                 usual = statistics.dataset.stats.mean or (sum(means.values()) / len(means) if means else 0.0)
-                order = sorted(self._groups, key=lambda group: (group.carried is None, -means.get(group.number, usual)))
+                order = sorted(
+                    self._prepared.groups, key=lambda group: (group.carried is None, -means.get(group.number, usual))
+                )
                 for group in order:
                     tasks[group.number] = asyncio.create_task(self._run_group(group))
                 for next_result in asyncio.as_completed(tasks.values()):
@@ -238,18 +238,18 @@ class BatchRun:
                         self._places.release()
                     if result is None:
                         continue
-                    group = self._groups[result.number]
+                    group = self._prepared.groups[result.number]
                     run = group.run
                     if result.error is not None and self._quota is not None and run is not None and run.is_complete:
                         # What it had generated could not be read: one that is not stopped yet may be complete instead.
                         self._quota.left += 1
                     decide(group, result)
-                    self._missing -= result.error is None
-                    if not self._missing:
+                    missing -= result.error is None
+                    if not missing:
                         break
                 if self._carry is Carry.RESUME:
                     ended, stopping = [], []
-                    for group in self._groups:
+                    for group in self._prepared.groups:
                         if (run := group.run) is not None:
                             await asyncio.sleep(0)  # each stops its candidates, so they take turns
                             if run.has_ended:
@@ -262,8 +262,8 @@ class BatchRun:
                         if (result := await tasks[group.number]) is not None:
                             decide(group, result)
         finally:
-            self._ticket.release()
-            for group in self._groups:
+            self._prepared.ticket.release()
+            for group in self._prepared.groups:
                 if not group.has_started and group.number in tasks:
                     tasks[group.number].cancel()
             try:
@@ -275,7 +275,7 @@ class BatchRun:
                 for task in tasks.values():
                     task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-            for group in self._groups:
+            for group in self._prepared.groups:
                 if not group.has_started:
                     group.allocation.drop()
         return results
@@ -333,7 +333,7 @@ class BatchRun:
                 quota=self._quota,
                 tokens=self._renderer.tokens(group.request),
             )
-            held = self._ticket.split(group.allocation.candidates)
+            held = self._prepared.ticket.split(group.allocation.candidates)
             carried = () if resumed is None else resumed.candidates
             run = group.run = self._rollouts.start(spec, group.allocation, held, carried)
             if feed is not None:
@@ -375,7 +375,7 @@ class BatchRun:
             return
         assert run.spec.tail_seed is not None
         saturated = group.allocation.saturated
-        group.resumed = CarriedGroup(self._terms, saturated, run.spec.tail_seed, candidates)
+        group.resumed = CarriedGroup(self._prepared.terms, saturated, run.spec.tail_seed, candidates)
 
     async def _interrupted(
         self, group: BatchGroup[Any, Any], result: GroupResult, samples: Mapping[int, Sample]
