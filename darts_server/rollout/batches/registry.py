@@ -276,7 +276,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             answer_format,
             replayable=durable is not None,
             on_idle=partial(self._handle_idle, durable),
-            on_end=None if durable is None else partial(self._handle_end, durable),
+            on_end=partial(self._handle_end, durable),
             clock=self._clock,
         )
         self._running[batch.batch_id] = batch
@@ -307,8 +307,10 @@ class BatchRegistry(Generic[RequestT, OutputT]):
 
         durable.schedule(self._retention.resume_seconds, cancel_if_idle)
 
-    def _handle_end(self, durable: _DurableBatch, batch: BatchRun) -> None:
+    def _handle_end(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
         """Keep a batch for a while. If there are too many, the oldest of the key that has most is dropped."""
+        if durable is None:
+            return
         durable.has_ended = True
         self._request_bytes[durable.key.owner] -= durable.key.body_bytes
         durable.schedule(self._retention.kept_seconds, self._drop)

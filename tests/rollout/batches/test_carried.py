@@ -493,6 +493,20 @@ async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -
     assert (len(done.results), done.carried) == (3, 1)
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cohort_ends_once_if_its_batch_is_cancelled_while_groups_are_stopped(turns: int) -> None:
+    server = auto_server(by_text, most_stale=0.0)
+    batch = await server.begin(3, "20", "21", "22", "23", carry=Carry.RESUME, num_groups=2)
+    assert len(started(server)) == 2
+    batch.cancel("left")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    batch.task.cancel()
+    await settle()
+    assert len(server.harness.recorder.cohorts) == 1
+    assert server.harness.rollouts.running == server.harness.rollouts.admission.requests == 0
+
+
 async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     planner = Planner({"arrol": Shaping(pruning=Pruning())}, "arrol", Limits(64))
     server.harness.rollouts.planner = planner
