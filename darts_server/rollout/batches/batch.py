@@ -5,10 +5,10 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic
+from typing import Any
 
 from darts_server.caller import caller
-from darts_server.engine.port import OutputT, PromptRenderer, RequestT
+from darts_server.engine.port import PromptRenderer
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.auto import AutoBatch
 from darts_server.rollout.allocation.cohort import Allocation
@@ -58,7 +58,7 @@ class BatchRequest:
 
 
 @dataclass(slots=True, eq=False)
-class BatchGroup(Generic[RequestT, OutputT]):
+class BatchGroup:
     """A checked prompt of a batch, and the state of its group.
 
     ``content_key``: hash of everything that the model sees.
@@ -68,16 +68,16 @@ class BatchGroup(Generic[RequestT, OutputT]):
 
     number: int
     prompt: PromptSpec
-    request: RequestT
+    request: Any
     prompt_key: str
     content_key: str
     carried: CarriedPrompt | None = None
-    resumed: CarriedGroup[OutputT] | None = None
+    resumed: CarriedGroup[Any] | None = None
     allocation: Allocation = field(default=Allocation(0))
     has_started: bool = False
     is_decided: bool = False
     """Whether the caller gets the group's outcome."""
-    run: GroupRun[RequestT, OutputT] | None = None
+    run: GroupRun[Any, Any] | None = None
     """None before the group starts and after it is decided."""
     interrupted: DartsError | None = None
     """Error with which the undecided group was aborted."""
@@ -90,7 +90,7 @@ class BatchGroup(Generic[RequestT, OutputT]):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedBatch(Generic[RequestT, OutputT]):
+class PreparedBatch:
     """A batch that is ready to start.
 
     ``sampling``: the sampling parameters in force.
@@ -104,7 +104,7 @@ class PreparedBatch(Generic[RequestT, OutputT]):
     plan: Plan
     sampling: Mapping[str, object]
     terms: str
-    groups: Sequence[BatchGroup[RequestT, OutputT]]
+    groups: Sequence[BatchGroup]
     ticket: Ticket
     needed: int
     places: int
@@ -113,11 +113,11 @@ class PreparedBatch(Generic[RequestT, OutputT]):
 
 async def prepare_batch(
     batch: BatchRequest,
-    rollouts: Rollouts[RequestT, OutputT],
-    renderer: PromptRenderer[RequestT, OutputT],
+    rollouts: Rollouts[Any, Any],
+    renderer: PromptRenderer[Any, Any],
     new_planner: NewPlanner,
     kept: CarriedPrompts,
-) -> PreparedBatch[RequestT, OutputT]:
+) -> PreparedBatch:
     """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
 
     Raises:
@@ -178,12 +178,12 @@ async def prepare_batch(
     return PreparedBatch(builder.batch_id, plan, sampling, terms, groups, ticket, needed, places, batch.carry)
 
 
-class GroupBuilder(Generic[RequestT, OutputT]):
+class GroupBuilder:
     """Renders the prompts of a batch into numbered groups."""
 
-    def __init__(self, batch: BatchRequest, renderer: PromptRenderer[RequestT, OutputT]) -> None:
+    def __init__(self, batch: BatchRequest, renderer: PromptRenderer[Any, Any]) -> None:
         self.batch_id = f"batch-{uuid.uuid4().hex}"
-        self.groups: list[BatchGroup[RequestT, OutputT]] = []
+        self.groups: list[BatchGroup] = []
         self._batch = batch
         self._renderer = renderer
 
@@ -246,7 +246,7 @@ class GroupBuilder(Generic[RequestT, OutputT]):
 
 
 def choose_resumed(
-    groups: Sequence[BatchGroup[RequestT, OutputT]],
+    groups: Sequence[BatchGroup],
     terms: str,
     group_size: int,
     weight_version: int,
@@ -269,10 +269,10 @@ def choose_resumed(
 
 
 def allocate(
-    groups: Sequence[BatchGroup[RequestT, OutputT]],
+    groups: Sequence[BatchGroup],
     plan: Plan,
     budget: int | None,
-    rollouts: Rollouts[RequestT, OutputT],
+    rollouts: Rollouts[Any, Any],
     ticket: Ticket,
     auto: AutoBatch | None,
 ) -> None:
@@ -307,7 +307,7 @@ def allocate(
         raise
 
 
-def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_planner: NewPlanner) -> Plan:
+def check_terms(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: NewPlanner) -> Plan:
     """Check everything but prompts and sampling parameters, and return the plan of the batch.
 
     Raises:

@@ -340,10 +340,16 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             )
         running = self._request_bytes[owner]
         all_running = self._request_bytes.total()
-        if running + more > half:
-            raise QuotaReached(_exceeds("this key's", running, more, half), RETRY_SECONDS)
-        if all_running + more > whole:
-            raise Overloaded(_exceeds("all", all_running, more, whole), RETRY_SECONDS)
+        for used, limit, error, whose in (
+            (running, half, QuotaReached, "this key's"),
+            (all_running, whole, Overloaded, "all"),
+        ):
+            if used + more > limit:
+                raise error(
+                    f"{whose} running batches with {KEY_HEADER} have {used} bytes, and {more} more would exceed "
+                    f"{limit} (--kept-bytes); retry when some have ended",
+                    RETRY_SECONDS,
+                )
         while self._ended.weight_of(owner) + running + more > half:
             self._drop(next(iter(self._ended.of(owner).values())))
         for _, dropped in self._ended.shrink(whole - all_running - more):
@@ -362,13 +368,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             del self._request_bytes[key.owner]
         if durable.timer is not None:
             durable.timer.cancel()
-
-
-def _exceeds(whose: str, running: int, more: int, limit: int) -> str:
-    return (
-        f"{whose} running batches with {KEY_HEADER} have {running} bytes, and {more} more would exceed "
-        f"{limit} (--kept-bytes); retry when some have ended"
-    )
 
 
 def kept_bytes(batch: BatchRun) -> int:

@@ -32,6 +32,8 @@ from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
 
+GroupTasks = dict[int, asyncio.Task[GroupResult | None]]
+"""Tasks of `BatchRun._run_group` by the group's number."""
 ON_ABORT = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
 
 
@@ -66,7 +68,7 @@ class BatchRun:
 
     def __init__(
         self,
-        prepared: PreparedBatch[Any, Any],
+        prepared: PreparedBatch,
         rollouts: Rollouts[Any, Any],
         renderer: PromptRenderer[Any, Any],
         kept: CarriedPrompts,
@@ -225,7 +227,7 @@ class BatchRun:
         A group that is aborted is decided, by an error, unless its prompt is carried over: then it stays undecided. If
         groups can continue later, no more groups than needed are complete, see `Quota`.
         """
-        tasks: dict[int, asyncio.Task[GroupResult | None]] = {}
+        tasks: GroupTasks = {}
         try:
             async with self._rollouts.gate.enter():
                 self._has_entered = True
@@ -237,7 +239,7 @@ class BatchRun:
         finally:
             await self._stop_groups(tasks)
 
-    def _starting_order(self) -> list[BatchGroup[Any, Any]]:
+    def _starting_order(self) -> list[BatchGroup]:
         """Return carried groups first, and the others by expected length. Equal groups keep their order.
 
         A new prompt is expected to be as long as the data set's mean, or the mean of this batch's known prompts.
@@ -252,12 +254,12 @@ class BatchRun:
         if not usual:
             usual = sum(means.values()) / max(len(means), 1)
 
-        def rank(group: BatchGroup[Any, Any]) -> tuple[bool, float]:
+        def rank(group: BatchGroup) -> tuple[bool, float]:
             return group.carried is None, -means.get(group.number, usual)
 
         return sorted(self._prepared.groups, key=rank)
 
-    async def _collect_results(self, tasks: Mapping[int, asyncio.Task[GroupResult | None]]) -> None:
+    async def _collect_results(self, tasks: GroupTasks) -> None:
         """Decide groups as they end, until enough are complete."""
         missing = self._prepared.needed
         for next_result in asyncio.as_completed(tasks.values()):
@@ -276,16 +278,16 @@ class BatchRun:
             if not missing:
                 break
 
-    def _decide(self, group: BatchGroup[Any, Any], result: GroupResult) -> None:
+    def _decide(self, group: BatchGroup, result: GroupResult) -> None:
         group.is_decided = True
         group.run = None
         self._results.append(result)
         if self.feed is not None:
             self.feed.group_ended(result)
 
-    async def _stop_to_carry(self, tasks: Mapping[int, asyncio.Task[GroupResult | None]]) -> None:
+    async def _stop_to_carry(self, tasks: GroupTasks) -> None:
         """Stop the groups that still run and keep their tokens; decide groups that have just ended."""
-        ended: list[BatchGroup[Any, Any]] = []
+        ended: list[BatchGroup] = []
         stopping: list[asyncio.Task[None]] = []
         for group in self._prepared.groups:
             run = group.run
@@ -304,7 +306,7 @@ class BatchRun:
             if result is not None:
                 self._decide(group, result)
 
-    async def _stop_groups(self, tasks: Mapping[int, asyncio.Task[GroupResult | None]]) -> None:
+    async def _stop_groups(self, tasks: GroupTasks) -> None:
         """Stop all groups that still run, and give back the candidates of groups that never started."""
         groups = self._prepared.groups
         self._prepared.ticket.release()
@@ -355,7 +357,7 @@ class BatchRun:
 
     # --- one group ----------------------------------------------------------
 
-    async def _run_group(self, group: BatchGroup[Any, Any]) -> GroupResult | None:
+    async def _run_group(self, group: BatchGroup) -> GroupResult | None:
         """Run one group; return None if it was aborted and its prompt is carried over."""
         await self._places.acquire()
         await self._rollouts.starts.wait(group=group.allocation.candidates)
@@ -401,7 +403,7 @@ class BatchRun:
                 self._generated += run.record.generated_tokens
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
-    def _start(self, group: BatchGroup[Any, Any], group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
+    def _start(self, group: BatchGroup, group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
         can_carry = self._carry is Carry.RESUME
         resumed = group.resumed
         if resumed is not None:
@@ -432,7 +434,7 @@ class BatchRun:
         ticket = self._prepared.ticket.split(group.allocation.candidates)
         return self._rollouts.start(spec, group.allocation, ticket, carried)
 
-    async def _keep_tokens(self, group: BatchGroup[Any, Any], run: GroupRun[Any, Any]) -> None:
+    async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:
         """Keep the tokens of a stopped group, if another group can continue from them."""
         candidates = await run.runner.collect_carried()
         # With a seed, the random numbers of a candidate depend on its index, so candidates must keep their indices.
@@ -448,7 +450,7 @@ class BatchRun:
 
     async def _end_interrupted(
         self,
-        group: BatchGroup[Any, Any],
+        group: BatchGroup,
         run: GroupRun[Any, Any],
         result: GroupResult,
         samples: Mapping[int, Sample],
