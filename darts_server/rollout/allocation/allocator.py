@@ -37,8 +37,7 @@ class Allocator:
         on_cohort_end: called with the record of each cohort that has ended.
         clock: monotonic seconds.
         rng: decides which cohorts explore.
-        scale: returns the share of the redundancy that the load leaves room for, 0 to 1. It does not apply to requested
-            budgets.
+        scale: returns the share of the redundancy that the load leaves room for, 0 to 1.
         opening: see `Gate.opening`.
     """
 
@@ -87,7 +86,6 @@ class Allocator:
             raise
 
     async def _allocate_waiting(self, name: str, plan: Plan) -> None:
-        """Allocate candidates to all groups that arrived within the window and still wait."""
         await asyncio.sleep(self._window)
         waiting = [(key, result) for key, result in self._waiting.pop(name) if not result.cancelled()]
         if not waiting:
@@ -121,7 +119,7 @@ class Allocator:
         scale = 1.0 if budget is not None else self._scale()
         counts, mean = self._counts(plan, stds, budget)
 
-        # A few groups alone say little about the number of tokens that groups need. Recent groups decide instead.
+        # A few groups say little about the tokens that groups need. Recent groups decide instead.
         is_small = groups < MIN_COHORT
         rule = self.deadlines.current_rule(plan.shaping, plan.policy)
         tokens_from_recent = None
@@ -159,17 +157,14 @@ class Allocator:
             tokens=tokens_from_recent,
             few=is_small,
         )
-        # A saturated prompt is a prompt with widely spread lengths, which does not depend on the load.
+        # Whether a prompt is saturated depends on the spread of its lengths, and not on the load.
         return [
             Allocation(reduce_candidates(count, size, scale), cohort, plan.shaping.is_saturated(size, count))
             for count in counts
         ]
 
     def _counts(self, plan: Plan, stds: Sequence[float | None], budget: int | None) -> tuple[Sequence[int], float]:
-        """Return the candidates of each group before the load reduces them, and their mean M' per group.
-
-        M' is at most M_up: a request may name a policy that allows fewer candidates than the server's.
-        """
+        """Return the candidates of each group before the load reduces them, and their mean M'."""
         shaping = plan.shaping
         low, high = shaping.bounds(plan.size)
         if budget is not None:

@@ -1,4 +1,4 @@
-"""Choose how many prompts of a batch run under policy `auto`, and learn from batches that have ended."""
+"""Choose how many prompts of a batch run at once under policy `auto`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ STATE = json_kind("ahead", AheadState)
 
 
 class Auto:
-    """Choose for batches that resume prompts, and learn from them by group size. ``opening``: see `Gate.opening`."""
+    """Choose for batches that resume prompts, and learn by group size. ``opening``: see `Gate.opening`."""
 
     def __init__(self, statistics: Statistics, opening: Callable[[], int | None]) -> None:
         self.statistics = statistics
@@ -20,7 +20,6 @@ class Auto:
         self.states = StoredValues(statistics.documents, STATE)
 
     def state(self, size: int) -> AheadState:
-        """Return the learned state for groups of ``size``."""
         return self.states.load(str(size)) or AheadState()
 
     def choose(self, limits: AutoLimits, size: int, needed: int, offered: int, lost: int) -> "AutoBatch":
@@ -49,7 +48,6 @@ class AutoBatch:
     generation: int | None = None
 
     def start(self) -> None:
-        """Record the conditions under which the first group starts."""
         self.opening = self.auto.opening()
         self.generation = self.auto.statistics.documents.generation
 

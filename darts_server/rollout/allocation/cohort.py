@@ -1,4 +1,4 @@
-"""Groups that were allocated together. They share a deadline, and a training step waits for the last group."""
+"""Groups that were allocated together, and share a deadline."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,10 +14,9 @@ class Cohort:
     Groups are any hashable values.
 
     Args:
-        record: completed as groups end. Groups of a cohort that is ``explored`` run past the deadline, to measure the
-            cost of the deadline.
-        rule: computes the deadline; None for a policy without deadlines.
-        on_end: called with the record when the last group has ended or was dropped.
+        record: completed as groups end. Groups of an explored cohort run past the deadline, to measure its cost.
+        rule: None for a policy without deadlines.
+        on_end: called when the last group has ended or was dropped.
         clock: monotonic seconds.
         on_start: called when the first group starts.
         tokens: a deadline that is known from the start.
@@ -63,12 +62,10 @@ class Cohort:
             asyncio.get_running_loop().call_soon(self._set_deadline, group)
 
     def report_need(self, group: object, tokens: int) -> None:
-        """See `CohortDeadline.report_need`."""
         self.deadline.report_need(group, tokens)
         self._pass_on()
 
     def report_minimum(self, group: object, tokens: int | None) -> None:
-        """See `CohortDeadline.report_minimum`."""
         self.deadline.report_minimum(group, tokens)
         self._pass_on()
 
@@ -87,7 +84,6 @@ class Cohort:
             self._on_end(self.record)
 
     def _pass_on(self) -> None:
-        """Pass the deadline to all members as soon as it is known."""
         if self.deadline.tokens is not None and not self._is_passed_on:
             self._is_passed_on = True
             for group in self._members:

@@ -40,7 +40,7 @@ class Deadlines:
         self._rng = rng
 
     def losses(self, policy: str) -> DeadlineLosses:
-        """Return the answers that the policy's deadlines discard, as far as rewards were reported."""
+        """Return the answers that the policy's deadlines discard."""
         return self._losses.load(policy) or DeadlineLosses()
 
     def lost_groups(self, policy: str) -> GroupLosses:
@@ -48,11 +48,11 @@ class Deadlines:
         return self._lost_groups.load(policy) or GroupLosses()
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
-        """Return the share of correct answers that the deadline discards, or None if too few are known."""
+        """Return the share of correct answers that is lost, or None if too few are known."""
         return self.losses(policy).share(self.stretch(policy, max_lost))
 
     def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
-        """Return the share of groups with correct answers that lose all of them, or None if too few are known."""
+        """Return the share of groups that lose all correct answers, or None if too few are known."""
         return self.lost_groups(policy).share(self.stretch(policy, max_lost))
 
     def stretch(self, policy: str, max_lost: MaxLost) -> float:
@@ -60,21 +60,20 @@ class Deadlines:
         return max(self.losses(policy).stretch(max_lost.answers), self.lost_groups(policy).stretch(max_lost.groups))
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
-        """Return the policy's deadline rule with the present stretch, or None without deadlines."""
+        """Return the policy's deadline rule with the present stretch."""
         rule = shaping.deadline
         if rule is None:
             return None
         return replace(rule, stretch=self.stretch(policy, rule.max_lost))
 
     def recent_lengths(self, name: str) -> RecentCompletionLengths:
-        """Return completion lengths of recent groups. ``name``: policy and group size."""
         return self._lengths.load(name) or RecentCompletionLengths()
 
     def should_explore(self, rule: Deadline, policy: str, groups: int) -> bool:
-        """Decide whether a cohort of ``groups`` runs past its deadline: at random, and when rewards are first reported.
+        """Decide whether a cohort runs past its deadline: at random, and when rewards are first reported.
 
-        Whole cohorts explore, because one group past the deadline makes its whole cohort wait. The same share of single
-        groups would delay nearly every cohort.
+        Whole cohorts explore. The same share of single groups would delay nearly every cohort, as a cohort waits for
+        its last group.
         """
         losses = self.losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
@@ -84,7 +83,7 @@ class Deadlines:
         return self._rng.random() < rule.exploration
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn how many tokens a group needed, or that it was cut at the bound before that was known."""
+        """Learn how many tokens a group needed, or that it was cut at the bound before."""
         # Only policies with deadlines have `max_lost`.
         if record.max_lost is None or record.outcome is not Outcome.COMPLETED:
             return
@@ -95,7 +94,7 @@ class Deadlines:
             self._lengths.save(name, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn from a group which of its candidates, by index, were correct."""
+        """Learn the correctness of a group's candidates, by index."""
         max_lost = record.max_lost
         if max_lost is None:
             return

@@ -39,11 +39,9 @@ class BatchRequest:
     ``policy``: overrides of the policy settings by name, with the policy under ``name``.
     ``budget``: number of candidates in all, or None to leave it to the policy.
     ``num_groups``: the batch ends after this number of complete groups, or after all if None.
-    ``survivors``: whether to return all trajectories that are not pruned, more or fewer than ``group_size``. None
-    leaves it to the policy.
-    ``carry``: treatment of undecided prompts. Unless they are dropped, prompts that earlier batches carried over start
-    first.
-    ``carried``: whether the batch includes all other prompts that were carried over for its caller.
+    ``survivors``: whether to return all trajectories that are not pruned, or None to leave it to the policy.
+    ``carry``: treatment of undecided prompts. Unless they are dropped, prompts of earlier batches start first.
+    ``carried``: whether to add all other prompts that were carried over for the caller.
     """
 
     prompts: Sequence[PromptSpec]
@@ -62,8 +60,8 @@ class BatchGroup:
     """A checked prompt of a batch, and the state of its group.
 
     ``content_key``: hash of everything that the model sees.
-    ``carried``: the entry that an earlier batch kept for the prompt.
-    ``resumed``: the state from which the candidates continue. A stopped group leaves it here for a later batch.
+    ``carried``: the prompt as an earlier batch kept it.
+    ``resumed``: tokens from which the candidates continue, here or after a stop in a later batch.
     """
 
     number: int
@@ -76,13 +74,12 @@ class BatchGroup:
     allocation: Allocation = field(default=Allocation(0))
     has_started: bool = False
     is_decided: bool = False
-    """Whether the caller gets the group's outcome."""
+    """Whether the caller gets an outcome."""
     run: GroupRun[Any, Any] | None = None
     """None before the group starts and after it is decided."""
     interrupted: DartsError | None = None
-    """Error with which the undecided group was aborted."""
     handed_back: GroupResult | None = None
-    """Generated tokens of an undecided group that are returned instead of kept."""
+    """Tokens of an undecided group that are returned instead of kept."""
 
     @property
     def identity(self) -> Identity:
@@ -95,9 +92,8 @@ class PreparedBatch:
 
     ``sampling``: the sampling parameters in force.
     ``terms``: see `terms_of`; empty unless the batch resumes prompts.
-    ``ticket``: holds the candidates of the batch.
     ``needed``: number of complete groups after which the batch ends.
-    ``places``: number of groups that run at once. Another group starts when one of them fails.
+    ``places``: number of groups that run at once. A failed group gives its place to another.
     """
 
     batch_id: str
@@ -188,11 +184,7 @@ class GroupBuilder:
         self._renderer = renderer
 
     async def add(self, field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
-        """Add a group for a prompt. ``field``: names the prompt in errors.
-
-        Raises:
-            InvalidRequest
-        """
+        """Add a group for a prompt. ``field``: names the prompt in errors."""
         number = len(self.groups)
         batch = self._batch
         request_id = f"{self.batch_id}-{number}"
@@ -206,13 +198,9 @@ class GroupBuilder:
         self.groups.append(BatchGroup(number, prompt, request, prompt.key or content_key, content_key, carried))
 
     async def add_carried(self, found: Sequence[tuple[int | None, CarriedPrompt]]) -> list[CarriedPrompt]:
-        """Add prompts that were carried over, each to the group whose number it has, or to a new group.
+        """Add carried prompts, each to the group with its number or to a new group; return the added prompts.
 
-        Return the prompts without dropped ones. A prompt is dropped if this server cannot render it with any sampling
-        parameters: otherwise the prompt would fail every later batch.
-
-        Raises:
-            InvalidRequest
+        A prompt that this server cannot render with any sampling parameters is dropped: it would fail every batch.
         """
         added: list[CarriedPrompt] = []
         dropped: list[tuple[str, str]] = []
@@ -252,7 +240,7 @@ def choose_resumed(
     weight_version: int,
     max_staleness: int,
 ) -> int:
-    """Let groups continue from the tokens of an earlier batch; return the number of tokens that cannot be used."""
+    """Let groups continue from tokens of earlier batches; return the number of tokens that cannot be used."""
     lost_tokens = 0
     for group in groups:
         if group.carried is None or group.carried.group is None:
@@ -276,11 +264,7 @@ def allocate(
     ticket: Ticket,
     auto: AutoBatch | None,
 ) -> None:
-    """Allocate candidates to the groups of a batch, and hold them with its ticket.
-
-    Raises:
-        Overloaded, QuotaReached, InvalidRequest: there is no room for the candidates.
-    """
+    """Allocate candidates to the groups, and hold the candidates with the ticket of the batch."""
     # The ticket is empty meanwhile, so that a batch does not reduce its own redundancy by waiting.
     estimate = ticket.candidates
     ticket.resize(0)
@@ -308,11 +292,7 @@ def allocate(
 
 
 def check_terms(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: NewPlanner) -> Plan:
-    """Check everything but prompts and sampling parameters, and return the plan of the batch.
-
-    Raises:
-        InvalidRequest: names the field.
-    """
+    """Check everything but prompts and sampling parameters, and return the plan of the batch."""
     if batch.carried and batch.carry is Carry.DROP and batch.num_groups is not None:
         raise InvalidRequest(
             "carry",
@@ -350,11 +330,7 @@ def check_terms(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: 
 
 
 def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
-    """Check ``budget`` and ``num_groups``. ``prompts``: number of prompts, with prompts that were carried over.
-
-    Raises:
-        InvalidRequest
-    """
+    """Check the budget and the number of groups. ``prompts``: number of prompts with carried prompts."""
     if not prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
     if batch.budget is not None:
@@ -370,5 +346,5 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
 
 
 def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
-    """Return a text of everything that must be equal for a group to continue in another batch, on any server."""
+    """Return a text that is equal for batches, of any server, that can continue each other's groups."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"

@@ -23,39 +23,37 @@ logger = logging.getLogger(__name__)
 WRITE_BYTES = 1 << 23
 """Size of one write to the store, which takes about a tenth of a second."""
 PORTABLE_SECONDS = 2.0
-"""Time at shutdown to take all outputs from the engine. A supervisor soon kills a server that is slow to end."""
+"""Time at shutdown to take outputs from the engine. A supervisor kills a server that is slow to end."""
 SAVE_SECONDS = 4.0
 """Time at shutdown to write all prompts."""
 MALFORMED = (ValueError, OverflowError, RecursionError)
-"""Errors of documents with other fields than ours. Errors of msgspec are ``ValueError``."""
+"""Errors of documents that are not ours. Errors of msgspec are ``ValueError``."""
 CANDIDATE_BYTES = 500
 """Memory of a carried candidate without its tokens."""
 Identity = tuple[str, str]
-"""A prompt's key, and the hash of what the model sees: a caller may use one key for several prompts."""
+"""A prompt's key, and a hash of what the model sees: a caller may use one key for several prompts."""
 
 
 class Carry(StrEnum):
-    """Treatment of prompts that are undecided when enough other groups are complete."""
+    """Treatment of prompts that are undecided at the end of a batch."""
 
     DROP = "drop"
     RESTART = "restart"
     """Prompts are kept, and start first in a later batch."""
     RESUME = "resume"
-    """Prompts are kept with the tokens of their candidates, which continue from these tokens."""
+    """Prompts are kept, and their candidates continue from their tokens."""
 
 
 MAX_CARRIED_TOKENS = 1 << 22
-"""A thousand prompts with 4,096 tokens each, in 50 MB. `CarryLimits.prompts` limits prompts that have no tokens."""
+"""A thousand prompts with 4,096 tokens each, in 50 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarryLimits:
     """Limits of the prompts that are carried over for one caller.
 
-    ``prompts``: maximum number of prompts. Beyond it, the oldest prompts are dropped.
-    ``prompt_bytes``: maximum memory of prompts and candidates. Beyond it, the oldest prompts are dropped.
-    ``tokens``: maximum number of generated tokens. Beyond it, the oldest prompts start again.
-    ``staleness``: maximum number of weight versions since a prompt's first token. Beyond it, the prompt starts again.
+    Beyond ``prompts`` or ``prompt_bytes``, the oldest prompts are dropped. Beyond the number of generated ``tokens``,
+    the oldest prompts start again. A prompt also starts again ``staleness`` weight versions after its first token.
     """
 
     prompts: int = 4096
@@ -69,7 +67,6 @@ class CarriedGroup(Generic[OutputT]):
     """The candidates of an undecided group, with their tokens.
 
     ``terms``: see `terms_of`. Only a batch with equal terms can resume the group.
-    ``saturated``: see `Allocation`.
     ``tail_seed``: selects the same candidates as if the group had not been stopped.
     """
 
@@ -83,7 +80,7 @@ class CarriedGroup(Generic[OutputT]):
         return sum(candidate.tokens for candidate in self.candidates)
 
     def staleness(self, version: int) -> int:
-        """Return the largest distance of the tokens' weight versions from ``version``."""
+        """Return the largest difference of the tokens' weight versions from ``version``."""
         spans = [span for candidate in self.candidates for span in candidate.version_spans]
         return max((abs(version - generated_by) for generated_by, _ in spans), default=0)
 
@@ -110,7 +107,6 @@ class CarriedPrompt:
 
 
 Owned = tuple[str | None, CarriedPrompt]
-"""A prompt with the name of its caller."""
 
 
 class CarriedPrompts:
@@ -136,16 +132,13 @@ class CarriedPrompts:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts of all callers."""
         return sum(map(len, self._kept.values()))
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that were generated for all prompts."""
         return sum(self._tokens.values())
 
     def count(self, owner: str | None) -> int:
-        """Return the number of a caller's prompts."""
         return len(self._kept.get(owner, ()))
 
     def take(
@@ -172,10 +165,7 @@ class CarriedPrompts:
         return taken
 
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
-        """Keep prompts of a caller. At a limit, drop the oldest prompts, or their tokens.
-
-        ``older``: prompts that were taken before. They are older than the caller's other prompts.
-        """
+        """Keep prompts within the limits. ``older``: prompts that were taken before the caller's other prompts came."""
         prompts = [*older, *self._kept.pop(owner, ()), *new]
         kept: list[CarriedPrompt] = []
         size = 0
@@ -209,7 +199,6 @@ class CarriedPrompts:
             self._tokens[owner] = sum(prompt.tokens for prompt in prompts)
 
     def drop_without_caller(self) -> None:
-        """Drop the prompts of callers that cannot send requests any more."""
         gone = [owner for owner in self._kept if not self._may_call(owner)]
         prompts = sum(map(self.count, gone))
         for owner in gone:
@@ -223,7 +212,7 @@ class CarriedPrompts:
 class _SavedPrompt(msgspec.Struct, array_like=True):
     """A prompt on the disk as MessagePack. ``group`` is decoded separately, so that an error in it loses tokens alone.
 
-    ``format``: 3 if the prompt has `PromptSpec.chat_options`, which versions that write 2 would ignore silently.
+    ``format``: 3 with `PromptSpec.chat_options`, which older versions would ignore silently.
     """
 
     format: Literal[2, 3]
@@ -241,20 +230,14 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=array.tolist)
 
 
 class SavedPrompts:
-    """Prompts on the disk, from the end of one server to the start of the next.
-
-    ``model``: fingerprint of the served model. Tokens of other models are not used.
-    """
+    """Prompts on the disk. ``model``: fingerprint of the served model. Tokens of other models are not used."""
 
     def __init__(self, store: Store, model: str) -> None:
         self._store = store
         self._model = model
 
     def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
-        """Save `portable` prompts in their order, and return how many are on the disk.
-
-        After ``seconds`` no further document is encoded. An error of the disk is logged, and ends the saving.
-        """
+        """Save `portable` prompts in their order until ``seconds`` have passed; return how many are on the disk."""
         ends_at = time.monotonic() + seconds
         saved = 0
         size = 0
@@ -283,7 +266,7 @@ class SavedPrompts:
     ) -> int:
         """Save as many prompts at shutdown as there is time for; log and return the number of lost prompts.
 
-        ``with_tokens``: whether tokens are saved. A prompt whose tokens cannot be saved in time starts again.
+        A prompt starts again if its tokens cannot be saved in time.
         """
         ready: list[Owned] = []
         restarted: list[Exception] = []
@@ -309,8 +292,6 @@ class SavedPrompts:
 
     def take(self, version: int) -> list[Owned]:
         """Remove and return the saved prompts, so that they are not used twice if this server is killed.
-
-        Returns nothing if prompts cannot be read or removed, which is logged. A damaged prompt is lost alone.
 
         ``version``: weight version with which this server starts. Each server counts versions from its start, so tokens
         of any other version are of unknown weights, and their prompts start again.
@@ -357,7 +338,7 @@ def _log_errors(errors: Sequence[Exception], end: str) -> None:
 
 
 async def portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any]) -> CarriedGroup[Any]:
-    """Return a group in which the engine's outputs of finished candidates are replaced by their text and tokens."""
+    """Return a group without outputs of the engine: finished candidates have their text instead."""
     candidates = list(group.candidates)
     for place, candidate in enumerate(candidates):
         result = candidate.result
@@ -369,11 +350,7 @@ async def portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any])
 
 
 def _checked(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
-    """Check a decoded group, and return it with its tokens in arrays.
-
-    Raises:
-        ValueError, OverflowError: a server does not save such a group.
-    """
+    """Return a decoded group with its tokens in arrays, or raise one of `MALFORMED`."""
     candidates = []
     has_logprobs = set()
     for candidate in group.candidates:

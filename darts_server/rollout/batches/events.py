@@ -1,4 +1,4 @@
-"""Results of a batch, and the events of its stream, which are created when a listener reads them."""
+"""Results of a batch, and the events of its stream."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ from darts_server.types import DiscardReason, Sample
 logger = logging.getLogger(__name__)
 
 MAX_POLL_SHARE = 0.1
-"""Largest share of time for polling. A poll of a very large batch takes longer than the polling interval."""
+"""Share of time for polls. A poll of a very large batch takes longer than the polling interval."""
 CURSOR_BYTES = 350
 """Memory of a candidate's cursor and last event, without tokens."""
 
@@ -37,9 +37,9 @@ class AbortedSample:
 class GroupResult:
     """The outcome of the group of prompt ``number``. As an event it follows all events of the group's candidates.
 
-    ``samples``: returned trajectories by candidate index; empty if there is an ``error``, which ends this group alone.
-    ``aborted``: all candidates that were not discarded, by index, if the group was aborted. Callers must not take them
-    for a group: some candidates are incomplete, and none was selected.
+    ``samples``: returned trajectories by candidate index.
+    ``aborted``: candidates that were not discarded, by index, if the group was aborted. Some may be incomplete, so
+    callers must not take them for a group.
     """
 
     number: int
@@ -62,8 +62,7 @@ class GroupResult:
 class Unfinished:
     """A prompt whose group was not decided.
 
-    ``carry``: how the prompt is kept.
-    ``error``: why the group was aborted, or None if it was stopped because enough other groups were complete.
+    ``error``: why the group was aborted, or None if enough other groups were complete.
     ``group``: the group with its tokens, if they are not kept.
     """
 
@@ -79,9 +78,8 @@ class Unfinished:
 class BatchStarted:
     """The first event.
 
-    ``groups``: number of prompts.
+    ``groups``: number of groups.
     ``survivors``: whether a group has all trajectories that were not pruned.
-    ``sampling``: the sampling parameters in force.
     """
 
     batch_id: str
@@ -93,7 +91,7 @@ class BatchStarted:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The next tokens of a candidate, from position ``start``. ``number``: the prompt's number in the batch."""
+    """The next tokens of a candidate, from position ``start``. ``number``: number of the prompt."""
 
     trajectory_id: str
     number: int
@@ -127,9 +125,8 @@ class BatchDone:
     """The batch is complete.
 
     ``results``: in the order in which groups ended.
-    ``seconds``: time since the batch started.
     ``generated``: number of tokens of all groups, also of groups that failed or were stopped.
-    ``carried``: number of prompts that are kept for later batches of the caller.
+    ``carried``: number of prompts that are kept for the caller.
     """
 
     batch_id: str
@@ -163,10 +160,10 @@ _Entry = TokenRange | Event
 
 
 class CandidateCursor:
-    """Create the events of one candidate from the tokens that it has when `advance` is called.
+    """Create the events of one candidate.
 
-    Tokens of deltas are kept, so that they can be sent again, until the candidate is discarded: 12 bytes per token with
-    log-probs. A selected candidate shares the tokens of its sample.
+    Tokens of deltas are kept for replays until the candidate is discarded: 12 bytes per token with log-probs. A
+    selected candidate shares the tokens of its sample.
     """
 
     __slots__ = ("_end", "_end_sent", "_index", "_logprobs", "_number", "_run", "_sent", "_token_ids", "trajectory_id")
@@ -184,7 +181,6 @@ class CandidateCursor:
         self._logprobs: Sequence[float] | None = None
 
     def select(self, sample: Sample) -> None:
-        """Record that the candidate is selected."""
         assert self._run is not None
         cut = self._run.candidates[self._index].cut
         self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut)
@@ -193,7 +189,7 @@ class CandidateCursor:
             self._logprobs = sample.logprobs
 
     def close(self) -> None:
-        """Discard the candidate unless it was selected. A candidate without a reason of its own was cancelled."""
+        """Discard the candidate unless it was selected."""
         if self._end is None and self._run is not None:
             reason = self._run.candidates[self._index].reason or DiscardReason.CANCELLED
             length = self._run.runner.count_tokens(self._index)
@@ -203,7 +199,6 @@ class CandidateCursor:
         self._run = None
 
     def drop_run(self) -> None:
-        """Release the run of a candidate that gets no more events."""
         self._run = None
 
     def advance(self, chunk: int) -> Iterator[_Entry]:
@@ -264,7 +259,6 @@ class CandidateCursor:
 
 
 def _listed(values: Sequence[Any]) -> list[Any]:
-    """Return the values as a list of Python's own numbers."""
     if isinstance(values, array | np.ndarray):
         return values.tolist()
     return list(values)
@@ -272,8 +266,6 @@ def _listed(values: Sequence[Any]) -> list[Any]:
 
 @dataclass(slots=True)
 class _GroupCursor:
-    """The cursors of a group's candidates, and the result after the group has ended."""
-
     number: int
     group_id: str
     run: GroupRun[Any, Any] | None
@@ -281,7 +273,7 @@ class _GroupCursor:
     cursors: list[CandidateCursor] = field(default_factory=list)
 
     def follow_candidates(self) -> Sequence[CandidateCursor]:
-        """Create cursors for candidates that have started since the last call; return all cursors."""
+        """Create the cursors of new candidates; return all cursors."""
         if self.run is not None:
             for index in range(len(self.cursors), len(self.run.candidates)):
                 self.cursors.append(CandidateCursor(self.run, f"{self.group_id}:{index}", self.number, index))
@@ -294,17 +286,16 @@ class _GroupCursor:
 
 
 class EventFeed:
-    """Give the events of a batch to listeners, each of which starts at an event number of its own.
+    """Give the events of a batch to listeners, each from an event number of its own.
 
-    Events are created lazily: tokens are read when a listener has taken all events so far. So a stalled listener costs
-    nothing, and later gets all tokens in a few large deltas. For replays, the log refers to tokens and does not copy
-    them: a delta takes 16 bytes.
+    Tokens are read when a listener has taken all events so far. So a stalled listener costs nothing, and later gets all
+    tokens in a few large deltas. The log refers to tokens and does not copy them: a delta takes 16 bytes.
 
     Args:
         chunk: least number of tokens in a delta of a running candidate, or None for groups without deltas.
         interval: seconds between two polls of the candidates' tokens.
-        replayable: whether events are kept, for several listeners; otherwise there is one listener.
-        clock: monotonic seconds, to measure polls. The event loop's clock may be virtual, and stand still in a turn.
+        replayable: whether events are kept, for several listeners.
+        clock: measures polls. The event loop's clock may be virtual, and stand still in a turn.
     """
 
     def __init__(
@@ -336,28 +327,24 @@ class EventFeed:
     # --- called by the batch ------------------------------------------------
 
     def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
-        """Follow the group of prompt ``number``."""
         group = _GroupCursor(number, f"{self._batch_id}-{number}", run)
         self._groups[number] = group
         if self._replayable:
             self._cursors.append(group.cursors)
 
     def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
-        """Record that candidate ``index`` is selected."""
         group = self._groups.get(number)
         if group is not None:
             group.follow_candidates()[index].select(sample)
             self._notify(number)
 
     def group_ended(self, result: GroupResult) -> None:
-        """Record a group's outcome, also of a group that never started."""
         group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
         group.close()
         self._notify(result.number)
 
     def batch_ended(self, end: BatchEnd) -> None:
-        """Record the end of the batch, after which nothing is recorded."""
         self._end = end
         if isinstance(end, BatchFailed):
             for group in self._groups.values():
@@ -369,14 +356,13 @@ class EventFeed:
         self._notify(*self._groups)
 
     def _notify(self, *numbers: int) -> None:
-        """Mark these groups as changed and wake all listeners."""
         self._due.update(dict.fromkeys(numbers))
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def kept_bytes(self) -> int:
-        """Approximate memory after the end of the batch, without samples, which the batch's results share."""
+        """Approximate memory after the end, without samples, which the batch's results share."""
         log = sys.getsizeof(self._log) + sys.getsizeof(self._ranges)
         return log + sum(cursor.kept_bytes for cursors in self._cursors for cursor in cursors)
 
@@ -407,7 +393,7 @@ class EventFeed:
         return None
 
     async def next(self, number: int) -> tuple[int, Event] | None:
-        """Wait for the event after event ``number``; None after the last event. No event is lost by cancellation."""
+        """Wait for the event after event ``number``; None after the last event. Safe to cancel."""
         while (found := self.next_after(number)) is None:
             if self._is_complete and number >= self.last_number:
                 return None
@@ -425,12 +411,12 @@ class EventFeed:
         return found
 
     def _create_entry(self) -> bool:
-        """Append the next entry to the log; return whether there was one."""
+        """Append the next entry to the log, if there is one; return whether there was."""
         started_at = self._clock()
         try:
             entry = next(self._new_entries, None)
         except Exception as error:
-            # A bug of ours, which listeners get as the last event. The batch ends with its listeners.
+            # A bug of ours, which listeners get as the last event.
             logger.exception("the events of batch %s failed", self._batch_id)
             entry = BatchFailed(error)
         self._seconds_spent += self._clock() - started_at
@@ -446,7 +432,7 @@ class EventFeed:
         return True
 
     def _entries(self) -> Iterator[_Entry | None]:
-        """Yield all entries after the first, each created when it is requested, and None while there is none yet."""
+        """Yield all entries after the first, and None while there is no new entry."""
         while not isinstance(self._end, BatchFailed):
             while self._due:
                 number = next(iter(self._due))

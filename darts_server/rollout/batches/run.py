@@ -56,14 +56,9 @@ class AnswerFormat:
 class BatchRun:
     """Run a batch to its end, or until it is cancelled. It starts in a later turn of the event loop.
 
-    Groups that were carried over start first, then the groups that are expected to take longest, so that no long group
-    starts when the others are done. Carried prompts that are not decided go back to ``kept``.
-
-    Args:
-        replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
-        on_idle: called when the last listener has left before the end.
-        on_end: called after the end, with any outcome.
-        clock: monotonic seconds.
+    ``replayable``: whether there may be several listeners, each from the first event on.
+    ``on_idle``: called when the last listener has left before the end.
+    ``clock``: monotonic seconds.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class BatchRun:
         self.sampling = prepared.sampling
         self.size = len(prepared.groups)
         self.owner = caller.get().name
-        """Name of the caller, or None for callers without a key."""
         self.answer_format = answer_format
         self.feed: EventFeed | None = None
         """Events of the batch, if they are streamed."""
@@ -122,7 +116,7 @@ class BatchRun:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Count a listener, which waits for the end or reads the events of `feed`, while the block runs."""
+        """Count a listener while the block runs."""
         self.listeners += 1
         try:
             yield
@@ -132,11 +126,7 @@ class BatchRun:
                 self._on_idle(self)
 
     async def wait(self) -> BatchDone:
-        """Wait for the end.
-
-        Raises:
-            GroupAborted: the batch was cancelled.
-        """
+        """Wait for the end, or raise the error with which the batch ended."""
         await self._ended.wait()
         if isinstance(self.end, BatchFailed):
             raise self.end.error
@@ -159,8 +149,8 @@ class BatchRun:
     def interrupt(self, error: DartsError, *, keep: bool, keep_tokens: bool) -> None:
         """End all groups with the tokens so far. A batch that still waits for the engine has none, and fails.
 
-        ``keep``: whether prompts may be carried over. Otherwise all groups end with the error and their tokens.
-        ``keep_tokens``: whether tokens may be carried over too. Otherwise they are handed back, see `Unfinished`.
+        ``keep``: whether prompts may be carried over. Otherwise all groups end with the error.
+        ``keep_tokens``: whether tokens may be carried over too. Otherwise they are handed back.
         """
         keeps_tokens = keep and keep_tokens and self._carry is Carry.RESUME
         if self._carry is not Carry.DROP and not keeps_tokens:
@@ -200,7 +190,7 @@ class BatchRun:
             self._results = []
 
     def _keep_undecided(self) -> list[Unfinished]:
-        """Carry undecided prompts over if their caller wants that; return their part of the answer."""
+        """Carry undecided prompts over, unless they are dropped; return their part of the answer."""
         unfinished: list[Unfinished] = []
         new: list[CarriedPrompt] = []
         older: list[CarriedPrompt] = []
@@ -222,10 +212,10 @@ class BatchRun:
         return unfinished
 
     async def _run_groups(self) -> None:
-        """Run all groups until enough are complete, and add their results in the order in which they are decided.
+        """Run all groups until enough are complete.
 
-        A group that is aborted is decided, by an error, unless its prompt is carried over: then it stays undecided. If
-        groups can continue later, no more groups than needed are complete, see `Quota`.
+        An aborted group is decided, by an error, unless its prompt is carried over. If groups can continue later, no
+        more groups than needed complete, see `Quota`.
         """
         tasks: GroupTasks = {}
         try:
@@ -240,16 +230,14 @@ class BatchRun:
             await self._stop_groups(tasks)
 
     def _starting_order(self) -> list[BatchGroup]:
-        """Return carried groups first, and the others by expected length. Equal groups keep their order.
-
-        A new prompt is expected to be as long as the data set's mean, or the mean of this batch's known prompts.
-        """
+        """Return carried groups first, and then long groups, so that no long group runs alone at the end."""
         statistics = self._rollouts.statistics
         means: dict[int, float] = {}
         for group in self._prepared.groups:
             stats = statistics.prompts.load(group.prompt_key)
             if stats is not None:
                 means[group.number] = stats.mean_ema
+        # New prompts are expected to have the mean length of the data set, or of the known prompts in the batch.
         usual = statistics.dataset.stats.mean
         if not usual:
             usual = sum(means.values()) / max(len(means), 1)
@@ -260,7 +248,6 @@ class BatchRun:
         return sorted(self._prepared.groups, key=rank)
 
     async def _collect_results(self, tasks: GroupTasks) -> None:
-        """Decide groups as they end, until enough are complete."""
         missing = self._prepared.needed
         for next_result in asyncio.as_completed(tasks.values()):
             result = await next_result
@@ -286,7 +273,7 @@ class BatchRun:
             self.feed.group_ended(result)
 
     async def _stop_to_carry(self, tasks: GroupTasks) -> None:
-        """Stop the groups that still run and keep their tokens; decide groups that have just ended."""
+        """Stop running groups and keep their tokens. Decide groups that have just ended."""
         ended: list[BatchGroup] = []
         stopping: list[asyncio.Task[None]] = []
         for group in self._prepared.groups:
@@ -307,7 +294,7 @@ class BatchRun:
                 self._decide(group, result)
 
     async def _stop_groups(self, tasks: GroupTasks) -> None:
-        """Stop all groups that still run, and give back the candidates of groups that never started."""
+        """Stop running groups, and drop the allocations of groups that never started."""
         groups = self._prepared.groups
         self._prepared.ticket.release()
         for group in groups:
@@ -316,7 +303,6 @@ class BatchRun:
         try:
             for task in tasks.values():
                 if not task.done():
-                    # One group per turn of the event loop, as each group stops all of its candidates.
                     task.cancel()
                     await asyncio.sleep(0)
             await asyncio.gather(*tasks.values(), return_exceptions=True)
@@ -435,7 +421,6 @@ class BatchRun:
         return self._rollouts.start(spec, group.allocation, ticket, carried)
 
     async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:
-        """Keep the tokens of a stopped group, if another group can continue from them."""
         candidates = await run.runner.collect_carried()
         # With a seed, the random numbers of a candidate depend on its index, so candidates must keep their indices.
         is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None

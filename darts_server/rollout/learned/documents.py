@@ -43,7 +43,7 @@ class DocumentStore(Protocol):
 class Kind(Generic[T]):
     """A kind of documents, which are fields, or a value in JSON if ``is_json``.
 
-    ``create``: makes a value from either. A class gets the fields by name. It raises for documents of other versions.
+    ``create``: makes a value from either. A class gets the fields by name.
     """
 
     name: str
@@ -83,7 +83,6 @@ class Debounce:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self.run_pending)
 
     def run_pending(self) -> None:
-        """Run requested work now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -121,7 +120,7 @@ class StoredValues(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Bytes, and ``numbers`` that are saved with them."""
+    """Bytes, and numbers that are saved with them."""
 
     data: bytes
     numbers: Mapping[str, int]
@@ -140,9 +139,9 @@ class Manifest:
 class BlobStore:
     """Blobs of one kind. Only one thread at a time may save a key.
 
-    A blob is split into parts, as documents and lines of a saved state are small. Each key has two slots. A new blob is
-    written to the slot that the manifest does not name, and then the manifest. So a reader always finds a complete
-    blob, also after a process was killed while it saved.
+    A blob is split into parts, as documents are small. Each key has two slots. A new blob is written to the slot that
+    the manifest does not name, and then the manifest. So a reader always finds a complete blob, also after a process
+    was killed while it saved.
     """
 
     def __init__(self, documents: DocumentStore, kind: str) -> None:
@@ -156,7 +155,6 @@ class BlobStore:
         return None if manifest is None else manifest.digest
 
     def load(self, key: str) -> Blob | None:
-        """Return a blob if it is complete."""
         manifest = self._manifests.load(key)
         if manifest is None:
             return None

@@ -97,7 +97,7 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 def length_limit(record: GroupRecord) -> int | None:
     """Return the length in tokens at which candidates were truncated, or ``max_tokens`` if none was truncated.
 
-    The model's context may be shorter than the request's ``max_tokens``. None if the limit is not known.
+    The model's context may be shorter than the request's ``max_tokens``.
     """
     limits = []
     longest = 0
@@ -189,20 +189,20 @@ class Latency:
 
     @property
     def start_seconds(self) -> float | None:
-        """Seconds that the start of a candidate costs, without its decode steps, or None while unknown."""
+        """Seconds that the start of a candidate costs, without its decode steps."""
         return self._learned().start_seconds
 
     def step_seconds(self, batch: int) -> float | None:
-        """Return the seconds of a decode step of ``batch`` sequences on all engines, or None while unknown."""
+        """Return the seconds of a decode step of ``batch`` sequences on all engines, if they are known."""
         curve = self._learned().curve
         if curve is None:
             return None
         return curve.scaled(1 / self.engines).step_seconds(batch)
 
     def completion_seconds(self, groups: Sequence[Sequence[int]]) -> list[float]:
-        """Return the seconds until each group is complete if all groups start together and nothing else runs.
+        """Return the seconds until each group is complete if all start together, or nothing while they are unknown.
 
-        Returns nothing while the curve is unknown. ``groups``: lengths of trajectories in tokens, in queueing order.
+        ``groups``: lengths of trajectories in tokens, in queueing order.
         """
         curve = self._learned().curve
         if curve is None:
@@ -212,7 +212,6 @@ class Latency:
         return [max(islice(ends, len(group))) for group in groups]
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
-        """Learn the time of a step of ``batch`` sequences, ``started`` of them in this step."""
         self._model.observe(batch, seconds, started)
         self._write_later.request()
 
@@ -244,12 +243,11 @@ class Rewards:
         return self._dataset.load(KEY) or RewardStats()
 
     def mean_length(self, answer: str) -> float | None:
-        """Return the mean length of all ``right`` or ``wrong`` trajectories in tokens, or None if there are none."""
+        """Return the mean length of all ``right`` or ``wrong`` trajectories in tokens."""
         lengths = {"right": self.dataset.right, "wrong": self.dataset.wrong}[answer]
         return lengths.mean if lengths.count else None
 
     def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
-        """Add statistics of newly rewarded trajectories, by prompt key."""
         for key, stats in new_stats.items():
             if key is not None:
                 earlier = self.prompts.load(key) or RewardStats()
@@ -259,7 +257,7 @@ class Rewards:
 
 
 def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
-    """Return statistics of a prompt's lengths, in tokens, as JSON values. None stands for unknown values."""
+    """Return statistics of a prompt's lengths, in tokens, as JSON values."""
     seen = stats.observations
     summary: dict[str, Any] = {
         "estimated_mean_tokens": stats.mean_ema,
@@ -285,7 +283,6 @@ def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
 
 
 def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
-    """Return reward statistics as JSON values, or None without any reward."""
     if stats is None or stats.pass_rate is None:
         return None
     return {
@@ -299,7 +296,7 @@ def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
 
 
 class LengthBias:
-    """Generated and returned lengths of recent groups. Lengths of stopped candidates are estimated."""
+    """Generated and returned lengths of recent groups."""
 
     def __init__(self) -> None:
         self._generated: deque[list[tuple[float, float]]] = deque(maxlen=BIAS_GROUPS)
@@ -316,7 +313,7 @@ class LengthBias:
             self._returned.append(record.selected)
 
     def mean(self, kind: str) -> float | None:
-        """Return the mean of ``generated`` or ``returned`` lengths in tokens, or None before the first group."""
+        """Return the mean of all ``generated`` or ``returned`` lengths in tokens."""
         weights, lengths = self._pool(kind)
         if not weights.sum() > 0:
             return None

@@ -1,4 +1,4 @@
-"""Running and recently ended groups, for viewers of the server's monitor. Without viewers, updates cost nothing."""
+"""Running and recently ended groups, for viewers of the server's monitor."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,10 +28,7 @@ MaySee = Callable[[str | None], bool]
 class Monitor:
     """Keep the records of ended groups, and find running groups. At the limits, see `Kept`.
 
-    Args:
-        clock: the runner's clock, in seconds.
-        max_groups: maximum number of ended groups, and of running groups.
-        max_candidates: maximum number of candidates of ended groups, and of running groups.
+    ``clock``: the runner's clock, in seconds.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class Monitor:
         self.clock = clock
         self.max_groups = max_groups
         self.ended = 0
-        """Number of groups that have ended so far."""
         self.rollouts = rollouts
         self._max_candidates = max_candidates
         # By owner, and by the value of `ended`.

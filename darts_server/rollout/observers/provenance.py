@@ -8,19 +8,16 @@ from darts_server.records import GroupKey, GroupRecord
 from darts_server.serving.kept import Kept
 
 DEFAULT_KEPT = 10_000
-"""Number of kept groups: dozens of training steps."""
+"""Dozens of training steps."""
 DEFAULT_KEPT_CANDIDATES = 160_000
-"""Number of candidates of all kept groups: 16 per group. A candidate takes 0.45 KB, all candidates 72 MB."""
+"""16 per group. A candidate takes 0.45 KB, all candidates 72 MB."""
 
 MAX_NUMBER_DIGITS = 7
 """Digits of a prompt's number. Longer numbers are random ids that happen to have no letter."""
 
 
 class Provenance:
-    """Keep the records of groups that have ended: at most ``kept``, with at most ``kept_candidates`` candidates.
-
-    At a limit, the server drops the oldest group of the caller that has most, see `Kept`.
-    """
+    """Keep the records of ``kept`` groups with ``kept_candidates`` candidates. At a limit, see `Kept`."""
 
     def __init__(self, kept: int = DEFAULT_KEPT, kept_candidates: int = DEFAULT_KEPT_CANDIDATES) -> None:
         # By owner and group id.
@@ -40,9 +37,7 @@ class Provenance:
     def find(self, name: str, may_see: Callable[[str | None], bool]) -> list[GroupRecord]:
         """Find the newest group with the id ``name``, or all groups of the response with that id in prompt order.
 
-        A group joined from single requests is found by the id of each request, and by the callers' name for the group.
-
-        ``may_see``: returns whether the groups of an owner may be returned.
+        A group joined from single requests is found by the id of each request, and by the callers' name for it.
         """
         keys = self._by_name.get(name, ())
         records = [self._records.of(owner)[group_id] for owner, group_id in keys if may_see(owner)]
@@ -52,7 +47,6 @@ class Provenance:
         return sorted(records, key=lambda record: _prompt_number(record, name))
 
     def newest(self, may_see: Callable[[str | None], bool], count: int) -> list[GroupRecord]:
-        """Return at most ``count`` records of visible groups, the newest first."""
         found: list[GroupRecord] = []
         for owner, _ in self._records:
             if may_see(owner):
@@ -75,7 +69,7 @@ def _names(record: GroupRecord) -> set[str]:
 
 
 def response_id(group_id: str) -> str:
-    """Return the id of the response with a group: vLLM may append a dash and the prompt's number to it."""
+    """Return the id of a group's response. vLLM may append a dash and the prompt's number to it."""
     head, dash, number = group_id.rpartition("-")
     if dash and number.isdigit() and len(number) <= MAX_NUMBER_DIGITS:
         return head

@@ -42,10 +42,8 @@ class Reward:
 
 @dataclass(slots=True)
 class RewardReport:
-    """Numbers of reported rewards: each is matched, repeated or unknown.
+    """Numbers of reported rewards. A reward is repeated if its trajectory has one, and unknown if it is not kept.
 
-    ``repeated``: the trajectory has a reward already.
-    ``unknown``: the trajectory is not kept.
     ``unknown_indices``: positions of the first `MAX_UNKNOWN_INDICES` unknown rewards.
     """
 
@@ -87,7 +85,6 @@ class ReturnedGroup:
     """Number of all returned trajectories, or None until the group is complete."""
     returned: dict[str, ReturnedTrajectory] = field(default_factory=dict)
     rewarded: int = 0
-    """Number of trajectories with rewards."""
 
     @property
     def is_fully_rewarded(self) -> bool:
@@ -108,15 +105,14 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 
 
 class RewardMatcher:
-    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them.
+    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them. At a limit, see `Kept`.
 
-    At most `DEFAULT_KEPT_CANDIDATES` candidates are kept. At a limit, the server drops the oldest group of the caller
-    that has most, see `Kept`. A trajectory takes about 400 bytes, and the record of a candidate another 400.
+    A trajectory takes about 400 bytes, and the record of a candidate another 400.
 
     Args:
-        on_group_rewarded: called once when all returned trajectories of a group have rewards, with the group's record,
-            correctness by candidate index, and whether all rewards are equal.
-        on_report: called for each chunk of rewards with the numbers of matched and of unknown rewards.
+        on_group_rewarded: called when all trajectories of a group have rewards, with the group's record, correctness by
+            candidate index, and whether all rewards are equal.
+        on_report: called with the numbers of matched and of unknown rewards.
         on_reward: called with every trajectory's first reward.
     """
 
@@ -165,7 +161,6 @@ class RewardMatcher:
         self._learn({group.prompt_key: stats}, fully_rewarded)
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
-        """Return the rewards that were reported for a group."""
         group = self._groups.of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
@@ -175,9 +170,9 @@ class RewardMatcher:
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
         """Match rewards to kept trajectories that have no reward. Yields to the event loop between chunks.
 
-        An id names a trajectory of the caller, as other callers may have chosen the same id. An admin, such as a
-        service that computes all rewards, may name another caller's trajectory. Tokens name the caller's trajectories
-        with these tokens, or other callers' if the caller has none.
+        Callers may choose the same ids, so an id names a trajectory of the caller. An admin, such as a service that
+        computes all rewards, may name another caller's trajectory. Tokens name trajectories of the caller, or of other
+        callers if the caller has none.
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
@@ -213,7 +208,6 @@ class RewardMatcher:
         return report
 
     def _find(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
-        """Find the trajectory with the reward's id, or all trajectories with its tokens."""
         who = caller.get()
         if reward.trajectory_id is None:
             found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
@@ -231,7 +225,6 @@ class RewardMatcher:
         return ()
 
     def _learn(self, stats: dict[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
-        """Learn from trajectories, by prompt key, and from groups."""
         for group in fully_rewarded:
             stats[group.prompt_key] += RewardStats(groups=1, zero_variance=int(group.zero_variance))
         self._rewards.learn(stats)
@@ -261,7 +254,6 @@ class RewardMatcher:
             self._forget(dropped)
 
     def _forget(self, group: ReturnedGroup) -> None:
-        """Remove a dropped group from the indices."""
         owner, group_id = group.key
         self._owners[group_id].discard(owner)
         if not self._owners[group_id]:

@@ -15,8 +15,7 @@ from darts_server.rollout.pruning.pruner import Pruner
 class GroupScorer:
     """Score each candidate of a group once at each detection point.
 
-    Scores use the log-probs of exactly the tokens up to the detection point, even if the candidate has more tokens by
-    then. So equal tokens get equal scores.
+    Scores use the log-probs of exactly the tokens up to the detection point, so that equal tokens get equal scores.
 
     ``running``: running candidates by index.
     ``on_score``: called in the event loop with scores from hidden states, unless the candidate was dropped.
@@ -44,7 +43,6 @@ class GroupScorer:
         self._dropped: set[int] = set()
 
     def probe_for(self, index: int) -> Probe:
-        """Return the probe for the start of a candidate."""
         self._early[index] = []
         points = self._pruner.detect_at if self._uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._uses_logprobs)
@@ -56,7 +54,6 @@ class GroupScorer:
         return self._early.pop(index, [])
 
     def poll(self) -> list[Scored]:
-        """Score all running candidates that have new log-probs."""
         scores = []
         for index in list(self._waiting):
             scores += self._score_waiting(index)
@@ -74,7 +71,6 @@ class GroupScorer:
             self._pruner.record_dropped(self._group, index)
 
     def close(self, candidates: Iterable[Candidate]) -> None:
-        """Drop candidates of the ended group that were not selected, and get no reward."""
         for candidate in candidates:
             if candidate.selected_as is None:
                 self.drop(candidate.index)

@@ -83,7 +83,7 @@ class PendingLabel:
     """A scored trajectory that waits for its reward.
 
     ``size``: memory in bytes.
-    ``survival``: probability that the trajectory was kept by all scores, and then sampled for the tail of its group.
+    ``survival``: probability to be kept by all scores, and then sampled for the tail of the group.
     ``is_undecided``: whether the group may prune the trajectory, and has not decided yet.
     """
 
@@ -140,7 +140,7 @@ class Pruner:
         self._reloaded_at = -math.inf
 
     def start(self) -> None:
-        """Load the learned state, and start to train the head. The engine must provide hidden states."""
+        """Load the learned state, and start to train the head."""
         width = self._width() or 0
         if self._settings.kind is ScoreKind.HEAD_LOGPROB:
             width += LOGPROB_INPUTS
@@ -148,7 +148,6 @@ class Pruner:
         self._log_status()
 
     def close(self) -> None:
-        """Save the learned state, and end the training."""
         self._save()
         if self._head is not None:
             self._head.close()
@@ -170,8 +169,8 @@ class Pruner:
     ) -> Scored:
         """Score a trajectory, keep the score until the reward arrives, and compute the survival probability.
 
-        ``probed``: hidden state, or None if the kind of score uses none.
-        ``logprobs``: log-probs of the tokens so far, in nats, if the kind uses them.
+        ``probed``: None if the kind of score uses no hidden states.
+        ``logprobs``: of the tokens so far, in nats, if the kind uses them.
         """
         kind = self._settings.kind
         stored = None
@@ -214,7 +213,7 @@ class Pruner:
         return Scored(index, quality, survival)
 
     def _keep(self, group: GroupKey, index: int, score: PendingScore) -> None:
-        """Keep a score until the reward arrives. At the limit, drop the oldest of the caller that has most."""
+        """Keep a score until the reward arrives. At the limit, see `Kept`."""
         label = self._find(group, index)
         # Tokens of a trajectory never decrease, so this is a new trajectory under a request id that was used before.
         if label is not None and score.tokens <= label.scores[-1].tokens:
@@ -257,7 +256,6 @@ class Pruner:
     # --- learning -------------------------------------------------------------
 
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
-        """Learn whether a trajectory is correct, if it was scored."""
         label = self._pop(group, index)
         if label is None:
             return
@@ -299,7 +297,6 @@ class Pruner:
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Record the survival of a scored group's trajectories, and count missing hidden states."""
         for candidate in record.selected:
             label = self._find(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
@@ -330,7 +327,6 @@ class Pruner:
         return PruningStatus(statuses[0].value)
 
     def _log_status(self) -> None:
-        """Log the status if it has changed."""
         status = self.status
         if status is not self._logged_status:
             self._logged_status = status
@@ -340,7 +336,6 @@ class Pruner:
 
     @property
     def report(self) -> TrainerReport:
-        """The latest report of the head's trainer."""
         return TrainerReport() if self._head is None else self._head.report
 
     def score_metrics(self) -> ScoreMetrics:
@@ -360,7 +355,6 @@ class Pruner:
         return self._points[max((at for at in self.detect_at if at <= tokens), default=self.detect_at[0])]
 
     def _ensure_points(self, width: int) -> None:
-        """Create the detection points, unless they exist, and start the head if scores need it."""
         if self._points:
             return
         kind = self._settings.kind
@@ -373,7 +367,6 @@ class Pruner:
             self._head.start()
 
     def _reload(self) -> None:
-        """Load learned state that a restore has put into the store."""
         now = self._clock()
         if now >= self._reloaded_at + RELOAD_SECONDS:
             self._reloaded_at = now

@@ -20,7 +20,7 @@ from darts_server.rollout.learned.documents import Blob, BlobStore
 logger = logging.getLogger(__name__)
 
 LOWEST_WINDOW = 64
-"""Window in tokens: a few sentences. There are several windows before a detection point at some hundred tokens."""
+"""A few sentences, so that there are several windows before a usual detection point."""
 MAX_PENDING_BYTES = 256 * 1024 * 1024
 """At a width of 4096 some 30,000 trajectories: the groups of several steps."""
 QUALITY_BLOBS = "quality"
@@ -29,13 +29,13 @@ HEAD_KEY = "head"
 HEAD_SAVE_SECONDS = 10.0
 """Time between two writes of up to 13 MB. A killed process loses that much training of the head."""
 RECENT_QUALITIES = 1024
-"""Number of qualities that a survival curve is fitted to, with pruned trajectories: several usual steps."""
+"""Number of qualities that a survival curve is fitted to: several usual steps."""
 FIT_INTERVAL = 32
 """Number of qualities between two fits of a curve. A fit takes half a millisecond."""
 MAX_CURVES = 16
 """Number of pruning settings with a cached curve. Each caller may send its own settings."""
 LOGPROB_INPUTS = 2
-"""Number of inputs that log-probs add to a head: see `head_input`."""
+"""Number of inputs that log-probs add to a head."""
 
 
 class ScoreKind(StrEnum):
@@ -58,7 +58,7 @@ class ScoreKind(StrEnum):
 class ScoringSettings:
     """How trajectories are scored.
 
-    ``detect_at``: numbers of tokens, ascending, at which trajectories are scored. The latest score counts.
+    ``detect_at``: numbers of tokens, ascending. The latest score counts.
     ``max_bytes``: maximum memory of hidden states that wait for a reward.
     ``window``: number of labels for metrics.
     """
@@ -71,10 +71,7 @@ class ScoringSettings:
 
 
 def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[float, ...]) -> NDArray[np.float32]:
-    """Return the head's input: the hidden state and, if the kind uses both, the mean and lowest log-prob in nats.
-
-    Mean and lowest are NaN if there are no log-probs, or some are not finite.
-    """
+    """Return the head's input: the hidden state and, if the kind uses both, the mean and lowest log-prob in nats."""
     if kind is not ScoreKind.HEAD_LOGPROB:
         return state
     mean = math.nan
@@ -87,10 +84,9 @@ def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[floa
 
 
 def logprob_score(kind: ScoreKind, logprobs: tuple[float, ...]) -> float | None:
-    """Return a score in [0, 1], or None if there are no log-probs, or some are not finite.
+    """Return the geometric mean of the tokens' probabilities, or None if log-probs are missing or not finite.
 
-    The score is the exponential of a mean log-prob: the geometric mean of the tokens' probabilities. It needs no
-    rewards, and separates right from wrong less well than a trained head.
+    This score needs no rewards, and separates right from wrong less well than a trained head.
     """
     usable = _usable_logprobs(logprobs)
     if usable is None:
@@ -128,7 +124,7 @@ class SavedBlob:
         return True
 
     def reload(self, restore: Callable[[Blob | None], None]) -> None:
-        """Call ``restore`` if a restore has replaced the blob; with None if it has removed the blob."""
+        """Call ``restore`` if the store has another blob, or None."""
         digest = self._blobs.digest(self._key)
         if digest != self._digest:
             blob = self._blobs.load(self._key)
@@ -137,11 +133,9 @@ class SavedBlob:
 
 
 class DetectionPoint:
-    """The calibration of one kind of score after one number of tokens. Labels are saved in ``blobs`` under ``key``.
+    """The calibration of one kind of score after one number of tokens.
 
-    ``width``: width of the head's input, or 0 for log-probs. Saved labels of another width are of another model, and
-    are not loaded.
-    ``name``: name in the log.
+    ``width``: width of the head's input, or 0 for log-probs. Saved labels of another width are of another model.
     """
 
     def __init__(
@@ -174,12 +168,10 @@ class DetectionPoint:
         self._has_changes = True
 
     def count_step(self) -> None:
-        """Count a step of the trainer."""
         self.calibrator.steps += 1
         self._has_changes = True
 
     def reload(self) -> None:
-        """Load the labels if a restore has replaced them."""
         self._saved.reload(self._restore)
 
     def save(self) -> None:
@@ -204,7 +196,7 @@ class HeadCheckpoint:
         self._saved_at = -HEAD_SAVE_SECONDS
 
     def update(self, state: bytes) -> None:
-        """Set the newest state, unless ``state`` is empty. Save it if the last save was some time ago."""
+        """Set the newest state, unless ``state`` is empty, and save it now and then."""
         if state:
             self._unsaved = state
         if self._clock() >= self._saved_at + HEAD_SAVE_SECONDS:
@@ -218,7 +210,7 @@ class HeadCheckpoint:
                 self._unsaved = b""
 
     def reload(self, restore: Callable[[bytes], None]) -> None:
-        """Call ``restore`` if a restore has replaced the saved state; with an empty state if it was removed."""
+        """Call ``restore`` if the store has another state, or an empty state."""
 
         def replace(blob: Blob | None) -> None:
             self._unsaved = b""
