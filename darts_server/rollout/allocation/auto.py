@@ -22,7 +22,14 @@ class Auto:
     def state(self, size: int) -> AheadState:
         return self.states.load(str(size)) or AheadState()
 
-    def choose(self, limits: AutoLimits, size: int, needed: int, offered: int, lost: int) -> "AutoBatch":
+    def choose(
+        self,
+        limits: AutoLimits,
+        size: int,
+        needed: int,
+        offered: int,
+        lost: int,
+    ) -> "AutoBatch":
         """Choose how many of the ``offered`` prompts run in a batch that ends with ``needed`` complete groups.
 
         ``lost``: number of tokens of earlier batches for these prompts that cannot be used.

@@ -171,7 +171,17 @@ async def prepare_batch(
         ticket.release()
         kept.put(owner, (), taken)
         raise
-    return PreparedBatch(builder.batch_id, plan, sampling, terms, groups, ticket, needed, places, batch.carry)
+    return PreparedBatch(
+        batch_id=builder.batch_id,
+        plan=plan,
+        sampling=sampling,
+        terms=terms,
+        groups=groups,
+        ticket=ticket,
+        needed=needed,
+        places=places,
+        carry=batch.carry,
+    )
 
 
 class GroupBuilder:
@@ -195,7 +205,16 @@ class GroupBuilder:
                 raise
             raise InvalidRequest(f"{field}[{number}].{error.field}", error.message) from error
         content_key = self._renderer.prompt_key(request)
-        self.groups.append(BatchGroup(number, prompt, request, prompt.key or content_key, content_key, carried))
+        self.groups.append(
+            BatchGroup(
+                number,
+                prompt,
+                request,
+                prompt.key or content_key,
+                content_key,
+                carried,
+            )
+        )
 
     async def add_carried(self, found: Sequence[tuple[int | None, CarriedPrompt]]) -> list[CarriedPrompt]:
         """Add carried prompts, each to the group with its number or to a new group; return the added prompts.

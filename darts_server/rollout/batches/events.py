@@ -168,7 +168,13 @@ class CandidateCursor:
 
     __slots__ = ("_end", "_end_sent", "_index", "_logprobs", "_number", "_run", "_sent", "_token_ids", "trajectory_id")
 
-    def __init__(self, run: GroupRun[Any, Any], trajectory_id: str, number: int, index: int) -> None:
+    def __init__(
+        self,
+        run: GroupRun[Any, Any],
+        trajectory_id: str,
+        number: int,
+        index: int,
+    ) -> None:
         self.trajectory_id = trajectory_id
         self._number = number
         self._index = index
@@ -299,7 +305,12 @@ class EventFeed:
     """
 
     def __init__(
-        self, first: BatchStarted, chunk: int | None, interval: float, replayable: bool, clock: Callable[[], float]
+        self,
+        first: BatchStarted,
+        chunk: int | None,
+        interval: float,
+        replayable: bool,
+        clock: Callable[[], float],
     ) -> None:
         self._batch_id = first.batch_id
         self._chunk = chunk

@@ -178,7 +178,16 @@ class BatchRun:
                 unfinished = self._keep_undecided()
                 seconds = self._clock() - self._started_at
                 carried = self._kept.count(self.owner)
-                self._finish(BatchDone(self.batch_id, self._results, unfinished, seconds, self._generated, carried))
+                self._finish(
+                    BatchDone(
+                        self.batch_id,
+                        self._results,
+                        unfinished,
+                        seconds,
+                        self._generated,
+                        carried,
+                    )
+                )
         finally:
             if isinstance(self.end, BatchFailed):
                 # The caller has only groups that were streamed; all other prompts were not answered.
@@ -199,7 +208,12 @@ class BatchRun:
                 continue
             metadata = group.prompt.metadata
             entry = Unfinished(
-                group.number, group.prompt_key, metadata, self._carry, group.interrupted, group.handed_back
+                group.number,
+                group.prompt_key,
+                metadata,
+                self._carry,
+                group.interrupted,
+                group.handed_back,
             )
             unfinished.append(entry)
             prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
@@ -351,7 +365,14 @@ class BatchRun:
             return None
         group.has_started = True
         group_id = f"{self.batch_id}-{group.number}"
-        result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
+        result = GroupResult(
+            group.number,
+            group_id,
+            group.prompt_key,
+            {},
+            None,
+            metadata=group.prompt.metadata,
+        )
         samples: dict[int, Sample] = {}
         feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         run: GroupRun[Any, Any] | None = None

@@ -356,7 +356,14 @@ class Statistics:
         if record.prompt_key is not None:
             earlier = self.prompts.load(record.prompt_key)
             limit = length_limit(record)
-            stats = update_stats(earlier, observed, estimate, version, limit, record.prompt_tokens)
+            stats = update_stats(
+                earlier,
+                observed,
+                estimate,
+                version,
+                limit,
+                record.prompt_tokens,
+            )
             # Prompts are saved as fields, not as a value in JSON.
             self.documents.put(KIND, record.prompt_key, asdict(stats))
         self.dataset.learn(observed, estimate, version, earlier)

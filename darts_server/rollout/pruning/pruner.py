@@ -165,7 +165,12 @@ class Pruner:
         return self._settings.kind is not ScoreKind.HEAD
 
     def score(
-        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
+        self,
+        group: GroupKey,
+        index: int,
+        probed: HiddenState | None,
+        logprobs: tuple[float, ...],
+        pruning: Pruning,
     ) -> Scored:
         """Score a trajectory, keep the score until the reward arrives, and compute the survival probability.
 

@@ -139,7 +139,12 @@ class DetectionPoint:
     """
 
     def __init__(
-        self, blobs: BlobStore, key: str, calibration: Calibration, width: int, name: str | None = None
+        self,
+        blobs: BlobStore,
+        key: str,
+        calibration: Calibration,
+        width: int,
+        name: str | None = None,
     ) -> None:
         self._saved = SavedBlob(blobs, key)
         self._name = name or key
