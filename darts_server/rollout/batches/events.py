@@ -316,8 +316,8 @@ class EventFeed:
         self._chunk = chunk
         self._interval = interval
         self._replayable = replayable
-        # The log has a delta as its candidate, with the delta's first and last token in `_ranges`. An object for each
-        # delta would take 90 bytes, and a delta may be a single token.
+        # A delta is its candidate in the log, and its token range in `_ranges`. An object for each delta would take 90
+        # bytes, and a delta may be a single token.
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
         # Number of events that were removed from the front of the log.

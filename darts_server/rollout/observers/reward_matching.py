@@ -176,7 +176,8 @@ class RewardMatcher:
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
-            matched, unknown = report.matched, report.unknown
+            matched = report.matched
+            unknown = report.unknown
             stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
             fully_rewarded: list[ReturnedGroup] = []
             for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
@@ -234,15 +235,16 @@ class RewardMatcher:
             self._on_group_rewarded(group.record, correct, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
-        group = self._groups.of(key[0]).get(key[1])
+        owner, group_id = key
+        group = self._groups.of(owner).get(group_id)
         # A caller may reuse a request id. The newer group replaces the older.
         if group is not None and group.started_at != started_at:
-            self._groups.pop(*key)
+            self._groups.pop(owner, group_id)
             self._forget(group)
             group = None
         if group is None:
             group = ReturnedGroup(key, started_at, prompt_key)
-            self._owners.setdefault(key[1], set()).add(key[0])
+            self._owners.setdefault(group_id, set()).add(owner)
             self._keep(group)
         return group
 
