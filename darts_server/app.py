@@ -189,7 +189,7 @@ async def _serve(
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
     access.reload_keys()
-    batches.keys_changed()
+    batches.carried.drop_without_caller()
 
 
 def make_rooms(
@@ -325,8 +325,8 @@ def _read_metrics(rollouts: VllmRollouts, store: Store, bias: LengthBias, batche
     return {
         "darts_prompts_tracked": lambda: store.count(KIND),
         "darts_store_fault": lambda: store.fault is not None,
-        "darts_carried_prompts": lambda: batches().carried_prompts,
-        "darts_carried_tokens": lambda: batches().carried_tokens,
+        "darts_carried_prompts": lambda: batches().carried.prompts,
+        "darts_carried_tokens": lambda: batches().carried.tokens,
         "darts_redundancy_scale": rollouts.redundancy_scale,
         "darts_observer_failures_total": lambda: rollouts.observers.failures,
         "darts_step_seconds": statistics.latency.step_seconds,

@@ -116,7 +116,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self._new_planner = new_planner
         self._retention = retention or BatchRetention()
         self._clock = clock
-        self._carried = CarriedPrompts(carry_limits, may_call)
+        self.carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
         self._has_initial_weights = has_initial_weights
         # By id, until a batch has given back its carried prompts.
@@ -202,19 +202,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         for owner, prompt in self._saved.take(self._rollouts.engine.weight_version):
             by_owner.setdefault(owner, []).append(prompt)
         for owner, prompts in by_owner.items():
-            self._carried.put(owner, prompts)
-
-    def keys_changed(self) -> None:
-        """Drop the prompts of callers whose keys are not valid any more."""
-        self._carried.drop_without_caller()
-
-    @property
-    def carried_prompts(self) -> int:
-        return self._carried.prompts
-
-    @property
-    def carried_tokens(self) -> int:
-        return self._carried.tokens
+            self.carried.put(owner, prompts)
 
     async def close(self) -> int:
         """Cancel all batches, save the carried prompts, and return the number of prompts that could not be saved."""
@@ -224,7 +212,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             await asyncio.wait([batch.task for batch in self._running.values()], timeout=CLOSE_SECONDS)
         if self._saved is None:
             return 0
-        prompts = list(self._carried)
+        prompts = list(self.carried)
         try:
             return await self._saved.save_in_time(prompts, self._renderer, with_tokens=self._has_initial_weights())
         except Exception:
@@ -241,7 +229,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self, request: BatchRequest, answer_format: AnswerFormat, durable: _DurableBatch | None
     ) -> BatchRun:
         try:
-            prepared = await prepare_batch(request, self._rollouts, self._renderer, self._new_planner, self._carried)
+            prepared = await prepare_batch(request, self._rollouts, self._renderer, self._new_planner, self.carried)
         except BaseException:
             # Free the key, also if the caller has left.
             if durable is not None:
@@ -251,7 +239,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             prepared,
             self._rollouts,
             self._renderer,
-            self._carried,
+            self.carried,
             answer_format,
             replayable=durable is not None,
             on_idle=partial(self._handle_idle, durable),

@@ -204,12 +204,12 @@ async def test_a_refused_batch_takes_no_prompts_and_a_prompt_that_cannot_be_rend
     server.registry._renderer = Picky()
     with pytest.raises(InvalidRequest, match="30 is refused"):  # with these parameters
         await server.registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
-    assert server.registry._carried.count(None) == 3
+    assert server.registry.carried.count(None) == 3
     assert "dropped" not in caplog.text
     short: dict[str, Any] = {"sampling": {"max_tokens": 1}}
     with pytest.raises(InvalidRequest, match="num_groups"):
         await server.registry.open(request("11", carried=True, num_groups=4, **short), WHOLE)
-    assert names([prompt for _, prompt in server.registry._carried]) == ["30", "50"], "they are given back"
+    assert names([prompt for _, prompt in server.registry.carried]) == ["30", "50"], "they are given back"
     done = await server.run(request("11", carried=True, carry=Carry.DROP, **short))
     assert [(result.number, key(result)) for result in done.results] == [(0, "11"), (1, "30"), (2, "50")]
     assert done.carried == 0
@@ -258,7 +258,7 @@ async def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_bat
         if isinstance(batch.end, BatchDone):
             answered.update(decided(batch.end))
             carried = batch.end.carried
-            assert carried == registry._carried.count(None)
+            assert carried == registry.carried.count(None)
         else:
             waiting += mine
     assert answered == Counter(str(i) for i in range(20))
@@ -388,7 +388,7 @@ async def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(server: 
 async def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(
     server: Server, suspended: bool
 ) -> None:
-    server.registry._carried.limits = CarryLimits(staleness=0)
+    server.registry.carried.limits = CarryLimits(staleness=0)
     await server.run(resumed("30", "10", num_groups=1))
     if suspended:
         await server.harness.rollouts.suspend()
@@ -440,14 +440,14 @@ async def test_a_seeded_group_with_a_failed_candidate_starts_again(
 
 
 async def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones(server: Server) -> None:
-    server.registry._carried.limits = CarryLimits(prompts=2)
+    server.registry.carried.limits = CarryLimits(prompts=2)
     await server.run(resumed("40", "30", "10", num_groups=1))
     await server.run(resumed("70", "12", num_groups=1, carried=True))
-    assert names(server.registry._carried._kept[None]) == ["30", "70"]
+    assert names(server.registry.carried._kept[None]) == ["30", "70"]
     batch = await server.registry.open(resumed("30"), WHOLE)
     server.registry.cancel(batch.batch_id)
     await asyncio.wait([batch.task])
-    assert names(server.registry._carried._kept[None]) == ["30", "70"], "as it was"
+    assert names(server.registry.carried._kept[None]) == ["30", "70"], "as it was"
 
 
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
@@ -555,7 +555,7 @@ async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(
     batch = await server.begin(5, "30", "10", num_groups=1, carry=Carry.RESUME)
     caller.reset(token)
     valid.clear()
-    server.registry.keys_changed()
+    server.registry.carried.drop_without_caller()
     done = await finish(server.harness, batch)
-    assert (len(done.results), done.carried, list(server.registry._carried)) == (1, 0, [])
+    assert (len(done.results), done.carried, list(server.registry.carried)) == (1, 0, [])
     assert "1 prompts that were carried over are dropped" in caplog.text

@@ -375,7 +375,7 @@ async def test_a_prompt_starts_again_if_its_tokens_are_of_another_prompt_or_of_t
         await server.begin(15, "30", "40", carry=Carry.RESUME)
         await server.stop()
     async with serving(file, texts=texts) as server:
-        assert server.registry._carried.count(None) == 2
+        assert server.registry.carried.count(None) == 2
         asked = replace(request(carry=Carry.RESUME, carried=True), group_size=size)
         done = await finish(server.harness, await begin(server.harness, server.registry, asked, 0))
         assert [result.error for result in done.results] == [None, None]
@@ -392,8 +392,8 @@ async def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_to
         with pytest.raises(ServerStopping):
             await batch.wait()
     async with serving(file) as server:
-        assert [prompt.prompt.text for _, prompt in server.registry._carried] == ["30"]
-        assert all(prompt.group is not None for _, prompt in server.registry._carried)
+        assert [prompt.prompt.text for _, prompt in server.registry.carried] == ["30"]
+        assert all(prompt.group is not None for _, prompt in server.registry.carried)
 
 
 async def test_a_group_that_ended_with_the_last_needed_group_is_returned_by_the_next_server(file: InMemory) -> None:
@@ -490,7 +490,7 @@ async def test_tokens_that_the_next_server_cannot_use_are_handed_back_and_prompt
         assert [group.error for group in handed_back] == [STOPPING] * len(handed_back)
         assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
     async with serving(file) as server:
-        kept = [prompt for _, prompt in server.registry._carried]
+        kept = [prompt for _, prompt in server.registry.carried]
         assert sorted(prompt.prompt.text or "" for prompt in kept) == ["30", "40"]
         assert [prompt.group is not None for prompt in kept] == [tokens_are_kept] * 2
 
