@@ -365,5 +365,5 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
 
 
 def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
-    """Return a text that is equal for batches, of any server, that can continue each other's groups."""
+    """Return a text that two batches, also of two servers, share if one can continue groups of the other."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"

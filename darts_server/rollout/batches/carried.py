@@ -182,8 +182,8 @@ class CarriedPrompts:
         excess = len(prompts) - len(kept)
         if excess:
             logger.warning(
-                "%d prompts that were carried over are dropped: of a caller at most %d are kept (--carried-prompts), "
-                "and at most %d bytes of them (half of --kept-bytes)",
+                "%d prompts that were carried over are dropped: at most %d are kept for a caller (--carried-prompts), "
+                "with at most %d bytes (half of --kept-bytes)",
                 excess,
                 self.limits.prompts,
                 self.limits.prompt_bytes,
@@ -285,7 +285,7 @@ class SavedPrompts:
             ready.append((owner, replace(prompt, group=group)))
         saved = await asyncio.to_thread(self.save, ready, SAVE_SECONDS)
         lost = len(prompts) - saved
-        _log_errors(restarted, "start again: what was generated for them could not be saved in time")
+        _log_errors(restarted, "start again: their tokens could not be saved in time")
         if lost:
             logger.error("%d prompts that were carried over are lost: they could not be saved, or not in time", lost)
         return lost
@@ -362,12 +362,12 @@ def _checked(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
             lengths.add(len(prefix.logprobs))
         is_valid = min([*prefix.token_ids, *versions], default=0) >= 0 and min(counts, default=1) >= 1
         if candidate.result is not None or len(lengths) > 1 or not is_valid:
-            raise ValueError("one of its candidates has not as many log-probs or versions as tokens")
+            raise ValueError("a candidate has other numbers of log-probs or versions than of tokens")
         if candidate.tokens:
             has_logprobs.add(prefix.logprobs is not None)
         candidates.append(replace(candidate, prefix=compact(prefix)))
     if len(has_logprobs) > 1:
-        raise ValueError("some of its candidates have log-probs, and others not")
+        raise ValueError("some candidates have log-probs, and others have none")
     if min(group.tail_seed, default=0) < 0:
         raise ValueError("its seed is negative")
     return replace(group, candidates=candidates)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from darts_server.estimates.checks import MIN_MEAN, check_count, check_length, check_number
-from darts_server.estimates.latency import LatencyModel
+from darts_server.estimates.latency import LatencyCurve, LatencyModel
 from darts_server.estimates.length_profile import LengthProfile, ratios_to_mean
 from darts_server.estimates.lengths import (
     DatasetStats,
@@ -194,26 +194,29 @@ class Latency:
 
     def step_seconds(self, batch: int) -> float | None:
         """Return the seconds of a decode step of ``batch`` sequences on all engines, if they are known."""
-        curve = self._learned().curve
-        if curve is None:
-            return None
-        return curve.scaled(1 / self.engines).step_seconds(batch)
+        curve = self._curve()
+        return None if curve is None else curve.step_seconds(batch)
 
     def completion_seconds(self, groups: Sequence[Sequence[int]]) -> list[float]:
         """Return the seconds until each group is complete if all start together, or nothing while they are unknown.
 
         ``groups``: lengths of trajectories in tokens, in queueing order.
         """
-        curve = self._learned().curve
+        curve = self._curve()
         if curve is None:
             return []
         lengths = [length for group in groups for length in group]
-        ends = iter(curve.scaled(1 / self.engines).completion_seconds(lengths, self.capacity).tolist())
+        ends = iter(curve.completion_seconds(lengths, self.capacity).tolist())
         return [max(islice(ends, len(group))) for group in groups]
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
         self._model.observe(batch, seconds, started)
         self._write_later.request()
+
+    def _curve(self) -> LatencyCurve | None:
+        """Return the curve of all engines together."""
+        curve = self._learned().curve
+        return None if curve is None else curve.scaled(1 / self.engines)
 
     def _learned(self) -> LatencyModel:
         """Return the model, after a restore the restored model."""
@@ -239,7 +242,7 @@ class Rewards:
 
     @property
     def dataset(self) -> RewardStats:
-        """Statistics over all prompts, including those without a key."""
+        """Statistics over all prompts, also prompts without a key."""
         return self._dataset.load(KEY) or RewardStats()
 
     def mean_length(self, answer: str) -> float | None:

@@ -52,7 +52,7 @@ STATUS_REASONS = {
     PruningStatus.COLD: "the first steps only learn",
     PruningStatus.FEW_LABELS: "there are too few rewards yet",
     PruningStatus.UNTRAINED: "the quality head is not trained yet",
-    PruningStatus.ONE_CLASS: "all labels in memory are of correct trajectories, or all are of wrong ones",
+    PruningStatus.ONE_CLASS: "all labels in memory are of correct trajectories, or all of wrong trajectories",
     PruningStatus.DIVERGED: "the quality head's last training diverged and was undone",
     PruningStatus.TRAINER_LOST: "the process that trains the quality head died too often; restart the server",
     PruningStatus.PROBE_LOST: "the engine no longer sends hidden states; restart the server",
