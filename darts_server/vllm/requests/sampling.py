@@ -58,7 +58,7 @@ class SamplingReader:
     def read(self, sampling: Mapping[str, object], size: int) -> SamplingParams:
         """Make sampling parameters for ``size`` trajectories.
 
-        The caller may set fields of the result, but must not change the lists and objects in it.
+        The caller may set fields of the result and of ``structured_outputs``, but must not change lists in place.
 
         Raises:
             InvalidRequest: names the parameter.
@@ -68,6 +68,8 @@ class SamplingReader:
         if self._latest is None or self._latest[0] is not sampling:
             self._latest = (sampling, self._parse(sampling))
         params = copy(self._latest[1])
+        # vLLM's checks convert choices and grammars of a request in place.
+        params.structured_outputs = copy(params.structured_outputs)
         params.n = size
         return params
 

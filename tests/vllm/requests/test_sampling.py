@@ -85,6 +85,19 @@ def test_prompts_of_a_batch_share_parameters_that_are_parsed_once() -> None:
     assert reader.read(sampling, 1).stop == ["a"]
 
 
+def test_a_choice_that_vllm_converts_for_one_prompt_is_still_there_for_the_next() -> None:
+    reader = SamplingReader("processed_logprobs")
+    sampling = {"structured_outputs": {"choice": ["yes", "no"]}}
+    first = reader.read(sampling, 1).structured_outputs
+    assert first is not None
+    first.choice = None
+    first.grammar = "root ::= ..."
+    second = reader.read(sampling, 1).structured_outputs
+    assert second is not None
+    assert (second.choice, second.grammar) == (["yes", "no"], None)
+    assert reader.effective(sampling)["structured_outputs"] == reader.effective({**sampling})["structured_outputs"]
+
+
 def test_parameters_that_were_refused_are_refused_again() -> None:
     wrong = {"max_tokens": 0}
     for _ in range(2):
