@@ -338,7 +338,7 @@ class EventFeed:
     # --- called by the batch ------------------------------------------------
 
     def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
-        group = _GroupCursor(number, f"{self._batch_id}-{number}", run)
+        group = _GroupCursor(number, run.spec.group_id, run)
         self._groups[number] = group
         if self._replayable:
             self._cursors.append(group.cursors)

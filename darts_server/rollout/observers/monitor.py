@@ -120,10 +120,14 @@ class Viewer:
             old: list[Fields] = []
             if before is not None and before["began"] == run.started_at:
                 old = before["candidates"]
-            now["candidates"] = [
-                old[index] if index < len(old) and _is_final(old[index]) else _candidate(run.runner.record(index))
-                for index in range(_shown_candidates(run))
-            ]
+            candidates: list[Fields] = []
+            for index in range(_shown_candidates(run)):
+                # Candidates that do not change any more are used again.
+                if index < len(old) and _is_final(old[index]):
+                    candidates.append(old[index])
+                else:
+                    candidates.append(_candidate(run.runner.record(index)))
+            now["candidates"] = candidates
             self._running[group_id] = now
             changes.append(_changes(now, before))
 

@@ -34,8 +34,6 @@ class GroupScorer:
         self._pruning = pruning
         self._running = running
         self._on_score = on_score
-        self._uses_hidden_states = pruner.uses_hidden_states
-        self._uses_logprobs = pruner.uses_logprobs
         # Detection points whose log-probs have not arrived yet, with their hidden states if they are used.
         self._waiting: dict[int, list[tuple[int, HiddenState | None]]] = {}
         # Scores of candidates before `mark_started`.
@@ -44,12 +42,12 @@ class GroupScorer:
 
     def probe_for(self, index: int) -> Probe:
         self._early[index] = []
-        points = self._pruner.detect_at if self._uses_hidden_states else ()
-        return Probe(points, partial(self._receive_state, index), logprobs=self._uses_logprobs)
+        points = self._pruner.detect_at if self._pruner.uses_hidden_states else ()
+        return Probe(points, partial(self._receive_state, index), logprobs=self._pruner.uses_logprobs)
 
     def mark_started(self, index: int) -> list[Scored]:
         """Mark a candidate as started, and return earlier scores: states may arrive before the engine confirms."""
-        if not self._uses_hidden_states:
+        if not self._pruner.uses_hidden_states:
             self._waiting[index] = [(tokens, None) for tokens in self._pruner.detect_at]
         return self._early.pop(index, [])
 
@@ -78,7 +76,7 @@ class GroupScorer:
     def _receive_state(self, index: int, probed: HiddenState) -> None:
         if index in self._dropped:
             return
-        if self._uses_logprobs:
+        if self._pruner.uses_logprobs:
             self._waiting.setdefault(index, []).append((probed.tokens, probed))
             scores = self._score_waiting(index)
         else:
