@@ -31,8 +31,6 @@ PRICE = json_kind("price", ShadowPrice)
 class Allocator:
     """Allocate candidates over the groups that arrive within ``window`` seconds (DARTS, section 2b in PAPERS.md).
 
-    The mean over all groups of one policy and size stays at the budget.
-
     Args:
         on_cohort_end: called with the record of each cohort that has ended.
         clock: monotonic seconds.
@@ -80,7 +78,7 @@ class Allocator:
         try:
             return await result
         except asyncio.CancelledError:
-            # The group may be cancelled in the turn in which it was allocated. Its cohort must not wait for it.
+            # A group may be cancelled after its allocation, in the same turn. Its cohort must not wait for it.
             if result.done() and not result.cancelled() and result.exception() is None:
                 result.result().drop()
             raise

@@ -11,8 +11,6 @@ from darts_server.records import CohortRecord, GroupRecord
 class Cohort:
     """Set the deadline of its groups when enough groups have reported the tokens that they need.
 
-    Groups are any hashable values.
-
     Args:
         record: completed as groups end. Groups of an explored cohort run past the deadline, to measure its cost.
         rule: None for a policy without deadlines.
@@ -20,7 +18,7 @@ class Cohort:
         clock: monotonic seconds.
         on_start: called when the first group starts.
         tokens: a deadline that is known from the start.
-        few: whether there are too few groups to determine another deadline than ``tokens``.
+        few: whether there are too few groups to determine a deadline.
     """
 
     def __init__(
@@ -44,15 +42,12 @@ class Cohort:
         self._on_end = on_end
         self._clock = clock
         self._unfinished = record.groups
-        # In the order in which groups started.
+        # In starting order.
         self._members: dict[object, Callable[[int, int], None]] = {}
         self._is_passed_on = self.deadline.tokens is not None
 
     def join(self, group: object, set_deadline: Callable[[int, int], None]) -> None:
-        """Add a group that has started.
-
-        ``set_deadline``: called with the deadline, and with the length at which every candidate is cut, in tokens.
-        """
+        """Add a group that has started. ``set_deadline``: called with the deadline and the bound, in tokens."""
         self._members[group] = set_deadline
         if self.started_at is None:
             self.started_at = self._clock()
@@ -99,9 +94,9 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The number of candidates of one group, and its cohort, if the policy allocates groups together.
+    """The candidates of one group, and its cohort, if the policy allocates groups together.
 
-    ``saturated``: whether the prompt was allocated the maximum, before the load reduced its candidates.
+    ``saturated``: whether the prompt was allocated the maximum, before the load reduced it.
     """
 
     candidates: int

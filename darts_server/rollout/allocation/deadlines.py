@@ -115,10 +115,10 @@ class Deadlines:
 
 
 def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
-    """Return the rewarded or cut answers of a group, with lengths relative to the limit that discards them.
+    """Return rewarded or cut answers, with lengths relative to the limit that discards them, without a stretch.
 
-    Without a stretch, the limit is the bound for an answer that the group would wait for, and otherwise the deadline. A
-    cut candidate had become longer than its group would wait for, unless it was cut at the bound.
+    The limit is the bound for an answer that the group would wait for, and otherwise the deadline. A cut candidate had
+    become longer than its group would wait for, unless it was cut at the bound.
     """
     answers = []
     for c in record.selected:
@@ -136,9 +136,9 @@ def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
 
 
 def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
-    """Return the shortest correct answer of a group, or the longest answer if all are known to be wrong.
+    """Return the shortest correct answer, or the longest answer if all are known to be wrong.
 
-    Its length is relative to the bound, which no candidate may exceed whatever the group waits for.
+    Its length is relative to the bound, which no candidate may exceed.
     """
     selected = record.selected
     right = [c.tokens for c in selected if correct.get(c.index, False)]

@@ -124,7 +124,7 @@ class CandidateDiscarded:
 class BatchDone:
     """The batch is complete.
 
-    ``results``: in the order in which groups ended.
+    ``results``: groups in the order of their ends.
     ``generated``: number of tokens of all groups, also of groups that failed or were stopped.
     ``carried``: number of prompts that are kept for the caller.
     """

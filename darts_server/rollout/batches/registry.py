@@ -94,8 +94,8 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     Args:
         clock: monotonic seconds.
         saved: keeps carried prompts for the next server, or None to lose them.
-        has_initial_weights: returns whether the server still has the weights with which it started. The next server
-            starts with the same weights, and cannot continue from tokens of other weights.
+        has_initial_weights: returns whether the weights never changed. The next server starts with the initial weights,
+            and cannot continue from tokens of other weights.
         may_call: see `CarriedPrompts`.
     """
 

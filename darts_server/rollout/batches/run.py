@@ -126,7 +126,7 @@ class BatchRun:
                 self._on_idle(self)
 
     async def wait(self) -> BatchDone:
-        """Wait for the end, or raise the error with which the batch ended."""
+        """Wait for the end; raise the error of a batch that failed."""
         await self._ended.wait()
         if isinstance(self.end, BatchFailed):
             raise self.end.error

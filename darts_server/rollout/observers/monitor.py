@@ -13,11 +13,11 @@ from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.kept import Kept
 
 MAX_GROUPS = 256
-"""Number of ended groups, and of running groups, that a new viewer gets: the last step or two."""
+"""Number of ended groups, and of running groups: the last step or two."""
 MAX_CANDIDATES = 2048
 """Number of candidates of all ended groups, and of all running groups."""
 MAX_CANDIDATES_PER_GROUP = 1024
-"""Number of candidates of a group that are shown, from the first on."""
+"""Further candidates of a group are not shown."""
 
 Fields = dict[str, Any]
 """JSON values by name, without values that are unknown or do not apply."""
@@ -51,7 +51,7 @@ class Monitor:
         self._records.put(record.owner, self.ended, record, _shown_candidates(record))
 
     def ended_after(self, count: int, may_see: MaySee) -> list[GroupRecord]:
-        """Return the kept records of visible groups after the first ``count``, in the order in which they ended."""
+        """Return kept records of visible groups after the first ``count``, in the order of their ends."""
         found: list[tuple[int, GroupRecord]] = []
         for owner, records in self._records:
             if not may_see(owner):

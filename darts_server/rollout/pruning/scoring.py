@@ -241,7 +241,7 @@ class SurvivalEstimator:
         self._curves: dict[Pruning, tuple[SurvivalCurve, int]] = {}
 
     def survival(self, quality: float, pruning: Pruning) -> float:
-        """Add a trajectory's quality, and return the probability with which to keep the trajectory."""
+        """Add a trajectory's quality, and return the probability to keep the trajectory."""
         self._recent.append(quality)
         self._seen += 1
         curve, fitted_at = self._curves.pop(pruning, (None, 0))
