@@ -31,6 +31,8 @@ PRICE = json_kind("price", ShadowPrice)
 class Allocator:
     """Allocate candidates over the groups that arrive within ``window`` seconds (DARTS, section 2b in PAPERS.md).
 
+    The mean over all groups of one policy and size stays at the budget.
+
     Args:
         on_cohort_end: called with the record of each cohort that has ended.
         clock: monotonic seconds.
