@@ -214,7 +214,7 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
     access.reload_keys()
-    batches.keys_changed()
+    batches.carried.drop_without_caller()
 
 
 # --- the rooms above the engine -------------------------------------------------
@@ -401,8 +401,8 @@ def _read_metrics(
     return {
         "darts_prompts_tracked": lambda: store.count(KIND),
         "darts_store_fault": lambda: store.fault is not None,
-        "darts_carried_prompts": lambda: batches.carried_prompts,
-        "darts_carried_tokens": lambda: batches.carried_tokens,
+        "darts_carried_prompts": lambda: batches.carried.prompts,
+        "darts_carried_tokens": lambda: batches.carried.tokens,
         "darts_redundancy_scale": rollouts.redundancy_scale,
         "darts_observer_failures_total": lambda: rollouts.observers.failures,
         "darts_step_seconds": statistics.latency.step_seconds,

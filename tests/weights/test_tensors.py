@@ -131,7 +131,7 @@ def test_links_out_of_the_root_are_refused_wherever_they_are(tmp_path: Path) -> 
     (root / "linked" / "x.safetensors.index.json").symlink_to(root / "indexed" / "x.safetensors.index.json")
     assert read_tensors(root / "good", "path", root).keys() == SHAPES.keys()
     for name in ("file.safetensors", "folder", "folder/a.safetensors", "step", "indexed", "linked"):
-        with pytest.raises(InvalidRequest, match="is a symbolic link; name what it points to") as error:
+        with pytest.raises(InvalidRequest, match="is a symbolic link; give the path that it points to") as error:
             read_tensors(root / name, "path", root)
         assert error.value.field == "path"
     assert read_tensors(root / "folder", "checkpoint").keys() == SHAPES.keys()
