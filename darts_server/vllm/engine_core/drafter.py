@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-PROMPT = "darts_draft_prompt"
-"""Name in ``extra_args`` of a request whose prompt has generated tokens: the key and the length of its true prompt."""
+PROMPT_TOKENS = "darts_prompt_tokens"
+"""Name in ``extra_args`` of a resumed request: number of tokens of its true prompt, without generated tokens."""
 BITS = 22
 """The counts have 4 million slots of 32 bytes: some 600,000 tokens of different texts."""
 
@@ -65,10 +65,11 @@ class Drafter:
     def _prompt_of(self, name: str) -> tuple[object, int]:
         request = self.runner.requests[name]
         params = request.sampling_params
-        given = params and params.extra_args and params.extra_args.get(PROMPT)
+        extra = (params and params.extra_args) or {}
+        if request.prompt_token_ids is None:
+            # A prompt of embeddings has no tokens that others could share.
+            return name, request.num_prompt_tokens
+        count = extra.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
+        tokens = np.asarray(request.prompt_token_ids[:count], np.int32)
         adapter = request.lora_request.lora_name if request.lora_request else None
-        if given:
-            key, length = given
-            return (adapter, key), length
-        tokens = np.asarray(request.prompt_token_ids, np.int32)
-        return (adapter, hash(tokens.tobytes())), len(tokens)
+        return (adapter, hash(tokens.tobytes())), count

@@ -18,6 +18,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from math import inf
 from typing import Any, NamedTuple
 
@@ -209,7 +210,7 @@ class HoldingQueue:
                 started += 1
             buffer = self._buffers.get(output.request_id)
             if buffer is None:
-                sent.append(output)
+                sent += split_tokens(output)
                 continue
 
             is_first = buffer.generated == 0
@@ -219,7 +220,10 @@ class HoldingQueue:
 
             if output.finish_reason is not None:
                 del self._buffers[output.request_id]
-            elif is_first or not buffer.is_held:
+            elif not buffer.is_held:
+                sent += split_tokens(output)
+                continue
+            elif is_first:
                 sent.append(output)
                 continue
             elif len(buffer.tokens) < buffer.limit:
@@ -261,6 +265,35 @@ class HoldingQueue:
             report.steps = tuple(self._steps)
             self._steps = []
         return report
+
+
+def split_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
+    """Split an output of several tokens, as speculative decoding makes them, into an output for each token.
+
+    vLLM searches for stop strings after each output, and would return the tokens of an output that follow the string.
+    """
+    has_rows = output.routed_experts is not None or output.new_sampling_mask is not None
+    if len(output.new_token_ids) < 2 or has_rows:
+        return [output]
+    parts = []
+    for place, token in enumerate(output.new_token_ids):
+        part = EngineCoreOutput(output.request_id, [token])
+        if output.new_logprobs is not None:
+            part.new_logprobs = output.new_logprobs.slice_request(place, 1)
+        parts.append(part)
+
+    first = parts[0]
+    first.new_prompt_logprobs_tensors = output.new_prompt_logprobs_tensors
+    first.prefill_stats = output.prefill_stats
+    first.events = output.events
+    # The last output has everything that belongs to the end of a step.
+    last = copy(output)
+    last.new_token_ids = parts[-1].new_token_ids
+    last.new_logprobs = parts[-1].new_logprobs
+    last.new_prompt_logprobs_tensors = None
+    last.prefill_stats = None
+    last.events = None
+    return [*parts[:-1], last]
 
 
 def is_joinable(output: EngineCoreOutput) -> bool:

@@ -20,6 +20,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.rollout.learned.statistics import key_of
 from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
+from darts_server.vllm.engine_core.drafter import PROMPT_TOKENS
 from darts_server.vllm.engine_core.holding import NOT_HELD
 from darts_server.vllm.engine_core.probe_capture import ARGUMENT
 
@@ -196,6 +197,7 @@ class PromptRequest:
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
         child = self.params_of(index, is_own=True)
         leave_rest(child, len(prefix))
+        child.extra_args = (child.extra_args or {}) | {PROMPT_TOKENS: len(self.prompt["prompt_token_ids"])}
         tokens = [*self.prompt["prompt_token_ids"], *prefix]
         return {**self.prompt, "prompt_token_ids": tokens}, child
 

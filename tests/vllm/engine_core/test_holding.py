@@ -7,6 +7,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
 from vllm.v1.metrics.stats import PrefillStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.engine_core.holding import (
@@ -191,7 +193,8 @@ def test_tokens_of_a_released_request_are_sent_as_they_are_generated() -> None:
     [
         (step(("a", 1), ("b", 1), at=1.25), ((2, 0.25, 0),)),
         (step(("a", 1), ("unknown", 1), at=1.25), ((2, 0.25, 0),)),
-        (step(("a", 1), ("b", 2), at=1.25), ()),  # two tokens share the time
+        # With drafts, the time of a step counts for each token of a sequence.
+        (step(("a", 1), ("b", 3), at=1.25), ((2, 0.125, 0),)),
         (step(("z", 1), at=1.25, first=True), ()),  # a prefill
         (step(at=1.25), ()),
         (step(("a", 1), at=1.0), ()),
@@ -252,3 +255,13 @@ def test_an_engine_holds_releases_and_answers_aborts_of_running_requests() -> No
     engine.abort_requests(["numbered", "without number", "ended"])
     engine.abort_requests(["numbered"])
     assert engine.answered == ["numbered"]
+
+
+def test_an_output_of_several_tokens_that_is_not_held_is_sent_token_by_token() -> None:
+    logprobs = LogprobsLists(np.arange(3)[:, None], -np.arange(3.0)[:, None], np.zeros(3, np.int64))
+    output = EngineCoreOutput("a", [7, 8, 9], new_logprobs=logprobs, finish_reason=FinishReason.LENGTH)
+    holding = HoldingQueue(queue.Queue(), Clock())
+    (message,) = holding.pass_on(EngineCoreOutputs(outputs=[output]))
+    assert [part.new_token_ids for part in message.outputs] == [[7], [8], [9]]
+    assert [part.new_logprobs.logprobs.tolist() for part in message.outputs] == [[[0.0]], [[-1.0]], [[-2.0]]]
+    assert [part.finish_reason for part in message.outputs] == [None, None, FinishReason.LENGTH]
