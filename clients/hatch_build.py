@@ -1,7 +1,7 @@
-"""Generate the sync client from the async one: when the package is built or installed, or when run by itself.
+"""Generate the sync client from the async client.
 
-Building and ``pip install`` (editable too) call the hook. In a checkout ``scripts/setup`` runs this file, so that the
-generated modules, which are not in git, follow their sources.
+Builds and ``pip install``, also an editable install, call the hook. In a checkout ``scripts/setup`` runs this file,
+because the generated modules are not in git.
 """
 
 import re
@@ -13,7 +13,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PACKAGE = Path(__file__).parent / "darts_client"
 
 HEADER = "# Generated from {} by clients/hatch_build.py: edit that file instead.\n"
-RULES = (  # patterns and replacements, in this order
+# Patterns and replacements, in this order. They apply to docstrings, too.
+RULES = (
     (r"\b(async|await) ", ""),
     (r"\basync(contextmanager)\b", r"\1"),
     (r"\b_async_", "_sync_"),
@@ -25,7 +26,7 @@ RULES = (  # patterns and replacements, in this order
 
 
 def generate(package: Path = PACKAGE) -> None:
-    """Write ``_sync_*.py`` for each ``_async_*.py``, where it differs, and delete those without a source."""
+    """Write ``_sync_*.py`` for each ``_async_*.py`` if it differs, and delete generated files without a source."""
     sources = {path.with_name(path.name.replace("async", "sync")): path for path in package.glob("_async_*.py")}
     for orphan in set(package.glob("_sync_*.py")) - set(sources):
         orphan.unlink()

@@ -18,12 +18,13 @@ from fastapi import FastAPI
 from darts_server.control import Control
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http import dialects, errors, page
-from darts_server.http.body import BodyLimits, fail_fast
+from darts_server.http.body import BodyLimits
 from darts_server.http.dialects import Controls
 from darts_server.http.options import merge_options, read_options
 from darts_server.http.resources.monitor import MonitorSources
 from darts_server.http.routes import router, share_answers
 from darts_server.http.security.access import Access, Keys, Sites, check_listening
+from darts_server.http.security.first_error import end_at_first_error
 from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
@@ -212,7 +213,7 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
     access.reload_keys()
-    batches.keys_changed()
+    batches.carried.drop_without_caller()
 
 
 # --- the rooms above the engine -------------------------------------------------
@@ -399,8 +400,8 @@ def _read_metrics(
     return {
         "darts_prompts_tracked": lambda: store.count(KIND),
         "darts_store_fault": lambda: store.fault is not None,
-        "darts_carried_prompts": lambda: batches.carried_prompts,
-        "darts_carried_tokens": lambda: batches.carried_tokens,
+        "darts_carried_prompts": lambda: batches.carried.prompts,
+        "darts_carried_tokens": lambda: batches.carried.tokens,
         "darts_redundancy_scale": rollouts.redundancy_scale,
         "darts_observer_failures_total": lambda: rollouts.observers.failures,
         "darts_step_seconds": statistics.latency.step_seconds,
@@ -427,8 +428,8 @@ def extend(
 ) -> None:
     """Add our routes, page, error handlers and middleware to vLLM's app."""
     errors.install(application)
-    fail_fast(application)
     limit_json(application)
+    end_at_first_error(application)
 
     statistics = rooms.rollouts.statistics
     monitored = MonitorSources(

@@ -1,4 +1,4 @@
-"""Who sent the request that is being handled. Each request has its own value of `caller`, and so have its tasks."""
+"""The caller of the request that is being handled. Each request and its tasks have their own value of `caller`."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from darts_server.exceptions import DartsError
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """The caller of the request that is being handled.
-
-    ``name``: equal for requests with the same key; ``None`` without one. ``is_admin``: it sent an admin key.
-    ``refused``: why the request is refused. ``answered``: the error of ours that a route has answered in a form of its
-    own. ``request_id``: the caller's own id of the request. ``held``: candidates that this request holds.
-    """
+    """The caller of a request."""
 
     name: str | None = None
+    """Name of the key."""
     is_admin: bool = False
     refused: DartsError | None = None
+    """Why the request was refused."""
     answered: DartsError | None = None
+    """Error that a route has answered in its own form."""
     request_id: str | None = None
+    """The caller's own id of the request."""
     held: int = 0
+    """Number of candidates in tickets of the request."""
 
     def may_see(self, owner: str | None) -> bool:
-        """Whether it may see what belongs to the caller of that name. Callers without a key are the same caller."""
+        """Return whether the caller may see groups of ``owner``. Callers without a key are the same caller."""
         return self.is_admin or owner == self.name
 
 

@@ -1,59 +1,52 @@
-"""The exceptions of this project, in one tree.
+"""The exceptions of this project, in one tree::
 
-::
-
-    DartsError
-    ├── InvalidRequest         the caller's mistake: names the field and the remedy
-    │   ├── NotFound           the requested resource does not exist
-    │   ├── Conflict           contradicts an earlier request under the same name
-    │   ├── TooLarge           the request's body exceeds the route's limit
-    │   └── NotAcceptable      the answer has none of the forms that the request accepts
-    ├── Unauthorized           no valid key for the route
-    ├── Forbidden              the route is closed to this caller, with any key
-    ├── Overloaded             too many requests are pending: retry later
-    │   └── QuotaReached       this caller has too many requests in flight
-    ├── ServerStopping         the server is shutting down
-    ├── InvalidSetting         the operator's mistake: the server does not start
-    ├── GroupFailed            too few trajectories of a prompt could finish
-    ├── GroupAborted           the group was aborted from outside
-    ├── EngineError
-    │   ├── CandidateFailed    one candidate failed: another may succeed
-    │   ├── EngineRefused      the engine rejected the request: do not retry
-    │   ├── EngineBusy         the engine's own queue is full: retry later
-    │   └── EngineDead         the engine is gone: no candidate can finish
-    │       └── WeightsLost    the engine's weights are undefined after a failed update
-    ├── StateError             the learned state cannot be read or written
-    │   ├── StateFull          no space left on its disk
-    │   ├── StateDamaged       a state file is not ours or is incomplete
-    │   └── StateTooNew        a newer version of this server wrote it
-    ├── UpdateError            the weights were not updated: the old ones are served
-    │   ├── UpdateRunning      another update is in progress
-    │   ├── UpdateUnsupported  this model or configuration cannot be updated
-    │   ├── UpdateFailed       a step of the update failed or timed out
-    │   └── DiskFull           no space left to stage the weights
-    └── IllegalMove            a bug: an event that the state machine does not allow
+DartsError
+    InvalidRequest
+        NotFound
+        Conflict
+        TooLarge
+        NotAcceptable
+    Unauthorized
+    Forbidden
+    Overloaded
+        QuotaReached
+    ServerStopping
+    InvalidSetting
+    GroupFailed
+    GroupAborted
+    EngineError
+        CandidateFailed
+        EngineRefused
+        EngineBusy
+        EngineDead
+            WeightsLost
+    StateError
+        StateFull
+        StateDamaged
+        StateTooNew
+    UpdateError
+        UpdateRunning
+        UpdateUnsupported
+        UpdateFailed
+        DiskFull
+    IllegalMove
 """
 
 RETRY_SECONDS = 5
-"""``Retry-After`` of a refused request: some hundred decode steps, after which some waiting candidates have started."""
+"""``Retry-After`` of a refused request: in some hundred decode steps, some waiting candidates have started."""
 
 
 class DartsError(Exception):
-    """Base of all exceptions that this project raises on purpose.
-
-    ``retry_after``: seconds after which to retry, where that may help; the server answers it as ``Retry-After``.
-    """
+    """Base of all exceptions. ``retry_after``: seconds for the ``Retry-After`` header, if a retry may help."""
 
     def __init__(self, message: str = "", retry_after: int | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
+# vLLM's handlers answer a `ValueError` with status 400.
 class InvalidRequest(DartsError, ValueError):
-    """The request is invalid, and nothing was started. ``field``: the invalid field of the request.
-
-    Also a ``ValueError``, which vLLM's handlers and other code that does not know this tree treat as bad input (400).
-    """
+    """The request is invalid, and nothing was started. ``field``: the invalid field of the request."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -62,19 +55,19 @@ class InvalidRequest(DartsError, ValueError):
 
 
 class NotFound(InvalidRequest):
-    """The requested resource does not exist, or no longer."""
+    """The requested resource does not exist."""
 
 
 class Conflict(InvalidRequest):
-    """The request contradicts an earlier one under the same name."""
+    """The request contradicts an earlier request under the same name."""
 
 
 class TooLarge(InvalidRequest):
-    """The request's body is larger than the route's limit."""
+    """The body is larger than the route's limit."""
 
 
 class NotAcceptable(InvalidRequest):
-    """The answer has none of the forms that the request accepts."""
+    """The request accepts no form of the answer."""
 
 
 class Unauthorized(DartsError):
@@ -82,7 +75,7 @@ class Unauthorized(DartsError):
 
 
 class Forbidden(DartsError):
-    """The route is closed to this caller, or disabled by the server's settings."""
+    """The route is closed to this caller, or disabled by a setting."""
 
 
 class Overloaded(DartsError):
@@ -94,55 +87,55 @@ class QuotaReached(Overloaded):
 
 
 class ServerStopping(DartsError):
-    """The server is shutting down and accepts no requests."""
+    """The server is shutting down."""
 
 
 class InvalidSetting(DartsError):
-    """A setting is invalid, and the server does not start. The message names the key, the value and what is allowed."""
+    """The server does not start. The message names the setting, its value and the allowed values."""
 
 
 class GroupFailed(DartsError):
-    """Too few trajectories of one prompt could finish."""
+    """Too few trajectories of a prompt could finish."""
 
 
 class GroupAborted(DartsError):
-    """The group was aborted while it was running: its caller disconnected, or the request was aborted on the engine."""
+    """The caller disconnected, or the request was aborted."""
 
 
 class EngineError(DartsError):
-    """Base of the engine's errors. Its own exception is the ``__cause__``."""
+    """Base of errors of the engine. The engine's own exception is the ``__cause__``."""
 
 
 class CandidateFailed(EngineError):
-    """One candidate failed. The group may start another."""
+    """A candidate failed. Another candidate may succeed."""
 
 
 class EngineRefused(EngineError):
-    """The engine rejected the request as invalid, and would reject it again: the group fails without a retry."""
+    """The engine rejects the request as invalid, so the group fails without a retry."""
 
 
 class EngineBusy(EngineError):
-    """The engine's own limits allow no further request now."""
+    """The engine's own queue is full."""
 
 
 class EngineDead(EngineError):
-    """The engine is gone, or makes no progress: no candidate can finish any more."""
+    """The engine is gone or makes no progress, so no candidate can finish."""
 
 
 class WeightsLost(EngineDead):
-    """A weight update failed, and restoring the old weights failed too: every candidate would be wrong."""
+    """A weight update and the restoration of the old weights failed, so every candidate would be wrong."""
 
 
 class StateError(DartsError):
-    """The learned state cannot be read or written now. The message names the file and the remedy."""
+    """The learned state cannot be read or written. The message names the file and the remedy."""
 
 
 class StateFull(StateError):
-    """The disk has no room for the learned state."""
+    """The disk is full."""
 
 
 class StateDamaged(StateError):
-    """A state file, or a state to restore, is another program's or damaged. It was not changed."""
+    """The state is damaged, or belongs to another program. It was not changed."""
 
 
 class StateTooNew(StateError):
@@ -150,7 +143,7 @@ class StateTooNew(StateError):
 
 
 class UpdateError(DartsError):
-    """The weights were not updated: the old version is served. The message says why."""
+    """The weights were not updated, and the old version is served."""
 
 
 class UpdateRunning(UpdateError):
@@ -158,7 +151,7 @@ class UpdateRunning(UpdateError):
 
 
 class UpdateUnsupported(UpdateError):
-    """The weights of this server cannot be replaced. The message names the flag or property of the model."""
+    """The weights cannot be replaced. The message names the flag or the property of the model."""
 
 
 class UpdateFailed(UpdateError):
@@ -170,4 +163,4 @@ class DiskFull(UpdateError):
 
 
 class IllegalMove(DartsError):
-    """An event is illegal in the current state of the group, the candidate or the weights. Always a bug."""
+    """A state machine does not allow the event in its present state: a bug of ours."""

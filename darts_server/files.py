@@ -1,4 +1,4 @@
-"""Open files that others may write: only regular ones, without waiting, and without following links out of a root."""
+"""Open regular files that other users may write, without blocking, and without following links out of a root."""
 
 import errno
 import os
@@ -15,31 +15,32 @@ _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 class Stamp(NamedTuple):
-    """Which state of which file it is. ``place``: see `_place`. ``size``: in bytes. ``changed``: when, in ns."""
+    """Identifies a file and its state."""
 
     place: str
+    """Machine and mounts, see `_place`."""
     device: int
     inode: int
     size: int
     changed: int
+    """Time of the last change in nanoseconds."""
 
     def fits(self, other: "Stamp") -> bool:
-        """Whether it may be the same state. Numbers of devices and inodes, and times of copies, mean nothing elsewhere.
-
-        A worker on another machine sees the file through a mount of its own, or has a copy.
-        """
-        return self == other if self.place == other.place else self.size == other.size
+        """Return whether both stamps may be of the same state."""
+        if self.place == other.place:
+            return self == other
+        # Another machine has a mount of its own, or a copy, so only the size can be compared.
+        return self.size == other.size
 
 
 def open_file(path: Path, root: Path | None = None) -> BinaryIO:
-    """Open a regular file for reading. A pipe, device or folder is refused.
+    """Open a regular file for reading.
 
-    ``root``: folder above ``path`` that the file must truly be below: no component between them may be a symbolic link,
-    whoever replaces one meanwhile. The root itself may be a link. ``None``, for paths of the operator: links are
-    followed.
+    ``root``: a folder above ``path``. No component between the two may be a symbolic link, even if somebody replaces a
+    component meanwhile. Without a root all links are followed, for paths of the operator.
 
     Raises:
-        OSError: its ``strerror`` says what is wrong.
+        OSError: ``strerror`` names the mistake.
     """
     descriptor = _open(path, root)
     if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -52,7 +53,7 @@ def open_unchanged(path: Path, stamp: Stamp) -> BinaryIO:
     """Open the regular file that had this stamp, perhaps on another machine.
 
     Raises:
-        OSError: it is gone, or another or a changed file has taken its place.
+        OSError: the file is gone, or was changed or replaced.
     """
     file = open_file(path)
     if not stamp_of(file).fits(stamp):
@@ -65,7 +66,7 @@ def read_file(path: Path, max_bytes: int, root: Path | None = None) -> bytes:
     """Read a whole regular file; see `open_file`.
 
     Raises:
-        OSError: also if it has more than ``max_bytes``.
+        OSError: also if the file has more than ``max_bytes``.
     """
     with open_file(path, root) as file:
         content = file.read(max_bytes + 1)
@@ -75,36 +76,32 @@ def read_file(path: Path, max_bytes: int, root: Path | None = None) -> bytes:
 
 
 def list_folder(path: Path, root: Path | None) -> list[str] | None:
-    """Return the names in a folder, in any order; ``None`` for a regular file. ``root``: see `open_file`.
+    """Return the names in a folder, in any order, or None for a regular file. ``root``: see `open_file`.
 
     Raises:
-        OSError: ``path`` is neither.
+        OSError: ``path`` is neither a folder nor a regular file.
     """
     descriptor = _open(path, root)
     try:
-        return os.listdir(descriptor) if stat.S_ISDIR(os.fstat(descriptor).st_mode) else None
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        return os.listdir(descriptor) if is_folder else None
     finally:
         os.close(descriptor)
 
 
 def stamp_of(file: BinaryIO | Path) -> Stamp:
-    """Return the stamp of an open file, or of the file that a path leads to.
-
-    Raises:
-        OSError
-    """
     status = os.stat(file) if isinstance(file, Path) else os.fstat(file.fileno())
     return Stamp(_place(), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def path_of(file: BinaryIO) -> str:
-    """Return a path that leads to this open file in this process, for libraries that open files themselves."""
+    """Return a path to an open file, for libraries that open files themselves."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
 @cache
 def _place() -> str:
-    """Name the machine and the mounts of this process. Processes of one server's container have the same."""
+    """Return the machine and the mount namespace of this process, which all processes of a container share."""
     mounts = ""
     with suppress(OSError):
         mounts = os.readlink("/proc/self/ns/mnt")
@@ -112,11 +109,11 @@ def _place() -> str:
 
 
 def _open(path: Path, root: Path | None) -> int:
-    """Open a regular file or a folder, and return its descriptor."""
     try:
         descriptor = os.open(path, _READ) if root is None else _open_below(root, path.relative_to(root).parts)
     except OSError as error:
-        error.filename = str(path)  # also where a component was opened
+        # The error of `_open_below` names only the component.
+        error.filename = str(path)
         raise
     mode = os.fstat(descriptor).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -126,21 +123,23 @@ def _open(path: Path, root: Path | None) -> int:
 
 
 def _open_below(root: Path, parts: tuple[str, ...]) -> int:
-    """Open the root and then each component in the one before it, so that nothing can be exchanged between them."""
+    """Open the root, and each component relative to its parent's descriptor, so that no parent can be replaced."""
     if ".." in parts:
         raise ValueError(f"must not have '..' in it: {parts}")
     names = parts or (".",)
     opened = os.open(root, _FOLDER)
     for number, name in enumerate(names, 1):
         folder = opened
+        flags = _READ if number == len(names) else _FOLDER
         try:
-            opened = os.open(name, (_READ if number == len(names) else _FOLDER) | os.O_NOFOLLOW, dir_fd=folder)
+            opened = os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
         except OSError as error:
-            # ENOTDIR where a folder was expected
-            if error.errno in (errno.ELOOP, errno.ENOTDIR) and stat.S_ISLNK(
-                os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-            ):
-                raise OSError(errno.ELOOP, f"{name} is a symbolic link; name what it points to") from error
+            # With O_DIRECTORY a link gives ENOTDIR in place of ELOOP.
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                if stat.S_ISLNK(status.st_mode):
+                    message = f"{name} is a symbolic link; give the path that it points to"
+                    raise OSError(errno.ELOOP, message) from error
             raise
         finally:
             os.close(folder)

@@ -1,8 +1,7 @@
 """Identifiers that callers choose: request ids, group ids, prompt keys, idempotency keys, names of LoRA adapters.
 
-They appear in headers, log lines, JSON, paths and on the page, and are kept for thousands of groups. So all of them are
-short and printable: without control characters, line breaks and lone surrogates, which no JSON encoder accepts. In a
-header an identifier is percent-encoded, as in a path.
+Identifiers appear in headers, log lines, JSON and paths. So they have no control characters, no line breaks, and no
+lone surrogates, which no JSON encoder accepts. In headers and paths they are percent-encoded.
 """
 
 from typing import Annotated
@@ -13,20 +12,19 @@ from pydantic import AfterValidator, Field
 from darts_server.exceptions import InvalidRequest
 
 NAME_CHARS = 256
-"""Enough for a path or a hash, and small enough to keep thousands in memory."""
+"""Enough for a path or a hash, and few enough for thousands of identifiers in memory."""
 REQUEST_ID_CHARS = NAME_CHARS + 64
-"""vLLM adds the route's name and the prompt's number to the id of a request, and to that of a beam a random id."""
+"""vLLM adds the route's name and the prompt's number to a request's id, and a random id to a beam's id."""
 RULE = f"1 to {NAME_CHARS} printable characters"
 SAFE = ":@+=,"
-"""Characters that need no encoding in a header or in a path, beside letters, digits and ``-._~``."""
+"""Characters that need no encoding, beside letters, digits and ``-._~``."""
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
-"""Headers by which trainers name the trajectory of a request: to vLLM, and to routers in front of it."""
+"""Headers with the name of a trajectory, for vLLM and for routers in front of vLLM."""
 LORA_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-"""Names of LoRA adapters are labels of metrics and stand for models in requests."""
+"""Names of LoRA adapters are metric labels, and model names in requests."""
 
 
 def is_name(text: str, max_chars: int = NAME_CHARS) -> bool:
-    """Return whether a caller may choose this identifier."""
     return 1 <= len(text) <= max_chars and text.isprintable() and not text.isspace()
 
 
@@ -40,12 +38,12 @@ def check_name(field: str, text: str, max_chars: int = NAME_CHARS) -> None:
 
 
 def without_controls(text: str) -> str:
-    """Replace what is not printable by question marks."""
+    """Replace unprintable characters by question marks."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def header_value(identifier: str) -> str:
-    """Encode an identifier for a header, so that the value can be used in a path as it is."""
+    """Encode an identifier for a header or a path."""
     return quote(identifier, safe=SAFE)
 
 
@@ -61,4 +59,3 @@ def _checked(text: str) -> str:
 
 
 Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS), AfterValidator(_checked)]
-"""An identifier in a JSON body."""

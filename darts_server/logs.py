@@ -1,6 +1,6 @@
-"""Set up logging in every process of the server, and write the lines of groups, cohorts and weight updates.
+"""Configure logging in every process of the server, and log groups, cohorts and weight updates.
 
-None has prompt text, tokens or keys.
+No line has prompt text, tokens or keys.
 """
 
 import json
@@ -20,24 +20,25 @@ logger = logging.getLogger(__name__)
 
 LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 CONFIG_VARIABLE = "VLLM_LOGGING_CONFIG_PATH"
-"""vLLM reads these when it is imported, in each of its processes."""
+"""vLLM reads both variables when it is imported, in each of its processes."""
 OURS = "darts_server"
 CONSOLE = "(darts-server pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 
 
 def set_up(form: str, level: str | None) -> None:
-    """Configure logging; call it before vLLM is imported. ``level``: ``None`` for the one in vLLM's variable.
+    """Configure logging, before vLLM is imported. ``level``: ``None`` for the level in vLLM's variable.
 
     Raises:
-        InvalidSetting: JSON, and vLLM has a logging configuration of its own.
+        InvalidSetting: the form is JSON, and a configuration of vLLM's logging is set.
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").upper() or "INFO"
     os.environ[LEVEL_VARIABLE] = level
     config = config_for(form, level)
     if form == "json":
-        if other := os.environ.get(CONFIG_VARIABLE):
+        other = os.environ.get(CONFIG_VARIABLE)
+        if other:
             raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; omit one")
-        # Never deleted: processes may start at any time.
+        # The file is never deleted, because processes may start at any time.
         with tempfile.NamedTemporaryFile("w", prefix="darts-log-", suffix=".json", delete=False) as file:
             json.dump(config, file)
         os.environ[CONFIG_VARIABLE] = file.name
@@ -45,7 +46,7 @@ def set_up(form: str, level: str | None) -> None:
 
 
 def config_for(form: str, level: str) -> dict[str, Any]:
-    """Return a logging configuration: one JSON object per line, our values as fields; or our lines in vLLM's format."""
+    """Return a logging configuration: one JSON object per line in every process, or our lines in vLLM's format."""
     formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": "%m-%d %H:%M:%S"}
     levels = {OURS: level}
     if form == "json":
@@ -57,6 +58,10 @@ def config_for(form: str, level: str) -> dict[str, Any]:
         }
         at_least_info = level if level in ("WARNING", "ERROR", "CRITICAL") else "INFO"
         levels |= {"vllm": level, "uvicorn": at_least_info, "uvicorn.access": at_least_info}
+
+    loggers = {}
+    for name, logger_level in levels.items():
+        loggers[name] = {"handlers": [OURS], "level": logger_level, "propagate": False}
     return {
         "version": 1,
         "disable_existing_loggers": False,
@@ -71,20 +76,18 @@ def config_for(form: str, level: str) -> dict[str, Any]:
                 "stream": "ext://sys.stdout",
             }
         },
-        "loggers": {name: {"handlers": [OURS], "level": each, "propagate": False} for name, each in levels.items()},
+        "loggers": loggers,
     }
 
 
 class RequestId(logging.Filter):
-    """Add the caller's ``X-Request-Id`` to lines logged while its request is handled."""
+    """Add the caller's ``X-Request-Id`` to lines that are logged while its request is handled."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if (request_id := caller.get().request_id) is not None:
+        request_id = caller.get().request_id
+        if request_id is not None:
             record.request_id = request_id
         return True
-
-
-# --- lines ------------------------------------------------------------------------
 
 
 def log_group(record: GroupRecord) -> None:
@@ -121,12 +124,12 @@ def log_cohort(record: CohortRecord) -> None:
 
 
 def log_start(model: str) -> None:
-    """Say what the following silence is."""
+    # Nothing is logged until the engine has started.
     logger.info("starting the engine for %s: to load and compile a model can take minutes, most the first time", model)
 
 
 def log_ready(url: str, model: str, policy: str, group_size: int | None) -> None:
-    """``group_size``: of single requests of one prompt; ``None`` if these form no groups by themselves."""
+    """``group_size``: size of the groups that single requests form; ``None`` if they form no groups."""
     single = f"single requests of one prompt form groups of {group_size}"
     if group_size is None:
         single = "single requests that name no group are not grouped (--group-size)"
@@ -140,14 +143,16 @@ def log_announced_update(version: int) -> None:
 
 
 def log_update(record: UpdateRecord) -> None:
+    # Failures are logged by the code that finds them.
+    if record.outcome is not UpdateOutcome.COMPLETED:
+        return
     fields = {
         "version": record.version,
         "outcome": str(record.outcome),
         "source": record.source,
         "seconds": round(sum(record.seconds.values()), 3),
     }
-    if record.outcome is UpdateOutcome.COMPLETED:  # failures are logged where they happen
-        logger.info("weight update %s", _join(fields), extra=fields)
+    logger.info("weight update %s", _join(fields), extra=fields)
 
 
 def _join(fields: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""What rooms report while they work, for metrics, logs, traces and statistics: lists of functions for each event."""
+"""Lists of functions for each event that rooms report, for metrics, logs, traces and statistics."""
 
 import logging
 from collections.abc import Callable
@@ -13,12 +13,7 @@ P = ParamSpec("P")
 
 
 class Event(Generic[P]):
-    """Call functions, in order, in the event loop: they must return fast.
-
-    An error of one is logged and counted; the others are called all the same.
-
-    ``failures``: calls that raised.
-    """
+    """Calls functions in order. They must return fast, because they run in the event loop."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -33,62 +28,56 @@ class Event(Generic[P]):
             try:
                 function(*args, **kwargs)
             except Exception:
+                # The other functions are called all the same. A function that fails for every group is logged once.
                 self.failures += 1
-                if function not in self._failed:  # not at every group, if it fails at every group
+                if function not in self._failed:
                     self._failed.add(function)
                     name = getattr(function, "__qualname__", repr(function))
                     logger.exception("%s failed; its further errors are only counted", name)
 
 
 class GroupEvents:
-    """What happens to groups."""
-
     def __init__(self) -> None:
         self.single_request_classified = Event[[TurnKind]]()
-        """A request for one trajectory arrived that may be joined to a group."""
+        """A single request arrived."""
         self.group_sealed = Event[[bool]]()
-        """A group of single requests takes no more. Whether it is full; otherwise it waited for more in vain."""
+        """A group of single requests was closed, full or not."""
         self.candidates_started = Event[[int]]()
-        """So many candidates of one group were started."""
         self.trajectory_returned = Event[[TrajectoryRecord]]()
-        """Once per trajectory when its caller gets it, before its group has ended or after."""
+        """A caller gets a trajectory, before or after its group has ended."""
         self.group_ended = Event[[GroupRecord]]()
-        """Once per group, with any outcome."""
+        """A group has ended, with any outcome."""
         self.scored_group_ended = Event[[GroupRecord]]()
-        """After that, once per group whose candidates were scored."""
+        """Follows ``group_ended`` if candidates were scored."""
         self.cohort_ended = Event[[CohortRecord]]()
-        """The last group of a cohort has ended."""
 
     @property
     def failures(self) -> int:
-        """Calls that raised."""
+        """Number of calls that raised."""
         return sum(event.failures for event in vars(self).values())
 
 
 class UpdateEvents:
-    """What happens to the weights."""
-
     def __init__(self) -> None:
         self.announced = Event[[int]]()
-        """The engine will be paused, to serve this version afterwards."""
+        """The engine will be paused, and then serve this version."""
         self.ended = Event[[UpdateRecord]]()
-        """Once per update, with any outcome."""
 
 
 class PruningObserver:
-    """Ignore scores and pruning; subclasses override the methods that they need."""
+    """Ignores scores and pruning. Subclasses override the methods that they need."""
 
     def trajectory_scored(self, *, usable: bool) -> None:
-        """Called for each score; not ``usable``: the hidden state or the log-probs were not finite."""
+        """Called for each score. Infinite hidden states or log-probs are not ``usable``."""
 
     def pruning_decided(self, *, kept: bool) -> None:
-        """Called when a trajectory with a calibrated score was kept or pruned."""
+        """Called when a trajectory was kept or pruned by a calibrated score."""
 
     def hidden_state_expected(self, *, received: bool) -> None:
-        """Called when a hidden state arrived, or did not arrive although its trajectory passed the detection point."""
+        """Called when a trajectory passed the detection point, with its hidden state or without."""
 
     def label_learned(self) -> None:
-        """Called when a scored trajectory got its reward, and is now a label."""
+        """Called when a scored trajectory got its reward."""
 
     def pending_labels_dropped(self, count: int) -> None:
-        """Called when ``count`` scored trajectories were dropped because memory is full, before they got a reward."""
+        """Called when scored trajectories without rewards were dropped because memory is full."""

@@ -1,4 +1,4 @@
-"""Types that all rooms share: names of policies, how candidates, groups and other things end, values of requests."""
+"""Types that all rooms share."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,7 @@ from typing import Literal
 OFF = "off"
 AUTO = "auto"
 MAX_GROUP_SIZE = 1024
-"""Maximum trajectories of a group. Trainers use groups of 8 to 64, and 1,024 candidates of one prompt fill most
-engines. A larger n is more likely a mistake than a wish."""
+"""Trainers use groups of 8 to 64, and 1,024 candidates fill most engines, so a larger n is likely a mistake."""
 POLICIES: Mapping[str, str] = {
     OFF: "unshaped",
     "uniform": "the same number of candidates for every prompt",
@@ -21,61 +20,59 @@ POLICIES: Mapping[str, str] = {
         "candidates are scored while they run, and some are pruned at random by their probability of being correct"
     ),
     "darts+arrol": "darts and arrol together",
-    AUTO: "as off; in a batch whose prompts go on in the next one, it chooses how many run at once",
+    AUTO: "as off; in a batch that carries prompts over, it chooses how many prompts run at once",
 }
-"""The policies by name, and what each does; `policy.shaping.build_policies` says what they are composed of."""
+"""Descriptions of the policies that `policy.shaping.build_policies` builds."""
 
 
 class FinishReason(StrEnum):
-    """Why a candidate finished, in vLLM's words: a stop token or string, or its token limit."""
+    """Why a candidate finished, in vLLM's words: at a stop token or string, or at its token limit."""
 
     STOP = "stop"
     LENGTH = "length"
 
 
 class DiscardReason(StrEnum):
-    """Why a candidate is not in its group. Every discarded candidate has exactly one."""
+    """Why a candidate is not in its group."""
 
     MIDDLE = "middle"
-    """Finished, but selected neither among the shortest nor for the tail."""
+    """Finished, but neither among the shortest nor selected for the tail."""
     LONGER_THAN_NEEDED = "longer_than_needed"
-    """Stopped because it was already too long to be among the shortest."""
+    """Stopped because it was too long to be among the shortest."""
     PRUNED = "pruned"
     """Stopped by its quality score while it ran (ARRoL)."""
     TRUNCATED = "truncated"
-    """Reached its token limit, while enough others finished below it."""
+    """Reached its token limit, while enough other candidates finished below theirs."""
     TAIL_PRUNED = "tail_pruned"
-    """Stopped because only the tail was left for it, and others were sampled for the tail."""
+    """Stopped because other candidates were sampled for the tail."""
     FAILED = "failed"
-    """The engine failed on it, or aborted it without a request from us."""
+    """The engine failed on the candidate, or aborted it without a request from us."""
     ABORTED = "aborted"
-    """It was aborted, alone or with the other candidates of its group, and its caller got what it had generated."""
+    """Aborted, alone or with its group, so that the caller got the partial output."""
     CANCELLED = "cancelled"
-    """Its group was cancelled: the caller disconnected, it was aborted, or too few candidates could finish."""
+    """The group was cancelled: its caller disconnected, it was aborted, or too few candidates could finish."""
     RESTARTED = "restarted"
-    """Its group was restarted under new weights."""
+    """The group was restarted with new weights."""
     DECIDED = "decided"
-    """Its vote was decided without it."""
     CARRIED = "carried"
-    """Its group goes on in a later batch, with what it has generated."""
+    """The group resumes in a later batch."""
 
 
 GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED})
-"""Of candidates that were never to be chosen from, replaced or given up before they ran: no group goes on with them."""
+"""Reasons of candidates that the group could never select, and cannot resume."""
 
 
 class SelectedAs(StrEnum):
-    """Why a trajectory was selected: from which end of the group's length order it comes, if from any."""
+    """Why a trajectory was selected."""
 
     SHORT = "short"
-    """Among the shortest; in a group that is not shaped, every trajectory, however it finished."""
+    """Among the shortest. In an unshaped group, every trajectory."""
     LONG = "long"
     LONG_TRUNCATED = "long_truncated"
-    """Sampled for the tail, and reached its token limit."""
     FILL = "fill"
-    """Reached its token limit; selected because too few finished below it."""
+    """Reached its token limit, and too few candidates finished below theirs."""
     SURVIVOR = "survivor"
-    """Not pruned; selected whatever its length and quality."""
+    """Not pruned, and selected whatever its length and quality."""
 
 
 class Outcome(StrEnum):
@@ -85,7 +82,7 @@ class Outcome(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     DECIDED = "decided"
-    """Its vote was decided before the group was complete."""
+    """Its vote was decided early."""
 
 
 class TurnKind(StrEnum):
@@ -93,30 +90,27 @@ class TurnKind(StrEnum):
 
     OPENING = "opening"
     SESSION = "session"
-    """Its session had an answer."""
+    """The session had an answer."""
     TOKENS = "tokens"
-    """Its tokens begin with a prompt and an answer to it, or with one that was aborted before its first token."""
+    """The tokens begin with a prompt and its answer, or the request was aborted before its first token."""
     PROMPT = "prompt"
-    """Its tokens begin with a whole prompt that was answered."""
+    """The tokens begin with a whole prompt that was answered."""
     GREEDY = "greedy"
-    """Temperature 0: all trajectories of a group would be the same."""
+    """The temperature is 0, so all trajectories of a group would be the same."""
     SCORING = "scoring"
-    """One token, or log-probs of the prompt."""
+    """The request is for one token, or for log-probs of the prompt."""
 
 
 VoteWeights = Literal["majority", "rank", "log_odds"]
-"""How votes are weighted, by name."""
 
 
 class VoteOutcome(StrEnum):
-    """How a vote ended that was not cancelled."""
+    """How a vote ended, unless it was cancelled."""
 
     DECIDED_EARLY = "decided_early"
-    """The remaining candidates were stopped, as they could not change the answer."""
+    """Candidates were stopped because they could not change the answer."""
     COUNTED = "counted"
-    """All candidates finished."""
     NO_ANSWER = "no_answer"
-    """All candidates finished, and none has an answer."""
 
 
 class PruningStatus(StrEnum):
@@ -124,18 +118,17 @@ class PruningStatus(StrEnum):
 
     READY = "ready"
     UNUSED = "unused"
-    """No trajectory has been scored yet."""
     NO_LABELS = "no_labels"
-    """No reward has been reported for a scored trajectory yet."""
+    """No scored trajectory has a reward yet."""
     COLD = "cold"
-    """During the first training steps, which only collect labels."""
+    """The first training steps only collect labels."""
     FEW_LABELS = "few_labels"
     UNTRAINED = "untrained"
-    """The head has enough labels, but its first training has not finished."""
+    """The head's first training has not finished."""
     ONE_CLASS = "one_class"
-    """All labels are of correct trajectories, or all are of wrong ones."""
+    """All labelled trajectories are correct, or all are wrong."""
     DIVERGED = "diverged"
-    """The head's last training diverged and was undone."""
+    """The head's last training was undone."""
     TRAINER_LOST = "trainer_lost"
     """The process that trains the head died too often."""
     PROBE_LOST = "probe_lost"
@@ -147,84 +140,80 @@ class UpdateOutcome(StrEnum):
 
     COMPLETED = "completed"
     REFUSED = "refused"
-    """Before the engine was touched: the weights were bad, or could not be transferred completely."""
+    """The weights were bad or incomplete, and the engine was not touched."""
     FAILED = "failed"
-    """After that; the old version is served."""
+    """A later phase failed, and the old version is served."""
     LOST = "lost"
-    """The old version could not be restored: nothing is served."""
+    """The old version could not be restored, and nothing is served."""
 
 
 MAX_LOST_GROUPS = 0.005
-"""One group in 200, a quarter of the limit for single answers: a group that loses all its right answers teaches the
-policy that its prompt cannot be solved."""
+"""One group in 200: a group that loses all its right answers teaches the policy that its prompt cannot be solved."""
 
 
 @dataclass(frozen=True, slots=True)
 class MaxLost:
-    """What a deadline may take away.
+    """Limits of the right answers that a deadline may discard.
 
-    ``answers``: share of the right ones. ``groups``: share of those with right answers that lose all of them. It is
-    smaller, since prompts that need many times as long answers as others are few: a share of all answers that hardly
-    counts may be all that such prompts have, and the policy would unlearn them.
+    The limit for groups is smaller. The few prompts that need the longest answers have a negligible share of all right
+    answers, but without these answers the policy would unlearn them.
     """
 
     answers: float = 0.02
+    """Share of right answers."""
     groups: float = MAX_LOST_GROUPS
+    """Share of groups with right answers that lose all of them."""
 
 
 NO_LIMIT = MaxLost(1.0, 1.0)
-"""The deadline may take away anything, so it is never moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Shaping options of one request; ``None`` means the server's setting.
-
-    ``prompt_key``: key of the prompt's statistics. ``group_id``: single requests with the same id form one group, of
-    ``group_size`` trajectories. ``session``: name of the request's trajectory, which its later turns have, too.
-    ``on_stop``: what the caller gets if the server stops before the request has ended: ``fail``, an error, or
-    ``answer``, what was generated.
-    """
+    """Shaping options of a request. None means the server's setting."""
 
     policy: str | None = None
     prompt_key: str | None = None
+    """Key of the prompt's statistics."""
     group_id: str | None = None
+    """Name that the single requests of a group have in common."""
     group_size: int | None = None
     session: str | None = None
+    """Name that all turns of a trajectory have in common."""
     on_stop: str | None = None
+    """Answer if the server stops: ``fail`` for an error, ``answer`` for the partial output."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
     """A caller's prompt: exactly one of token ids, chat messages and text.
 
-    ``messages``: as JSON, and ``metadata``: a JSON object, returned with the group unchanged; as Python objects they
-    would take many times the memory. ``key``: the caller's key for the prompt's statistics. ``chat_options``: how
-    ``messages`` become tokens, a JSON object with fields of vLLM's chat route, such as ``tools``; ``None`` for none.
+    JSON stays encoded, because Python objects would take many times the memory.
     """
 
     token_ids: Sequence[int] | None = None
     messages: bytes | None = None
     text: str | None = None
     key: str | None = None
+    """Key of the prompt's statistics."""
     metadata: bytes | None = None
     chat_options: bytes | None = None
+    """Fields of vLLM's chat route that render the messages, such as ``tools``."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes: 36 for each token id in a list, and that of everything else."""
-        others = (self.messages, self.text, self.metadata, self.chat_options)
-        return 36 * len(self.token_ids or ()) + sum(sys.getsizeof(each) for each in others if each is not None)
+        """Memory of the prompt: a token id in a list takes 36 bytes."""
+        parts = (self.messages, self.text, self.metadata, self.chat_options)
+        return 36 * len(self.token_ids or ()) + sum(sys.getsizeof(part) for part in parts if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The content of a trajectory.
-
-    ``logprobs``: one per token, ``None`` if the request asks for none. ``finish_reason``: ``None`` if it was aborted.
-    """
+    """The content of a trajectory."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float] | None
+    """Log-prob of each token, if the request asks for log-probs."""
     text: str
     finish_reason: FinishReason | None
+    """None if the trajectory was aborted."""

@@ -1,4 +1,4 @@
-"""Request a batch from a running darts-server, and print its groups as they complete:
+"""Request a batch from a running darts-server, and print its groups as they complete.
 
 python -m examples.rollouts --url http://localhost:8000 --rewards
 """

@@ -44,10 +44,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     waiting = 0
     for step in range(options.steps):
-        # Send new prompts beside the ones that the server resumes. The last step waits for all of its groups.
-        is_last = step == options.steps - 1
-        needed = None if is_last else NEEDED
-        new = [draw_prompt(rng) for _ in range((NEEDED if is_last else STARTED) - waiting)]
+        # Send new prompts beside the prompts that the server resumes. The last step waits for all of its groups.
+        if step == options.steps - 1:
+            started = NEEDED
+            needed = None
+        else:
+            started = STARTED
+            needed = NEEDED
+        new = [draw_prompt(rng) for _ in range(started - waiting)]
         batch = client.rollouts(
             new,
             group_size=GROUP_SIZE,

@@ -43,7 +43,6 @@ from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.registry import BatchRegistry, BatchRetention, IdempotencyKey
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
-from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import LengthBias, Statistics
 from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, Provenance
@@ -52,7 +51,7 @@ from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
 from darts_server.serving.admission import Bounds
 from darts_server.serving.gate import Gate

@@ -74,16 +74,16 @@ async def test_a_server_that_fails_to_start_leaves_carried_prompts_for_the_next_
     rooms, store = make_rooms(closing, tmp_path)
     SavedPrompts(store, "of m").save([(None, PROMPT)])
     await rooms.batches.close()
-    assert rooms.batches._carried.count(None) == 0
+    assert rooms.batches.carried.count(None) == 0
     rooms.batches.restore()
-    assert rooms.batches._carried.count(None) == 1
+    assert rooms.batches.carried.count(None) == 1
     assert SavedPrompts(store, "of m").take(0) == []
 
 
 async def test_carried_tokens_are_not_saved_after_a_weight_update(closing: ExitStack, tmp_path: Path) -> None:
     rooms, store = make_rooms(closing, tmp_path)
     group: CarriedGroup[Any] = CarriedGroup("terms", False, (1,), [CarriedCandidate()])
-    rooms.batches._carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
+    rooms.batches.carried.put(None, [CarriedPrompt(PromptSpec(text="a"), ("a", "a"), group)])
     has_group = []
     for is_updated in (False, True):
         if is_updated:
@@ -113,10 +113,10 @@ async def test_carried_prompts_of_a_removed_key_are_dropped(closing: ExitStack, 
     rooms, _ = make_rooms(closing, tmp_path / "state", access)
     owners = [access.keys.find(key) for key in (b"one", b"two")]
     for owner in owners:
-        rooms.batches._carried.put(owner, [PROMPT])
+        rooms.batches.carried.put(owner, [PROMPT])
     file.write_text("two\nthree\n")
     app._reload_keys(access, rooms.batches)
-    assert [rooms.batches._carried.count(owner) for owner in owners] == [0, 1]
+    assert [rooms.batches.carried.count(owner) for owner in owners] == [0, 1]
 
 
 @pytest.mark.parametrize(("ended_with", "code"), [(0, 3), (3, 3), (1, 1)])

@@ -32,7 +32,7 @@ def test_files_below_the_root_are_read_and_listed(root: Path) -> None:
         read_file(root / "a" / "b" / "file", 5, root)
 
 
-def test_the_root_may_be_a_link_and_nothing_below_it(root: Path) -> None:
+def test_the_root_may_be_a_link_but_no_component_below_it(root: Path) -> None:
     alias = root.parent / "alias"
     alias.symlink_to(root)
     assert read(alias / "a" / "b" / "file", alias) == "inside"
@@ -40,7 +40,7 @@ def test_the_root_may_be_a_link_and_nothing_below_it(root: Path) -> None:
     (root / "a" / "link").symlink_to(root.parent / "outside")
     (root / "dangling").symlink_to(root / "nothing")
     for path in ("link", "link/b/file", "a/link", "dangling"):
-        with pytest.raises(OSError, match="is a symbolic link; name what it points to") as error:
+        with pytest.raises(OSError, match="is a symbolic link; give the path that it points to") as error:
             open_file(root / path, root)
         assert error.value.filename == str(root / path)
         with pytest.raises(OSError, match="is a symbolic link"):
@@ -54,14 +54,14 @@ def test_dots_and_other_roots_are_refused(root: Path) -> None:
             open_file(path, root)
 
 
-def test_what_is_missing_or_no_folder_is_named(root: Path) -> None:
+def test_the_error_of_an_unusable_path_names_the_path(root: Path) -> None:
     for path, message in (("a/c", "No such file"), ("a/b/file/x", "Not a directory"), ("x" * 300, "too long")):
         with pytest.raises(OSError, match=message) as error:
             open_file(root / path, root)
         assert error.value.filename == str(root / path)
 
 
-def test_only_regular_files_are_opened_and_nothing_waits(root: Path) -> None:
+def test_only_regular_files_are_opened_without_blocking(root: Path) -> None:
     os.mkfifo(root / "pipe")
     for below in (root, None):
         for read_or_list in (open_file, list_folder):
@@ -95,7 +95,7 @@ def test_on_another_machine_the_file_has_other_numbers_and_the_same_size(root: P
             open_unchanged(file, other)
 
 
-def test_a_folder_that_is_exchanged_for_a_link_while_it_is_read_leads_nowhere_else(root: Path) -> None:
+def test_a_folder_that_is_replaced_by_a_link_during_a_read_is_not_followed(root: Path) -> None:
     """Another process exchanges a folder and a link to one outside, as fast as it can."""
     outside = root.parent / "elsewhere"
     outside.mkdir()

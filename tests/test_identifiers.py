@@ -10,7 +10,7 @@ from darts_server.identifiers import NAME_CHARS, Name, check_name, from_header, 
 
 
 @pytest.mark.parametrize("name", ["a", "gsm8k/7", "日本 ä😀", "<b>'\"&", "x" * NAME_CHARS])
-def test_names_may_have_all_that_can_be_shown(name: str) -> None:
+def test_names_may_have_all_printable_characters(name: str) -> None:
     check_name("field", name)
     assert TypeAdapter(Name).validate_python(name) == name
 
@@ -18,7 +18,7 @@ def test_names_may_have_all_that_can_be_shown(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [" ", "a\nb", "a\r", "\0", "\x85", "\u2028", "\u202e", "\ud800", "x" * (NAME_CHARS + 1)]
 )
-def test_names_that_cannot_be_shown_are_refused_by_field(name: str) -> None:
+def test_unprintable_names_are_refused_and_the_field_is_named(name: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^field: must be 1 to 256 printable characters"):
         check_name("field", name)
     with pytest.raises(ValidationError):
@@ -26,7 +26,7 @@ def test_names_that_cannot_be_shown_are_refused_by_field(name: str) -> None:
 
 
 @given(st.text(min_size=1, max_size=NAME_CHARS).filter(is_name))
-def test_a_name_fits_into_a_header_a_line_and_json_and_comes_back(name: str) -> None:
+def test_a_name_survives_a_header_a_log_line_and_json(name: str) -> None:
     header = header_value(name)
     assert header.isascii()
     assert header.isprintable()

@@ -21,14 +21,15 @@ NAMES = (logs.OURS, "vllm", "uvicorn", "uvicorn.access")
 
 @pytest.fixture(autouse=True)
 def same_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As they were, after each test."""
+    """Restore the loggers after each test."""
     for name in (logs.LEVEL_VARIABLE, logs.CONFIG_VARIABLE):
         monkeypatch.setenv(name, "")
     loggers = [logging.getLogger(name) for name in NAMES]
     before = [(one, list(one.handlers), one.level, one.propagate) for one in loggers]
     yield
     for one, handlers, level, propagate in before:
-        one.handlers[:], one.propagate = handlers, propagate
+        one.handlers[:] = handlers
+        one.propagate = propagate
         one.setLevel(level)
 
 
@@ -56,7 +57,7 @@ def test_json_lines_have_their_values_as_fields() -> None:
     assert "request_id" not in theirs
 
 
-def test_a_server_that_is_ready_says_where_and_how_it_groups() -> None:
+def test_the_ready_line_has_the_address_and_the_size_of_groups() -> None:
     output = logging_to(logs.config_for("console", "INFO"))
     log_ready("http://127.0.0.1:8000", "m", "auto", None)
     log_ready("http://127.0.0.1:8000", "m", "off", 8)

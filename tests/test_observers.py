@@ -7,7 +7,7 @@ def fail(_: int) -> None:
     raise OverflowError("too large")
 
 
-def test_a_function_that_fails_is_logged_once_and_counted_and_the_others_are_called(
+def test_a_failing_function_is_counted_and_logged_once_and_other_functions_are_called(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before: list[int] = []

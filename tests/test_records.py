@@ -18,13 +18,13 @@ from darts_server.types import FinishReason, Outcome, SelectedAs
         (((1, 4), (2, 0)), 1, 9, ((1, 9),)),
     ],
 )
-def test_spans_have_as_many_tokens_and_each_version_once_in_a_row(
+def test_spans_have_all_tokens_and_neighbouring_spans_have_different_versions(
     spans: VersionSpans, version: int, tokens: int, extended: VersionSpans
 ) -> None:
     assert extend_spans(spans, version, tokens) == extended
 
 
-def test_a_candidate_that_is_cut_before_the_token_it_went_on_from_has_generated_nothing_new() -> None:
+def test_a_candidate_that_is_cut_within_its_carried_tokens_has_no_new_tokens() -> None:
     cut = CandidateRecord(0, 6, FinishReason.LENGTH, SelectedAs.LONG, None, True, 0.0, 1.0, 0, 0, resumed=10)
     cohort = CohortRecord("darts_cut", 1, 1.0)
     cohort.add(GroupRecord("g", "p", "darts_cut", 1, Outcome.COMPLETED, (cut,), 0.0, 1.0, None))

@@ -27,7 +27,7 @@ from vllm.v1.engine import (
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from darts_server.vllm.engine_core.holding import MOST_KEPT, REPORT_SECONDS, Report, number_of
+from darts_server.vllm.engine_core.holding import REPORT_SECONDS, Report, buffer_limit, number_of
 from darts_server.vllm.fleet.transport import Connection, Hello, connect
 
 ANSWERS: dict[str, Any] = {"get_supported_tasks": ("generate",), "is_sleeping": False, "reset_prefix_cache": True}
@@ -136,7 +136,7 @@ class ScriptedHost:
         if params.ignore_eos:
             length = params.max_tokens or 1
         number = number_of(params)
-        most = MOST_KEPT + 7 * number % MOST_KEPT if number > 0 else 1
+        most = buffer_limit(number) if number > 0 else 1
         self.running[request.request_id] = request
         self._ids.append(request.request_id)
         self._fixed = np.vstack([self._fixed, [[number, length, most]]])

@@ -1,4 +1,4 @@
-"""The client: one method for each thing that a trainer requests."""
+"""The client: one method for each kind of request."""
 
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -34,6 +34,7 @@ from ._votes import Score, Vote, Weights, check_vote
 
 ItemT = TypeVar("ItemT")
 STREAM_BATCHES = 4
+# These options leave prompts to a later batch, or belong to a single batch.
 NOT_OF_A_STREAM = {"num_groups", "carry", "carried", "idempotency_key"}
 
 
@@ -50,13 +51,14 @@ class AsyncClient:
             group.lengths
     ```
 
-    `groups`, `prompts`, `policy` and `state` read and change the server's records, settings and state, `weights` the
-    weights that it samples with.
-
-    `base_url` may end in `/v1` or not. `model` defaults to the first that the server lists. All times are seconds.
-    `timeout` is for responses that are not streamed, so it bounds the generation too; `connect_timeout` is for a
-    connection, `idle_timeout` for the next bytes of a stream. A request is sent again up to `retries` times where that
-    is safe. `transport` replaces the network, in tests.
+    Args:
+        base_url: URL of the server, with or without `/v1`.
+        model: model for `completions`, by default the first that the server lists.
+        timeout: seconds for a response that is not streamed, including its generation.
+        connect_timeout: seconds for a connection.
+        idle_timeout: seconds for the next bytes of a stream.
+        retries: number of retries where a retry is safe.
+        transport: replaces the network in tests.
     """
 
     def __init__(
@@ -92,16 +94,17 @@ class AsyncClient:
         await self._transport.aclose()
 
     async def health(self) -> None:
-        """Return if the server is healthy; otherwise raise a DartsError."""
+        """Return if the server is healthy. Raise a DartsError otherwise."""
         await self._transport.send("GET", "/health", timeout=HEALTH_TIMEOUT)
 
     async def wait_until_healthy(self, timeout: float) -> None:
-        """Wait until the server is healthy; raise TimedOut if it is not within `timeout` seconds."""
+        """Wait until the server is healthy. Raise TimedOut after `timeout` seconds."""
         limit = TimeLimit(timeout)
         while True:
-            try:  # a probe never takes so short a time that it cannot succeed
-                timeout_now = max(limit.bound(HEALTH_TIMEOUT), HEALTH_POLL_INTERVAL)
-                await self._transport.send("GET", "/health", timeout=timeout_now)
+            # The last probe, too, gets enough time to succeed.
+            probe_timeout = max(limit.bound(HEALTH_TIMEOUT), HEALTH_POLL_INTERVAL)
+            try:
+                await self._transport.send("GET", "/health", timeout=probe_timeout)
                 return
             except STARTING_ERRORS as exc:
                 if limit.is_over:
@@ -113,7 +116,7 @@ class AsyncClient:
         return parse_models(await self._transport.request("GET", "/v1/models"))
 
     async def metrics(self) -> str:
-        """Return the server's metrics, in Prometheus' text format."""
+        """Return the server's metrics in Prometheus' text format."""
         return (await self._transport.request("GET", "/metrics")).text
 
     async def completions(
@@ -129,19 +132,26 @@ class AsyncClient:
         logprobs: bool = True,
         **sampling: Any,
     ) -> list[Group]:
-        """Sample `group_size` trajectories of each prompt in one request; returns the groups in the order of prompts.
+        """Return a group of `group_size` trajectories for each prompt (text or token ids). Plain vLLM works, too.
 
-        A prompt is text or token ids. `policy` names the server's policy for this request, "off" for none. Any other
-        of vLLM's sampling parameters is passed on; what is not given has vLLM's neutral value, not the one in the
-        model's `generation_config`. Raises ProtocolError if the answer does not have these groups.
+        Args:
+            policy: name of the server's policy, or "off".
+            sampling: vLLM's other parameters. The defaults are neutral, whatever the model's `generation_config` says.
+
+        Raises:
+            ProtocolError: the answer does not have exactly these groups.
         """
         if not model:
+            # Requests that start at the same time look the model up once.
             async with self._model_lock:
-                model = self._model = self._model or first_model(await self.models())
+                if not self._model:
+                    self._model = first_model(await self.models())
+            model = self._model
         sampling |= {"max_tokens": max_tokens, "temperature": temperature} | drop_none({"seed": seed})
         request = completion_request(
             prompts, model=model, group_size=group_size, policy=policy, logprobs=logprobs, sampling=sampling
         )
+        # A second request would sample again, so it is sent only if the first never reached the server.
         response = await self._transport.request(
             "POST", "/v1/completions", idempotent=False, json=request.body, headers=request.headers
         )
@@ -172,34 +182,34 @@ class AsyncClient:
         continue_final_message: bool | None = None,
         **sampling: Any,
     ) -> AsyncRollouts[Group]:
-        """Yield each group of a batch as soon as it is complete; at the end the iterator has `usage` and `unfinished`.
+        """Yield each group of a batch as soon as it is complete.
 
         ```python
         async with client.rollouts(prompts, group_size=8, max_tokens=512) as groups:
             async for group in groups: ...
+        groups.usage, groups.unfinished, groups.failed
         ```
 
-        A prompt is text, token ids, a chat, or a `PromptSpec` with a key and metadata. With `max_tokens=None` an answer
-        may take as many tokens as its prompt leaves of the model's length. `policy` is a name, or a mapping
-        with `name` and settings to override for this batch; `budget` bounds the candidates of all prompts together.
-        With `num_groups` the batch ends with the first that many groups. With `survivors`, the default of `arrol`, a
-        group has all trajectories that were not pruned, more or fewer than `group_size`. Any other of vLLM's sampling
-        parameters is passed on.
+        If you leave the iterator early, the end of `async with` cancels the batch. A failed group is in `failed` and is
+        not yielded. If all groups fail, the first error is raised.
 
-        With `carry="restart"` the server keeps the prompts that are left undecided. They start first in a
-        later batch with `carry` that has them, or that asks for all with `carried=True`; then `prompts` may be empty,
-        and the numbers of these groups follow after those of `prompts`. With "resume" their trajectories go on from
-        what was generated; `version_spans` says with which weights.
-
-        A group that fails is not yielded but listed in `failed`; if all fail, the first error is raised.
-
-        A `durable` batch survives a lost connection: the iterator reconnects and continues after the last event.
-        The same `idempotency_key` with the same arguments finds the same batch while the server keeps it. Leaving the
-        iterator early, by `break` or an exception, cancels the batch on the server at the end of `async with`.
-
-        `timeout` bounds the seconds of the whole batch. `progress` draws a bar. `chat_template_kwargs`, such as
-        `{"enable_thinking": False}`, `tools`, `add_generation_prompt` and `continue_final_message` are vLLM's, for all
-        chats of the batch; a `PromptSpec` may have others.
+        Args:
+            prompts: texts, token ids, chats, or `PromptSpec` with a key and metadata.
+            max_tokens: length limit in tokens. None allows all tokens that a prompt leaves of the model's length.
+            policy: name of a policy, or a mapping with `name` and settings that this batch overrides.
+            budget: maximum number of candidates of all prompts together.
+            num_groups: number of complete groups that end the batch, by default all.
+            survivors: whether a group has all unpruned trajectories instead of `group_size`. The default under `arrol`.
+            carry: fate of prompts without a group. "drop" forgets them. "restart" and "resume" keep them, and start
+                them first in a later batch with `carry` that has them. "resume" keeps their tokens, too.
+            carried: whether to run all kept prompts. They are numbered after `prompts`, which may be empty.
+            durable: whether the batch survives a lost connection. The iterator reconnects.
+            idempotency_key: the same key and arguments return the same batch while the server keeps it.
+            timeout: seconds for the whole batch.
+            progress: whether to draw a bar.
+            chat_template_kwargs: vLLM's option for all chats, such as `{"enable_thinking": False}`. `tools`,
+                `add_generation_prompt` and `continue_final_message` are vLLM's, too. A `PromptSpec` overrides them.
+            sampling: vLLM's other parameters, such as `top_p`.
         """
         request = rollouts_request(
             prompts,
@@ -236,11 +246,11 @@ class AsyncClient:
         progress: bool = False,
         **options: Any,
     ) -> AsyncRollouts[Event]:
-        """Yield the events of a batch, with tokens while the rest is still being generated.
+        """Yield the events of a batch, with tokens as they are generated.
 
-        A candidate that may still be selected sends a `Delta` for every `chunk_tokens` tokens. It ends in one
-        `TrajectoryEvent` or `Discard`; then comes the `GroupEvent` with the whole group, and `Done` at the very end. A
-        failed group is a `GroupEvent` whose group has an `error`. The other arguments are those of `rollouts`.
+        A candidate that may still be selected sends a `Delta` for every `chunk_tokens` tokens. It ends with one
+        `TrajectoryEvent` or `Discard`. `GroupEvent` has the whole group, or its `error`. `Done` is last. See `rollouts`
+        for `options`.
         """
         request = rollouts_request(
             prompts, "tokens", group_size=group_size, max_tokens=max_tokens, chunk_tokens=chunk_tokens, **options
@@ -248,31 +258,39 @@ class AsyncClient:
         return self._start_batch(request, lambda event: event, timeout, progress)
 
     async def stream(
-        self, prompts: Any, *, group_size: int, max_tokens: int | None, ahead: int = 256, **options: Any
+        self,
+        prompts: Any,
+        *,
+        group_size: int,
+        max_tokens: int | None,
+        ahead: int = 256,
+        **options: Any,
     ) -> AsyncGenerator[Group]:
-        """Yield a group for each prompt, while the server goes on with the next `ahead` prompts.
+        """Yield a group for each prompt, while the server works on the next `ahead` prompts.
 
         ```python
         async with aclosing(client.stream(prompts, group_size=8, max_tokens=512)) as groups:
             async for group in groups: ...
         ```
 
-        `prompts` may be an iterator without an end. They run as batches of a quarter of `ahead`, whose groups are
-        yielded as they are complete, those of an earlier batch first. A group that failed has an `error`. `options` are
-        those of `rollouts`, such as `policy`, `temperature` and vLLM's sampling parameters, but for those that leave
-        prompts to a later batch.
+        `prompts` may be an endless iterator. They run in batches of a quarter of `ahead`, and groups of earlier batches
+        are yielded first. A failed group has an `error`. See `rollouts` for `options`.
         """
         if ahead < 1:
             raise ValueError(f"ahead must be at least 1, got {ahead}")
         if refused := sorted(options.keys() & NOT_OF_A_STREAM):
             raise TypeError(f"a stream yields a group for every prompt of many batches: it has no {', '.join(refused)}")
-        left, size = iterate_prompts(prompts), ceil(ahead / STREAM_BATCHES)
+        prompts_left = iterate_prompts(prompts)
+        size = ceil(ahead / STREAM_BATCHES)
         batches: deque[AsyncRollouts[Group]] = deque()
         try:
             while True:
-                # The engine goes on with the later ones while the first waits for its slowest group, or for its reader.
-                while len(batches) < min(ahead, STREAM_BATCHES) and (some := list(islice(left, size))):
-                    batches.append(self.rollouts(some, group_size=group_size, max_tokens=max_tokens, **options))
+                # The engine works on later batches while the first waits for its slowest group, or for its reader.
+                while len(batches) < min(ahead, STREAM_BATCHES):
+                    chunk = list(islice(prompts_left, size))
+                    if not chunk:
+                        break
+                    batches.append(self.rollouts(chunk, group_size=group_size, max_tokens=max_tokens, **options))
                     await batches[-1].start()
                 if not batches:
                     return
@@ -293,16 +311,15 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Any,
     ) -> Batch:
-        """Return all groups of a batch in one answer, as tensors where the server can: for large batches.
+        """Return all groups of a large batch in one answer, as tensors if the server can.
 
         ```python
         batch = await client.batch(prompts, group_size=8, max_tokens=512)
         batch.groups, batch.usage
         ```
 
-        The arguments are those of `rollouts`. `timeout`, by default the client's, bounds the seconds of one request. A
-        durable batch whose connection is lost is sent again, and found by its key; if its caller is cancelled, it is
-        cancelled on the server a minute later. If all groups fail, the first error is raised.
+        See `rollouts` for the arguments. `timeout` is the number of seconds for one request, by default the client's. A
+        retry finds a durable batch again. If the caller is cancelled, the server cancels the batch a minute later.
         """
         request = rollouts_request(prompts, None, group_size=group_size, max_tokens=max_tokens, **options)
         limit = self._transport.options.request_timeout(timeout)
@@ -310,20 +327,26 @@ class AsyncClient:
         return read_batch(request, response)
 
     async def cancel(self, batch_id: str) -> bool:
-        """Cancel a batch, durable or not, whoever reads it. False if it was complete; NotFound if it is unknown."""
+        """Cancel a batch. Return False if it was already complete.
+
+        Raises:
+            NotFound: the batch is unknown.
+        """
         return parse_response(_Cancelled, await self._transport.request("DELETE", batch_path(batch_id))).cancelled
 
     async def rewards(self, rewarded: Rewarded, values: Values | None = None) -> RewardCounts:
-        """Report the rewards of trajectories, in several requests if there are many. Repeated ones change nothing.
+        """Report the rewards of trajectories. A trajectory keeps its first reward.
 
         ```python
-        await client.rewards(group, [1.0, 0.0])                             # or groups, with a list of lists
-        await client.rewards({trajectory: 1.0})                             # or by trajectory_id
+        await client.rewards(group, [1.0, 0.0])
+        await client.rewards([group], [[1.0, 0.0]])
+        await client.rewards({trajectory: 1.0})
         await client.rewards([Reward(trajectory_id="group:3", reward=0.5, correct=True)])
         ```
         """
         counts = RewardCounts()
         for offset, rewards in split_rewards(as_rewards(rewarded, values)):
+            # A repeated reward has no effect, so a retry is safe.
             response = await self._transport.request("POST", f"{API}/rewards", json=rewards_body(rewards))
             counts = counts.plus(parse_response(RewardCounts, response), offset)
         return counts
@@ -347,20 +370,21 @@ class AsyncClient:
         continue_final_message: bool | None = None,
         **sampling: Any,
     ) -> Vote:
-        """Return the most frequent answer of up to `n` trajectories; the rest is stopped once the answer is certain.
+        """Return the most frequent answer of up to `n` trajectories, as soon as it is certain.
 
         ```python
         vote = await client.vote("7a-5b*4>", n=8, max_tokens=200, pattern="#([0-9])")
         vote.answer, vote.weights
         ```
 
-        `pattern` finds the answer: a regular expression with one group, "boxed", or a list of the possible answers.
-        `weights` other than "majority" depend on a `score`: "head", the server's quality head, or "logprob" and
-        "lowest_logprob". The options of a chat are those of `rollouts`. Any other of vLLM's sampling parameters is
-        passed on.
+        Args:
+            pattern: regular expression whose one group is the answer, "boxed", or a list of possible answers.
+            weights: weight of a vote. All except "majority" need a `score`.
+            score: "head" for the server's quality head, "logprob" or "lowest_logprob".
+            sampling: vLLM's other parameters. See `rollouts` for the options of a chat.
         """
-        prompt_json = prompt_body(prompt)
-        own = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+        form, value = next(iter(prompt_body(prompt).items()))
+        own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
         options = {
             "weights": weights,
             "score": score,
@@ -371,17 +395,21 @@ class AsyncClient:
             "continue_final_message": continue_final_message,
         }
         body = {
-            "messages" if "messages" in prompt_json else "prompt": next(iter(prompt_json.values())),
+            "messages" if form == "messages" else "prompt": value,
             "n": n,
             "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
-            "sampling": {"max_tokens": max_tokens} | drop_none(own) | sampling,
+            "sampling": {"max_tokens": max_tokens} | drop_none(own_sampling) | sampling,
             **drop_none(options),
         }
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
         return check_vote(body, parse_response(Vote, response))
 
     def _start_batch(
-        self, request: RolloutsRequest, select: Callable[[Event], ItemT | None], timeout: float | None, progress: bool
+        self,
+        request: RolloutsRequest,
+        select: Callable[[Event], ItemT | None],
+        timeout: float | None,
+        progress: bool,
     ) -> AsyncRollouts[ItemT]:
         batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
         bar = ProgressBar(request.num_groups) if progress else None

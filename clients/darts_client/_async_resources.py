@@ -40,7 +40,7 @@ class AsyncGroupsApi(_AsyncApi):
     """Records of groups."""
 
     async def get(self, group_id: str) -> list[GroupRecord]:
-        """Return one group; or all groups of a batch or of a response, by its id. NotFound if none is kept any more."""
+        """Return one group, or all groups of a batch or response, by its id. Raise NotFound if none is kept."""
         response = await self._transport.request("GET", f"{API}/groups/{quote_segment(group_id)}")
         return parse_response(_Groups, response).groups
 
@@ -49,20 +49,20 @@ class AsyncPromptsApi(_AsyncApi):
     """Statistics of prompts."""
 
     async def get(self, key: str) -> PromptRecord:
-        """Return a prompt by its key, which is `prompt_key` of its groups. NotFound if it has no statistics."""
+        """Return the statistics of a prompt by the `prompt_key` of its groups. Raise NotFound if it has none."""
         response = await self._transport.request("GET", f"{API}/prompts/{quote_segment(key)}")
         return parse_response(PromptRecord, response)
 
 
 class AsyncPolicyApi(_AsyncApi):
-    """The runtime settings, which shape groups."""
+    """The runtime settings that shape groups."""
 
     async def get(self) -> dict[str, Any]:
-        """Return every setting that can change at run time, and `policies`: the names that a request may use."""
+        """Return all runtime settings, and `policies`, the names that a request may use."""
         return parse_response(_Settings, await self._transport.request("GET", f"{API}/policy")).root
 
     async def change(self, **settings: Any) -> dict[str, Any]:
-        """Change some settings, all or none, for future groups; then return as `get`. None unsets an optional one."""
+        """Change settings for future groups, all or none, and return all settings. None unsets a setting."""
         response = await self._transport.request("PATCH", f"{API}/policy", json=settings)
         return parse_response(_Settings, response).root
 
@@ -71,23 +71,25 @@ class AsyncStateApi(_AsyncApi):
     """Everything that the server has learned, as one file."""
 
     async def save(self, path: str | PathLike[str]) -> None:
-        """Write the file; on any failure `path` remains the old file, or absent."""
+        """Write the file. After a failure `path` is the old file, or absent."""
         response = await self._transport.request("GET", f"{API}/state")
         await async_run_blocking(write_atomically, Path(path), response.content)
 
     async def load(self, path: str | PathLike[str]) -> int:
-        """Replace the server's state by a saved file, all or nothing. Returns the number of prompts in it."""
+        """Replace the server's state by a saved file, all or nothing. Return the number of prompts in the file."""
         data = await async_run_blocking(Path(path).read_bytes)
         response = await self._transport.request("PUT", f"{API}/state", content=data)
         return parse_response(_Restored, response).prompts
 
 
 class AsyncWeightsApi(_AsyncApi):
-    """The weights that the server samples with. Files are sent as they are: neither torch nor safetensors is needed.
+    """The weights that the server samples with. Sending a file needs neither torch nor safetensors.
 
-    An update is sent again only if it did not reach the server. Updates raise BadRequest for invalid weights, or while
-    another update is running; ServerFault with status 501 for a model whose weights cannot be replaced. After TimedOut
-    or ConnectionFailed the update may still be running: `get` returns its state.
+    After TimedOut or ConnectionFailed an update may still run; `get` returns its state.
+
+    Raises:
+        BadRequest: the weights are invalid, or another update is running.
+        ServerFault: with status 501, the weights of this model cannot be replaced.
     """
 
     async def get(self) -> WeightsRecord:
@@ -103,15 +105,19 @@ class AsyncWeightsApi(_AsyncApi):
         partial: bool = False,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Send new weights, all or nothing; returns when they are served.
+        """Send new weights, all or nothing. Return when the server samples with them.
 
-        `source` is a safetensors file: its bytes, or its path. A file is sent in pieces, so it may be larger than the
-        memory; it must not change meanwhile.
+        ```python
+        await client.weights.push("checkpoint/model.safetensors", rule="finish")
+        ```
 
-        `rule`: what happens to running groups. "finish" waits for them, "keep" continues them with the new weights,
-        "restart" starts them again with the new weights; the default is the server's setting. `version` defaults to
-        the one after the version that is served. With `partial` tensors may be missing, and keep their values. With
-        `check_finite` the update is refused if a tensor has NaN or infinity.
+        Args:
+            source: bytes or path of a safetensors file. A file may be larger than the memory.
+            rule: "finish" waits for running groups, "keep" continues them with the new weights, "restart" starts them
+                again. The default is the server's setting.
+            version: by default the served version plus 1.
+            partial: whether tensors may be missing. They keep their values.
+            check_finite: whether to refuse NaN and infinity.
         """
         body = await async_run_blocking(AsyncBody, source)
         return await self.push_stream(
@@ -133,10 +139,7 @@ class AsyncWeightsApi(_AsyncApi):
         partial: bool = False,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Send new weights like `push`, from the pieces of a safetensors file of `size` bytes.
-
-        A retry iterates over `content` again, from the beginning.
-        """
+        """Send new weights like `push`, from pieces of a safetensors file of `size` bytes. A retry iterates again."""
         params = _update_options(rule, version, check_finite, partial)
         return await self._upload(f"{API}/weights", content, size, params)
 
@@ -149,9 +152,9 @@ class AsyncWeightsApi(_AsyncApi):
         partial: bool = False,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Load new weights from a safetensors file, or a folder of these, on the server's machine. See `push`.
+        """Load new weights from a safetensors file, or a folder of such files, under the server's `--weights-root`.
 
-        The path must be under the server's `--weights-root`. Unauthorized if it has none.
+        See `push`. Raises Unauthorized if the server has no such root.
         """
         body = {"path": os.fspath(path)} | _update_options(rule, version, check_finite, partial)
         return await self._update("POST", f"{API}/weights", json=body)
@@ -166,13 +169,18 @@ class AsyncWeightsApi(_AsyncApi):
         version: int | None = None,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Send a LoRA adapter, all or nothing; returns when it is served under `name`, replacing an earlier one.
+        """Send a LoRA adapter, all or nothing. Return when it is served under `name`. See `push`.
 
-        `source` is a folder as PEFT saves it, or the bytes of its `adapter_model.safetensors`. Bytes need a `config`,
-        PEFT's `adapter_config.json`, of which `r` and `lora_alpha` are enough, and `use_rslora` where it is set.
+        ```python
+        await client.weights.push_lora("step-12", "adapter/")
+        ```
 
-        `rule`, `version` and `check_finite` are those of `push`.
-        Unauthorized if the server was started without `--enable-lora`.
+        Args:
+            source: folder that PEFT has saved, or the bytes of its `adapter_model.safetensors`.
+            config: PEFT's `adapter_config.json`, needed for bytes: `r`, `lora_alpha`, and `use_rslora` if it is set.
+
+        Raises:
+            Unauthorized: the server was started without `--enable-lora`.
         """
         params = {"config": await async_run_blocking(_lora_config, source, config)}
         params |= _update_options(rule, version, check_finite)
@@ -189,22 +197,27 @@ class AsyncWeightsApi(_AsyncApi):
         version: int | None = None,
         check_finite: bool = True,
     ) -> WeightsRecord:
-        """Load a LoRA adapter from a folder under the server's `--weights-root`, which it copies. See `push_lora`."""
+        """Load a LoRA adapter from a folder under the server's `--weights-root`. See `push_lora`."""
         body = {"path": os.fspath(path)} | _update_options(rule, version, check_finite)
         return await self._update("POST", _lora_path(name), json=body)
 
     async def remove_lora(self, name: str) -> WeightsRecord:
-        """Remove a LoRA adapter, once all requests in flight have finished. BadRequest if there is no such adapter."""
+        """Remove a LoRA adapter once all requests in flight have finished. Raise BadRequest if it does not exist."""
         return await self._update("DELETE", _lora_path(name))
 
     async def _upload(
-        self, path: str, content: AsyncIterable[bytes], size: int, params: Mapping[str, Any]
+        self,
+        path: str,
+        content: AsyncIterable[bytes],
+        size: int,
+        params: Mapping[str, Any],
     ) -> WeightsRecord:
-        # With the size the server can reject a body that is too large before it is sent.
+        # With the size, the server can reject a body that is too large before it is sent.
         headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
         return await self._update("PUT", path, content=content, headers=headers, params=params)
 
     async def _update(self, method: str, path: str, **options: Any) -> WeightsRecord:
+        # A second update would change the version again, so it is sent only if the first never reached the server.
         response = await self._transport.request(method, path, idempotent=False, **options)
         return parse_response(WeightsRecord, response)
 
@@ -226,10 +239,10 @@ def _update_options(
 
 
 def _lora_config(source: Source, config: Mapping[str, Any] | None) -> str:
-    """Return the JSON of an adapter's configuration; raise ValueError for bytes without one."""
+    """Return the JSON of an adapter's configuration. Raise ValueError for bytes without a configuration."""
     if config is None:
         if isinstance(source, bytes):
-            raise ValueError("config: an adapter's bytes need one, such as {'r': 8, 'lora_alpha': 16}")
+            raise ValueError("config: the bytes of an adapter need a configuration, such as {'r': 8, 'lora_alpha': 16}")
         config = json.loads((Path(source) / "adapter_config.json").read_text())
-    # The server takes the target modules from the tensors' names; the list may be too long for a URL.
+    # The server reads the target modules from the tensors' names, and the list may be too long for a URL.
     return json.dumps({key: value for key, value in config.items() if key != "target_modules"})

@@ -1,4 +1,4 @@
-"""A batch of rollouts as an iterator: it reconnects after a lost connection, and cancels a batch that is left early."""
+"""A batch of rollouts as an iterator. It reconnects after a lost connection, and cancels a batch that is left early."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext, suppress
@@ -12,14 +12,15 @@ from ._progress import ProgressBar
 from ._requests import TimeLimit
 from ._stream import BatchReader
 
-# The server answers a cancellation at once. Without one it cancels the batch a minute after the connection is lost.
+# Seconds. The server answers a cancellation at once. Without a cancellation it cancels the batch a minute after the
+# connection is lost.
 CANCEL_TIMEOUT = 5.0
 
 ItemT = TypeVar("ItemT")
 
 
 class AsyncRollouts(Generic[ItemT]):
-    """An iterator over a batch. Leaving it early, by `break` or an exception, cancels the batch after `async with`."""
+    """An iterator over a batch. If you leave it early, the end of `async with` cancels the batch."""
 
     def __init__(
         self,
@@ -36,32 +37,32 @@ class AsyncRollouts(Generic[ItemT]):
 
     @property
     def id(self) -> str | None:
-        """The server's name for the batch; None before the first event."""
+        """Name of the batch, or None before the first event."""
         return self._batch.id
 
     @property
     def policy(self) -> str | None:
-        """The policy of the batch; None before the first event."""
+        """Policy of the batch, or None before the first event."""
         return self._batch.policy
 
     @property
     def sampling(self) -> Mapping[str, Any] | None:
-        """The sampling parameters in force; None before the first event, and from servers that do not tell."""
+        """Sampling parameters in force, or None before the first event."""
         return self._batch.sampling
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens and seconds; None before the end."""
+        """Tokens and seconds of the batch, or None before its end."""
         return self._batch.usage
 
     @property
     def unfinished(self) -> Sequence[Unfinished]:
-        """Prompts whose groups were not needed, since `num_groups` others came first."""
+        """Prompts without a group, because others were complete first or because they were aborted."""
         return self._batch.unfinished
 
     @property
     def carried(self) -> int | None:
-        """Number of prompts that the server keeps for later batches of this API key; None before the end."""
+        """Number of prompts that the server keeps for later batches of this API key, or None before the end."""
         return self._batch.carried
 
     @property
@@ -73,12 +74,13 @@ class AsyncRollouts(Generic[ItemT]):
         return self
 
     async def __anext__(self) -> ItemT:
+        # None is for `start` alone.
         while (item := await anext(self._items)) is None:
             pass
         return item
 
     async def start(self) -> Self:
-        """Start the batch, as the first item would, and return once the server has begun with it."""
+        """Start the batch before its first item is read, and return once the server has begun with it."""
         await anext(self._items)
         return self
 
@@ -103,7 +105,8 @@ class AsyncRollouts(Generic[ItemT]):
                             continue
                         if self._bar is not None:
                             self._bar.update(event)
-                        if (item := self._select(event)) is not None:
+                        item = self._select(event)
+                        if item is not None:
                             yield item
         finally:
             await self._cancel()
@@ -114,8 +117,10 @@ class AsyncRollouts(Generic[ItemT]):
             try:
                 async with self._transport.stream_events(method, path, self._batch.limit, **options) as events:
                     async for sse in events:
+                        # `start` waits for the first event, which has the id of the batch.
                         is_first = self._batch.id is None
-                        if (event := self._batch.read(sse)) is not None or is_first:
+                        event = self._batch.read(sse)
+                        if event is not None or is_first:
                             yield event
                         if self._batch.is_over:
                             return
@@ -125,14 +130,15 @@ class AsyncRollouts(Generic[ItemT]):
             await async_sleep(delay)
 
     async def _cancel(self) -> None:
+        # The caller may be cancelled, which must not stop this request.
         with suppress(DartsError), async_shield(CANCEL_TIMEOUT):
             if self._batch.is_unnamed:
                 await self._read_id()
-            if (path := self._batch.cancel_path) is not None:
-                await self._transport.send("DELETE", path, timeout=CANCEL_TIMEOUT)
+            if self._batch.cancel_path is not None:
+                await self._transport.send("DELETE", self._batch.cancel_path, timeout=CANCEL_TIMEOUT)
 
     async def _read_id(self) -> None:
-        """Send the request again, only to receive the id: its idempotency key finds the batch that it started."""
+        """Send the request again to receive the id. Its idempotency key finds the batch that it started."""
         method, path, options = self._batch.next_request()
         async with self._transport.stream_events(method, path, TimeLimit(CANCEL_TIMEOUT), **options) as events:
             async for sse in events:

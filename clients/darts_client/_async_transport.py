@@ -1,4 +1,4 @@
-"""A pool of connections to one server, and the only calls of httpx."""
+"""A pool of connections to one server. No other module calls httpx."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,13 +11,14 @@ from ._errors import DartsError, raise_for_status, translate_errors
 from ._io import async_read_sse, async_sleep
 from ._requests import RetrySchedule, TimeLimit, TransportOptions, auth_headers, root_url
 
-# No limit of connections: the caller bounds the requests in flight, and one that waits here would only time out here.
-# uvicorn closes an idle connection after 5 s; reusing it at that moment fails, so it is dropped earlier.
+# The number of connections has no limit: the caller limits the requests in flight, and a request that waits for a
+# connection would only time out. uvicorn closes an idle connection after 5 s, and reusing the connection at that moment
+# fails, so it is dropped earlier.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3.0)
 
 
 class AsyncTransport:
-    """Sends requests, with retries, and reads event streams. All failures are raised as a DartsError."""
+    """Sends requests, with retries, and reads event streams. Every failure is raised as a DartsError."""
 
     def __init__(
         self,
@@ -36,14 +37,20 @@ class AsyncTransport:
         )
 
     async def request(
-        self, method: str, path: str, *, idempotent: bool = True, retry_overloaded: bool = True, **options: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        idempotent: bool = True,
+        **options: Any,
     ) -> httpx.Response:
-        """Send a request until it succeeds, as far as that is safe. `options` are httpx's.
+        """Send a request, and send it again after an error if that is safe.
 
-        `idempotent`: serving the request twice has the effect of serving it once. `retry_overloaded`: whether to wait
-        for a server that accepts no work at the moment.
+        Args:
+            idempotent: whether serving the request twice has the effect of serving it once.
+            options: httpx's options of the request.
         """
-        schedule = RetrySchedule(self.options.retries, idempotent=idempotent, retry_overloaded=retry_overloaded)
+        schedule = RetrySchedule(self.options.retries, idempotent=idempotent)
         while True:
             try:
                 return await self.send(method, path, **options)
@@ -52,7 +59,7 @@ class AsyncTransport:
             await async_sleep(delay)
 
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Send a request once and read the whole response."""
+        """Send a request once, and read the whole response."""
         with translate_errors(f"{method} {path}"):
             response = await self._http.request(method, path, **options)
         raise_for_status(response)
@@ -60,16 +67,21 @@ class AsyncTransport:
 
     @asynccontextmanager
     async def stream_events(
-        self, method: str, path: str, limit: TimeLimit, **options: Any
+        self,
+        method: str,
+        path: str,
+        limit: TimeLimit,
+        **options: Any,
     ) -> AsyncGenerator[AsyncIterator[ServerSentEvent]]:
-        """Iterate over the server-sent events of one response. Comments, too, keep it from timing out."""
+        """Iterate over the server-sent events of one response. Comments, too, reset the idle timeout."""
         timeout = self.options.stream_timeout(limit)
         with translate_errors(f"{method} {path}"):
             async with self._http.stream(method, path, timeout=timeout, **options) as response:
+                # The message of an error is in the body, which httpx has not read yet.
                 if not response.is_success:
                     await response.aread()
                 raise_for_status(response)
-                # httpx has a timeout for each read, and none for the whole response.
+                # httpx has a timeout for each read, but none for the whole response.
                 response.stream = _AsyncLimitedStream(response.stream, limit)
                 async with async_read_sse(response) as events:
                     yield events
@@ -79,7 +91,7 @@ class AsyncTransport:
 
 
 class _AsyncLimitedStream(httpx.AsyncByteStream):
-    """The bytes of a response, until the time limit."""
+    """The bytes of a response until the time limit."""
 
     def __init__(self, stream: object, limit: TimeLimit) -> None:
         assert isinstance(stream, httpx.AsyncByteStream)

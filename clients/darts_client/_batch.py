@@ -1,4 +1,4 @@
-"""A batch that is answered at once: the request, and its answer, as tensors or as JSON. No I/O."""
+"""A batch that is answered at once: the request, and its answer as tensors or as JSON. No I/O."""
 
 import json
 import sys
@@ -15,27 +15,27 @@ from ._models import Group, Unfinished, Usage, WireModel, parse
 from ._rollouts import GroupPayload, RolloutsRequest, build_group, tokens_in_payload
 
 TENSORS = "application/vnd.safetensors"
+# Earlier servers answer as JSON.
 ACCEPT = f"{TENSORS}, application/json;q=0.9"
-"""Earlier servers answer as JSON."""
 HEADER_LENGTH = 8
 TYPES = {"I64": "q", "I32": "i", "F32": "f", "U8": "B"}
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The answer to a batch. `groups` are in the order of the prompts, without those that failed, see `failed`.
-
-    `sampling`: the sampling parameters in force. `unfinished`: prompts whose groups were not needed, since `num_groups`
-    others came first. `carried`: number of prompts that the server keeps for later batches of this API key.
-    """
+    """The answer to a batch. `groups` has the complete groups in the order of the prompts."""
 
     id: str
     policy: str
     sampling: Mapping[str, Any]
+    """Sampling parameters in force."""
     groups: tuple[Group, ...]
     failed: tuple[Group, ...]
+    """Groups with an `error` and no trajectories."""
     unfinished: tuple[Unfinished, ...]
+    """Prompts without a group, because others were complete first or because they were aborted."""
     carried: int
+    """Number of prompts that the server keeps for later batches of this API key."""
     usage: Usage
 
 
@@ -51,7 +51,7 @@ class _Answer(WireModel):
 
 
 class TokenRows:
-    """The tokens of an answer: rows of tensors, by their numbers."""
+    """The tokens and log-probs of an answer as rows of tensors."""
 
     def __init__(self, offsets: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         self._offsets = offsets
@@ -59,45 +59,52 @@ class TokenRows:
         self._logprobs = logprobs
 
     def token_ids(self, row: int) -> tuple[int, ...]:
-        """Return the token ids of a row; raise ValueError if there is none."""
-        return tuple(self._token_ids[self._place(row)])
+        """Return the token ids of a row. Raise ValueError if there is no such row."""
+        return tuple(self._token_ids[self._slice(row)])
 
     def logprobs(self, row: int) -> tuple[float, ...]:
-        """Return the log-probs of a row; raise ValueError if there are none, or one is no number."""
+        """Return the log-probs of a row. Raise ValueError if there are none, or if a log-prob is not finite."""
         if self._logprobs is None:
             raise ValueError("there are no log-probs")
-        values = tuple(self._logprobs[self._place(row)])
+        values = tuple(self._logprobs[self._slice(row)])
+        # One check for a row: the sum is finite only if all values are.
         if not isfinite(sum(values)):
             raise ValueError(f"row {row} has a log-prob that is not finite")
         return values
 
-    def _place(self, row: int) -> slice:
+    def _slice(self, row: int) -> slice:
         if type(row) is not int or not 0 <= row < len(self._offsets) - 1:
             raise ValueError(f"there is no row {row!r}")
         return slice(self._offsets[row], self._offsets[row + 1])
 
 
 def batch_options(request: RolloutsRequest) -> dict[str, Any]:
-    """Return the transport's options for the request: a durable batch is found by its key when it is sent again."""
+    """Return the transport's options for the request."""
     headers = {"Accept": ACCEPT, "Content-Type": "application/json"}
-    if request.idempotency_key is not None:
-        headers["Idempotency-Key"] = request.idempotency_key
-    return {"headers": headers, "content": request.content, "idempotent": request.idempotency_key is not None}
+    key = request.idempotency_key
+    if key is not None:
+        headers["Idempotency-Key"] = key
+    # The server finds a durable batch by its key, so the request may be sent again.
+    return {"headers": headers, "content": request.content, "idempotent": key is not None}
 
 
 def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
-    """Read the answer to a batch; raise ProtocolError if it does not have the groups that were requested."""
+    """Read the answer to a batch. Raise ProtocolError if it does not have the requested groups."""
     source = response.url.path
     if response.headers.get("content-type") == TENSORS:
         content, rows = _read_tensors(response.content, source)
         answer = parse(_Answer, content, source, rows)
     else:
         answer = parse(_Answer, response.content, source)
-    prompts = len(answer.groups) + len(answer.unfinished)
-    numbers = sorted([*(group.number for group in answer.groups), *(prompt.number for prompt in answer.unfinished)])
+
+    numbers = [group.number for group in answer.groups] + [prompt.number for prompt in answer.unfinished]
+    numbers.sort()
     sent = len(request.token_ids)
-    if numbers != list(range(prompts)) or not (prompts == sent or (request.carried and prompts > sent)):
+    # With `carried`, the server adds prompts of earlier batches after the sent prompts.
+    has_all = len(numbers) == sent or (request.carried and len(numbers) > sent)
+    if not has_all or numbers != list(range(len(numbers))):
         raise ProtocolError(f"{source}: {sent} prompt(s) were sent, but the answer has {numbers}")
+
     groups = [build_group(group, request, tokens_in_payload, answer.survivors) for group in answer.groups]
     return Batch(
         id=answer.id,
@@ -116,20 +123,22 @@ def _read_tensors(content: bytes, source: str) -> tuple[bytes, TokenRows]:
     try:
         start = HEADER_LENGTH + int.from_bytes(content[:HEADER_LENGTH], "little")
         fields: dict[str, Any] = json.loads(content[HEADER_LENGTH:start])
-        view = memoryview(content)[start:]
-        found = {name: _array(field, view) for name, field in fields.items() if name != "__metadata__"}
-        rows = TokenRows(found["offsets"], found["token_ids"], found.get("logprobs"))
-        return found["answer"].tobytes(), rows
+        data = memoryview(content)[start:]
+        arrays = {name: _array(field, data) for name, field in fields.items() if name != "__metadata__"}
+        rows = TokenRows(arrays["offsets"], arrays["token_ids"], arrays.get("logprobs"))
+        return arrays["answer"].tobytes(), rows
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ProtocolError(f"{source}: the answer is not a file of the expected tensors: {exc!r}") from exc
 
 
-def _array(field: Mapping[str, Any], data: memoryview) -> "array[Any]":  # 3.11 has no array[Any]
+# The annotation is a string because Python 3.11 has no `array[Any]`.
+def _array(field: Mapping[str, Any], data: memoryview) -> "array[Any]":
     begin, end = field["data_offsets"]
     values = array(TYPES[field["dtype"]])
     if not 0 <= begin <= end <= len(data):
         raise ValueError(f"a tensor ends at {end} of {len(data)} bytes")
     values.frombytes(data[begin:end])
+    # safetensors is little-endian.
     if sys.byteorder == "big":
         values.byteswap()
     return values

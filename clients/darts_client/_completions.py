@@ -1,6 +1,6 @@
-"""`/v1/completions` and `/v1/models`: requests are built, and answers are checked.
+"""`/v1/completions` and `/v1/models`: builds requests and checks answers.
 
-A wrong group would spoil a training run without a sign, so everything that can be checked is.
+A wrong group would spoil a training run without a sign, so everything is checked that can be checked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from ._errors import ProtocolError
 from ._models import FinishReason, Group, Trajectory, WireModel, parse_response
 from ._prompts import Prompts, list_prompts
 
-# Parameters that the client sets and the parser relies on.
+# The client sets these parameters, and the parser relies on them.
 _RESERVED = frozenset({"prompt", "n", "stream", "return_token_ids"})
 
-# Without these vLLM's route takes what the model's `generation_config` says, such as `top_k=20`.
+# Without them vLLM's route uses the model's `generation_config`, such as `top_k=20`.
 NEUTRAL: dict[str, object] = {
     "top_p": 1.0,
     "top_k": 0,
@@ -27,13 +27,13 @@ NEUTRAL: dict[str, object] = {
     "frequency_penalty": 0.0,
 }
 
-# With any other finish reason, such as "abort", a trajectory is incomplete.
+# A trajectory with any other finish reason, such as "abort", is incomplete.
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length"}
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request, and what its answer is checked against."""
+    """A request, with the values that its answer is checked against."""
 
     prompts: tuple[str | list[int], ...]
     group_size: int
@@ -69,7 +69,13 @@ class _Completion(WireModel):
 
 
 def completion_request(
-    prompts: Prompts, *, model: str, group_size: int, policy: str | None, logprobs: bool, sampling: Mapping[str, object]
+    prompts: Prompts,
+    *,
+    model: str,
+    group_size: int,
+    policy: str | None,
+    logprobs: bool,
+    sampling: Mapping[str, object],
 ) -> CompletionRequest:
     """Build one request for all of `prompts`."""
     prompt_list = list_prompts(prompts)
@@ -89,7 +95,8 @@ def completion_request(
         **sampling,
     }
     if logprobs:
-        body["logprobs"] = 0  # only those of the sampled tokens
+        # 0 requests the log-probs of the sampled tokens alone.
+        body["logprobs"] = 0
     headers = {} if policy is None else {"X-Darts-Policy": policy}
     return CompletionRequest(tuple(prompt_list), group_size, logprobs, body, headers)
 
@@ -100,16 +107,17 @@ def parse_models(response: httpx.Response) -> list[str]:
 
 
 def first_model(models: Sequence[str]) -> str:
-    """Return the model that is used when the caller names none."""
+    """Return the default model."""
     if not models:
-        raise ProtocolError("the server lists no model, and none was named")
+        raise ProtocolError("the server lists no model; name a model")
     return models[0]
 
 
 def parse_groups(request: CompletionRequest, response: httpx.Response) -> list[Group]:
     """Return one group for each prompt, in the order of the prompts.
 
-    Raises ProtocolError unless each has exactly the requested number of choices, each finished and complete.
+    Raises:
+        ProtocolError: a group does not have exactly the requested number of choices, or a choice is not complete.
     """
     completion = parse_response(_Completion, response)
     group_id = response.headers.get("X-Darts-Group-Id") or completion.id
@@ -126,7 +134,7 @@ def parse_groups(request: CompletionRequest, response: httpx.Response) -> list[G
 
 
 def _by_prompt(choices: list[_Choice], *, prompts: int, group_size: int) -> list[list[_Choice]]:
-    """Split the choices by prompt; the server numbers them as `index = prompt * group_size + k`."""
+    """Split the choices by prompt. The server numbers a choice as `index = prompt * group_size + k`."""
     expected = prompts * group_size
     if len(choices) != expected:
         raise ProtocolError(f"expected {expected} choices, {group_size} for each prompt, got {len(choices)}")
@@ -141,18 +149,16 @@ def _by_prompt(choices: list[_Choice], *, prompts: int, group_size: int) -> list
 
 
 def _prompt_token_ids(request: CompletionRequest, number: int, members: list[_Choice]) -> tuple[int, ...] | None:
-    """Return the tokens of the prompt that all members answer.
-
-    The index of a choice is all that names its prompt. One choice too few for one prompt and one too many for the next
-    would move an answer into the wrong group without a gap in the indices; the prompt's tokens reveal that.
-    """
+    """Return the tokens of the prompt, if all members answer that prompt."""
+    # Only its index links a choice to its prompt. If the server returned one choice too few for a prompt and one too
+    # many for the next prompt, an answer would be in the wrong group without a gap in the indices. The prompt's tokens
+    # reveal that.
     token_ids = members[0].prompt_token_ids
     if any(choice.prompt_token_ids != token_ids for choice in members):
         raise ProtocolError(f"the choices of prompt {number} answer different prompts")
     prompt = request.prompts[number]
-    if token_ids is None or isinstance(prompt, str) or "truncate_prompt_tokens" in request.body:
-        return token_ids
-    if token_ids != tuple(prompt):
+    can_compare = token_ids is not None and not isinstance(prompt, str)
+    if can_compare and "truncate_prompt_tokens" not in request.body and token_ids != tuple(prompt):
         raise ProtocolError(f"the choices of prompt {number} answer another prompt")
     return token_ids
 

@@ -1,4 +1,4 @@
-"""The errors that this package raises about the server, and the translation of httpx's into them:
+"""The exceptions that this package raises about the server, and the translation of httpx's exceptions:
 
 * DartsError
   + ConnectionFailed     no connection, or it broke
@@ -11,7 +11,7 @@
     - ServerFault        any other 5xx
   + ProtocolError        the answer does not match the request
 
-An invalid argument that can be detected without the server raises ValueError or TypeError.
+An invalid argument raises ValueError or TypeError if the client can detect it without the server.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from httpx_sse import SSEError
 
 
 class DartsError(Exception):
-    """Base of all errors of this package."""
+    """Base class of all errors of this package."""
 
 
 class ConnectionFailed(DartsError):
@@ -34,17 +34,17 @@ class TimedOut(DartsError):
 
 
 class ProtocolError(DartsError):
-    """The server's answer does not match the request, and must not be trained on."""
+    """The server's answer does not match the request. Do not train on it."""
 
 
 class StatusError(DartsError):
     """The server answered with an error status.
 
-    `type`, `param` and `code` are those of OpenAI's error object, `retry_after` is the `Retry-After` header in seconds;
-    each is None where the server sent none.
+    `type`, `param` and `code` come from OpenAI's error object. `retry_after` is the `Retry-After` header in seconds.
+    Each is None if the server did not send it.
     """
 
-    # Only the message has no default: unpickling in another process passes nothing else.
+    # Only the message has no default, because unpickling in another process passes nothing else.
     def __init__(
         self,
         message: str,
@@ -64,7 +64,7 @@ class StatusError(DartsError):
 
 
 class BadRequest(StatusError):
-    """The server rejected the request; `param` names the field, if the server sent one."""
+    """The server rejected the request. `param` names the field, if the server sent its name."""
 
 
 class Unauthorized(StatusError):
@@ -76,7 +76,7 @@ class NotFound(StatusError):
 
 
 class Overloaded(StatusError):
-    """The server accepts no work at the moment; `retry_after` says when it may again."""
+    """The server accepts no work at the moment. `retry_after` is the number of seconds to wait."""
 
 
 class ServerFault(StatusError):
@@ -100,9 +100,10 @@ _MAX_MESSAGE_CHARS = 500
 
 @contextmanager
 def translate_errors(request: str) -> Iterator[None]:
-    """Translate httpx's exceptions into ours; `request` names the request in the message."""
+    """Translate httpx's exceptions into ours. `request` names the request in the message."""
     try:
         yield
+    # `SSEError` and `TimeoutException` are subclasses of `TransportError`, so they are caught first.
     except SSEError as exc:
         raise ProtocolError(f"{request}: {_describe(exc)}") from exc
     except httpx.TimeoutException as exc:
@@ -120,22 +121,28 @@ def was_never_sent(error: DartsError) -> bool:
 
 def raise_for_status(response: httpx.Response) -> None:
     """Raise the error that belongs to an error status."""
-    if not response.is_success:
-        seconds = response.headers.get("Retry-After", "")
-        retry_after = float(seconds) if seconds.isdecimal() else None
-        raise _status_error(response.status_code, _error_object(response), response.reason_phrase, retry_after)
+    if response.is_success:
+        return
+    seconds = response.headers.get("Retry-After", "")
+    retry_after = float(seconds) if seconds.isdecimal() else None
+    raise _status_error(response.status_code, _error_object(response), response.reason_phrase, retry_after)
 
 
 def error_from_object(error: Mapping[str, object]) -> StatusError:
-    """Convert an error object inside an answer; its code is the status that it would have had as an answer."""
+    """Convert an error object inside an answer. Its code is an HTTP status."""
     code = error.get("code")
-    return _status_error(code if isinstance(code, int) else 500, error, "the server failed")
+    status = code if isinstance(code, int) else 500
+    return _status_error(status, error, "the server failed")
 
 
 def _status_error(
-    status: int, error: Mapping[str, object], default_message: str, retry_after: float | None = None
+    status: int,
+    error: Mapping[str, object],
+    default_message: str,
+    retry_after: float | None = None,
 ) -> StatusError:
-    kind = _BY_STATUS.get(status, ServerFault if status >= 500 else StatusError)
+    default_kind = ServerFault if status >= 500 else StatusError
+    kind = _BY_STATUS.get(status, default_kind)
     message = _text(error.get("message")) or _text(error.get("detail")) or default_message
     code = error.get("code")
     return kind(
@@ -148,14 +155,16 @@ def _status_error(
     )
 
 
-def _error_object(response: httpx.Response) -> dict[str, object]:
-    """Return OpenAI's error object; a body of another form becomes its message."""
+def _error_object(response: httpx.Response) -> Mapping[str, object]:
+    """Return OpenAI's error object. A body of another form becomes its message."""
     try:
         body = response.json()
     except ValueError:
         return {"message": response.text.strip()}
     error = body.get("error", body) if isinstance(body, dict) else body
-    return error if isinstance(error, dict) else {"message": error}
+    if isinstance(error, dict):
+        return error
+    return {"message": error}
 
 
 def _text(value: object) -> str | None:
@@ -163,4 +172,5 @@ def _text(value: object) -> str | None:
 
 
 def _describe(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+    name = type(exc).__name__
+    return f"{name}: {exc}" if str(exc) else name

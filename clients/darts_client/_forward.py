@@ -1,7 +1,4 @@
-"""Sequences of tokens with their cached keys and values, and one forward pass of a causal LM that continues several.
-
-The cache of each sequence is kept separately. For a forward pass they are padded into one.
-"""
+"""Token sequences with separate caches of keys and values, and one forward pass that continues several of them."""
 
 import inspect
 from collections.abc import Iterable, Sequence
@@ -12,36 +9,31 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-# Their frequencies depend on the longest sequence of the batch, so the same prefix gets other keys in another batch.
+# The frequencies depend on the longest sequence of the batch, so the same prefix gets other keys in another batch.
 _CHANGING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysValues:
-    """The cached keys and values of consecutive tokens.
-
-    `keys`: [layers, heads, tokens, size of a key], `values`: [layers, heads, tokens, size of a value].
-    """
+    """The cached keys and values of consecutive tokens."""
 
     keys: Tensor
+    """[layers, heads, tokens, size of a key]"""
     values: Tensor
+    """[layers, heads, tokens, size of a value]"""
 
     def __len__(self) -> int:
         return self.keys.shape[2]
 
     def concat(self, later: "KeysValues") -> "KeysValues":
-        """Return a copy of these tokens followed by the later ones."""
         keys = torch.cat([self.keys, later.keys], dim=2)
-        return KeysValues(keys, torch.cat([self.values, later.values], dim=2))
+        values = torch.cat([self.values, later.values], dim=2)
+        return KeysValues(keys, values)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a forward pass: `inputs` continue the tokens of `past`.
-
-    The log-probs of `targets` are computed, `targets[i]` after `inputs[i]`; without targets only the keys and values of
-    the inputs.
-    """
+    """One sequence of a forward pass. `inputs` continue `past`, and `targets[i]`, to be scored, follows `inputs[i]`."""
 
     past: Sequence[KeysValues]
     inputs: Sequence[int]
@@ -50,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """Keys and values of a row's inputs; log-probs and entropies [targets], float32, in nats."""
+    """Keys and values of a row's inputs; log-probs and entropies [targets] in nats, float32."""
 
     cache: KeysValues
     logprobs: Tensor
@@ -59,15 +51,15 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """Tokens that are forwarded in order, all but the last: no token is known to follow that one."""
+    """Tokens that are forwarded in order. The last token waits until the next token is known."""
 
     tokens: list[int]
     num_forwarded: int = 0
-    cache: KeysValues | None = None  # of the forwarded ones
+    cache: KeysValues | None = None
 
     @property
     def num_pending(self) -> int:
-        """Tokens that can be forwarded now."""
+        """Number of tokens that can be forwarded now."""
         return len(self.tokens) - 1 - self.num_forwarded
 
     def past(self) -> list[KeysValues]:
@@ -75,31 +67,34 @@ class TokenSequence:
         return [] if self.cache is None else [self.cache]
 
     def next_row(self, count: int) -> Row:
-        """Return the next `count` tokens as a row of a forward pass."""
-        return Row(self.past(), self.tokens[self.num_forwarded : self.num_forwarded + count], [])
+        end = self.num_forwarded + count
+        return Row(self.past(), self.tokens[self.num_forwarded : end], [])
 
     def add_result(self, result: Result) -> None:
-        """Append the result of the row that was forwarded."""
-        self.cache = result.cache if self.cache is None else self.cache.concat(result.cache)
+        if self.cache is None:
+            self.cache = result.cache
+        else:
+            self.cache = self.cache.concat(result.cache)
         self.num_forwarded += len(result.cache)
 
 
 @dataclass(slots=True, eq=False)
 class PromptSequence(TokenSequence):
-    """A prompt. Its last token is the first of each candidate, so that the first completion token is scored too."""
+    """A prompt. Its last token is the first token of each candidate, so that the first completion token is scored."""
 
-    is_closed: bool = False  # no candidate is added any more
+    is_closed: bool = False
     candidates: "list[CandidateSequence]" = field(default_factory=list)
 
     def drop_cache_if_unused(self) -> None:
-        """Drop the cache, and skip pending tokens, once no candidate can attend to them."""
+        """Drop the cache, and skip pending tokens, if no candidate can attend to them."""
         if self.is_closed and not any(candidate.may_continue for candidate in self.candidates):
-            self.cache, self.num_forwarded = None, len(self.tokens) - 1
+            self.cache = None
+            self.num_forwarded = len(self.tokens) - 1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CandidateSequence(TokenSequence):
-    """The last token of its prompt, then its own. It attends to the prompt's cache without a copy."""
+    """The last token of a prompt, then the tokens of a completion. It attends to the prompt's cache without a copy."""
 
     trajectory_id: str
     number: int
@@ -110,7 +105,7 @@ class CandidateSequence(TokenSequence):
 
     @property
     def length(self) -> int:
-        """Completion tokens added so far."""
+        """Number of completion tokens so far."""
         return len(self.tokens) - 1
 
     @property
@@ -122,7 +117,8 @@ class CandidateSequence(TokenSequence):
         return [*self.prompt.past(), *TokenSequence.past(self)]
 
     def next_row(self, count: int) -> Row:
-        start, end = self.num_forwarded, self.num_forwarded + count
+        start = self.num_forwarded
+        end = start + count
         return Row(self.past(), self.tokens[start:end], self.tokens[start + 1 : end + 1])
 
     def add_result(self, result: Result) -> None:
@@ -130,38 +126,39 @@ class CandidateSequence(TokenSequence):
         self.logprobs.append(result.logprobs)
         if result.entropies is not None:
             self.entropies.append(result.entropies)
-        self.drop_cache_if_done()
+        self._drop_cache_if_done()
 
     def finish(self, length: int) -> None:
-        """Finish with the first `length` tokens; drop the others."""
         del self.tokens[length + 1 :]
         self.num_forwarded = min(self.num_forwarded, length)
         self.is_finished = True
-        self.drop_cache_if_done()
+        self._drop_cache_if_done()
 
-    def drop_cache_if_done(self) -> None:
-        """Drop the cache once no token remains to be forwarded."""
+    def _drop_cache_if_done(self) -> None:
         if not self.may_continue:
             self.cache = None
             self.prompt.drop_cache_if_unused()
 
     def concat(self, chunks: list[Tensor]) -> Tensor:
-        """Concatenate log-probs or entropies to [length]; those past the end of a finished candidate are left out."""
-        return torch.cat(chunks)[: self.length] if chunks else torch.empty(0)
+        """Concatenate log-probs or entropies to [length], without values past the end of a finished candidate."""
+        if not chunks:
+            return torch.empty(0)
+        return torch.cat(chunks)[: self.length]
 
 
 def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tuple[TokenSequence, Row]]:
-    """Choose the rows of the next forward pass: most pending tokens first, for rows of similar length and fairness.
+    """Choose rows with rows times (longest past + most inputs) <= `batch_tokens`.
 
-    Rows times (longest past + most inputs), so with padding, are at most `batch_tokens`; a single row may have that
-    many inputs beside its past.
+    A single row may have that many inputs beside its past.
     """
     batch: list[tuple[TokenSequence, Row]] = []
     longest_past = 0
+    most_inputs = 0
+    # Most pending tokens first: rows of similar length need little padding, and no sequence falls behind.
     for sequence in sorted(sequences, key=lambda sequence: sequence.num_pending, reverse=True):
         row = sequence.next_row(min(sequence.num_pending, batch_tokens))
         longest_past = max(longest_past, sum(map(len, row.past)))
-        most_inputs = len(batch[0][1].inputs) if batch else len(row.inputs)
+        most_inputs = max(most_inputs, len(row.inputs))
         if batch and (len(batch) + 1) * (longest_past + most_inputs) > batch_tokens:
             break
         batch.append((sequence, row))
@@ -169,49 +166,49 @@ def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tu
 
 
 def check_supported(model: Any) -> None:
-    """Raise ValueError, with the reason, if the keys and values of a prefix of this model cannot be cached."""
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper hides the arguments
-    config, arguments = plain.config, inspect.signature(plain.forward).parameters
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    """Raise ValueError if the keys and values of a prefix of this model cannot be cached."""
+    # PEFT's wrapper hides the arguments of `forward`.
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = plain.config
+    layer_types = {type(layer) for layer in DynamicCache(config=config).layers}
+    names = ", ".join(sorted(layer_type.__name__ for layer_type in layer_types))
+    devices = {parameter.device for parameter in plain.parameters()}
     reasons = {
         "is an encoder-decoder": config.is_encoder_decoder,
-        "takes no position_ids": "position_ids" not in arguments,
+        "takes no position_ids": "position_ids" not in inspect.signature(plain.forward).parameters,
         "reads positions from the attention mask (ALiBi)": getattr(config, "alibi", False),
-        f"has layers without full attention ({', '.join(sorted(kind.__name__ for kind in kinds))})": kinds
-        != {DynamicLayer},
+        f"has layers without full attention ({names})": layer_types != {DynamicLayer},
         f"has rotary embeddings that change with the length ({' or '.join(_CHANGING_ROPE)})": _rope_changes(config),
-        "is on several devices": len({parameter.device for parameter in plain.parameters()}) > 1,
+        "is on several devices": len(devices) > 1,
     }
-    for reason, holds in reasons.items():
-        if holds:
+    for reason, applies in reasons.items():
+        if applies:
             raise ValueError(f"model: {type(plain).__name__} {reason}; forward it once over whole trajectories instead")
 
 
 @torch.no_grad()
 def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: bool) -> list[Result]:
-    """Forward all rows at once; raise ValueError if the model is in training mode, where dropout would be active."""
+    # Dropout would be active in training mode.
     if model.training:
         raise ValueError("model: is in training mode; call model.eval() first")
     cache, lengths = _pad_caches([row.past for row in rows], model.config)
     counts = [len(row.inputs) for row in rows]
-    past_width, input_width = max(lengths), max(counts)
+    # Logits take the most memory, and rows without targets do not use them.
+    needs_logits = any(row.targets for row in rows)
     logits = model(
         **_inputs(rows, lengths, model.device),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=input_width if any(row.targets for row in rows) else 1,
+        logits_to_keep=max(counts) if needs_logits else 1,
     ).logits
-    new = _split_new(cache, past_width, counts)
+    new = _split_new(cache, max(lengths), counts)
     return [
         Result(new[index], *_score(logits[index], row.targets, temperature, entropy)) for index, row in enumerate(rows)
     ]
 
 
 def _pad_caches(rows: Sequence[Sequence[KeysValues]], config: Any) -> tuple[DynamicCache, list[int]]:
-    """Return a cache with one row for each sequence, joined from its parts, and the number of tokens in each row.
-
-    Each row is padded with zeros at its end; the attention mask has to exclude them.
-    """
+    """Return a cache with the joined parts of each row, padded with zeros at the end, and the tokens of each row."""
     cache = DynamicCache(config=config)
     lengths = [sum(map(len, parts)) for parts in rows]
     all_parts = [part for parts in rows for part in parts]
@@ -224,12 +221,10 @@ def _pad_caches(rows: Sequence[Sequence[KeysValues]], config: Any) -> tuple[Dyna
 
 
 def _split_new(cache: Any, past_width: int, counts: Sequence[int]) -> list[KeysValues]:
-    """Return the first `counts[row]` tokens that a forward pass appended to each row after `past_width` positions.
-
-    They are copies, so that the padded cache can be freed.
-    """
+    """Return the first `counts[row]` tokens of each row after `past_width` positions."""
     keys = torch.stack([layer.keys[:, :, past_width:] for layer in cache.layers])
     values = torch.stack([layer.values[:, :, past_width:] for layer in cache.layers])
+    # Copies let the padded cache be freed.
     return [
         KeysValues(keys[:, row, :, :count].clone(), values[:, row, :, :count].clone())
         for row, count in enumerate(counts)
@@ -241,40 +236,43 @@ def _stack(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tensor
     layers, heads, _, size = like.shape
     result = like.new_zeros(layers, len(rows), heads, width, size)
     for row, parts in enumerate(rows):
-        end = 0
+        start = 0
         for part in parts:
-            start, end = end, end + part.shape[2]
+            end = start + part.shape[2]
             result[:, row, :, start:end] = part
+            start = end
     return result
 
 
 def _inputs(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return ids and positions [rows, most inputs] and the mask [rows, longest past + most inputs], padded at the end.
-
-    The mask excludes the padding of the past, which lies between a row's past and its inputs, and that of the inputs.
-    """
+    """Return ids and positions [rows, most inputs] and the mask [rows, longest past + most inputs]."""
     counts = torch.tensor([len(row.inputs) for row in rows])
     past = torch.tensor(lengths)
     offsets = torch.arange(int(counts.max())).expand(len(rows), -1)
     ids = torch.zeros(offsets.shape, dtype=torch.long)
     for index, row in enumerate(rows):
         ids[index, : len(row.inputs)] = torch.tensor(row.inputs)
-    # Padding repeats the last position, since a higher one may be beyond the model's.
+    # Padding repeats the last position, because a higher position may be beyond the model's limit.
     positions = past[:, None] + offsets.minimum(counts[:, None] - 1)
+    # The padding of a row's past lies before its inputs.
     cached = torch.arange(int(past.max())) < past[:, None]
     mask = torch.cat([cached, offsets < counts[:, None]], dim=1).long()
     return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": mask.to(device)}
 
 
 def _score(logits: Tensor, targets: Sequence[int], temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs and entropies of one row, so that float32 over the vocabulary exists for one row at a time."""
+    # Float32 scores over the vocabulary exist for one row at a time.
     scores = (logits[: len(targets)].float() / temperature).log_softmax(dim=-1)
     target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)
     logprobs = scores.gather(-1, target_ids[:, None]).squeeze(-1)
-    return logprobs, torch.special.entr(scores.exp()).sum(dim=-1) if entropy else None
+    entropies = None
+    if entropy:
+        entropies = torch.special.entr(scores.exp()).sum(dim=-1)
+    return logprobs, entropies
 
 
 def _rope_changes(config: Any) -> bool:
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]  # else `rope` is for all layers
+    # Some models have parameters for each type of layer.
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
     return any(part.get("rope_type") in _CHANGING_ROPE for part in [rope, *by_layer_type])

@@ -1,6 +1,6 @@
-"""I/O that differs between the async and the sync client: each `AsyncX` or `async_x` stands beside its `X` or `x`.
+"""I/O that differs between the async and the sync client.
 
-The rest of the sync client is generated from the async one by `hatch_build.py`, which drops these prefixes.
+Each `AsyncX` or `async_x` has a sync twin `X` or `x`, because `hatch_build.py` drops the prefix.
 """
 
 import asyncio
@@ -24,46 +24,46 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Source = bytes | str | PathLike[str]
-# Large enough that handing a piece to a thread costs little. Not larger: httpx copies the rest of a piece after each
-# write.
+# Large enough that handing a piece to a thread costs little. Not larger, because httpx copies the rest of a piece after
+# each write.
 PIECE_SIZE = 1 << 22
 
-AsyncLock, Lock = asyncio.Lock, threading.Lock
-async_sleep, sleep = asyncio.sleep, time.sleep
+AsyncLock = asyncio.Lock
+Lock = threading.Lock
+async_sleep = asyncio.sleep
+sleep = time.sleep
 
 
 def async_shield(seconds: float) -> AbstractContextManager[object]:
-    """Protect the block from cancellation, for at most `seconds`."""
+    """Protect the block from cancellation for at most `seconds`."""
     return anyio.move_on_after(seconds, shield=True)
 
 
 def shield(seconds: float) -> AbstractContextManager[object]:
-    """Do nothing: a thread is not cancelled."""
+    """Do nothing, because a thread is not cancelled."""
     return nullcontext()
 
 
 def async_read_sse(response: httpx.Response) -> AbstractAsyncContextManager[AsyncIterator[ServerSentEvent]]:
-    """Iterate over the server-sent events of a response; closed at the end of the block."""
+    """Iterate over the server-sent events of a response. The end of the block closes the iterator."""
     return aclosing(EventSource(response).aiter_sse())
 
 
 def read_sse(response: httpx.Response) -> AbstractContextManager[Iterator[ServerSentEvent]]:
-    """Iterate over the server-sent events of a response."""
     return nullcontext(EventSource(response).iter_sse())
 
 
 async def async_run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that blocks, in a thread."""
+    """Call a blocking function in a thread."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function that blocks."""
     return function(*args, **kwargs)
 
 
 class _SizedBody:
-    """A body of bytes or of a file. A request may send it more than once: each time from its beginning.
+    """A request body of bytes or of a file. Each iteration starts at the beginning, so a request may be sent again.
 
     Raises:
         OSError: the file cannot be read.
@@ -75,11 +75,13 @@ class _SizedBody:
             self.size = file.seek(0, os.SEEK_END)
 
     def _open(self) -> BinaryIO:
-        return BytesIO(self._source) if isinstance(self._source, bytes) else open(self._source, "rb")
+        if isinstance(self._source, bytes):
+            return BytesIO(self._source)
+        return open(self._source, "rb")
 
 
 class AsyncBody(_SizedBody):
-    """A body of known size, sent in pieces that a thread reads."""
+    """A body that a thread reads piece by piece."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         with self._open() as file:
@@ -89,7 +91,7 @@ class AsyncBody(_SizedBody):
 
 
 class Body(_SizedBody):
-    """A body of known size, sent in pieces."""
+    """A body that is read piece by piece."""
 
     def __iter__(self) -> Iterator[bytes]:
         with self._open() as file:
@@ -102,6 +104,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)
+            # A crash after the replacement must not leave an empty file.
             file.flush()
             os.fsync(file.fileno())
             os.replace(file.name, path)

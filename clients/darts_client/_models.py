@@ -1,4 +1,4 @@
-"""What a caller gets: groups of trajectories, and the events of a stream."""
+"""Groups of trajectories, and the events of a stream."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class WireModel(BaseModel):
-    """Part of an answer. Unknown fields, of a later server, are ignored; a wrong type is not converted."""
+    """Part of an answer. Fields that only a later server knows are ignored; a wrong type is an error."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
@@ -22,9 +22,9 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse(model: type[ModelT], content: str | bytes, source: str, rows: Any = None) -> ModelT:
-    """Parse JSON; raise ProtocolError, with `source` and the field in its message, if it does not fit the model.
+    """Parse JSON. Raise ProtocolError, with `source` and the field in its message, if it does not fit the model.
 
-    With `rows`, which are `TokenRows`, it has the number of a row in place of each list of tokens, and of log-probs.
+    `rows` are the `TokenRows` of an answer that has row numbers in place of lists of tokens and log-probs.
     """
     try:
         return model.model_validate_json(content, context=rows)
@@ -35,7 +35,7 @@ def parse(model: type[ModelT], content: str | bytes, source: str, rows: Any = No
 
 
 def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
-    """Parse the body of a response, as `parse` does."""
+    """Parse the body of a response like `parse`."""
     return parse(model, response.content, response.url.path)
 
 
@@ -43,7 +43,10 @@ def _list_or_row(name: str) -> WrapValidator:
     def read(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
         if info.context is not None:
             return getattr(info.context, name)(value)
-        return handler(tuple(value) if isinstance(value, list) else value)  # a parsed list is not strictly a tuple
+        # A strict validator does not accept the parsed list as a tuple.
+        if isinstance(value, list):
+            value = tuple(value)
+        return handler(value)
 
     return WrapValidator(read)
 
@@ -54,47 +57,42 @@ Logprobs = Annotated[tuple[FiniteFloat, ...], _list_or_row("logprobs")]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One completion of a prompt.
-
-    `token_ids` are the generated tokens, without the prompt. `logprobs` holds the natural log-probability of each of
-    them, so it is as long as `token_ids`; it is None when none were requested. `index` counts from 0 within the group.
-
-    The other fields are set for rollouts only. `trajectory_id` is its name for rewards. `rank` is its place in the
-    group by length, 0 for the shortest; `selected_as` is the rule that selected it (`short`, `long`, `long_truncated`,
-    `fill`; `survivor` if it was not pruned, whatever its length). `cut`: it was cut at the group's `deadline`.
-    `quality` is the probability of a correct answer that was predicted while it ran; None if it was not scored.
-    `weight` is 1 / (its probability to be returned, given all candidates of its group); None where some candidates can
-    never be returned. The versions are those of the model's weights at its start and at its end. `version_spans`: those
-    that sampled its tokens, in their order, each with its number of tokens.
-    """
+    """One completion of a prompt. `completions` sets only the first five fields."""
 
     index: int
+    """Index within the group, from 0."""
     text: str
     token_ids: tuple[int, ...]
+    """Generated tokens, without the prompt."""
     logprobs: tuple[float, ...] | None
+    """Natural log-probability of each token, or None if log-probs were not requested."""
     finish_reason: FinishReason
     trajectory_id: str | None = None
+    """Name for its reward."""
     rank: int | None = None
+    """Place in the group by length. 0 is the shortest."""
     selected_as: str | None = None
+    """Rule that selected it: `short`, `long`, `long_truncated`, `fill`, or `survivor` of pruning."""
     cut: bool = False
+    """Whether it was cut at the group's `deadline`."""
     quality: float | None = None
+    """Predicted probability of a correct answer, or None without a score."""
     weight: float | None = None
+    """1 / (probability of its return), or None if some candidates of the group can never be returned."""
     weight_version_start: int | None = None
+    """Version of the weights at the first token."""
     weight_version_end: int | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
+    """(version, number of tokens) for each run of tokens that the same weights sampled, in order."""
 
     @property
     def length(self) -> int:
-        """Generated tokens."""
+        """Number of generated tokens."""
         return len(self.token_ids)
 
 
 class AbortedTrajectory(WireModel):
-    """What a trajectory had generated when its group was aborted. `logprobs` are None when none were requested.
-
-    `finish_reason` is "abort" unless it had finished before its group was aborted. `cut`: it was cut at the group's
-    deadline. `version_spans`: the weights that sampled its tokens, in their order, each with its number of tokens.
-    """
+    """A trajectory of an aborted group. `finish_reason` is "abort" unless it had finished before."""
 
     trajectory_id: str
     token_ids: TokenIds
@@ -108,7 +106,7 @@ class AbortedTrajectory(WireModel):
 
 
 class Discarded(WireModel):
-    """A candidate that was not returned: the tokens it had generated, and the reason."""
+    """A candidate that was not returned. `length` is the number of tokens that it had generated."""
 
     trajectory_id: str
     length: int
@@ -117,49 +115,51 @@ class Discarded(WireModel):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one prompt, in the order of their index: exactly `group_size`, or all survivors of pruning.
+    """The trajectories of one prompt by index: exactly `group_size`, or all survivors of pruning.
 
-    `prompt_token_ids` is None when the server did not return them; for rollouts, when the caller did not send them.
-    `group_id` is the server's name for the group; the groups of one OpenAI-style request share it. `number` is the
-    index of the prompt in the request.
-
-    The other fields are set for rollouts only. `prompt_key` is the name that the prompt's statistics are kept under,
-    `metadata` what the caller sent with it. `candidates` is how many were started, `counted` how many of
-    them the weights stand for (N: not those that failed, or ran before a restart). `num_shortest` is how many places
-    went to the shortest (K) where the others were sampled from the rest, else None; `sampled_from` (S) is of how many
-    that were not pruned the trajectories are a sample, else None; `earlier_pass_rate` is the share of right ones among
-    the prompt's trajectories that had rewards when the group started, None without any; `deadline` is the length in
-    tokens at which the tail was cut. `seconds` is the duration.
-    `error`: why the group failed; then it has no trajectories. `aborted`: of a group that was aborted, or that ran when
-    the server stopped, what its candidates had generated; they are no group, as none of them was selected.
+    `completions` sets only the first four fields.
     """
 
     group_id: str | None
+    """Server's name for the group. The groups of one `completions` request share it."""
     prompt_token_ids: tuple[int, ...] | None
+    """Tokens of the prompt, or None. `rollouts` has them only for prompts that you sent as token ids."""
     trajectories: tuple[Trajectory, ...]
     number: int = 0
+    """Index of the prompt in the request."""
     prompt_key: str | None = None
+    """Name under which the server keeps the prompt's statistics."""
     metadata: Mapping[str, Any] | None = field(default=None, hash=False)
+    """Metadata of the prompt's `PromptSpec`."""
     candidates: int | None = None
+    """Number of started candidates."""
     counted: int | None = None
+    """N: number of candidates that the weights stand for, without candidates that failed or ran before a restart."""
     num_shortest: int | None = None
+    """K: number of places for the shortest, if the other places were sampled from the rest, or None."""
     sampled_from: int | None = None
+    """S: number of unpruned candidates of which the trajectories are a sample, or None."""
     earlier_pass_rate: float | None = None
+    """Share of correct trajectories among the prompt's earlier rewarded trajectories, or None."""
     deadline: int | None = None
+    """Length in tokens at which the tail was cut, or None."""
     mixed_versions: bool = False
+    """Whether several versions of the weights sampled the tokens."""
     discarded: tuple[Discarded, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None
+    """Reason why the group failed. A failed group has no trajectories."""
     aborted: tuple[AbortedTrajectory, ...] = ()
+    """Candidates of a group that was aborted, or whose server stopped. None was selected."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Generated tokens of each trajectory."""
+        """Number of generated tokens of each trajectory."""
         return tuple(len(trajectory.token_ids) for trajectory in self.trajectories)
 
 
 class Usage(WireModel):
-    """Tokens of a batch, and its duration in seconds."""
+    """Number of tokens of a batch, and its duration in seconds."""
 
     generated: int
     returned: int
@@ -168,37 +168,34 @@ class Usage(WireModel):
 
 
 class Unfinished(WireModel):
-    """A prompt whose group was not among the first `num_groups`, or was aborted while its batch carries prompts over.
-
-    `carry`: "drop": submit it again with the next step; otherwise the server keeps it, see `carried` of `rollouts`.
-    `error`: why it was aborted, OpenAI's error object; None if enough others were complete. `aborted`: what its
-    trajectories had generated, if the server stopped and could not keep it: the prompt starts again.
-    """
+    """A prompt without a group, because others were complete first or because it was aborted."""
 
     number: int
     prompt_key: str | None
     metadata: dict[str, Any] | None
     carry: str = "drop"
+    """`drop` if you have to submit the prompt again. Otherwise the server keeps it, see `carried` of `rollouts`."""
     error: dict[str, Any] | None = None
+    """OpenAI's error object of an aborted prompt, or None."""
     aborted: tuple[AbortedTrajectory, ...] | None = None
+    """Candidates, if the server stopped and could not keep their tokens. The prompt starts again."""
 
 
 class Delta(WireModel):
-    """New tokens, from position `start`, of a candidate that may still be selected. `number` is its prompt's index.
-
-    `logprobs` are those of these tokens, None if they were not requested.
-    """
+    """New tokens of a candidate that may still be selected."""
 
     trajectory_id: str
     number: int
+    """Index of the prompt."""
     start: int
+    """Position of the first new token in the completion."""
     token_ids: TokenIds
     logprobs: Logprobs | None
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryEvent:
-    """A candidate was selected; all of its tokens. If it was `cut`, its deltas may have gone further."""
+    """A candidate was selected. The event has all its tokens; if it was `cut`, its deltas may have more."""
 
     trajectory_id: str
     number: int
@@ -210,7 +207,7 @@ class TrajectoryEvent:
 
 
 class Discard(WireModel):
-    """A candidate was discarded, for this reason; no event of it follows."""
+    """A candidate was discarded. No event of the candidate follows."""
 
     trajectory_id: str
     number: int

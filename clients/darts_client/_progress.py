@@ -1,4 +1,4 @@
-"""A progress bar for a batch. It needs rich, which is imported only when a bar is drawn."""
+"""A progress bar for a batch. It imports rich only when a bar is drawn."""
 
 from types import TracebackType
 from typing import Self
@@ -7,15 +7,20 @@ from ._models import Event, GroupEvent
 
 
 class ProgressBar:
-    """Groups that are complete, of `total`, and tokens that were generated for them per second."""
+    """A bar of the groups that are complete, and of the tokens per second that were generated for them."""
 
     def __init__(self, total: int) -> None:
         try:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
         except ImportError as exc:
             raise ImportError("progress=True needs rich: pip install 'darts-client[progress]'") from exc
-        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[tokens]}")
-        self._progress = Progress(TextColumn("{task.description}"), *columns)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[tokens]}"),
+        )
         self._tokens = 0
         self._task = self._progress.add_task("rollouts", total=total, tokens="")
 
@@ -24,7 +29,10 @@ class ProgressBar:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
 

@@ -1,4 +1,4 @@
-"""The forms in which a caller may pass prompts, as JSON for the server."""
+"""The forms of a caller's prompts, and their JSON for the server."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +18,22 @@ Chat = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """A prompt (text, token ids or a chat) with its key and metadata.
+    """A prompt with its key and metadata.
 
-    `key`: the name that its statistics are kept under; by default derived from its tokens. `metadata` is returned with
-    the group. The other fields are vLLM's, for a chat: they override the batch's options;
+    ```python
+    PromptSpec("1 + 1 =", key="sums/3", metadata={"answer": 2})
+    ```
+
+    The last four fields are vLLM's options for a chat. They override the options of the batch, and
     `chat_template_kwargs` are merged argument by argument.
     """
 
     prompt: str | Sequence[int] | Chat
+    """Text, token ids or a chat."""
     key: str | None = None
+    """Name under which the server keeps the prompt's statistics. The default is derived from the tokens."""
     metadata: Mapping[str, Any] | None = None
+    """Your own data, which the group returns."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool | None = None
@@ -40,7 +46,7 @@ RolloutPrompts = RolloutPrompt | Sequence[RolloutPrompt]
 
 
 def list_prompts(prompts: Prompts) -> list[str | list[int]]:
-    """Return one prompt or several as a list of texts and lists of token ids.
+    """Return a list of texts and lists of token ids.
 
     >>> list_prompts([1, 2, 3])
     [[1, 2, 3]]
@@ -51,13 +57,15 @@ def list_prompts(prompts: Prompts) -> list[str | list[int]]:
 
 
 def list_rollout_prompts(prompts: RolloutPrompts) -> list[dict[str, Any]]:
-    """Return one prompt or several as `/darts/v1/rollouts` takes them."""
+    """Return the JSON of prompts for `/darts/v1/rollouts`."""
     return [prompt_body(prompt) for prompt in _as_list(prompts)]
 
 
 def iterate_prompts(prompts: Any) -> Iterator[Any]:
-    """Iterate over one prompt or several, or over what an iterator yields."""
-    return prompts if isinstance(prompts, Iterator) else iter(_as_list(prompts))
+    """Iterate over one prompt, several prompts, or the prompts of an iterator."""
+    if isinstance(prompts, Iterator):
+        return prompts
+    return iter(_as_list(prompts))
 
 
 def prompt_body(prompt: Any) -> dict[str, Any]:
@@ -74,12 +82,12 @@ def prompt_body(prompt: Any) -> dict[str, Any]:
 
 def as_token_ids(tokens: Any) -> list[int]:
     """Convert to plain integers; raise TypeError for anything else."""
-    # `index` accepts numpy's integers as well, which JSON does not, and rejects floats that look like token ids.
+    # `index` accepts numpy's integers, which JSON does not, and rejects floats that look like token ids.
     return [operator.index(token) for token in tokens]
 
 
 def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out the values that are None."""
+    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -88,4 +96,7 @@ def _as_list(prompts: Any) -> list[Any]:
         return [prompts]
     if len(prompts) == 0:
         raise ValueError("prompts is empty")
-    return [prompts] if isinstance(prompts[0], Integral | Mapping) else list(prompts)
+    # A single prompt is a list of token ids, or a list of chat messages.
+    if isinstance(prompts[0], Integral | Mapping):
+        return [prompts]
+    return list(prompts)

@@ -6,20 +6,17 @@ from ._models import WireModel
 
 
 class CandidateRecord(WireModel):
-    """The outcome of one candidate. `start` and `stop` are seconds since the start of the group.
-
-    `selected_as` is set if it was selected, `reason` if it was discarded. `reward` and `correct` are None until they
-    are reported. `quality`: the probability of a correct answer that was predicted while it ran; `survival`: the
-    probability with which it was kept; `weight`: 1 / (its probability to be returned).
-    """
+    """The outcome of one candidate. It has a `selected_as` or a discard `reason`."""
 
     index: int
     length: int
+    """Number of generated tokens."""
     finish_reason: str | None
     selected_as: str | None
     reason: str | None
     rank: int | None
     cut: bool
+    # Seconds since the start of the group.
     start: float | None
     stop: float | None
     weight_version_start: int | None
@@ -28,16 +25,15 @@ class CandidateRecord(WireModel):
     reward: float | None = None
     correct: bool | None = None
     quality: float | None = None
+    """Predicted probability of a correct answer, or None if it was not scored while it ran."""
     survival: float = 1.0
+    """Probability with which pruning kept it."""
     weight: float | None = None
+    """1 / (probability of its return), or None."""
 
 
 class GroupRecord(WireModel):
-    """Provenance of one group. `duration` and `tail_wait` are seconds, `generated` and `returned` tokens.
-
-    `zero_variance`: whether all its trajectories have the same reward; None until all have one. `earlier_pass_rate`:
-    the share of right ones among the prompt's trajectories that had rewards when the group started; None without any.
-    """
+    """Provenance of one group. See `Group` for the fields of the same names."""
 
     group_id: str
     prompt_key: str | None
@@ -45,9 +41,11 @@ class GroupRecord(WireModel):
     group_size: int
     outcome: str
     error: str | None
+    # Seconds.
     duration: float
     tail_wait: float | None
     mixed_versions: bool
+    # Numbers of tokens.
     generated: int
     returned: int
     deadline: int | None
@@ -59,19 +57,16 @@ class GroupRecord(WireModel):
     sampled_from: int | None = None
     earlier_pass_rate: float | None = None
     zero_variance: bool | None = None
+    """Whether all trajectories have the same reward, or None before all have a reward."""
 
     @property
     def selected(self) -> tuple[CandidateRecord, ...]:
-        """The returned candidates by index: the choices of an answer that is not streamed are in this order."""
+        """Returned candidates by index. The choices of an answer that is not streamed have the same order."""
         return tuple(candidate for candidate in self.candidates if candidate.selected_as is not None)
 
 
 class PromptRewards(WireModel):
-    """Statistics of the rewards of a prompt's trajectories.
-
-    `difference` is the mean length of correct ones minus that of wrong ones, in tokens: above 0, long answers are worth
-    their tokens. It is None before there are ten of each.
-    """
+    """Statistics of the rewards of a prompt's trajectories."""
 
     rewarded: int
     right: int
@@ -79,23 +74,22 @@ class PromptRewards(WireModel):
     zero_variance_groups: int
     rewarded_groups: int
     difference: float | None
+    """Mean tokens of correct trajectories minus mean tokens of wrong trajectories, or None below ten of each. Above 0,
+    long answers are worth their tokens."""
 
 
 class PromptRecord(WireModel):
-    """Statistics of a prompt: its lengths in tokens, and `rewards` once some were reported.
-
-    `estimated_mean_tokens` and `estimated_std_tokens` are averages over groups of what the lengths would be if no
-    candidate was stopped or truncated. `mean_generated_tokens` is what the candidates of the last group have generated;
-    of these `finished` ended by themselves, `truncated` ended at `max_tokens`, and `stopped` were stopped or cut before
-    their end. What is not known is None.
-    """
+    """Statistics of a prompt. Unknown values are None."""
 
     prompt_key: str
     estimated_mean_tokens: float
+    """Average over groups of the mean length if no candidate was stopped or truncated."""
     estimated_std_tokens: float | None
     groups: int
     candidates: int
     weight_version: int | None
+    # Of the candidates of the last group: the mean number of tokens, and the numbers of candidates that ended with a
+    # stop token or string, reached `max_tokens`, or were stopped or cut.
     mean_generated_tokens: float | None = None
     finished: int | None = None
     truncated: int | None = None
@@ -106,45 +100,44 @@ class PromptRecord(WireModel):
 
 
 class UpdateRecord(WireModel):
-    """The result of an update of the weights. `version` is served after it.
-
-    `outcome`: "completed"; "refused" before the engine was changed; "failed", with the old weights still served;
-    "lost". `source`: "push", "disk", "delete", or "vllm" for vLLM's own routes.
-    `lora`: the name of the LoRA adapter that was updated, None for the model itself. `seconds` by phase, such as
-    "transfer", "wait", "load".
-    """
+    """The result of an update of the weights."""
 
     version: int
+    """Version that is served after the update."""
     outcome: str
+    """`completed`; `refused` before the engine was changed; `failed`, with the old weights still served; `lost`."""
     source: str
+    """`push`, `disk`, `delete`, or `vllm` for vLLM's own routes."""
     rule: str | None
     partial: bool
     seconds: dict[str, float]
+    """Seconds of each phase, such as `transfer`, `wait` and `load`."""
     error: str | None
     lora: str | None = None
+    """Name of the updated LoRA adapter, or None for the model itself."""
 
 
 class LoraRecord(WireModel):
-    """A LoRA adapter that is served, from the update that had `version`. `scale` multiplies the product B A."""
+    """A LoRA adapter that is served. `scale` multiplies the product B A."""
 
     name: str
     version: int
+    """Version of the adapter's update."""
     rank: int
     scale: float
 
 
 class WeightsRecord(WireModel):
-    """The weights that are served. `state` is "serving", or the phase of an update; "lost" until the server restarts.
-
-    `rule` applies to updates that name none. `last` is the last update, `last_error` the error of the last failed one.
-    `intact`: whether all tensors are of that version; if not, a trainer died while it was writing them, and a full set
-    repairs them. `loras`: the LoRA adapters that are served.
-    """
+    """The weights that are served."""
 
     version: int
     state: str
+    """`serving`, the phase of an update, or `lost` until the server restarts."""
     intact: bool = True
+    """Whether all tensors are of that version. If not, a trainer died while it wrote them; send a full set."""
     rule: str
+    """Default rule of updates."""
     loras: Sequence[LoraRecord] = ()
     last: UpdateRecord | None
     last_error: str | None
+    """Error of the last failed update."""

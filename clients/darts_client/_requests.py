@@ -1,4 +1,4 @@
-"""What all requests share: URLs and headers, timeouts, and when a request is sent again."""
+"""Parts of every request: URLs, headers, timeouts, and the rules for sending a request again."""
 
 import random
 import time
@@ -14,21 +14,21 @@ API = "/darts/v1"
 
 FIRST_DELAY = 0.5
 MAX_DELAY = 10.0
-# A caller should decide about a server that asks for a longer pause than this.
+# If a server asks for a longer pause, the caller should decide.
 MAX_RETRY_AFTER = 60.0
-# A gateway that lost its server: the request may have been served, so only an idempotent one is sent again.
+# A gateway lost its server. The request may have been served, so only an idempotent request is sent again.
 _GATEWAY = frozenset({502, 504})
 
 # The route only reads the engine's state, so a later answer means that the server is not well.
 HEALTH_TIMEOUT = 10.0
-# Loading a model takes a minute or more; two probes a second cost nothing beside it.
+# Loading a model takes a minute or more, so two probes a second cost nothing.
 HEALTH_POLL_INTERVAL = 0.5
-# What a server that is still starting, or a proxy before it, answers. Waiting does not cure any other error.
+# Answers of a server that is still starting, or of its proxy. Waiting does not cure any other error.
 STARTING_ERRORS = (ConnectionFailed, TimedOut, Overloaded, ServerFault)
 
 
 def root_url(base_url: str) -> str:
-    """Return the server's root, whether or not the URL ends in the API below it.
+    """Return the server's root, whether or not the URL ends in `/v1`.
 
     >>> root_url("http://localhost:8000/v1/")
     'http://localhost:8000'
@@ -39,16 +39,19 @@ def root_url(base_url: str) -> str:
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
-    """Return the header that carries the API key, if there is one."""
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    """Return the header that carries the API key, if there is a key."""
+    if api_key is None:
+        return {}
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 def quote_segment(name: str) -> str:
-    """Escape a name for use as one segment of a path; dots too, since `..` would climb out of it.
+    """Escape a name for use as one segment of a path.
 
     >>> quote_segment("../a b")
     '%2E%2E%2Fa%20b'
     """
+    # `quote` leaves dots alone, and `..` would climb out of the path.
     return quote(name, safe="").replace(".", "%2E")
 
 
@@ -59,15 +62,13 @@ def batch_path(batch_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Timeouts in seconds, and the number of retries.
-
-    `timeout`: for a response that is not streamed. `connect_timeout`: for a connection. `idle_timeout`: for the next
-    bytes of a stream. `retries`: how many times a request is sent again; 0 for never.
-    """
+    """Timeouts in seconds, and the number of times that a request is sent again."""
 
     timeout: float = 600.0
+    """Timeout of a response that is not streamed."""
     connect_timeout: float = 10.0
     idle_timeout: float = 60.0
+    """Timeout of the next bytes of a stream."""
     retries: int = 5
 
     def __post_init__(self) -> None:
@@ -75,23 +76,27 @@ class TransportOptions:
             raise ValueError(f"retries must be at least 0, got {self.retries}")
 
     def request_timeout(self, timeout: float | None = None) -> httpx.Timeout:
-        """Return httpx's timeouts for a response that is not streamed: the server is silent while it generates.
-
-        `timeout`: of this request, instead of the client's.
-        """
-        return httpx.Timeout(self.timeout if timeout is None else timeout, connect=self.connect_timeout)
+        """Return httpx's timeouts for a response that is not streamed."""
+        # The server is silent while it generates, so the timeout of a read includes the generation.
+        if timeout is None:
+            timeout = self.timeout
+        return httpx.Timeout(timeout, connect=self.connect_timeout)
 
     def stream_timeout(self, limit: "TimeLimit") -> httpx.Timeout:
-        """Return httpx's timeouts for a stream: a silent one is a lost connection."""
-        connect, read = limit.bound(self.connect_timeout), limit.bound(self.idle_timeout)
+        """Return httpx's timeouts for a stream."""
+        connect = limit.bound(self.connect_timeout)
+        # The server sends comments while it generates, so a silent stream is a lost connection.
+        read = limit.bound(self.idle_timeout)
         return httpx.Timeout(self.timeout, connect=connect, read=read)
 
 
 class RetrySchedule:
     """The retries of one request.
 
-    `idempotent`: the request may be served twice. `retry_timeouts`: a timeout means a lost connection, not a slow
-    answer. `retry_overloaded`: a refused request is sent again. `random`: returns numbers in [0, 1).
+    Args:
+        idempotent: whether the request may be served twice.
+        retry_timeouts: whether a timeout means a lost connection, and not a slow answer.
+        random: returns numbers in [0, 1) for the jitter.
     """
 
     def __init__(
@@ -100,34 +105,35 @@ class RetrySchedule:
         *,
         idempotent: bool,
         retry_timeouts: bool = False,
-        retry_overloaded: bool = True,
         random: Callable[[], float] = random.random,
     ) -> None:
         self._retries_left = retries
         self._delay = FIRST_DELAY
         self._idempotent = idempotent
         self._retry_timeouts = retry_timeouts
-        self._retry_overloaded = retry_overloaded
         self._random = random
 
     def delay_after(self, error: DartsError) -> float:
-        """Return the seconds to wait before the next try: at least the server's `Retry-After`, with random jitter.
+        """Return the seconds to wait before the next try, at least the server's `Retry-After`.
 
         Raises:
-            DartsError: `error` itself, where another try is not safe, cannot help, or no retry is left.
+            DartsError: `error` itself, if another try is not safe or cannot help, or no retry is left.
         """
         if self._retries_left <= 0 or not self._is_retryable(error):
             raise error
         self._retries_left -= 1
+
+        # Jitter spreads clients that failed at the same moment.
         delay = self._delay * (1 + self._random()) / 2
         self._delay = min(2 * self._delay, MAX_DELAY)
-        retry_after = error.retry_after if isinstance(error, StatusError) else None
-        return max(delay, retry_after or 0.0)
+        if isinstance(error, StatusError) and error.retry_after is not None:
+            return max(delay, error.retry_after)
+        return delay
 
     def _is_retryable(self, error: DartsError) -> bool:
         match error:
             case Overloaded():
-                return self._retry_overloaded and error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
+                return error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
             case StatusError():
                 return self._idempotent and error.status_code in _GATEWAY
             case ConnectionFailed():
@@ -139,7 +145,7 @@ class RetrySchedule:
 
 
 class TimeLimit:
-    """A limit of the total time of a stream, or of the wait for a server, counted from now; None for no limit."""
+    """A limit of total time in seconds, counted from now, or None for no limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -148,7 +154,10 @@ class TimeLimit:
 
     def bound(self, seconds: float) -> float:
         """Shorten a timeout to the time that is left, but to no less than a millisecond."""
-        return seconds if self._end is None else min(seconds, max(self._end - self._clock(), 0.001))
+        if self._end is None:
+            return seconds
+        time_left = max(self._end - self._clock(), 0.001)
+        return min(seconds, time_left)
 
     @property
     def is_over(self) -> bool:

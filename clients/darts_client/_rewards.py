@@ -1,9 +1,9 @@
-"""Rewards in the forms in which a caller may pass them, as requests for the server and as rows of a dataset."""
+"""Rewards: the forms that a caller may pass, requests for the server, and rows of a data set."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ._models import Group, Trajectory, WireModel
 from ._prompts import as_token_ids
@@ -11,21 +11,19 @@ from ._prompts import as_token_ids
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# The server accepts 100,000 rewards in 64 MiB. These limits stay well below, so that each answer comes quickly.
+T = TypeVar("T")
+
+# The server accepts 100,000 rewards in 64 MiB. These limits stay well below, so that the server answers quickly.
 MAX_REWARDS = 10_000
 MAX_TOKENS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """The reward of one trajectory.
-
-    The trajectory is named by its `trajectory_id`, or by the tokens of its prompt and its completion; then the reward
-    is that of every returned trajectory with these tokens. Without `correct` a trajectory is correct if its reward is
-    above 0.
+    """The reward of a trajectory, named by its id, or of all returned trajectories with the given tokens.
 
     Raises:
-        ValueError: it is not named in exactly one way, or the reward is not finite.
+        ValueError: the trajectory is not named in exactly one way, or the reward is not finite.
     """
 
     reward: float
@@ -33,10 +31,13 @@ class Reward:
     prompt_token_ids: Sequence[int] | None = None
     completion_token_ids: Sequence[int] | None = None
     correct: bool | None = None
+    """Whether the answer is correct. None means that a reward above 0 is correct."""
 
     def __post_init__(self) -> None:
-        tokens = (self.prompt_token_ids is not None, self.completion_token_ids is not None)
-        if (self.trajectory_id is not None) + all(tokens) != 1 or (any(tokens) and not all(tokens)):
+        has_id = self.trajectory_id is not None
+        has_prompt = self.prompt_token_ids is not None
+        has_completion = self.completion_token_ids is not None
+        if has_prompt != has_completion or has_prompt == has_id:
             raise ValueError("name a trajectory by trajectory_id, or by prompt_token_ids and completion_token_ids")
         if not math.isfinite(self.reward):
             raise ValueError(f"a reward must be finite, got {self.reward}")
@@ -48,55 +49,60 @@ class Reward:
 
 
 class RewardCounts(WireModel):
-    """How many rewards were matched to a trajectory, repeated an earlier one without effect, or match no trajectory.
-
-    `unknown_indices`: indices of those that match none; the first 100 of each request.
-    """
+    """Number of rewards by their effect."""
 
     matched: int = 0
+    """Rewards that were matched to a trajectory."""
     repeated: int = 0
+    """Rewards without effect, because the trajectory has a reward already."""
     unknown: int = 0
+    """Rewards that match no trajectory."""
     unknown_indices: tuple[int, ...] = ()
+    """Indices of unknown rewards, at most 100 for each request."""
 
     def plus(self, later: "RewardCounts", offset: int) -> "RewardCounts":
-        """Add the counts of a later request, whose indices begin at `offset`."""
+        """Add the counts of a later request, whose first reward has the index `offset`."""
+        later_indices = tuple(offset + index for index in later.unknown_indices)
         return RewardCounts(
             matched=self.matched + later.matched,
             repeated=self.repeated + later.repeated,
             unknown=self.unknown + later.unknown,
-            unknown_indices=(*self.unknown_indices, *(offset + index for index in later.unknown_indices)),
+            unknown_indices=self.unknown_indices + later_indices,
         )
 
 
 Rewarded = Group | Iterable[Group] | Iterable[Reward] | Mapping[Trajectory, float] | Mapping[str, float]
-"""Reward objects; trajectories or their ids with the reward of each; or groups, which need `values`."""
+"""Reward objects, or a mapping from trajectories or their ids to rewards, or groups, which need `values`."""
 
 Values = Sequence[float] | Sequence[Sequence[float]]
-"""Rewards of a group's trajectories, in their order; for several groups, a list of such lists."""
+"""Rewards of a group's trajectories in their order, or a list of such lists for several groups."""
 
 
 def as_rewards(rewarded: Rewarded, values: Values | None = None) -> list[Reward]:
     """Convert to one Reward for each trajectory.
 
     Raises:
-        ValueError: not one value for each trajectory, or a trajectory without a name.
+        ValueError: there is not one value for each trajectory, or a trajectory has no name.
         TypeError: `rewarded` has none of the forms.
     """
     if isinstance(rewarded, Group):
         return _rewards_of_groups([rewarded], None if values is None else [values])
-    if not isinstance(rewarded, Mapping):
+    if isinstance(rewarded, Mapping):
+        rewards = [_reward_of_key(key, float(value)) for key, value in rewarded.items()]
+    else:
         items: list[Any] = list(rewarded)
         if items and all(isinstance(item, Group) for item in items):
             return _rewards_of_groups(items, values)
         if not all(isinstance(item, Reward) for item in items):
             raise TypeError("pass Reward objects, a mapping, or groups with values")
+        rewards = items
     if values is not None:
         raise ValueError("only groups take values")
-    return [_reward_of_key(key, value) for key, value in rewarded.items()] if isinstance(rewarded, Mapping) else items
+    return rewards
 
 
 def values_by_group(groups: Sequence[Group], values: Any) -> list[list[float]]:
-    """Convert the values to a list of floats for each group; raise ValueError unless there is one per trajectory."""
+    """Convert the values to a list of floats for each group. Raise ValueError unless each trajectory has a value."""
     if values is None or len(values) != len(groups):
         raise ValueError(f"{len(groups)} group(s) need as many lists of rewards, got {values and len(values)}")
     rows = [[float(value) for value in row] for row in values]
@@ -107,14 +113,19 @@ def values_by_group(groups: Sequence[Group], values: Any) -> list[list[float]]:
 
 
 def split_rewards(
-    rewards: Sequence[Reward], max_rewards: int = MAX_REWARDS, max_tokens: int = MAX_TOKENS
+    rewards: Sequence[Reward],
+    max_rewards: int = MAX_REWARDS,
+    max_tokens: int = MAX_TOKENS,
 ) -> Iterator[tuple[int, Sequence[Reward]]]:
-    """Split the rewards into requests, each with the index of its first reward."""
-    start = tokens = 0
+    """Split the rewards into requests, and yield each with the index of its first reward."""
+    start = 0
+    tokens = 0
     for index, reward in enumerate(rewards):
-        if index > start and (index - start >= max_rewards or tokens + reward.num_tokens > max_tokens):
+        is_full = index - start >= max_rewards or tokens + reward.num_tokens > max_tokens
+        if index > start and is_full:
             yield start, rewards[start:index]
-            start, tokens = index, 0
+            start = index
+            tokens = 0
         tokens += reward.num_tokens
     if start < len(rewards):
         yield start, rewards[start:]
@@ -126,23 +137,22 @@ def rewards_body(rewards: Iterable[Reward]) -> dict[str, Any]:
 
 
 def to_rows(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | None = None) -> list[dict[str, Any]]:
-    """Return a dictionary for each trajectory, group after group; `rewards` holds a list for each group.
-
-    Raises:
-        ValueError: there is not one reward for each trajectory.
-    """
+    """Return a dictionary for each trajectory, group after group. `rewards` holds a list for each group."""
     values: Sequence[Sequence[float | None]]
-    values = [[None] * len(g.trajectories) for g in groups] if rewards is None else values_by_group(groups, rewards)
+    if rewards is None:
+        values = [[None] * len(group.trajectories) for group in groups]
+    else:
+        values = values_by_group(groups, rewards)
     return [
         {
             "group_id": group.group_id,
             "number": group.number,
             "prompt_key": group.prompt_key,
-            "metadata": None if group.metadata is None else dict(group.metadata),
-            "prompt_token_ids": None if group.prompt_token_ids is None else list(group.prompt_token_ids),
+            "metadata": _copy(dict[str, Any], group.metadata),
+            "prompt_token_ids": _copy(list[int], group.prompt_token_ids),
             "trajectory_id": trajectory.trajectory_id,
             "token_ids": list(trajectory.token_ids),
-            "logprobs": None if trajectory.logprobs is None else list(trajectory.logprobs),
+            "logprobs": _copy(list[float], trajectory.logprobs),
             "text": trajectory.text,
             "finish_reason": trajectory.finish_reason,
             "cut": trajectory.cut,
@@ -155,12 +165,16 @@ def to_rows(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | None =
 
 
 def to_dataset(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | None = None) -> "Dataset":
-    """Return the rows as a Dataset of the library `datasets`; raise ImportError if that is not installed."""
+    """Return the rows of `to_rows` as a Dataset of the library `datasets`. Raise ImportError without the library."""
     try:
         from datasets import Dataset
     except ImportError as exc:
         raise ImportError("to_dataset needs datasets: pip install datasets; to_rows returns plain rows") from exc
     return Dataset.from_list(to_rows(groups, rewards))
+
+
+def _copy(kind: Callable[[Any], T], values: object) -> T | None:
+    return None if values is None else kind(values)
 
 
 def _reward_body(reward: Reward) -> dict[str, Any]:
@@ -170,22 +184,23 @@ def _reward_body(reward: Reward) -> dict[str, Any]:
     else:
         body["prompt_token_ids"] = as_token_ids(reward.prompt_token_ids)
         body["completion_token_ids"] = as_token_ids(reward.completion_token_ids)
-    return body if reward.correct is None else body | {"correct": bool(reward.correct)}
+    if reward.correct is not None:
+        body["correct"] = bool(reward.correct)
+    return body
 
 
 def _rewards_of_groups(groups: Sequence[Group], values: Any) -> list[Reward]:
-    rows = values_by_group(groups, values)
     return [
         _reward_of(trajectory, value, group.prompt_token_ids)
-        for group, row in zip(groups, rows, strict=True)
+        for group, row in zip(groups, values_by_group(groups, values), strict=True)
         for trajectory, value in zip(group.trajectories, row, strict=True)
     ]
 
 
 def _reward_of_key(key: Trajectory | str, value: float) -> Reward:
     if isinstance(key, str):
-        return Reward(trajectory_id=key, reward=float(value))
-    return _reward_of(key, float(value), None)
+        return Reward(trajectory_id=key, reward=value)
+    return _reward_of(key, value, None)
 
 
 def _reward_of(trajectory: Trajectory, value: float, prompt_token_ids: Sequence[int] | None) -> Reward:

@@ -1,4 +1,4 @@
-"""`/darts/v1/rollouts`: requests are built, and the groups of its answers are checked."""
+"""`/darts/v1/rollouts`: builds requests, and checks the groups of answers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -13,33 +13,33 @@ from ._models import AbortedTrajectory, Discarded, FinishReason, Group, Logprobs
 from ._prompts import RolloutPrompts, drop_none, list_rollout_prompts
 
 Stream = Literal["groups", "tokens"] | None
-"""How a batch is answered; None for one answer."""
+"""Events of a batch's stream, or None for one answer without a stream."""
 Carry = Literal["drop", "restart", "resume"]
-"""What happens to prompts that are not decided when `num_groups` others are."""
+"""Fate of the prompts that are still running when `num_groups` groups are complete."""
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
 """Token ids and their log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutsRequest:
-    """A request, and what its events are checked against.
-
-    `token_ids`: of each prompt, None where the prompt came in another form. `num_groups`: how many groups complete the
-    batch. `carried`: prompts that the server has kept may be added. `idempotency_key`: makes the batch durable.
-    """
+    """A request, with the values that its answer is checked against."""
 
     token_ids: tuple[tuple[int, ...] | None, ...]
+    """Token ids of each prompt, or None for a text or a chat."""
     num_groups: int
+    """Number of groups that complete the batch."""
     group_size: int
     logprobs: bool
     stream: Stream
     content: bytes
     idempotency_key: str | None
+    """Key of a durable batch, or None."""
     carried: bool = False
+    """Whether the server may add prompts that it has kept."""
 
 
 class TrajectoryPayload(WireModel):
-    """A trajectory in a `group` event; in a token stream its tokens came before, in `delta` events."""
+    """A trajectory in a `group` event. In a token stream, `delta` events have sent its tokens before."""
 
     trajectory_id: str
     token_ids: TokenIds | None = None
@@ -103,14 +103,21 @@ def rollouts_request(
     continue_final_message: bool | None = None,
     **sampling: Any,
 ) -> RolloutsRequest:
-    """Build one request for all of `prompts`. The arguments are those of the clients' `rollouts`."""
+    """Build one request for all of `prompts` from the arguments of `Client.rollouts`."""
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
-    prompt_list = [] if carried and isinstance(prompts, list | tuple) and not prompts else list_rollout_prompts(prompts)
+    if durable and not idempotency_key:
+        idempotency_key = uuid4().hex
+
+    # With `carried`, a batch may consist of kept prompts alone.
+    is_empty = isinstance(prompts, list | tuple) and not prompts
+    prompt_list = [] if carried and is_empty else list_rollout_prompts(prompts)
+    # `sampling` overrides these names.
     own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
     options = {
+        "stream": stream,
         "policy": {"name": policy} if isinstance(policy, str) else policy,
         "budget": budget,
         "num_groups": num_groups,
@@ -127,16 +134,18 @@ def rollouts_request(
         "prompts": prompt_list,
         "group_size": group_size,
         "sampling": {"max_tokens": max_tokens} | drop_none(own_sampling) | sampling,
-        **drop_none({"stream": stream, **options}),
+        **drop_none(options),
     }
+
+    token_ids = [prompt.get("token_ids") for prompt in prompt_list]
     return RolloutsRequest(
-        token_ids=tuple(tuple(p["token_ids"]) if "token_ids" in p else None for p in prompt_list),
+        token_ids=tuple(None if ids is None else tuple(ids) for ids in token_ids),
         num_groups=len(prompt_list) if num_groups is None else num_groups,
         group_size=group_size,
         logprobs=logprobs,
         stream=stream,
         content=json.dumps(body, allow_nan=False, separators=(",", ":")).encode(),
-        idempotency_key=(idempotency_key or uuid4().hex) if durable else None,
+        idempotency_key=idempotency_key,
         carried=carried,
     )
 
@@ -154,18 +163,29 @@ def build_group(
     tokens: Callable[[TrajectoryPayload], Tokens],
     survivors: bool = False,
 ) -> Group:
-    """Build the group; raise ProtocolError unless it has exactly `group_size` trajectories, or an error and none.
+    """Build a group with exactly `group_size` trajectories, or with an error and none.
 
-    `survivors`: it has all that were not pruned, at least one.
+    Args:
+        tokens: returns the tokens of a trajectory.
+        survivors: whether the group has all unpruned trajectories, at least one, instead of `group_size`.
+
+    Raises:
+        ProtocolError: the group has another number of trajectories, or a trajectory is not complete.
     """
     expected = 0 if payload.error is not None else request.group_size
     found = len(payload.trajectories)
-    if found != expected and not (survivors and found > 0 < expected):
+    may_differ = survivors and payload.error is None and found > 0
+    if found != expected and not may_differ:
         raise ProtocolError(f"group {payload.number} has {found} trajectories, not {expected}")
-    same = {name: getattr(payload, name) for name in _SAME_OF_GROUP}
+
+    prompt_token_ids = None
+    # Prompts that the server has kept are numbered after the request's prompts.
+    if payload.number < len(request.token_ids):
+        prompt_token_ids = request.token_ids[payload.number]
+    copied = {name: getattr(payload, name) for name in _COPIED_TO_GROUP}
     return Group(
-        **same,
-        prompt_token_ids=request.token_ids[payload.number] if payload.number < len(request.token_ids) else None,
+        **copied,
+        prompt_token_ids=prompt_token_ids,
         trajectories=tuple(
             _trajectory(index, trajectory, tokens(trajectory), request.logprobs)
             for index, trajectory in enumerate(payload.trajectories)
@@ -180,17 +200,19 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
     name = f"trajectory {payload.trajectory_id}"
     if len(token_ids) != payload.length:
         raise ProtocolError(f"{name} has {len(token_ids)} tokens, but its length is {payload.length}")
-    if with_logprobs and (logprobs is None or len(logprobs) != payload.length):
+    if not with_logprobs:
+        logprobs = None
+    elif logprobs is None or len(logprobs) != payload.length:
         count = "no" if logprobs is None else len(logprobs)
         raise ProtocolError(f"{name} has {payload.length} tokens but {count} logprobs")
-    same = {name: getattr(payload, name) for name in _SAME_OF_TRAJECTORY}
-    return Trajectory(index=index, token_ids=token_ids, logprobs=logprobs if with_logprobs else None, **same)
+    copied = {name: getattr(payload, name) for name in _COPIED_TO_TRAJECTORY}
+    return Trajectory(index=index, token_ids=token_ids, logprobs=logprobs, **copied)
 
 
-def _same_fields(payload: type[WireModel], made: type[Group | Trajectory], *without: str) -> list[str]:
-    """Return the fields that an object has from its event as they are."""
+def _copied_fields(payload: type[WireModel], made: type[Group | Trajectory], *without: str) -> list[str]:
+    """Return the names of fields that have the same value in the payload and in the object made from it."""
     return [field.name for field in fields(made) if field.name in payload.model_fields and field.name not in without]
 
 
-_SAME_OF_GROUP = _same_fields(GroupPayload, Group, "trajectories", "error", "aborted")
-_SAME_OF_TRAJECTORY = _same_fields(TrajectoryPayload, Trajectory, "token_ids", "logprobs")
+_COPIED_TO_GROUP = _copied_fields(GroupPayload, Group, "trajectories", "error", "aborted")
+_COPIED_TO_TRAJECTORY = _copied_fields(TrajectoryPayload, Trajectory, "token_ids", "logprobs")

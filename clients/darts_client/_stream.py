@@ -1,6 +1,6 @@
-"""The events of one batch, checked and put together across as many connections as it takes. No I/O.
+"""The events of one batch: checks them, and joins the streams of several connections. No I/O.
 
-The server numbers the events. A new connection continues after the last one received.
+The server numbers the events. A new connection continues after the last event that was received.
 """
 
 from collections.abc import Mapping
@@ -71,9 +71,9 @@ class _Candidate:
 
 
 class CandidateAssembly:
-    """The candidates of groups that are still running, put together from deltas.
+    """Builds the candidates of running groups from deltas.
 
-    The deltas of a candidate have no gaps, and end in exactly one trajectory or discard before its group does.
+    The deltas of a candidate have no gaps, and end in exactly one trajectory or discard before the group ends.
     """
 
     def __init__(self, with_logprobs: bool) -> None:
@@ -82,12 +82,11 @@ class CandidateAssembly:
         self._closed: set[int] = set()
 
     def append(self, delta: Delta) -> Delta:
-        """Append a delta; raise ProtocolError unless it starts where the last one ended."""
+        """Append a delta. Raise ProtocolError unless it starts where the previous delta ended."""
         candidate = self._running(delta.number, delta.trajectory_id)
-        if delta.start != len(candidate.token_ids):
-            raise ProtocolError(
-                f"a delta of {delta.trajectory_id} starts at {delta.start}, not at {len(candidate.token_ids)}"
-            )
+        received = len(candidate.token_ids)
+        if delta.start != received:
+            raise ProtocolError(f"a delta of {delta.trajectory_id} starts at {delta.start}, not at {received}")
         if self._with_logprobs:
             if delta.logprobs is None or len(delta.logprobs) != len(delta.token_ids):
                 raise ProtocolError(f"a delta of {delta.trajectory_id} does not have one logprob for each token")
@@ -99,11 +98,21 @@ class CandidateAssembly:
         """Finish a candidate that was selected."""
         candidate = self._running(end.number, end.trajectory_id)
         received = len(candidate.token_ids)
+        # Deltas may go beyond the length at which the server cuts a candidate.
         if end.length > received or (end.length < received and not end.cut):
             raise ProtocolError(f"trajectory {end.trajectory_id} has {received} tokens, but its length is {end.length}")
-        candidate.is_finished, candidate.selected_length = True, end.length
+        candidate.is_finished = True
+        candidate.selected_length = end.length
         token_ids, logprobs = self._tokens(candidate)
-        return TrajectoryEvent(end.trajectory_id, end.number, token_ids, logprobs, end.text, end.finish_reason, end.cut)
+        return TrajectoryEvent(
+            trajectory_id=end.trajectory_id,
+            number=end.number,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            text=end.text,
+            finish_reason=end.finish_reason,
+            cut=end.cut,
+        )
 
     def discard(self, discard: Discard) -> Discard:
         """Finish a candidate that was discarded."""
@@ -121,7 +130,7 @@ class CandidateAssembly:
         return self._tokens(candidate)
 
     def close(self, number: int) -> None:
-        """Drop the candidates of a complete group; raise ProtocolError if one of them has not finished."""
+        """Drop the candidates of a complete group. Raise ProtocolError if a candidate has not finished."""
         for trajectory_id, candidate in self._groups.pop(number, {}).items():
             if not candidate.is_finished:
                 raise ProtocolError(f"group {number} is complete, but {trajectory_id} has not finished")
@@ -135,11 +144,14 @@ class CandidateAssembly:
 
     def _tokens(self, candidate: _Candidate) -> Tokens:
         length = candidate.selected_length
-        return tuple(candidate.token_ids[:length]), tuple(candidate.logprobs[:length]) if self._with_logprobs else None
+        token_ids = tuple(candidate.token_ids[:length])
+        if self._with_logprobs:
+            return token_ids, tuple(candidate.logprobs[:length])
+        return token_ids, None
 
 
 class BatchReader:
-    """The state of one batch: its results so far, the next request to send, and the meaning of each event."""
+    """The state of one batch: its results so far, the next request, and the meaning of each event."""
 
     def __init__(self, request: RolloutsRequest, retries: int, limit: TimeLimit) -> None:
         self.limit = limit
@@ -151,8 +163,9 @@ class BatchReader:
         self.carried: int | None = None
         self.failed: list[Group] = []
         self.is_over = False
-        self._prompts = len(request.token_ids)
+
         self._request = request
+        self._num_prompts = len(request.token_ids)
         self._may_be_running = False
         self._retries = retries
         self._schedule = self._new_schedule()
@@ -164,64 +177,33 @@ class BatchReader:
     def next_request(self) -> tuple[str, str, Mapping[str, Any]]:
         """Return method, path and httpx's options of the request that continues the stream."""
         self._may_be_running = True
+        headers = dict(_EVENT_STREAM)
         if self.id is not None:
-            headers = {**_EVENT_STREAM, "Last-Event-ID": str(self._last_event)}
+            headers["Last-Event-ID"] = str(self._last_event)
             return "GET", batch_path(self.id), {"headers": headers}
-        headers = {**_EVENT_STREAM, "Content-Type": "application/json"}
+        headers["Content-Type"] = "application/json"
         if self._request.idempotency_key is not None:
             headers["Idempotency-Key"] = self._request.idempotency_key
         return "POST", ROLLOUTS, {"headers": headers, "content": self._request.content}
 
     def read(self, sse: ServerSentEvent) -> Event | None:
-        """Return the event for the caller, or None if there is none or it came before.
+        """Return the event for the caller. Return None for an event of ours, or an event that was received before.
 
         Raises:
-            ProtocolError: the event must not come at this point of the stream.
-            StatusError: the batch failed, or every group of it, with nothing else to return.
+            ProtocolError: the event is not allowed at this point of the stream.
+            StatusError: the batch failed, or all its groups failed and nothing else can be returned.
         """
-        if not sse.data:  # httpx-sse dispatches an event without data for some comments
+        # httpx-sse dispatches an event without data for some comments.
+        if not sse.data:
             return None
         if not sse.id.isdecimal():
             raise ProtocolError(f"a {sse.event!r} event has no number")
         if int(sse.id) <= self._last_event:
             return None
         self._last_event = int(sse.id)
+        # An event shows that the connection works, so the retries start again.
         self._schedule = self._new_schedule()
-        return self._read_new(sse)
 
-    def delay_after(self, error: DartsError) -> float:
-        """Return the seconds until the next connection.
-
-        Raises:
-            DartsError: `error` itself, if another connection cannot help.
-            TimedOut: the time of the batch is over.
-        """
-        self._may_be_running = not (isinstance(error, StatusError) or was_never_sent(error))
-        if self.is_over:
-            raise error
-        delay = self._schedule.delay_after(error)
-        self.limit.raise_if_over()
-        return self.limit.bound(delay)
-
-    def connection_lost(self) -> ConnectionFailed:
-        """Return the error for a connection that was closed in order, but before the end of the batch."""
-        return ConnectionFailed(f"{ROLLOUTS}: the connection was closed before the end of the batch")
-
-    @property
-    def is_unnamed(self) -> bool:
-        """Whether the batch may be running on the server, and would outlive its caller, but its id is not received."""
-        return self._may_be_running and self._is_durable and self.id is None and not self.is_over
-
-    @property
-    def cancel_path(self) -> str | None:
-        """The path that cancels the batch; None if the batch does not outlive its caller, or its id is not received."""
-        return batch_path(self.id) if self._is_durable and self.id is not None and not self.is_over else None
-
-    @property
-    def _is_durable(self) -> bool:
-        return self._request.idempotency_key is not None
-
-    def _read_new(self, sse: ServerSentEvent) -> Event | None:
         if sse.event == "error":
             self.is_over = True
             raise error_from_object(_parse_event(_BatchError, sse).error)
@@ -241,20 +223,59 @@ class BatchReader:
                 return self._finish_group(_parse_event(GroupPayload, sse))
             case "done":
                 return self._finish(_parse_event(_BatchDone, sse))
-        return None  # an event of a later version of the server
+        # The event belongs to a later version of the server.
+        return None
+
+    def delay_after(self, error: DartsError) -> float:
+        """Return the seconds until the next connection.
+
+        Raises:
+            DartsError: `error` itself, if another connection cannot help.
+            TimedOut: the time of the batch is over.
+        """
+        # An error status, or a request that was never sent, means that no batch has started.
+        self._may_be_running = not (isinstance(error, StatusError) or was_never_sent(error))
+        if self.is_over:
+            raise error
+        delay = self._schedule.delay_after(error)
+        self.limit.raise_if_over()
+        return self.limit.bound(delay)
+
+    def connection_lost(self) -> ConnectionFailed:
+        """Return the error for a connection that was closed in order, but before the end of the batch."""
+        return ConnectionFailed(f"{ROLLOUTS}: the connection was closed before the end of the batch")
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether the batch may run on the server and outlive its caller, but its id has not arrived."""
+        return self._may_be_running and self._is_durable and self.id is None and not self.is_over
+
+    @property
+    def cancel_path(self) -> str | None:
+        """Path that cancels the batch, or None if the batch does not outlive its caller or its id has not arrived."""
+        if self.id is None or not self._is_durable or self.is_over:
+            return None
+        return batch_path(self.id)
+
+    @property
+    def _is_durable(self) -> bool:
+        return self._request.idempotency_key is not None
 
     def _start(self, started: _BatchStarted) -> None:
+        # With `carried`, the server may add prompts of earlier batches.
         if self._request.carried:
-            self._prompts = max(self._prompts, started.groups)
-        if started.groups != self._prompts:
-            raise ProtocolError(f"{self._prompts} prompt(s) were sent, but the batch has {started.groups} groups")
-        self.id, self.policy, self.sampling = started.id, started.policy, started.sampling
+            self._num_prompts = max(self._num_prompts, started.groups)
+        if started.groups != self._num_prompts:
+            raise ProtocolError(f"{self._num_prompts} prompt(s) were sent, but the batch has {started.groups} groups")
+        self.id = started.id
+        self.policy = started.policy
+        self.sampling = started.sampling
         self._survivors = started.survivors
 
     def _finish_group(self, payload: GroupPayload) -> GroupEvent:
         number = payload.number
-        if not 0 <= number < self._prompts or number in self._finished:
-            raise ProtocolError(f"group {number} is not one of {self._prompts}, or came twice")
+        if not 0 <= number < self._num_prompts or number in self._finished:
+            raise ProtocolError(f"group {number} is not one of {self._num_prompts}, or came twice")
         self._finished.add(number)
         if self._request.stream == "tokens":
             group = build_group(payload, self._request, lambda t: self._assembly.tokens(number, t), self._survivors)
@@ -266,12 +287,17 @@ class BatchReader:
         return GroupEvent(group)
 
     def _finish(self, done: _BatchDone) -> Done:
-        numbers = sorted([*self._finished, *(prompt.number for prompt in done.unfinished)])
-        if numbers != list(range(self._prompts)):
-            raise ProtocolError(f"the batch has {self._prompts} groups, but reported {numbers}")
+        numbers = list(self._finished) + [prompt.number for prompt in done.unfinished]
+        numbers.sort()
+        if numbers != list(range(self._num_prompts)):
+            raise ProtocolError(f"the batch has {self._num_prompts} groups, but reported {numbers}")
         self.is_over = True
-        self.usage, self.unfinished, self.carried = done.usage, done.unfinished, done.carried
-        # Anything beside errors: a whole group, what an aborted one had generated, or an unfinished prompt.
+        self.usage = done.usage
+        self.unfinished = done.unfinished
+        self.carried = done.carried
+
+        # The first error is raised only if the caller would get nothing else: no whole group, no tokens of an aborted
+        # group, and no unfinished prompt.
         has_groups = len(self.failed) < len(self._finished)
         has_tokens = any(candidate.token_ids for group in self.failed for candidate in group.aborted)
         if self.failed and not (has_groups or has_tokens or self.unfinished):
@@ -289,4 +315,6 @@ def _parse_event(model: type[ModelT], sse: ServerSentEvent) -> ModelT:
 
 def completed_group(event: Event) -> Group | None:
     """Return the group that the event completes, if any."""
-    return event.group if isinstance(event, GroupEvent) and event.group.error is None else None
+    if isinstance(event, GroupEvent) and event.group.error is None:
+        return event.group
+    return None

@@ -1,4 +1,4 @@
-"""`/darts/v1/vote`: its answers are checked."""
+"""`/darts/v1/vote`: the result, and its checks."""
 
 from collections import Counter
 from typing import Any, Literal
@@ -13,18 +13,17 @@ Score = Literal["head", "logprob", "lowest_logprob"]
 
 
 class Voter(WireModel):
-    """A finished trajectory. Without an `answer` it has no vote.
-
-    `score`: the score that its vote is weighted by, None if there is none. `weight`: of its vote. `logprobs` are those
-    of `token_ids`, None if they were not requested.
-    """
+    """A finished trajectory. It has a vote if it has an answer."""
 
     trajectory_id: str
     answer: str | None
     score: FiniteFloat | None
+    """Score from which the weight is computed, or None."""
     weight: FiniteFloat | None
+    """Weight of the vote."""
     token_ids: tuple[int, ...]
     logprobs: tuple[FiniteFloat, ...] | None
+    """Log-prob of each token in `token_ids`, or None if log-probs were not requested."""
     text: str
     finish_reason: FinishReason
     length: int
@@ -33,39 +32,42 @@ class Voter(WireModel):
 
 
 class Vote(WireModel):
-    """The result of a vote.
-
-    `answer`: the one with the largest weight, None if no trajectory has one. `weights`: of each answer, the largest
-    first; `votes`: the number of trajectories with that answer. `decided_early`: candidates were stopped because they
-    could not change the result. `calibration`: of log-odds from log-probs, "ready" or why all votes have equal weight.
-    `id` is the id of its group. `sampling`: the sampling parameters in force.
-    """
+    """The result of a vote."""
 
     id: str
+    """Id of the vote's group."""
     sampling: dict[str, Any] | None = None
+    """Sampling parameters in force."""
     answer: str | None
+    """Answer with the largest weight, or None if no trajectory has an answer."""
     weights: dict[str, FiniteFloat]
+    """Weight of each answer, largest first."""
     votes: dict[str, int]
+    """Number of trajectories with each answer."""
     decided_early: bool
+    """Whether candidates were stopped because they could not change the result."""
     calibration: str | None
+    """State of log-odds from log-probs: `ready`, or the reason why all votes have equal weight."""
     trajectories: tuple[Voter, ...]
     discarded: tuple[Discarded, ...]
     usage: Usage
 
 
 def check_vote(body: dict[str, Any], vote: Vote) -> Vote:
-    """Return the vote; raise ProtocolError unless its trajectories are complete and add up to its tally."""
+    """Return the vote. Raise ProtocolError unless its trajectories are complete and add up to its tally."""
     for voter in vote.trajectories:
+        name = voter.trajectory_id
         if voter.length != len(voter.token_ids):
-            raise ProtocolError(
-                f"{voter.trajectory_id} has {len(voter.token_ids)} tokens, but its length is {voter.length}"
-            )
+            raise ProtocolError(f"{name} has {len(voter.token_ids)} tokens, but its length is {voter.length}")
         if body["sampling"].get("logprobs") and len(voter.logprobs or ()) != voter.length:
-            raise ProtocolError(f"{voter.trajectory_id} does not have one logprob for each token")
+            raise ProtocolError(f"{name} does not have one logprob for each token")
+
     counted = Counter(voter.answer for voter in vote.trajectories if voter.answer is not None)
     if counted != vote.votes or set(vote.weights) != set(vote.votes):
         raise ProtocolError(f"vote {vote.id} has the tally {vote.votes}, but its trajectories {dict(counted)}")
+
     largest = max(vote.weights.values(), default=None)
-    if largest != (None if vote.answer is None else vote.weights.get(vote.answer)):
+    weight = None if vote.answer is None else vote.weights.get(vote.answer)
+    if weight != largest:
         raise ProtocolError(f"the answer of vote {vote.id}, {vote.answer!r}, has not the largest of {vote.weights}")
     return vote

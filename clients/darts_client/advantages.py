@@ -1,11 +1,11 @@
 """Advantages with which the groups of a shaping policy give an unbiased policy gradient.
 
-A shaped group is not a random sample of the policy: short trajectories are returned more often than long ones. Each
-trajectory's `weight` is 1 / (its probability to be returned, given all candidates of the group), so sums over returned
-trajectories, weighted by it, estimate sums over all candidates (Horvitz and Thompson, 1952).
+A shaped group returns short trajectories more often than long trajectories. The `weight` of a trajectory is
+1 / (probability of its return, given all candidates of the group), so a weighted sum over returned trajectories
+estimates the sum over all candidates (Horvitz and Thompson, 1952).
 
 A baseline keeps the gradient unbiased if it does not depend on the trajectory itself. The mean of the returned rewards
-does: which others are returned depends on its length.
+does, because the trajectory's length decides which others are returned.
 """
 
 from collections.abc import Sequence
@@ -15,26 +15,27 @@ from ._records import CandidateRecord, GroupRecord
 
 
 def unbiased_advantages(
-    group: Group | GroupRecord, rewards: Sequence[float], baseline: float | None = None
+    group: Group | GroupRecord,
+    rewards: Sequence[float],
+    baseline: float | None = None,
 ) -> list[float]:
     """Return A_i = (n / N) w_i (r_i - b_i) for each of the n returned trajectories of a group with N candidates.
 
-    The mean over the group of A_i times the gradient of the trajectory's log-probability is an unbiased estimate of the
-    policy gradient. If groups have different n, take the mean within each group first. Rewards are in the order of the
-    group's trajectories; for a record (`client.groups.get`), in that of the answer's choices.
+    The group's mean of A_i times the gradient of the trajectory's log-probability is an unbiased estimate of the policy
+    gradient. If groups have different n, take the mean within each group first.
 
-    `baseline`: a mean reward that was known before, such as that of the prompt in earlier epochs. By default b_i is
-    computed from other trajectories of the group. Where the group is the K shortest and a sample of the rest, it is the
-    mean reward of the K - 1 shortest others, which are always returned and do not depend on i. Otherwise it is the
-    weighted mean of all N - 1 others: exact also where candidates were pruned at random, and depending on one another,
-    since given what all would have generated, a product of two weights (0 for the pruned) keeps its expectation of 1
-    at every decision. It is 0 where there are none. If candidates failed or were aborted after they were scored, only a
-    given `baseline` is exact: the weights of all survivors then depend on one another. A truncated trajectory is
-    rewarded for what was returned of it.
+    The default b_i is a mean reward of other trajectories of the group. If the group is the K shortest and a sample of
+    the rest, it is that of the K - 1 shortest others, which are always returned and do not depend on i. Otherwise it is
+    the weighted mean of all N - 1 others, or 0 without others. Pruning keeps it exact: given the lengths and rewards of
+    all candidates, the product of two weights (0 for a pruned candidate) has the expectation 1. But if candidates
+    failed or were aborted after they were scored, only a given `baseline` is exact.
+
+    Args:
+        rewards: one for each trajectory of the group, or for each choice of the answer for a record.
+        baseline: a mean reward that was known before the group, such as the prompt's in earlier epochs.
 
     Raises:
-        ValueError: not one reward for each trajectory; or trajectories without weights, because under the group's
-            policy some candidates can never be returned.
+        ValueError: the number of rewards is wrong, or the group's policy returns no weights.
     """
     weights, count = _weights(group, rewards)
     if baseline is not None:
@@ -48,29 +49,31 @@ def unbiased_advantages(
 
 
 def _weighted_means_of_others(
-    weights: Sequence[float], rewards: Sequence[float], count: int, sampled_from: int | None
+    weights: Sequence[float],
+    rewards: Sequence[float],
+    count: int,
+    sampled_from: int | None,
 ) -> list[float]:
-    """For each trajectory, estimate the mean reward of the other ``count`` - 1 candidates.
-
-    Where n trajectories were sampled from S, others weigh (S - 1) / (n - 1) rather than S / n, given that one was.
-    """
+    """Estimate the mean reward of the other ``count`` - 1 candidates of each trajectory."""
     n = len(weights)
-    total = sum(w * r for w, r in zip(weights, rewards, strict=True))
-    if n == 1:  # without others
+    if n == 1:
         return [0.0]
-    scale = 1.0 if sampled_from is None else (sampled_from - 1) / (n - 1) * n / sampled_from
+    # If n trajectories were sampled from S, and one is given, the others weigh (S - 1) / (n - 1) and not S / n.
+    scale = 1.0
+    if sampled_from is not None:
+        scale = (sampled_from - 1) / (n - 1) * n / sampled_from
+    total = sum(w * r for w, r in zip(weights, rewards, strict=True))
     return [scale * (total - w * r) / (count - 1) for w, r in zip(weights, rewards, strict=True)]
 
 
 def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:
-    """For each trajectory, return the mean reward of the ``count`` shortest valid ones among the others."""
     returned = _returned(group)
-    shortest = [i for i, t in enumerate(returned) if t.selected_as == "short"]
+    shortest = [i for i, trajectory in enumerate(returned) if trajectory.selected_as == "short"]
     shortest.sort(key=lambda i: (returned[i].length, i))
     means = []
     for index in range(len(rewards)):
         others = [rewards[i] for i in shortest if i != index][:count]
-        means.append(sum(others) / len(others) if others else 0.0)
+        means.append(sum(others) / max(len(others), 1))
     return means
 
 
@@ -78,15 +81,17 @@ def _weights(group: Group | GroupRecord, values: Sequence[float]) -> tuple[list[
     """Return the weight of each trajectory, and N."""
     returned = _returned(group)
     if isinstance(group, Group):
-        name, remedy = f"group {group.number}", "through client.rollouts"
+        name = f"group {group.number}"
+        remedy = "through client.rollouts"
     else:
-        name, remedy = f"group {group.group_id}", f"not {group.policy!r}"
+        name = f"group {group.group_id}"
+        remedy = f"not {group.policy!r}"
     if len(values) != len(returned):
         raise ValueError(f"{name} has {len(returned)} trajectories, got {len(values)} values")
-    weights = [each.weight for each in returned if each.weight is not None]
+    weights = [trajectory.weight for trajectory in returned if trajectory.weight is not None]
     if group.counted is None or len(weights) < len(values):
         raise ValueError(
-            f"the trajectories of {name} have no weights, so nothing makes it unbiased; sample with a "
+            f"the trajectories of {name} have no weights, so their advantages cannot be unbiased; sample with a "
             f'policy that returns weights, such as "uniform", {remedy}'
         )
     return weights, group.counted

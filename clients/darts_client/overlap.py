@@ -1,6 +1,6 @@
-"""A trainer's log-probs while the rollout still runs: needs the extra `darts-client[overlap]`.
+"""A trainer's log-probs while the rollout still runs. Needs the extra `darts-client[overlap]`.
 
-The forward pass over tokens that have arrived overlaps with the generation of the rest (DARTS, arXiv 2605.30859,
+The forward pass over tokens that have arrived overlaps with the generation of later tokens (DARTS, arXiv 2605.30859,
 token-level streaming).
 
 ```python
@@ -35,9 +35,9 @@ _BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """The result of one step for a trajectory: its tokens `start` .. `start + len(logprobs)`.
+    """Result of one step for the tokens `start` .. `start + len(logprobs)` of a trajectory.
 
-    `logprobs` and `entropies` are in nats, float32, on the model's device; `entropies` is None unless requested.
+    Log-probs and entropies are in nats, [tokens], float32, on the model's device.
     """
 
     trajectory_id: str
@@ -47,25 +47,28 @@ class Chunk:
 
 
 class Overlap:
-    """Log-probs, under the present weights of a model, of candidates that are still being generated.
+    """Log-probs of candidates that are still being generated. Not thread-safe.
 
-    The keys and values of each candidate are cached, so that each token is forwarded once; those of a prompt are
-    computed once and shared. `drop`, `close_prompt`, and the last step after `finish` free them. Make an `Overlap` for
-    each batch of prompts and each version of the weights.
+    Each token is forwarded once, because keys and values are cached. The candidates of a prompt share its cache. Create
+    an `Overlap` for each batch of prompts and each version of the weights.
 
-    The log-probs have no gradient: they are those of the old policy or of a reference, not those to differentiate. They
-    equal those of one forward pass over the whole sequence up to rounding.
+    The log-probs have no gradient: use them for the old policy or a reference. They equal the log-probs of one forward
+    pass over the whole sequence up to rounding.
 
-    `model` is a causal LM of transformers in eval mode with full attention in every layer; ValueError for any other.
-    `temperature` divides the logits. With `entropy` the entropy of each token's distribution is computed too.
-    `batch_tokens` bounds a forward pass: rows times (longest past + most new tokens); a single row may have that many
-    new tokens.
-
-    Not thread-safe.
+    Args:
+        model: causal LM of transformers in eval mode, with full attention in every layer; ValueError for other models.
+        temperature: divides the logits.
+        entropy: whether to compute the entropy of each token's distribution.
+        batch_tokens: limit of rows times (longest past + most new tokens) in a forward pass.
     """
 
     def __init__(
-        self, model: Any, *, temperature: float = 1.0, entropy: bool = False, batch_tokens: int = _BATCH_TOKENS
+        self,
+        model: Any,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        batch_tokens: int = _BATCH_TOKENS,
     ) -> None:
         if not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature must be a number above 0, got {temperature}")
@@ -82,21 +85,20 @@ class Overlap:
         self._dropped: set[str] = set()
 
     def __contains__(self, trajectory_id: str) -> bool:
-        """Return whether the trajectory was added and not dropped."""
         return trajectory_id in self._candidates
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens, of prompts too, that `step` can forward now."""
+        """Number of tokens of prompts and candidates that `step` can forward now."""
         return sum(sequence.num_pending for sequence in self._sequences())
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens whose keys and values are cached; those of a prompt count once."""
+        """Number of tokens whose keys and values are cached."""
         return sum(len(sequence.cache) for sequence in self._sequences() if sequence.cache is not None)
 
     def add_prompt(self, number: int, token_ids: Sequence[int]) -> None:
-        """Add a prompt; it can be forwarded before its candidates arrive."""
+        """Add a prompt. `step` can forward it before its candidates arrive."""
         if number in self._prompts:
             raise ValueError(f"prompt {number} was already added")
         if not token_ids:
@@ -104,10 +106,10 @@ class Overlap:
         self._prompts[number] = PromptSequence(self._check_tokens(token_ids))
 
     def add_tokens(self, trajectory_id: str, number: int, token_ids: Sequence[int], start: int | None = None) -> None:
-        """Append tokens that a candidate of prompt `number` has generated.
+        """Append tokens that a candidate of prompt `number` has generated, from position `start` of its completion.
 
-        `start` is the position of the first of them, and is checked. Raises ValueError, and changes nothing, for tokens
-        that are missing or repeated, an unknown or closed prompt, and a trajectory that is finished or dropped.
+        Raises:
+            ValueError: tokens are missing or repeated, or the prompt or trajectory accepts none. Nothing has changed.
         """
         self._check_not_dropped(trajectory_id)
         tokens = self._check_tokens(token_ids)
@@ -116,8 +118,15 @@ class Overlap:
         if start is not None and start != length:
             problem = "are missing" if start > length else "are repeated"
             raise ValueError(f"trajectory {trajectory_id!r}: tokens {problem}: it has {length}, these start at {start}")
+
         if candidate is None:
-            candidate = self._add_candidate(trajectory_id, number)
+            prompt = self._prompt(number)
+            if prompt.is_closed:
+                raise ValueError(f"prompt {number} is closed, trajectory {trajectory_id!r} cannot be added")
+            last_token = prompt.tokens[-1:]
+            candidate = CandidateSequence(last_token, trajectory_id=trajectory_id, number=number, prompt=prompt)
+            prompt.candidates.append(candidate)
+            self._candidates[trajectory_id] = candidate
         elif candidate.number != number:
             raise ValueError(f"trajectory {trajectory_id!r} belongs to prompt {candidate.number}, not {number}")
         elif candidate.is_finished:
@@ -125,19 +134,18 @@ class Overlap:
         candidate.tokens += tokens
 
     def finish(self, trajectory_id: str, length: int | None = None) -> None:
-        """Finish a trajectory with its first `length` tokens, or all of them.
-
-        Its pending tokens are still forwarded; then its keys and values are freed.
-        """
+        """Finish a trajectory with its first `length` tokens. `step` forwards pending tokens, and frees the cache."""
         candidate = self._candidate(trajectory_id)
         if candidate.is_finished:
             raise ValueError(f"trajectory {trajectory_id!r} is finished")
-        if length is not None and not 0 <= length <= candidate.length:
+        if length is None:
+            length = candidate.length
+        if not 0 <= length <= candidate.length:
             raise ValueError(f"trajectory {trajectory_id!r}: length is {length}, but {candidate.length} tokens came")
-        candidate.finish(candidate.length if length is None else length)
+        candidate.finish(length)
 
     def drop(self, trajectory_id: str) -> None:
-        """Remove a trajectory with everything computed for it. It cannot be added again."""
+        """Remove a trajectory with all its results. It cannot be added again."""
         candidate = self._candidate(trajectory_id)
         del self._candidates[trajectory_id]
         self._dropped.add(trajectory_id)
@@ -145,15 +153,16 @@ class Overlap:
         candidate.prompt.drop_cache_if_unused()
 
     def close_prompt(self, number: int) -> None:
-        """Drop the candidates of a prompt that are not finished, and accept no more."""
+        """Drop the candidates of a prompt that are not finished, and accept no new candidates."""
         prompt = self._prompt(number)
-        for candidate in [candidate for candidate in prompt.candidates if not candidate.is_finished]:
-            self.drop(candidate.trajectory_id)
+        for candidate in list(prompt.candidates):
+            if not candidate.is_finished:
+                self.drop(candidate.trajectory_id)
         prompt.is_closed = True
         prompt.drop_cache_if_unused()
 
     def add_event(self, event: Event) -> None:
-        """Apply an event of `stream_tokens`: tokens are added, trajectories finished or dropped, prompts closed."""
+        """Apply an event of `stream_tokens`: add tokens, finish or drop a trajectory, or close a prompt."""
         match event:
             case Delta():
                 self.add_tokens(event.trajectory_id, event.number, event.token_ids, start=event.start)
@@ -168,7 +177,7 @@ class Overlap:
                     self.close_prompt(prompt.number)
 
     def add_raw_event(self, name: str, data: Mapping[str, Any]) -> None:
-        """Apply a server-sent event of a token stream, given by its name and its JSON."""
+        """Apply a server-sent event of a token stream from its name and its JSON."""
         match name:
             case "delta":
                 self.add_tokens(data["trajectory_id"], data["number"], data["token_ids"], start=data["start"])
@@ -183,18 +192,20 @@ class Overlap:
                     self.close_prompt(prompt["number"])
 
     def step(self) -> list[Chunk]:
-        """Forward one batch of pending tokens and return the log-probs that it computed.
+        """Forward one batch of pending tokens, and return its log-probs. If that fails, nothing has changed.
 
-        Prompts are forwarded first and return none, so loop until `pending_tokens` is 0, not until the result is empty.
-        If the forward pass fails nothing has changed.
+        Prompts are forwarded first and have no log-probs, so loop until `pending_tokens` is 0, not until the result is
+        empty.
         """
         prompts = [prompt for prompt in self._prompts.values() if prompt.num_pending]
         candidates = [candidate for candidate in self._candidates.values() if candidate.num_pending]
+        # Candidates attend to the cache of their prompt, so prompts are first.
         batch = next_batch(prompts or candidates, self._batch_tokens)
         if not batch:
             return []
         rows = [row for _, row in batch]
         results = forward(self._model, rows, temperature=self._temperature, entropy=self._entropy)
+
         chunks = []
         for (sequence, _), result in zip(batch, results, strict=True):
             if isinstance(sequence, CandidateSequence):
@@ -204,19 +215,20 @@ class Overlap:
         return chunks
 
     def logprobs(self, trajectory_id: str) -> Tensor:
-        """Return the natural log-probs [tokens], float32, of all tokens added; pending ones are forwarded first."""
+        """Return the natural log-probs of all its tokens: [tokens], float32. Pending tokens are forwarded first."""
         candidate = self._forward_all(trajectory_id)
         return candidate.concat(candidate.logprobs)
 
     def entropies(self, trajectory_id: str) -> Tensor:
-        """Return the entropies [tokens], in nats, float32, of the distributions of these tokens, at the temperature."""
+        """Return the entropies of the tokens' distributions at the temperature: [tokens], in nats, float32."""
         if not self._entropy:
-            raise ValueError("entropies are not computed: make the Overlap with entropy=True")
+            raise ValueError("entropies are not computed: create the Overlap with entropy=True")
         candidate = self._forward_all(trajectory_id)
         return candidate.concat(candidate.entropies)
 
     def _discard(self, trajectory_id: str) -> None:
-        if trajectory_id in self:  # else it was discarded before its first delta
+        # A candidate that is discarded before its first delta was never added.
+        if trajectory_id in self:
             self.drop(trajectory_id)
 
     def _forward_all(self, trajectory_id: str) -> CandidateSequence:
@@ -227,15 +239,6 @@ class Overlap:
 
     def _sequences(self) -> list[TokenSequence]:
         return [*self._prompts.values(), *self._candidates.values()]
-
-    def _add_candidate(self, trajectory_id: str, number: int) -> CandidateSequence:
-        prompt = self._prompt(number)
-        if prompt.is_closed:
-            raise ValueError(f"prompt {number} is closed, trajectory {trajectory_id!r} cannot be added")
-        candidate = CandidateSequence(prompt.tokens[-1:], trajectory_id=trajectory_id, number=number, prompt=prompt)
-        prompt.candidates.append(candidate)
-        self._candidates[trajectory_id] = candidate
-        return candidate
 
     def _candidate(self, trajectory_id: str) -> CandidateSequence:
         self._check_not_dropped(trajectory_id)
@@ -253,7 +256,7 @@ class Overlap:
         return self._prompts[number]
 
     def _check_tokens(self, token_ids: Sequence[int]) -> list[int]:
-        """Reject ids outside the vocabulary; on a GPU these would only fail an assertion without a message."""
+        # On a GPU an id outside the vocabulary would only fail an assertion without a message.
         for token_id in token_ids:
             if not 0 <= token_id < self._vocabulary_size:
                 raise ValueError(f"token id {token_id} is not in the model's vocabulary of {self._vocabulary_size}")

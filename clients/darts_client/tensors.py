@@ -1,4 +1,4 @@
-"""Groups as padded tensors for a policy-gradient step: needs the extra `darts-client[torch]`.
+"""Groups as padded tensors for a policy-gradient step. Needs the extra `darts-client[torch]`.
 
 ```python
 batch = to_tensors(groups, rewards=[[1.0, 0.0], [0.0, 0.0]])
@@ -23,28 +23,31 @@ from .advantages import unbiased_advantages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensors:
-    """N trajectories, group after group, each group in its order.
+    """N trajectories, group after group, with prompts of up to P tokens and completions of up to C tokens.
 
-    `prompt_ids`, `prompt_mask`: (N, P) int64 and bool, padded on the left; None unless all prompts have token ids.
-    `completion_ids`, `completion_mask`: (N, C) int64 and bool, padded on the right.
-    `logprobs`: (N, C) float32 of the engine's policy, 0 in the padding; None unless all trajectories have them.
-    `weight_versions`: (N, C) int64, of the weights that sampled each token, 0 in the padding; None unless all
-    trajectories have `version_spans`.
-    `rewards`, `advantages`: (N,) float32; None without rewards.
-    `weights`: (N,) float32, 1 / (probability to be returned); None unless all trajectories have one.
-    `group`: (N,) int64, the index of each trajectory's group.
+    A tensor is None unless all trajectories have its values. Log-probs and versions are 0 in the padding.
     """
 
     prompt_ids: Tensor | None
+    """(N, P) int64, padded on the left with `pad_id`."""
     prompt_mask: Tensor | None
+    """(N, P) bool, false in the padding."""
     completion_ids: Tensor
+    """(N, C) int64, padded on the right with `pad_id`."""
     completion_mask: Tensor
+    """(N, C) bool, false in the padding."""
     logprobs: Tensor | None
+    """(N, C) float32, natural log-probs under the engine's policy."""
     weight_versions: Tensor | None
+    """(N, C) int64, version of the weights that sampled each token."""
     rewards: Tensor | None
+    """(N,) float32."""
     advantages: Tensor | None
+    """(N,) float32."""
     weights: Tensor | None
+    """(N,) float32, 1 / (probability of the trajectory's return)."""
     group: Tensor
+    """(N,) int64, index of each trajectory's group."""
 
 
 def to_tensors(
@@ -59,61 +62,74 @@ def to_tensors(
 ) -> Tensors:
     """Return the trajectories of all groups as tensors on the CPU.
 
-    `rewards` holds a list for each group. With "grpo", an advantage is relative to its group (GRPO, arXiv 2402.03300,
-    section 4.1.2): (r - mean) / (std + `eps`) with the sample's standard deviation. Without `scale` it is r - mean (Dr.
-    GRPO, arXiv 2503.20783). With "unbiased" it is that of `advantages.unbiased_advantages`, without `scale` and `eps`.
-    Then `baselines` may hold a baseline for each group that was known before it, for example its `earlier_pass_rate` if
-    rewards are 1 for right and 0 for wrong; None for the one of the group's own rewards.
+    Args:
+        rewards: a list for each group, with one reward for each trajectory.
+        pad_id: token id of the padding.
+        advantages: "grpo" for (r - mean) / (std + `eps`) with the group's mean and sample standard deviation (GRPO,
+            arXiv 2402.03300, section 4.1.2), or "unbiased" for `advantages.unbiased_advantages`.
+        scale: False leaves r - mean with "grpo" (Dr. GRPO, arXiv 2503.20783).
+        baselines: for "unbiased", a baseline for each group that was known before, such as `earlier_pass_rate` if
+            rewards are 1 for correct and 0 for wrong; or None for the default.
 
     Raises:
-        ValueError: there is no trajectory, or not one reward for each; "unbiased", and a group has no weights; or not
-            one baseline for each group, or baselines without "unbiased".
+        ValueError: there is no trajectory, numbers do not match, a group has no weights, or "grpo" has baselines.
     """
-    if baselines is not None and advantages != "unbiased":
+    if baselines is None:
+        baselines = [None] * len(groups)
+    elif advantages != "unbiased":
         raise ValueError(f'baselines need advantages="unbiased", got {advantages!r}')
-    if baselines is not None and len(baselines) != len(groups):
+    elif len(baselines) != len(groups):
         raise ValueError(f"baselines must be {len(groups)} numbers, one for each group, got {len(baselines)}")
-    members = [(index, group, t) for index, group in enumerate(groups) for t in group.trajectories]
-    if not members:
+
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if not trajectories:
         raise ValueError("the groups have no trajectories")
-    completions = [t.token_ids for _, _, t in members]
-    completion_ids, completion_mask = _pad(completions, pad_id, left=False)
-    prompts = [group.prompt_token_ids for _, group, _ in members if group.prompt_token_ids is not None]
-    has_prompts = len(prompts) == len(members)
-    prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True) if has_prompts else (None, None)
-    values = None if rewards is None else values_by_group(groups, rewards)
-    rows = None if values is None else [torch.tensor(row) for row in values]
-    weights = [t.weight for _, _, t in members if t.weight is not None]
-    baselines = baselines or [None] * len(groups)
+    completion_ids, completion_mask = _pad([trajectory.token_ids for trajectory in trajectories], pad_id)
 
-    def compute(group: Group, row: Sequence[float], baseline: float | None) -> Tensor:
+    prompt_ids = None
+    prompt_mask = None
+    prompts = [
+        group.prompt_token_ids for group in groups for _ in group.trajectories if group.prompt_token_ids is not None
+    ]
+    if len(prompts) == len(trajectories):
+        prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
+
+    rewards_tensor = None
+    advantages_tensor = None
+    if rewards is not None:
+        rows = values_by_group(groups, rewards)
+        rewards_tensor = torch.tensor([value for row in rows for value in row])
         if advantages == "unbiased":
-            return torch.tensor(unbiased_advantages(group, row, baseline))
-        return _advantages(torch.tensor(row), scale, eps)
+            parts = [torch.tensor(unbiased_advantages(*each)) for each in zip(groups, rows, baselines, strict=True)]
+        else:
+            parts = [_grpo_advantages(torch.tensor(row), scale, eps) for row in rows]
+        advantages_tensor = torch.cat(parts)
 
+    weights = [trajectory.weight for trajectory in trajectories if trajectory.weight is not None]
     return Tensors(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
         completion_ids=completion_ids,
         completion_mask=completion_mask,
-        logprobs=_pad_logprobs([t for _, _, t in members], completion_mask),
-        weight_versions=_pad_versions([t for _, _, t in members], completion_mask),
-        rewards=None if rows is None else torch.cat(rows),
-        advantages=None if values is None else torch.cat(list(map(compute, groups, values, baselines))),
-        weights=torch.tensor(weights) if len(weights) == len(members) else None,
-        group=torch.tensor([index for index, _, _ in members]),
+        logprobs=_pad_logprobs(trajectories, completion_mask),
+        weight_versions=_pad_versions(trajectories, completion_mask),
+        rewards=rewards_tensor,
+        advantages=advantages_tensor,
+        weights=torch.tensor(weights) if len(weights) == len(trajectories) else None,
+        group=torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories]),
     )
 
 
-def _advantages(rewards: Tensor, scale: bool, eps: float) -> Tensor:
+def _grpo_advantages(rewards: Tensor, scale: bool, eps: float) -> Tensor:
     centred = rewards - rewards.mean()
-    if not scale or len(rewards) < 2:  # a single one has no standard deviation
+    # A single reward has no standard deviation.
+    if not scale or len(rewards) < 2:
         return centred
     return centred / (rewards.std() + eps)
 
 
 def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
-    rows = [t.logprobs for t in trajectories if t.logprobs is not None]
+    rows = [trajectory.logprobs for trajectory in trajectories if trajectory.logprobs is not None]
     if len(rows) < len(trajectories):
         return None
     padded = torch.zeros(mask.shape)
@@ -122,20 +138,24 @@ def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | 
 
 
 def _pad_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
-    if any(sum(tokens for _, tokens in t.version_spans) != t.length for t in trajectories):
-        return None
+    versions: list[int] = []
+    for trajectory in trajectories:
+        if sum(tokens for _, tokens in trajectory.version_spans) != trajectory.length:
+            return None
+        for version, tokens in trajectory.version_spans:
+            versions += [version] * tokens
     padded = torch.zeros(mask.shape, dtype=torch.int64)
-    versions = [version for t in trajectories for version, tokens in t.version_spans for _ in range(tokens)]
     padded[mask] = torch.tensor(versions, dtype=torch.int64)
     return padded
 
 
-def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Return the ids and a mask that is false in the padding."""
+def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the padded ids, and a mask that is false in the padding."""
     lengths = torch.tensor([len(row) for row in rows])
-    width = int(lengths.max())
-    positions = torch.arange(width)
-    mask = (width - 1 - positions if left else positions) < lengths[:, None]
-    ids = torch.full((len(rows), width), pad_id)
+    positions = torch.arange(int(lengths.max()))
+    if left:
+        positions = positions.flip(0)
+    mask = positions < lengths[:, None]
+    ids = torch.full(mask.shape, pad_id)
     ids[mask] = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
     return ids, mask

@@ -1,4 +1,4 @@
-"""Estimates from what has run: lengths of prompts, latency of decode steps, rewards, losses at deadlines, calibration.
+"""Estimates from finished groups: lengths, decode latency, rewards, losses at deadlines, calibration of scores.
 
-Each is a plain object with numbers in and numbers out. `rollout/learned` keeps them for the server.
+All are pure: numbers in, numbers out. `rollout/learned` keeps them for the server.
 """

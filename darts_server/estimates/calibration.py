@@ -1,23 +1,14 @@
-"""Calibrate quality scores: from a score to the probability to end correct (ARRoL, calibration).
+"""Calibrate quality scores: map a score to the probability of a correct answer (ARRoL, calibration).
 
-Scores s' in [0, 1] of recent labelled trajectories are counted in B equal bins, right and wrong ones separately. With
-Laplace smoothing alpha and the prior pi, the share of right ones,
+Scores s' in [0, 1] of recent labelled trajectories are counted in B equal bins, right and wrong trajectories
+separately. With Laplace smoothing alpha and the prior pi, the share of right trajectories,
 
     P(b | right) = (right_b + alpha) / (sum right + alpha B),        the same for wrong,
     q = pi P(b | right) / (pi P(b | right) + (1 - pi) P(b | wrong)).
 
-Two things are added to the paper's form. The tests compare the result with the paper's form.
-
-Monotone q: of a few hundred labels a bin holds two or three, so this q jumps from bin to bin and is a worse predictor
-than the score it is made from. A useful score rises with the probability to end correct, so q is made non-decreasing by
-isotonic regression, each bin weighted by what was counted in it. That alone separates noise from evidence, so less
-smoothing is needed; and the q of a score that says nothing, or is reversed, ends close to the prior everywhere.
-
-Inverse propensity weights: a pruned trajectory never gets a reward, so labels are missing, and not at random. The prior
-of the survivors is biased, and so is q wherever survival was decided by more than the score at hand: by an earlier
-detection point, or by the head as it was then. Each label records the probability with which its trajectory survived.
-Weighted by 1 / probability the survivors represent the pruned ones as well. Weights are scaled to mean one, so that
-smoothing counts as much against them as against as many plain labels.
+Two things are added to the paper's form. With two or three labels in a bin, q jumps from bin to bin and predicts worse
+than the score. So isotonic regression makes q non-decreasing, which needs less smoothing. And pruned trajectories have
+no labels. So each label is weighted by 1 / (probability to survive), scaled to mean one.
 """
 
 import math
@@ -32,26 +23,25 @@ from darts_server.estimates.isotonic import Floats, fit_isotonic
 
 BINS = 128
 COLD_STEPS = 20
-"""The paper's values. In the first steps the head and the model change fast, so a score soon means something else."""
+"""The paper's values. In the first steps the meaning of a score changes fast."""
 SMOOTHING = 0.25
-"""The paper's is 1. Monotone q needs less; the better the score, the less is best. Over synthetic scores of four kinds
-and 300 to 4096 labels, the error with this was at most half as much again as with the best of 1/64 to 1."""
+"""The paper has 1; monotone q needs less. With synthetic scores of four kinds and 300 to 4096 labels, the error was at
+most 1.5 times that of the best value."""
 COLD_LABELS = 256
-"""With fewer, the 2 alpha B labels that the paper's smoothing adds outweigh the real ones: q is close to the prior."""
+"""Fewer labels are outweighed by the 2 alpha B labels of the paper's smoothing."""
 BUFFER = 4096
-"""Labels of a few steps of a usual size, so that labels of old weights are soon forgotten."""
+"""Labels of a few steps, so that labels of old weights are soon forgotten."""
 MAX_WEIGHT = 10.0
 """1 / p_min of the paper: no weight is clipped unless p_min is set lower."""
 
 
 class CalibrationStatus(StrEnum):
-    """Whether scores are calibrated and, if not, why. Then every q is the prior."""
+    """Whether scores are calibrated. With any status but ``READY``, every q is the prior."""
 
     READY = "ready"
     NO_LABELS = "no_labels"
-    """No reward was reported."""
     COLD = "cold"
-    """The first steps, which only collect labels."""
+    """In the first steps, which only collect labels."""
     FEW_LABELS = "few_labels"
     ONE_CLASS = "one_class"
     """All labels are right, or all are wrong."""
@@ -61,8 +51,8 @@ class CalibrationStatus(StrEnum):
 class Label:
     """A scored trajectory with a reward.
 
-    ``score``: s' in [0, 1]. ``target``: 1 right, 0 wrong, or in between. ``survival``: the probability in (0, 1] with
-    which it was kept; 1 if it could not be pruned.
+    ``score``: s' in [0, 1]. ``target``: 1 if right, 0 if wrong, or between. ``survival``: probability in (0, 1] with
+    which the trajectory was kept; 1 if it could not be pruned.
     """
 
     score: float
@@ -70,9 +60,10 @@ class Label:
     survival: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, x in (("score", self.score), ("target", self.target)):
-            if not 0 <= x <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {x}")
+        for name in ("score", "target"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {value}")
         if not 0 < self.survival <= 1:
             raise ValueError(f"survival must be in (0, 1], got {self.survival}")
 
@@ -81,8 +72,8 @@ class Label:
 class Calibration:
     """Options of a calibration.
 
-    ``bins``: B. ``buffer``: how many labels are kept. ``cold_steps``, ``cold_labels``: numbers of steps and of labels
-    before which scores are not calibrated.
+    ``bins``: B. ``buffer``: number of kept labels. ``cold_steps``, ``cold_labels``: steps and labels before calibration
+    begins.
     """
 
     bins: int = BINS
@@ -92,9 +83,11 @@ class Calibration:
 
 
 class Calibrator:
-    """Learn from labels what a score is worth. Use one for each kind of score and each detection point.
+    """Calibrates the scores of a kind at a detection point.
 
-    ``labels``, oldest first, and ``steps`` of the trainer: those of an earlier one, which this one continues.
+    Args:
+        labels: saved labels, oldest first.
+        steps: number of training steps so far.
     """
 
     def __init__(self, calibration: Calibration | None = None, labels: Iterable[Label] = (), steps: int = 0) -> None:
@@ -116,48 +109,54 @@ class Calibrator:
 
     @property
     def labels_status(self) -> CalibrationStatus:
-        """Whether the labels suffice to calibrate scores, in the first steps too."""
+        """Like ``status``, but without waiting for the first steps to pass."""
         if not self.labels:
             return CalibrationStatus.NO_LABELS
         if len(self.labels) < self.calibration.cold_labels:
             return CalibrationStatus.FEW_LABELS
-        return CalibrationStatus.ONE_CLASS if self._fit()[1] else CalibrationStatus.READY
+        has_one_class = self._fit()[1]
+        return CalibrationStatus.ONE_CLASS if has_one_class else CalibrationStatus.READY
 
     @property
     def prior(self) -> float:
-        """Share of right ones among the labels (pi); a half without any."""
-        return self._fit()[0] if self.labels else 0.5
+        """Share of right labels (pi), or a half without labels."""
+        if not self.labels:
+            return 0.5
+        return self._fit()[0]
 
     def probability(self, score: float) -> float:
-        """Return the probability q that a trajectory with this score ends correct; the prior without enough labels."""
+        """Return the probability q of a correct answer."""
         if self.labels_status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins
         return float(self._fit()[2][min(bins - 1, math.floor(bins * score))])
 
     def _fit(self) -> tuple[float, bool, Floats]:
-        """Return the prior, whether all labels are of one class, and q of each bin."""
+        """Return the prior, whether all labels have the same class, and q of each bin."""
         if self._cached is not None:
             return self._cached
         bins = self.calibration.bins
-        bin_of = np.minimum((bins * np.asarray([x.score for x in self.labels])).astype(np.int64), bins - 1)
-        targets = np.asarray([x.target for x in self.labels])
-        weights = inverse_propensity_weights([x.survival for x in self.labels])
+        scores = np.asarray([label.score for label in self.labels])
+        targets = np.asarray([label.target for label in self.labels])
+        weights = inverse_propensity_weights([label.survival for label in self.labels])
+
+        bin_of = np.minimum((bins * scores).astype(np.int64), bins - 1)
         right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
         wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
+        has_one_class = not right.any() or not wrong.any()
+
         prior = float(right.sum() / (right.sum() + wrong.sum()))
         if_right = prior * (right + SMOOTHING) / (right.sum() + SMOOTHING * bins)
         if_wrong = (1 - prior) * (wrong + SMOOTHING) / (wrong.sum() + SMOOTHING * bins)
-        chances = if_right / (if_right + if_wrong)
-        chances = fit_isotonic(chances, np.asarray(right + wrong + 2 * SMOOTHING, dtype=np.float64))
-        self._cached = prior, not right.any() or not wrong.any(), chances
+        masses = np.asarray(right + wrong + 2 * SMOOTHING, dtype=np.float64)
+        q = fit_isotonic(if_right / (if_right + if_wrong), masses)
+        self._cached = (prior, has_one_class, q)
         return self._cached
 
 
 def inverse_propensity_weights(survivals: Sequence[float] | Floats, max_weight: float = MAX_WEIGHT) -> Floats:
-    """Compute the weights min(1 / survival, ``max_weight``), scaled to mean one.
-
-    Clipping trades noise for bias: a clipped label no longer represents all the pruned trajectories like it.
-    """
-    weights = np.minimum(1 / np.asarray(survivals, dtype=np.float64), max_weight)
-    return weights / weights.mean() if weights.size else weights
+    """Compute the weights min(1 / survival, ``max_weight``), scaled to mean one. Clipping trades noise for bias."""
+    weights: Floats = np.minimum(1 / np.asarray(survivals, dtype=np.float64), max_weight)
+    if weights.size:
+        weights /= weights.mean()
+    return weights

@@ -1,17 +1,22 @@
-"""Check the numbers of a saved state. It comes back from outside, and may have been damaged or made up."""
+"""Check the numbers of a saved state. A user may send it back damaged or made up."""
 
 import reprlib
 from collections.abc import Sized
 
 LARGEST = 2**52
-"""Largest count or length in tokens that is accepted: sums of two are still exact floats, and no square overflows."""
+"""Largest accepted count or length: the sum of two is an exact float, and a square does not overflow."""
 MIN_MEAN = 0.5
-"""Smallest mean length that is accepted: no trajectory has less than one token. Means are divided by."""
+"""Smallest accepted mean length. Means are divided by."""
 ROUNDING = 1e-9
 """Subtracted before rounding up: in floating point .55 * 100 is slightly more than 55."""
 
 
-def check_number(name: str, value: object, low: float = 0.0, high: float = LARGEST) -> None:
+def check_number(
+    name: str,
+    value: object,
+    low: float = 0.0,
+    high: float = LARGEST,
+) -> None:
     """Raise ``ValueError`` if ``value`` is not a number in [``low``, ``high``]."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")

@@ -1,10 +1,10 @@
-"""What deadlines take away, by reported rewards: right answers, and all right answers of a group.
+"""Losses at deadlines by reported rewards: right answers, and groups that lose all their right answers.
 
-It decides by which factor deadlines are stretched.
+They decide the stretch, a factor on the policy's deadlines and on the bound where all candidates are cut.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor, log
 from typing import Any, ClassVar
@@ -14,40 +14,37 @@ import numpy as np
 from darts_server.estimates.checks import LARGEST, ROUNDING, check_count, check_number
 
 MEMORY = 5_000
-"""Right answers of explored groups after which older ones have faded."""
+"""Right answers of explored groups after which older answers have faded."""
 LOST_REMEMBERED = 25
-"""Lost answers in the memory of recent groups, at the largest share that may be lost: the fewest from which a share is
-known well enough, so that the stretch follows a policy whose answers become shorter as fast as it can."""
+"""Lost answers in the memory of recent groups, at the largest allowed share. With more it would adapt later."""
 MIN_SHARE = 0.002
-"""A smaller share of lost answers is remembered as long as this one."""
+"""Share of lost answers below which the memory becomes no longer."""
 MIN_RIGHT = 50
-"""Right answers below which the share of lost ones is noise: at 2 %, one of fifty."""
+"""Fewest right answers that show a share of lost answers: at 2 %, one in fifty."""
 MIN_RIGHT_GROUPS = 20
-"""Groups with a right answer below which those that lose all of them do not count. So few show no share of half a per
-cent: until more are known, a single one moves the deadline, which costs time and takes nothing away."""
+"""Fewest groups with a right answer for lost groups to count."""
 GROUPS_REMEMBERED = 1_000
-"""Rewarded groups after which older ones have faded: at half a per cent, five that lost all right answers."""
+"""Rewarded groups after which older groups have faded: five lost groups at half a per cent."""
 SEEN = 0.05
-"""What is left of one group after 3,000 others: below it, none was seen."""
+"""Weight of a group after 3,000 more groups. A smaller sum counts as no group."""
 MAX_FIRST_GROUPS = 256
-"""Groups that explore for want of `MIN_RIGHT` answers, at most: hardly any is right, or few of them get rewards."""
+"""Limit of groups that explore because fewer than `MIN_RIGHT` answers are right."""
 MAX_STRETCH = 16.0
 RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
 TWICE = round(log(2) / log(RATIO_STEP))
-"""Bins from a length to twice that."""
+"""Number of bins between a length and twice that length."""
 LAST_BIN = ceil(log(MAX_STRETCH) / log(RATIO_STEP)) + 1
-"""Of answers beyond `MAX_STRETCH`. The bin before it contains `MAX_STRETCH`."""
+"""Bin of answers beyond `MAX_STRETCH`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A returned trajectory with a reward.
 
-    ``relative_length``: relative to the length that would have discarded it without a stretch, the deadline or, if its
-    group would have waited for it, the bound; 0 without a deadline. ``is_right``: whether it was right as it was
-    returned. ``cut``: whether it was truncated by its deadline. ``weight``: how many candidates it stands for, 1 /
-    (its probability to be returned).
+    ``relative_length``: length relative to the bound if the group would have waited for the trajectory, and otherwise
+    to the deadline, both with a stretch of 1; 0 without a deadline. ``is_right``: whether the trajectory was right as
+    returned. ``cut``: whether the deadline truncated it. ``weight``: 1 / (its probability to be returned).
     """
 
     relative_length: float
@@ -57,46 +54,45 @@ class Answer:
 
 
 Histogram = Sequence[float]
-"""Weights of answers by relative length. Bin 0 holds those up to 1, bin k those from there up to `RATIO_STEP`^k, and
-`LAST_BIN` all longer ones."""
+"""Weights of answers by relative length r: bin 0 for r <= 1, bin k for r <= `RATIO_STEP`^k, `LAST_BIN` for the rest."""
 EMPTY: Histogram = (0.0,) * (LAST_BIN + 1)
 
 
 class Losses(ABC):
-    """What a deadline takes away, as a histogram of how long right answers, or groups with one, would have become.
-
-    The two kinds of losses differ in how they estimate the histogram from what was seen. Both are read alike.
-    """
+    """Losses at a deadline, read from a histogram of the lengths of right answers, or of groups with a right answer."""
 
     __slots__ = ()
-    whole_bins: ClassVar[bool]
-    """Whether no part of a bin is given up. Otherwise the weight in a bin is spread evenly in the logarithm of the
-    length."""
+    has_whole_bins: ClassVar[bool]
+    """Whether bins are lost as a whole. Otherwise the weight in a bin is spread evenly in the logarithm of length."""
 
     @abstractmethod
-    def _expected(self) -> Sequence[float] | None:
-        """Return the histogram as if nothing had been cut; ``None`` while too few are known."""
+    def _uncut(self) -> Sequence[float] | None:
+        """Return the estimated histogram if nothing had been cut, or None while too little is known."""
 
     def share(self, stretch: float) -> float | None:
-        """Return the share beyond a deadline with that stretch; ``None`` while too few are known."""
-        weights = self._expected()
+        """Return the share that a deadline with this stretch loses, or None while too little is known."""
+        weights = self._uncut()
         if weights is None:
             return None
-        place = _bin(stretch) if self.whole_bins else log(stretch) / log(RATIO_STEP)
+        place = float(_bin(stretch))
+        if not self.has_whole_bins:
+            place = log(stretch) / log(RATIO_STEP)
         whole = floor(place)
         beyond = sum(weights[whole + 1 :]) - (place - whole) * sum(weights[whole + 1 : whole + 2])
         return beyond / sum(weights)
 
     def stretch(self, max_share: float) -> float:
-        """Return the smallest factor on the deadline, from 1 to `MAX_STRETCH`, that takes at most ``max_share``."""
-        weights = self._expected()
+        """Return the smallest stretch, from 1 to `MAX_STRETCH`, that loses at most ``max_share``."""
+        weights = self._uncut()
         if weights is None or max_share >= 1:
             return 1.0
         allowed = max_share * sum(weights)
         beyond = 0.0
         for number in range(LAST_BIN, 0, -1):
             if beyond + weights[number] > allowed:
-                part = 0.0 if self.whole_bins else (allowed - beyond) / weights[number]
+                part = 0.0
+                if not self.has_whole_bins:
+                    part = (allowed - beyond) / weights[number]
                 return float(min(RATIO_STEP ** (number - part), MAX_STRETCH))
             beyond += weights[number]
         return 1.0
@@ -104,22 +100,18 @@ class Losses(ABC):
 
 @dataclass(frozen=True, slots=True)
 class DeadlineLosses(Losses):
-    """How many right answers deadlines take away, by reported rewards.
+    """Right answers that deadlines lose. ``DeadlineLosses(**json)`` restores them.
 
-    Recent groups show how many answers are right before their deadline, and how many are cut there. Explored groups,
-    which are few, show how many of those that are longer would have been right, and at which length. So the share that
-    is lost follows a policy whose answers become shorter with every batch, not only with those that explore.
+    Recent groups show how many answers are right before their deadline, and how many are cut. The few explored groups
+    show at which lengths longer answers are right. So the share follows shorter answers with every batch.
 
-    The stretch is read off the answers' lengths, so it depends on how many were seen and not on how many groups or
-    batches they came in. Plain fields: ``DeadlineLosses(**json)`` restores it.
-
-    ``right``, ``cut``: answers of recent groups that were right, and those that were cut and not right, by the length
-    at which they were. ``explored``: number of right answers of explored groups. ``explored_right``, ``explored_all``:
-    these groups' right answers and all answers. ``is_rewarded``: whether rewards of a group with a deadline were
-    reported. ``first_groups``: those that were to explore for want of right answers.
+    ``right``, ``cut``: recent answers that were right, and that were cut and not right. ``explored``: number of right
+    answers of explored groups. ``explored_right``, ``explored_all``: right answers and all answers of explored groups.
+    ``is_rewarded``: whether rewards of a group with a deadline were reported. ``first_groups``: number of groups that
+    explored because too few right answers were known.
     """
 
-    whole_bins = False
+    has_whole_bins = False
 
     right: Histogram = EMPTY
     cut: Histogram = EMPTY
@@ -139,25 +131,23 @@ class DeadlineLosses(Losses):
 
     @property
     def should_explore_first(self) -> bool:
-        """Whether the next cohort should explore because rewards are reported, and too few show what is lost.
-
-        Otherwise deadlines would be guarded only after the first cohort that explores at random, the twentieth or so.
-        """
+        """Whether the next cohort should explore, because rewards are reported but few right answers are known."""
         return self.is_rewarded and self.explored < MIN_RIGHT and self.first_groups < MAX_FIRST_GROUPS
 
     def with_answers(self, answers: Sequence[Answer], explored: bool, max_share: float) -> "DeadlineLosses":
-        """Return the losses after the answers of one more group, whose deadline may take ``max_share``.
+        """Return the losses after the answers of another group.
 
-        The smaller that share, and the more candidates an answer stands for, the more answers must be remembered.
+        ``max_share``: largest share of right answers that deadlines may lose.
         """
+        # The smaller the share, and the more candidates an answer represents, the more answers are remembered.
         right = [answer for answer in answers if answer.is_right]
         cut = [answer for answer in answers if answer.cut and not answer.is_right]
         heaviest = max((answer.weight for answer in answers), default=1.0)
         fade = (len(right) + len(cut)) * max(max_share, MIN_SHARE) / (LOST_REMEMBERED * heaviest)
         losses = replace(
             self,
-            right=_added(self.right, ((_bin(a.relative_length), a.weight) for a in right), fade),
-            cut=_added(self.cut, ((_nearest_edge(a.relative_length), a.weight) for a in cut), fade),
+            right=_with_answers(self.right, right, fade),
+            cut=_with_answers(self.cut, cut, fade, _nearest_edge),
         )
         if not explored:
             return losses
@@ -165,51 +155,48 @@ class DeadlineLosses(Losses):
         return replace(
             losses,
             explored=max(0.0, 1 - fade) * self.explored + len(right),
-            explored_right=_added(self.explored_right, ((_bin(a.relative_length), a.weight) for a in right), fade),
-            explored_all=_added(self.explored_all, ((_bin(a.relative_length), a.weight) for a in answers), fade),
+            explored_right=_with_answers(self.explored_right, right, fade),
+            explored_all=_with_answers(self.explored_all, answers, fade),
         )
 
-    def _expected(self) -> list[float] | None:
-        """Return the right answers of recent groups as if nothing had been cut; ``None`` while too few were explored.
-
-        What was cut at bin c becomes longer as explored answers beyond c did, of which some were right. One more is
-        counted, as often right as all are, in the next bin: so an answer that is longer than any explored one counts
-        too, and moves the deadline by small steps until exploration shows more.
-        """
+    def _uncut(self) -> list[float] | None:
+        # An answer that was cut in bin c becomes longer like the explored answers beyond c. One more answer is counted
+        # in the next bin, with the mean probability to be right, so an answer beyond all explored answers moves the
+        # deadline by small steps.
         beyond = sum(self.explored_all)
         if self.explored < MIN_RIGHT or not sum(self.right) or not beyond:
             return None
         mean_right = sum(self.explored_right) / beyond
-        expected, per_explored, one_more = [], 0.0, 0.0
+        uncut = []
+        per_explored = 0.0
+        one_more = 0.0
         for right, cut, explored_right, explored in zip(
             self.right, self.cut, self.explored_right, self.explored_all, strict=True
         ):
-            expected.append(right + per_explored * explored_right + one_more * mean_right)
-            beyond = max(0.0, beyond - explored)  # rounding must not make it negative
+            uncut.append(right + per_explored * explored_right + one_more * mean_right)
+            # Rounding must not make it negative.
+            beyond = max(0.0, beyond - explored)
             one_more = cut / (beyond + 1)
             per_explored += one_more
-        return expected
+        return uncut
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLosses(Losses):
-    """How many of the groups with right answers deadlines take all right answers from, by reported rewards.
+    """Groups whose right answers are all lost at deadlines. ``GroupLosses(**json)`` restores them.
 
-    A group's place is the length of its shortest right answer, relative to the bound without a stretch. Groups that
-    were cut before they had one count as those of which more was seen (the Kaplan-Meier estimate), whether these were
-    explored or had a later deadline. Where none was seen, one is counted, as often right as all are, at twice the
-    length: so prompts that are cut whole whenever they come move the deadline, within a few batches, until their
-    answers are seen. What was cut at the latest deadline there is counts as wrong, since none can help it.
+    A group counts at the length of its shortest right answer, relative to the bound with a stretch of 1. A group that
+    was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If none ran
+    longer, one group is counted at twice the length, with the mean probability to have a right answer. So prompts that
+    are always cut move the deadline until their answers are seen. A group that was cut at the latest possible deadline
+    counts as wrong, since no deadline can keep it.
 
-    A group that was cut at its deadline, before the bound, may have had a right answer between the two. It counts as
-    any other, so that a little too much is taken for lost.
-
-    ``right``, ``wrong``, ``cut``: groups with a right answer, by their place; without one, by their longest answer;
-    and those of the latter that were cut, by where they were; older ones less. ``GroupLosses(**json)`` restores it.
+    ``right``: groups with a right answer. ``wrong``: groups without, by their longest answer. ``cut``: groups without
+    that were cut, by the length of the cut. Older groups fade.
     """
 
-    whole_bins = True
-    """Answers to the same prompt are often equally long, so a part of a bin is often all groups of one prompt."""
+    has_whole_bins = True
+    """Answers to a prompt are often equally long, so a part of a bin is often all groups of a prompt."""
 
     right: Histogram = EMPTY
     wrong: Histogram = EMPTY
@@ -220,35 +207,46 @@ class GroupLosses(Losses):
             _check_histogram(name, getattr(self, name))
 
     def with_group(self, group: Answer) -> "GroupLosses":
-        """Return the losses after one more group, described by its shortest right answer or, without one, its longest.
+        """Return the losses after another group, given by its shortest right answer, or else by its longest answer."""
+        right: list[Answer] = []
+        wrong: list[Answer] = []
+        cut: list[Answer] = []
+        bin_of = _bin
+        if group.cut and not group.is_right:
+            bin_of = _nearest_edge
+        if group.is_right:
+            right.append(group)
+        elif group.cut and bin_of(group.relative_length) < LAST_BIN - 1:
+            cut.append(group)
+        else:
+            wrong.append(group)
 
-        Older groups fade, so that deadlines follow a policy whose answers become shorter.
-        """
-        is_cut = group.cut and not group.is_right
-        place = _nearest_edge(group.relative_length) if is_cut else _bin(group.relative_length)
-        kind = "right" if group.is_right else "cut" if is_cut and place < LAST_BIN - 1 else "wrong"
-        added = {
-            name: _added(getattr(self, name), [(place, 1.0)] if name == kind else [], 1 / GROUPS_REMEMBERED)
-            for name in ("right", "wrong", "cut")
-        }
-        return GroupLosses(**added)
+        fade = 1 / GROUPS_REMEMBERED
+        return GroupLosses(
+            right=_with_answers(self.right, right, fade, bin_of),
+            wrong=_with_answers(self.wrong, wrong, fade, bin_of),
+            cut=_with_answers(self.cut, cut, fade, bin_of),
+        )
 
-    def _expected(self) -> list[float] | None:
-        """Return the groups with a right answer as if none had been cut; ``None`` while too few are known."""
+    def _uncut(self) -> list[float] | None:
         if sum(self.right) < MIN_RIGHT_GROUPS:
             return None
-        expected, each = [0.0] * (LAST_BIN + 1), 1.0
-        seen, cut_beyond = sum(self.right) + sum(self.wrong), sum(self.cut)
-        mean_right = sum(self.right) / seen
+        uncut = [0.0] * (LAST_BIN + 1)
+        # Number of groups that each group in the present bin stands for.
+        factor = 1.0
+        ended_beyond = sum(self.right) + sum(self.wrong)
+        cut_beyond = sum(self.cut)
+        mean_right = sum(self.right) / ended_beyond
         for number, (right, wrong, cut) in enumerate(zip(self.right, self.wrong, self.cut, strict=True)):
-            expected[number] += each * right
-            # Rounding must not make these negative.
-            seen, cut_beyond = max(0.0, seen - right - wrong), max(0.0, cut_beyond - cut)
-            unseen = 1.0 if seen < SEEN else 0.0
-            more = each * cut / (seen + cut_beyond + unseen)
-            expected[min(number + TWICE, LAST_BIN)] += more * unseen * mean_right
-            each += more
-        return expected
+            uncut[number] += factor * right
+            # Rounding must not make them negative.
+            ended_beyond = max(0.0, ended_beyond - right - wrong)
+            cut_beyond = max(0.0, cut_beyond - cut)
+            unseen = 1.0 if ended_beyond < SEEN else 0.0
+            more = factor * cut / (ended_beyond + cut_beyond + unseen)
+            uncut[min(number + TWICE, LAST_BIN)] += more * unseen * mean_right
+            factor += more
+        return uncut
 
 
 def _check_histogram(name: str, value: Any) -> None:
@@ -258,18 +256,28 @@ def _check_histogram(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be {LAST_BIN + 1} numbers in [0, {LARGEST:g}]")
 
 
-def _added(histogram: Histogram, answers: Iterable[tuple[int, float]], fade: float) -> Histogram:
-    weights = [max(0.0, 1 - fade) * weight for weight in histogram]
-    for number, weight in answers:
-        weights[number] += weight
-    return tuple(weights)
-
-
 def _bin(relative_length: float) -> int:
-    # The margin keeps an answer at the upper end of a bin in it, whatever the logarithm is rounded to.
-    return 0 if relative_length <= 1 else min(ceil(log(relative_length) / log(RATIO_STEP) - ROUNDING), LAST_BIN)
+    if relative_length <= 1:
+        return 0
+    # `ROUNDING` keeps a length at the upper end of a bin in this bin.
+    return min(ceil(log(relative_length) / log(RATIO_STEP) - ROUNDING), LAST_BIN)
 
 
 def _nearest_edge(relative_length: float) -> int:
-    """Return the bin whose upper end is nearest: what was cut there is longer than that, but for rounding."""
-    return 0 if relative_length <= 1 else min(round(log(relative_length) / log(RATIO_STEP)), LAST_BIN - 1)
+    """Return the bin whose upper end is nearest: a cut answer would have been longer than its cut."""
+    if relative_length <= 1:
+        return 0
+    return min(round(log(relative_length) / log(RATIO_STEP)), LAST_BIN - 1)
+
+
+def _with_answers(
+    histogram: Histogram,
+    answers: Sequence[Answer],
+    fade: float,
+    bin_of: Callable[[float], int] = _bin,
+) -> Histogram:
+    """Return the histogram with more answers, after its weights have faded by the share ``fade``."""
+    weights = [max(0.0, 1 - fade) * weight for weight in histogram]
+    for answer in answers:
+        weights[bin_of(answer.relative_length)] += answer.weight
+    return tuple(weights)

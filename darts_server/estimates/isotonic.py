@@ -11,14 +11,17 @@ Floats = NDArray[np.float64]
 def fit_isotonic(values: Sequence[float] | Floats, weights: Sequence[float] | Floats) -> Floats:
     """Fit the non-decreasing sequence with the least weighted sum of squared differences to ``values``.
 
-    Isotonic regression, by pooling adjacent violators: where the sequence falls, the two neighbours are replaced by
-    their mean, until it falls nowhere. Weights are above 0.
+    ``weights``: above 0.
     """
     means: list[float] = []
     masses: list[float] = []
     sizes: list[int] = []
     for value, weight in zip(values, weights, strict=True):
-        mean, mass, size = float(value), float(weight), 1
+        mean = float(value)
+        mass = float(weight)
+        size = 1
+
+        # Pool adjacent violators: where the sequence falls, both neighbours get their weighted mean.
         while means and means[-1] > mean:
             before = masses.pop()
             mean = (means.pop() * before + mean * mass) / (before + mass)

@@ -1,69 +1,55 @@
 """Distribution of lengths around their prompt's mean, recorded while the server runs.
 
-Prompts differ in mean length; what they are assumed to share is the distribution of the ratio r = length / mean length
-of the prompt. The ratios of all prompts are pooled. Those of stopped candidates are right-censored, and the
-product-limit (Kaplan-Meier) rule counts them as the longer ones they are. It assumes no shape, and stopping at the K-th
-shortest leaves it unbiased, since no candidate is stopped because of the length it would have had.
+Prompts are assumed to share the distribution of the ratio r = length / mean length of the prompt. Stopped candidates
+are right-censored, and the product-limit (Kaplan-Meier) rule counts them as longer. It assumes no shape. Beyond the
+last finished ratios the chance to end per token is assumed to be constant (an exponential tail).
 
-Not the ratios are stored but their counts in narrow bins, and old counts fade: an update is cheap and the state small.
-Where few of the longest have finished, the product-limit rule has little to go by, and nothing beyond the last one.
-There the chance to end per token is taken to be constant (an exponential tail), as shown by the longest `TAIL_SHARE` of
-the finished ones.
+From a full pool, mean and 90th percentile are right to 6 %. They are up to 32 % too large if lengths have two modes and
+only the short end of the long mode shows.
 
-From a full pool, mean and 90th percentile are right to 6 %, except for two modes of which only the short end of the
-upper one shows: up to 32 % too large.
+The mean of a prompt is itself estimated. If a candidate counts in the mean like the others, its ratio is pulled towards
+1. If it does not count, ratios scatter too widely, and their mean is too large, as 1 / x is convex. Both errors are
+equally large, so a candidate counts half: the spread is then right to the order of 1 / n for gamma lengths. The
+remaining error of the level, half the mean's relative variance, is divided out.
 
-A ratio to an estimated mean has another distribution than the true one. If a candidate counts in the mean as much as
-the others, its ratio is pulled towards 1: of n candidates, the longest is at most n times their mean. If it does not
-count at all, the errors of the mean come on top of its own spread: ratios scatter too widely, and their mean is too
-large by the variance of the mean, as 1 / x is convex.
-
-The two errors are equally large. So here a candidate counts half, beside the candidates from which the mean was
-estimated without it: for lengths of the gamma family, and nearly for log-normal ones, the spread is then right to the
-order of 1 / n. What is left of the level, half the mean's relative variance, is divided out.
-
-If all candidates finish, the 99th percentile is then at most 12 % too small, in place of 21. From one group each, with
-the 7 shortest of 12 and one sampled, it is 25 to 45 % too small, the 90th 5 to 14 %; from six groups it is right to
-7 %, and the 90th up to 11 % too large. `tests/estimates/test_length_profile.py` has the table.
-
-What is left where candidates are stopped is mostly due to the estimated means: their bias (see `lengths`), and that
-a group with a low one shows larger ratios than the others before its candidates are stopped.
+If all candidates finish, the 99th percentile is at most 12 % too small, instead of 21 %. From one group of each prompt,
+with the 7 shortest of 12 and one sampled candidate, it is 25 to 45 % too small, and from six groups right to 7 %.
+`tests/estimates/test_length_profile.py` has the table.
 """
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darts_server.estimates.checks import check_number
+from darts_server.estimates.isotonic import Floats
 from darts_server.estimates.lengths import LengthEstimate, Observation, PromptStats
-
-Floats = NDArray[np.float64]
 
 OCTAVES = (-6, 6)
 BINS_PER_OCTAVE = 24
-"""Ratios from 1/64 to 64 in bins 3 % wide; the outermost bins also hold what lies outside."""
+"""Ratios from 1/64 to 64 in bins 3 % wide. The outermost bins also count all ratios outside."""
 EDGES: Floats = 2.0 ** np.linspace(*OCTAVES, (OCTAVES[1] - OCTAVES[0]) * BINS_PER_OCTAVE + 1)
 
 MEMORY = 4096
-"""Effective number of ratios in the pool, as older ones fade: some 300 groups, one or two steps of a usual size."""
+"""Effective number of ratios in the pool: some 300 groups, one or two steps. Older ratios fade."""
 NO_COUNT = 1e-9
-"""Counts that have faded below this are set to zero."""
+"""Counts below this are set to zero."""
 TAIL_SHARE = 0.05
-"""Share of the finished ones that shows the tail. With more, lengths with two modes come out too wide; with fewer, the
-tail is noise."""
+"""Share of finished ratios that shows the tail. With more, two modes become too wide; with fewer, it is noise."""
 TAIL_COUNT = 20
-"""Fewest finished ones that show the tail, unless that is more than half of all."""
+"""Smallest number of finished ratios that shows the tail, unless it is more than half of all."""
 OWN_VOTE = 0.5
-"""How much a candidate counts in the mean that its length is divided by."""
+"""Weight of a candidate in the mean that divides its length."""
 
 
 class LengthProfile:
     """The pooled distribution of length / mean length of the prompt.
 
-    ``LengthProfile(**state)`` continues from a `state`: ``finished``, ``censored`` are faded counts in each bin,
-    shortest first; all 0 if there are none.
+    ``LengthProfile(**state)`` restores a saved state.
+
+    Args:
+        finished, censored: faded counts in each bin, shortest first; empty for no counts.
     """
 
     def __init__(self, finished: Sequence[float] = (), censored: Sequence[float] = ()) -> None:
@@ -82,64 +68,79 @@ class LengthProfile:
         return {"finished": finished, "censored": censored}
 
     def observe(self, ratios: Sequence[tuple[float, bool]]) -> None:
-        """Record candidates: length over mean length of the prompt, and whether it is censored.
-
-        See `ratios_to_mean`, which leaves out those that were stopped before their first token.
-        """
+        """Record the candidates of a group, as `ratios_to_mean` returns them."""
         self._counts *= (1 - 1 / MEMORY) ** len(ratios)
         self._counts[self._counts < NO_COUNT] = 0.0
         for ratio, censored in ratios:
-            place = math.floor((math.log2(max(ratio, EDGES[0])) - OCTAVES[0]) * BINS_PER_OCTAVE)
+            octave = math.log2(max(ratio, EDGES[0]))
+            place = math.floor((octave - OCTAVES[0]) * BINS_PER_OCTAVE)
             self._counts[int(censored), min(place, len(EDGES) - 2)] += 1.0
 
     def quantiles(self, n: int) -> Floats | None:
         """Return the ratios at the probabilities (i + 1/2) / n, ascending, shape (n,).
 
-        Taken as equally likely values they represent the distribution. ``None`` before any candidate has finished.
+        As equally likely values they represent the distribution. None before any candidate has finished.
         """
-        probability = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n  # of a longer one
         finished, censored = self._counts
         total = float(finished.sum())
         if total <= 0:
             return None
-        at_risk = np.cumsum((finished + censored)[::-1])[::-1]
-        # Within a bin, finished candidates come before stopped ones, which were stopped because those had finished.
+
+        # Product-limit rule. Within a bin, finished candidates come first, because they caused the stops.
+        at_risk = _sums_from(finished + censored)
         ending = np.divide(finished, at_risk, out=np.zeros_like(finished), where=finished > 0)
         survival = np.concatenate([[1.0], np.cumprod(1.0 - ending)])
-        # The exponential tail begins with the last bin with enough finished ones from there on.
+
+        # The exponential tail begins at the last bin with enough finished candidates from there on.
         enough = max(TAIL_SHARE * total, min(TAIL_COUNT, total / 2))
-        tail = int(np.flatnonzero(np.cumsum(finished[::-1])[::-1] >= enough)[-1])
-        ratios = np.interp(-probability, -survival[: tail + 1], EDGES[: tail + 1])
-        # Tokens at risk: a whole bin for each candidate that passes it, half a bin for each that ends or stops in it.
-        exposure = float(((at_risk - (finished + censored) / 2) * np.diff(EDGES))[tail:].sum())
+        tail = int(np.flatnonzero(_sums_from(finished) >= enough)[-1])
+        longer = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n
+        ratios = np.interp(-longer, -survival[: tail + 1], EDGES[: tail + 1])
+
+        # A candidate that passes a bin is at risk over the whole bin, and a candidate that ends there over half.
+        candidates = at_risk - (finished + censored) / 2
+        exposure = float((candidates * np.diff(EDGES))[tail:].sum())
         wait = exposure / float(finished[tail:].sum())
-        beyond = np.maximum(np.log(survival[tail] / probability), 0.0)
+        beyond = np.maximum(np.log(survival[tail] / longer), 0.0)
         return np.asarray(ratios + wait * beyond, dtype=np.float64)
+
+
+def _sums_from(counts: Floats) -> Floats:
+    """Return for each bin the number of candidates in this bin or in longer bins."""
+    return np.cumsum(counts[::-1])[::-1]
 
 
 def ratios_to_mean(
     observations: Sequence[Observation], estimate: LengthEstimate, earlier: PromptStats | None
 ) -> list[tuple[float, bool]]:
-    """Return the length of each candidate of a group over its prompt's mean, and whether it is censored. See above.
+    """Return the ratio of each candidate's length to its prompt's mean, and whether the length is censored.
 
-    ``estimate``: `estimate_lengths` of the group. ``earlier``: statistics of the prompt before this group; without
-    them, the mean is that of the group's other candidates, and a single candidate, which has none, is left out.
+    Candidates without a token are left out.
+
+    Args:
+        estimate: `estimate_lengths` of the group.
+        earlier: statistics of the prompt before this group. Without them, the mean is the mean of the other candidates
+            of the group, and a single candidate is left out.
     """
-    finished = 0
-    for o in observations:
-        finished += not o.censored
-    finished = max(finished, 1)  # a stopped candidate adds little to what is known about the mean
-    std, mean = (estimate.std, estimate.mean) if earlier is None else (earlier.std_ema, earlier.mean_ema)
+    # A stopped candidate tells little about the mean, so only finished candidates count.
+    num_finished = max(sum(not o.censored for o in observations), 1)
+    mean = estimate.mean
+    std = estimate.std
+    if earlier is not None:
+        mean = earlier.mean_ema
+        std = earlier.std_ema
     variation = ((std or 0.0) / mean) ** 2
+
     ratios = []
     for o in observations:
         if earlier is None:
-            others: float = finished - (not o.censored)
-            total = max(finished * mean - o.tokens, 0.0)
+            others: float = num_finished - (not o.censored)
+            total = max(num_finished * mean - o.tokens, 0.0)
         else:
-            others = earlier.candidates_of_mean * finished / len(observations)
+            others = earlier.candidates_of_mean * num_finished / len(observations)
             total = others * mean
         if others > 0 and o.tokens > 0:
             own_mean = (total + OWN_VOTE * o.tokens) / (others + OWN_VOTE)
-            ratios.append((o.tokens / own_mean / (1 + variation / (2 * others)), o.censored))
+            level = 1 + variation / (2 * others)
+            ratios.append((o.tokens / own_mean / level, o.censored))
     return ratios

@@ -1,26 +1,19 @@
-"""Estimate mean and spread of a prompt's lengths, although early stopping hides the long ones.
+"""Estimate mean and spread of a prompt's lengths, although early stopping hides the long lengths.
 
-Early stopping hides lengths: the K shortest candidates finish, and the others are stopped about where the K-th shortest
-ended. A std of the finished ones alone is therefore far too small, and smallest for the prompts that were given most
-candidates. But a stopped candidate still says that it would have been longer: it is *right-censored*.
+The K shortest candidates finish, and the others are stopped when they are about as long as the K-th shortest. The std
+of finished candidates alone is 19 to 82 % too small. But a stopped candidate would have been longer than it is: it is
+*right-censored*.
 
-The estimator completes the sample. Each censored length is replaced by the mean, and its square by the mean square, of
-the lengths that it may have reached; then mean and sample std are taken as usual. These lengths have two sources:
+The estimator completes the sample. It replaces each censored length by the mean, and its square by the mean square, of
+the lengths that the candidate may have reached. The lengths come from two sources:
 
-* the other candidates of the prompt that are known to be longer, one vote each: the product-limit (Kaplan-Meier) rule,
-  which assumes no shape. A rule that lets a sampled candidate run to its end provides such candidates;
-* an assumed shape, with `SHAPE_VOTES`, which is fitted to the sample: see `FittedShape`. It decides alone if no
-  candidate is known to be longer.
+* longer candidates of the prompt, with one vote each: the product-limit (Kaplan-Meier) rule, which assumes no shape;
+* an assumed shape with `SHAPE_VOTES`, fitted to the sample (`FittedShape`).
 
-Nothing is assumed where nothing was censored: then these are the plain mean and the sample std (n - 1).
-
-With 8 of 12 or 16 returned, the std of geometric lengths is up to 10 % too small, that of log-normal ones up to 15 %
-with sigma .5 and up to 33 % with .8; the std of the finished ones alone is 19 to 82 % too small. With two modes it is
-between 55 % too small and 77 % too large. `tests/estimates/test_lengths.py` has the table.
-
-So it is good for one mode and low for very heavy tails. With two modes it is too wide if only the short end of the
-upper one shows, and low if that mode lies beyond the K-th shortest, where it leaves no trace that any estimator could
-find. Only a sampled candidate can find it; it makes all of this milder.
+Without censored lengths the result is the plain mean and the sample std (n - 1). With 8 of 12 or 16 returned, the std
+of geometric lengths is up to 10 % too small, and that of log-normal lengths up to 15 % (sigma .5) or 33 % (.8). With
+two modes it is between 55 % too small and 77 % too large, because a long mode beyond the K-th shortest cannot be seen.
+A sampled candidate makes all errors smaller. `tests/estimates/test_lengths.py` has the table.
 """
 
 import math
@@ -35,27 +28,26 @@ from operator import mul
 from darts_server.estimates.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 
 SHAPE_VOTES = 0.5
-"""Votes of the fitted shape, against one for each longer candidate: enough to temper a single sampled one."""
+"""Votes of the fitted shape: enough to temper a single sampled candidate."""
 SHAPE_ROOT = 4
-"""This root of the length is normal."""
+"""This root of a length is assumed to be normal."""
 PRIOR_VOTES = 0.5
 PRIOR_VARIATION = 0.5
-"""Prior on the spread: half an observation that is off by half the mean. Matters if all known lengths are equal."""
+"""Prior on the spread: half an observation that is off by half the mean."""
 NEWTON_STEPS = 50
-"""A bound that is never reached: four steps are taken on average, and 11 at most in 80,000 samples of all kinds."""
+"""Never reached: it took four steps on average, and at most 11 in 80,000 samples."""
 NEWTON_TOLERANCE = 1e-6
-"""Relative, of the shape's parameters."""
 ERFC_RANGE = 30.0
 """Beyond it erfc underflows, and the asymptotic form is exact to a part in a million."""
 
 Moments = tuple[float, float]
 """E[x] and E[x²] of a length in tokens."""
 EMA_ALPHA = 0.3
-"""Weight of the newest group in a prompt's averages: the value of the paper's public code."""
+"""Weight of the newest group in a prompt's averages (the paper's public code)."""
 WINDOW_STEPS = 10
-"""Steps over which the data set's spread is averaged: the value of the paper's public code."""
+"""Number of steps behind the data set's spread (the paper's public code)."""
 KEPT_LENGTHS = 256
-"""Candidates of a prompt's last group whose lengths are kept: more say little, and a document holds 64 KiB."""
+"""Saved lengths of a prompt's last group. A document holds 64 KiB."""
 KEPT = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LENGTHS - 1}}}")
 """Form of `PromptStats.lengths`."""
 
@@ -65,10 +57,7 @@ KEPT = re.compile(rf"[1-9][0-9]{{0,14}}\+?(?: [1-9][0-9]{{0,14}}\+?){{0,{KEPT_LE
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Length of one candidate.
-
-    ``censored``: it was stopped or truncated after ``tokens`` tokens, and would have been longer.
-    """
+    """Length of a candidate, ``censored`` if it was stopped or truncated and would have been longer."""
 
     tokens: int
     censored: bool = False
@@ -76,7 +65,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Mean and sample std (n - 1) of one prompt's lengths, in tokens. ``std`` is ``None`` for a single candidate."""
+    """Mean and sample std of a prompt's lengths, in tokens. ``std`` is None for a single candidate."""
 
     mean: float
     std: float | None
@@ -85,48 +74,46 @@ class LengthEstimate:
 def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     """Estimate mean and std of a prompt's lengths from finished and censored candidates.
 
-    If none finished, the longest is taken to have finished where it was stopped. Candidates without a token are
-    ignored.
+    If no candidate finished, the longest counts as finished. Candidates without a token are ignored.
 
     Raises:
         ValueError: no candidate generated anything.
     """
     sample = _completed(observations)
-    n, (weights, firsts, _) = len(sample), zip(*sample, strict=True)
+    n = len(sample)
+    weights, firsts, _ = zip(*sample, strict=True)
     mean = math.fsum(map(mul, weights, firsts)) / n
     if n == 1:
         return LengthEstimate(mean, None)
-    squares, squared_weights = [], []
-    for weight, first, second in sample:
-        # E[x²] - mean² would lose its digits where the spread is small against the mean; (first - mean)² keeps them.
-        squares.append(weight * ((first - mean) ** 2 + (second - first * first)))
-        squared_weights.append(weight**2)
-    # Equal weights divide by n - 1; others by n - sum of squared weights / n, its generalisation.
-    freedom = n - math.fsum(squared_weights) / n
+
+    # E[x²] - mean² would lose its digits if the spread is small; (first - mean)² keeps them.
+    squares = [weight * ((first - mean) ** 2 + (second - first * first)) for weight, first, second in sample]
+    # Equal weights divide by n - 1. Other weights divide by its generalisation.
+    freedom = n - math.fsum(weight**2 for weight in weights) / n
     return LengthEstimate(mean, math.sqrt(max(math.fsum(squares), 0.0) / freedom))
 
 
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
-    """Return the sample as (weight, length) pairs, with each censored candidate at the length it is expected to reach.
+    """Return (weight, length) pairs, with each censored candidate at its expected length.
 
-    The weights add up to the number of candidates that generated anything. For distributions over many prompts; for the
-    mean and std of one prompt use `estimate_lengths`, which also counts how much the expected lengths vary.
+    They serve for distributions over many prompts, because they ignore how much the expected lengths vary.
     """
-    # Without censored ones there is nothing to complete, and without finished ones nothing to complete them by.
-    if len({o.censored for o in observations if not o.censored or o.tokens > 0}) < 2:
+    has_finished = any(not o.censored for o in observations)
+    has_censored = any(o.censored and o.tokens > 0 for o in observations)
+    if not (has_finished and has_censored):
         return [(1.0, float(o.tokens)) for o in observations if o.tokens > 0]
     return [(weight, first) for weight, first, _ in _completed(observations)]
 
 
 Weighted = tuple[float, float, float]
-"""Weight of one candidate in the sample, E[x] and E[x²] of its length."""
+"""Weight of a candidate in the sample, and E[x] and E[x²] of its length."""
 
 
 def _completed(observations: Sequence[Observation]) -> list[Weighted]:
-    """Return the sample with the censored candidates completed. If none finished, see `estimate_lengths`.
+    """Return the completed sample.
 
-    Each passes its weight on in equal votes to the candidates that are known to be longer, and keeps the shape's share
-    for itself. A longer one that is censored too passes on the weight it received.
+    Each censored candidate gives its weight to longer candidates in equal votes, and keeps the share of the shape. A
+    longer candidate that is censored too passes on the weight that it received.
     """
     finished: list[int] = []
     censored: list[int] = []
@@ -142,14 +129,16 @@ def _completed(observations: Sequence[Observation]) -> list[Weighted]:
         finished = [censored.pop()]
     if censored:
         shape = FittedShape.fit(finished, censored)
+
     fitted: dict[int, Moments] = {}
     tokens = sorted((*censored, *finished))
-    received = [1.0]  # weight of a candidate that gets the votes of the first 0, 1, ... censored ones
+    # Element k is the weight of a candidate that receives the votes of the k shortest censored candidates.
+    received = [1.0]
     sample: list[Weighted] = []
     for c in censored:
         if c not in fitted:
             fitted[c] = shape.moments_beyond(c)
-        # One token longer is no evidence: a candidate is stopped one token short of the finished one that beat it.
+        # One token more is no evidence: a candidate is stopped one token short of the candidate that beat it.
         longer = len(tokens) - bisect_right(tokens, c + 1)
         weight = received[bisect_left(censored, c - 1)]
         vote = weight / (longer + SHAPE_VOTES)
@@ -167,18 +156,12 @@ def _completed(observations: Sequence[Observation]) -> list[Weighted]:
 class FittedShape:
     """The assumed shape of a prompt's lengths: their fourth root is normal, with ``mean`` and ``std``.
 
-    The parameters are the maximum likelihood of the censored sample (Tobit; concave in Olsen's parameters, so Newton's
-    method needs a few steps) with a weak prior on the spread. Beyond the known lengths the tail is taken to be no
-    heavier than that of a constant chance to end per token, the one seen so far: one ending in as many tokens as all
-    candidates have per ending.
+    Eight of 16 lengths do not reveal a shape, so one shape serves all prompts. With the logarithm, log-normal lengths
+    are within 15 %, but lengths with two modes or a lighter tail are up to three times too wide. With the cube root,
+    log-normal lengths are a few per cent shorter. The fourth root is the compromise.
 
-    Why this shape: 8 of 16 lengths do not reveal a shape, so one must be assumed that does for all prompts. With the
-    logarithm in place of the fourth root, log-normal lengths come out within 15 %, but lengths with two modes or a
-    lighter tail up to three times too wide (without the bound on the tail: ten times and more). With the cube root,
-    which is nearly the gamma and Weibull families, log-normal lengths come out a few per cent shorter still. The fourth
-    root is the compromise.
-
-    ``wait``: mean number of tokens to an ending so far.
+    The tail is at most as heavy as with a constant chance to end per token: one end in ``wait`` tokens, the mean number
+    of tokens per end so far.
     """
 
     mean: float
@@ -187,26 +170,37 @@ class FittedShape:
 
     @staticmethod
     def fit(finished: Sequence[int], censored: Sequence[int]) -> "FittedShape":
-        """Fit the shape to finished lengths, at least one, and to censored ones.
+        """Fit the shape to finished lengths, at least one, and censored lengths, by maximum likelihood (Tobit).
 
-        In Olsen's parameters, ``location`` = mean / std and ``precision`` = 1 / std, the penalised log-likelihood of a
-        right-censored normal sample is concave. The prior counts as `PRIOR_VOTES` deviations. The mean takes one degree
-        of freedom: without censoring and prior the fitted variance is the sample's (n - 1).
+        In Olsen's parameters, ``location`` = mean / std and ``precision`` = 1 / std, the penalised log-likelihood is
+        concave, so Newton's method needs few steps. The mean takes one degree of freedom: without censoring and prior,
+        the fitted variance is the sample's (n - 1).
         """
         roots = [float(x ** (1 / SHAPE_ROOT)) for x in finished]
-        rooted = [(c + 0.5) ** (1 / SHAPE_ROOT) for c in censored]  # longer than c means at least c + 1, rounded
-        scale = (math.fsum(roots) + math.fsum(rooted)) / (len(finished) + len(censored))
-        known, limits = [y / scale for y in roots], Counter([c / scale for c in rooted])  # all average one
-        count, total, freedom = len(known), math.fsum(known), len(known) - 1 + PRIOR_VOTES
-        squares = math.fsum([y * y for y in known]) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
+        # Longer than c means at least c + 1, rounded to whole tokens.
+        censored_roots = [(c + 0.5) ** (1 / SHAPE_ROOT) for c in censored]
+
+        # Scaled roots have mean one.
+        scale = (math.fsum(roots) + math.fsum(censored_roots)) / (len(finished) + len(censored))
+        ends = [root / scale for root in roots]
+        stops = Counter(root / scale for root in censored_roots)
+        count = len(ends)
+        total = math.fsum(ends)
+        freedom = count - 1 + PRIOR_VOTES
+        squares = math.fsum([y * y for y in ends]) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
+
         precision = math.sqrt(freedom / (squares - total**2 / count))
-        location, steps, moved = precision * total / count, NEWTON_STEPS, math.inf
-        while steps and moved > NEWTON_TOLERANCE * (abs(location) + precision):
-            # Newton's step: minus the inverse of the second derivatives, times the first.
+        location = precision * total / count
+        moved = math.inf
+        steps = 0
+        while steps < NEWTON_STEPS and moved > NEWTON_TOLERANCE * (abs(location) + precision):
+            # First and second derivatives of the log-likelihood.
             to_location = precision * total - count * location
             to_precision = freedom / precision - precision * squares + location * total
-            twice_location, mixed, twice_precision = -float(count), total, -freedom / precision**2 - squares
-            for c, n in limits.items():
+            twice_location = -float(count)
+            twice_precision = -freedom / precision**2 - squares
+            mixed = total
+            for c, n in stops.items():
                 z = precision * c - location
                 hazard = _hazard(z)
                 bend = n * hazard * (hazard - z)
@@ -215,34 +209,45 @@ class FittedShape:
                 twice_location -= bend
                 twice_precision -= bend * c * c
                 mixed += bend * c
+
+            # Newton's step: minus the inverse of the second derivatives, times the first.
             determinant = twice_location * twice_precision - mixed**2
             by_location = (mixed * to_precision - twice_precision * to_location) / determinant
             by_precision = (mixed * to_location - twice_location * to_precision) / determinant
-            # Few lengths far below the stopped ones make it overshoot. It does not if it leaves half of the precision.
-            share = 1.0 if by_precision >= -precision / 2 else -precision / 2 / by_precision
-            location, precision = location + share * by_location, precision + share * by_precision
-            steps, moved = steps - 1, share * (abs(by_location) + abs(by_precision))
+            # A full step may overshoot. A step that keeps half of the precision does not.
+            share = 1.0
+            if by_precision < -precision / 2:
+                share = -precision / 2 / by_precision
+            location += share * by_location
+            precision += share * by_precision
+            moved = share * (abs(by_location) + abs(by_precision))
+            steps += 1
         wait = (sum(finished) + sum(censored)) / len(finished)
         return FittedShape(scale * location / precision, scale / precision, wait)
 
     def moments_beyond(self, tokens: int) -> Moments:
         """Return E[x | x > tokens] and E[x² | x > tokens].
 
-        From the moments of a truncated standard normal Z, which follow the recursion
-        E[Z^j | Z > z] = (j - 1) E[Z^(j-2) | Z > z] + z^(j-1) hazard(z). Both are bounded by those of a constant chance
-        to end from here on, one in ``wait`` tokens.
+        The moments of a truncated standard normal Z follow the recursion
+        E[Z^j | Z > z] = (j - 1) E[Z^(j-2) | Z > z] + z^(j-1) hazard(z).
         """
         z = ((tokens + 0.5) ** (1 / SHAPE_ROOT) - self.mean) / self.std
-        powers = [1.0, _hazard(z)]  # E[Z^j | Z > z]
+        # Element j is E[Z^j | Z > z].
+        powers = [1.0, _hazard(z)]
         for j in range(2, 2 * SHAPE_ROOT + 1):
             powers.append((j - 1) * powers[j - 2] + z ** (j - 1) * powers[1])
-        bounds = tokens + self.wait, tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2
-        moments = []
-        for order, bound in zip((SHAPE_ROOT, 2 * SHAPE_ROOT), bounds, strict=True):
-            # E[(mean + std Z)^order]
-            terms = [math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1)]
-            moments.append(min(math.fsum(terms), bound))
-        return moments[0], moments[1]
+
+        def moment(order: int) -> float:
+            """Return E[(mean + std Z)^order | Z > z]."""
+            return math.fsum(
+                math.comb(order, j) * self.mean ** (order - j) * self.std**j * powers[j] for j in range(order + 1)
+            )
+
+        # Both are at most the moments of a constant chance to end, one in `wait` tokens.
+        return (
+            min(moment(SHAPE_ROOT), tokens + self.wait),
+            min(moment(2 * SHAPE_ROOT), tokens**2 + 2 * tokens * self.wait + 2 * self.wait**2),
+        )
 
 
 def _hazard(z: float) -> float:
@@ -257,16 +262,13 @@ def _hazard(z: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PromptStats:
-    """One prompt's length statistics. Plain fields: ``PromptStats(**json)`` restores it.
+    """One prompt's length statistics. ``PromptStats(**json)`` restores them.
 
-    ``std_ema``, ``mean_ema``: exponential moving averages over the prompt's groups, in tokens; ``std_ema`` is ``None``
-    until a group had two candidates. Both are estimates of what the lengths would be if no candidate was stopped or
-    truncated. ``groups``, ``candidates``: how many they come from.
+    ``std_ema``, ``mean_ema``: exponential moving averages over the prompt's groups in tokens, corrected for stopped and
+    truncated candidates. ``std_ema`` is None until a group had two candidates.
 
-    The other fields describe the last group as it was seen. Documents of earlier versions have only the weight version.
-    ``max_tokens``: limit of a candidate's tokens, ``None`` if it is not known. ``prompt_tokens``: ``None`` if that is
-    not known. ``lengths``: tokens of its candidates, such as ``"40 96+"``; a plus marks a candidate that was stopped or
-    truncated there.
+    The fields from ``weight_version`` on describe the last group, as far as known. ``lengths``: token counts such as
+    ``"40 96+"``, where a plus marks a candidate that was stopped or truncated.
     """
 
     std_ema: float | None
@@ -284,23 +286,22 @@ class PromptStats:
         check_number("mean_ema", self.mean_ema, MIN_MEAN)
         check_count("groups", self.groups)
         check_count("candidates", self.candidates)
-        if self.weight_version is not None:
-            check_count("weight_version", self.weight_version)
-        for name in ("max_tokens", "prompt_tokens"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name), 1)
+        for name, least in (("weight_version", 0), ("max_tokens", 1), ("prompt_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value, least)
         if self.lengths == "":
             return
         if not isinstance(self.lengths, str) or not KEPT.fullmatch(self.lengths):
             raise ValueError(f"lengths must be at most {KEPT_LENGTHS} token counts, got {reprlib.repr(self.lengths)}")
-        longest = max(map(int, self.lengths.replace("+", "").split()))
+        longest = max(o.tokens for o in self.observations)
         if self.max_tokens is not None and longest > self.max_tokens:
             raise ValueError(f"lengths must be at most max_tokens, {self.max_tokens}, got {longest}")
 
     @property
     def observations(self) -> list[Observation]:
-        """Lengths of the last group's candidates as they were seen; empty if they are not known."""
-        return [Observation(int(each.rstrip("+")), censored=each.endswith("+")) for each in self.lengths.split()]
+        """Lengths of the last group's candidates, as far as known."""
+        return [Observation(int(text.rstrip("+")), censored=text.endswith("+")) for text in self.lengths.split()]
 
     def is_truncated(self, observation: Observation) -> bool:
         """Whether a candidate of the last group ended at the limit of its tokens."""
@@ -308,11 +309,12 @@ class PromptStats:
 
     @property
     def candidates_of_mean(self) -> float:
-        """The number of candidates whose plain mean varies as much as ``mean_ema``, in which the newest count most."""
-        groups, older = max(self.groups, 1), (1 - EMA_ALPHA) ** 2
+        """Number of candidates whose plain mean varies as much as ``mean_ema``, where newer groups count more."""
+        groups = max(self.groups, 1)
+        older = (1 - EMA_ALPHA) ** 2
         first = older ** (groups - 1)
-        squares = first + EMA_ALPHA**2 * (1 - first) / (1 - older)  # of the groups' weights
-        return self.candidates / groups / squares
+        sum_of_squared_weights = first + EMA_ALPHA**2 * (1 - first) / (1 - older)
+        return self.candidates / groups / sum_of_squared_weights
 
 
 def update_stats(
@@ -323,11 +325,7 @@ def update_stats(
     max_tokens: int | None = None,
     prompt_tokens: int | None = None,
 ) -> PromptStats:
-    """Return the statistics after one more group. The first group counts fully, later ones with weight `EMA_ALPHA`.
-
-    ``estimate``: `estimate_lengths` of the ``observations``. ``max_tokens``: limit of a candidate's tokens, ``None`` if
-    it is not known.
-    """
+    """Return the statistics after another group. ``estimate``: `estimate_lengths` of the ``observations``."""
     mean = estimate.mean
     std = estimate.std
     groups = 1
@@ -340,8 +338,10 @@ def update_stats(
             std = EMA_ALPHA * std + (1 - EMA_ALPHA) * stats.std_ema
         groups = min(stats.groups + 1, LARGEST)
         candidates = min(stats.candidates + candidates, LARGEST)
-        prompt_tokens = stats.prompt_tokens if prompt_tokens is None else prompt_tokens
-    seen = [o for o in observations if o.tokens > 0][:KEPT_LENGTHS]
+        if prompt_tokens is None:
+            prompt_tokens = stats.prompt_tokens
+
+    kept = [o for o in observations if o.tokens > 0][:KEPT_LENGTHS]
     return PromptStats(
         std_ema=std,
         mean_ema=mean,
@@ -350,16 +350,16 @@ def update_stats(
         weight_version=weight_version,
         max_tokens=max_tokens,
         prompt_tokens=prompt_tokens,
-        lengths=" ".join(f"{o.tokens}{'+' * o.censored}" for o in seen),
+        lengths=" ".join(f"{o.tokens}{'+' * o.censored}" for o in kept),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetStats:
-    """Length statistics of the data set. Plain fields: ``DatasetStats(**json)`` restores it.
+    """Length statistics of the data set. ``DatasetStats(**json)`` restores them.
 
-    ``recent_stds``: mean length std within a prompt, for each of the last `WINDOW_STEPS` steps that had any. ``mean``:
-    mean length of the last step (l-bar). Both in tokens. ``steps``: number of steps so far.
+    ``recent_stds``: mean std within a prompt in tokens, for each of the last `WINDOW_STEPS` steps with any std.
+    ``mean``: mean length of the last step in tokens (l-bar).
     """
 
     recent_stds: tuple[float, ...] = ()
@@ -367,7 +367,8 @@ class DatasetStats:
     steps: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recent_stds", tuple(self.recent_stds))  # JSON has lists only
+        # JSON has lists only.
+        object.__setattr__(self, "recent_stds", tuple(self.recent_stds))
         check_length("recent_stds", self.recent_stds, WINDOW_STEPS)
         for std in self.recent_stds:
             check_number("recent_stds", std)
@@ -377,21 +378,29 @@ class DatasetStats:
 
     @property
     def std(self) -> float | None:
-        """Mean of ``recent_stds`` (sigma-bar); ``None`` before there is any."""
-        return math.fsum(self.recent_stds) / len(self.recent_stds) if self.recent_stds else None
+        """Mean of ``recent_stds`` (sigma-bar), or None if there are none."""
+        if not self.recent_stds:
+            return None
+        return _mean(self.recent_stds)
 
     def with_step(self, prompts: Iterable[LengthEstimate]) -> "DatasetStats":
-        """Return the statistics after one more step with these ``prompts``. A step without any changes nothing.
+        """Return the statistics after another step. A step without prompts changes nothing.
 
-        Each prompt counts once. Weighting by candidates would let the allocation change the mean that steers it.
+        Each prompt counts once: weighting by candidates would let the allocation change the mean that steers it.
         """
         estimates = list(prompts)
         if not estimates:
             return self
-        stds = [e.std for e in estimates if e.std is not None]
-        recent = (*self.recent_stds, math.fsum(stds) / len(stds)) if stds else self.recent_stds
+        recent = self.recent_stds
+        stds = [estimate.std for estimate in estimates if estimate.std is not None]
+        if stds:
+            recent = (*recent, _mean(stds))
         return DatasetStats(
             recent_stds=recent[-WINDOW_STEPS:],
-            mean=math.fsum(e.mean for e in estimates) / len(estimates),
+            mean=_mean([estimate.mean for estimate in estimates]),
             steps=min(self.steps + 1, LARGEST),
         )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

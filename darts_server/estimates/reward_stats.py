@@ -1,19 +1,14 @@
 """Reward statistics of a prompt: its pass rate, and whether its long answers are worth their tokens.
 
-DARTS (arXiv 2605.30859) distinguishes two patterns of prompts with long tails, by the mean lengths of right and wrong
-trajectories. If right ones are not longer (pattern I, ineffective verbosity), running on earns nothing. If right ones
-are longer (pattern II, necessary depth), some right answers need their length. `RewardStats.difference` is that
-comparison, in tokens.
+DARTS (arXiv 2605.30859) compares the mean lengths of right and wrong trajectories. If right trajectories are not longer
+(pattern I, ineffective verbosity), long answers earn nothing. If they are longer (pattern II, necessary depth), some
+right answers need their length.
 
-Only trajectories that were returned have a reward, and under a shaped policy they are not a plain sample of what the
-model generates. So each counts with its weight, 1 / (its probability to be returned). Without weights the pass rate is
-off by up to .1, and the difference of lengths by 40 % (audited on random worlds with the 7 shortest of 12 and a sampled
-one). Where a policy gives no weights, since some candidates can never be returned, all count alike: both means come out
-too low, as a rule the longer one more, which draws their difference towards zero. A rule that cuts turns right answers
-beyond the deadline into wrong ones of exactly that length. Policies and weight versions are not kept apart.
+A shaped policy does not return a plain sample, so each trajectory counts with 1 / (its probability to be returned).
+Without weights the pass rate is off by up to .1, and the difference of lengths by 40 % (random worlds with the 7
+shortest of 12 and one sampled candidate). If a policy gives no weights, the difference is usually too close to zero.
 
-Over a whole data set the difference also has a part between prompts: if harder prompts have longer trajectories, right
-ones come out shorter even if within each prompt they do not.
+Over a whole data set, right trajectories look shorter if harder prompts have longer trajectories.
 """
 
 import math
@@ -24,14 +19,14 @@ from typing import Any
 from darts_server.estimates.checks import LARGEST
 
 MIN_TRAJECTORIES = 10
-"""Right and wrong trajectories below which a difference of their mean lengths is mostly chance."""
+"""With fewer right or wrong trajectories, the difference of their mean lengths is mostly chance."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanLength:
-    """Count, weighted mean in tokens and sum of the weights of the lengths of trajectories.
+    """Count, weighted mean length in tokens and sum of weights of some trajectories.
 
-    ``a + b`` is the mean length of both samples together, so statistics can be merged as rewards arrive.
+    ``a + b`` is the mean length of both samples together.
 
     Raises:
         ValueError: no sample has this mean length.
@@ -42,32 +37,36 @@ class MeanLength:
     weight: float = 0.0
 
     def __post_init__(self) -> None:
-        is_whole = type(self.count) is int and self.count >= 0
-        sums = (self.mean, self.weight)
-        are_numbers = all(type(x) in (int, float) and 0 <= x < math.inf for x in sums)
-        if not (is_whole and are_numbers and (self.weight > 0 if self.count > 0 else not any(sums))):
+        is_count = type(self.count) is int and self.count >= 0
+        are_numbers = all(type(x) in (int, float) and 0 <= x < math.inf for x in (self.mean, self.weight))
+        is_consistent = self.weight > 0 or self.count == self.mean == 0
+        if self.count == 0:
+            is_consistent = self.mean == self.weight == 0
+        if not (is_count and are_numbers and is_consistent):
             raise ValueError(f"a mean length must be a count and finite numbers of at least 0, got {self}")
 
     def __add__(self, other: "MeanLength") -> "MeanLength":
-        if not self.count or not other.count:
-            return self if self.count else other
+        if not self.count:
+            return other
+        if not other.count:
+            return self
         weight = self.weight + other.weight
         mean = self.mean + (other.mean - self.mean) * other.weight / weight
         return MeanLength(self.count + other.count, mean, weight)
 
 
 def single_length(tokens: int, weight: float = 1.0) -> MeanLength:
-    """Return the mean length of one trajectory of so many tokens."""
+    """Return the mean length of one trajectory."""
     return MeanLength(1, float(tokens), weight)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardStats:
-    """Reward statistics of one prompt, or of all prompts.
+    """Reward statistics of a prompt, or of all prompts.
 
-    ``right``, ``wrong``: mean lengths of right and of wrong trajectories. ``groups``: number of groups of which every
-    returned trajectory has a reward. ``zero_variance``: number of groups among them whose rewards are all equal, so
-    that GRPO learns nothing from them.
+    ``right``, ``wrong``: mean lengths of right and wrong trajectories. ``groups``: number of groups whose returned
+    trajectories all have rewards. ``zero_variance``: number of these groups whose rewards are equal, so that GRPO
+    learns nothing from them.
     """
 
     right: MeanLength = MeanLength()
@@ -77,8 +76,8 @@ class RewardStats:
 
     def __post_init__(self) -> None:
         are_whole = type(self.groups) is int and type(self.zero_variance) is int
-        if not (are_whole and 0 <= self.zero_variance <= self.groups):
-            raise ValueError(f"zero-variance groups must be some of the rewarded ones, got {self}")
+        if not are_whole or not 0 <= self.zero_variance <= self.groups:
+            raise ValueError(f"zero_variance must be a whole number from 0 to groups, got {self}")
 
     def __add__(self, other: "RewardStats") -> "RewardStats":
         return RewardStats(
@@ -95,16 +94,16 @@ class RewardStats:
 
     @property
     def pass_rate(self) -> float | None:
-        """Weighted share of right ones among the rewarded trajectories; ``None`` without any."""
-        right = self.right.weight
-        return right / (right + self.wrong.weight) if self.rewarded else None
+        """Weighted share of right trajectories among rewarded trajectories, or None without rewards."""
+        if not self.rewarded:
+            return None
+        return self.right.weight / (self.right.weight + self.wrong.weight)
 
     @property
     def difference(self) -> float | None:
-        """How many tokens longer right trajectories are than wrong ones, on average.
+        """Mean length of right trajectories minus mean length of wrong trajectories, in tokens.
 
-        Above 0, long answers are worth their tokens; otherwise they earn nothing. ``None`` before there are
-        `MIN_TRAJECTORIES` of each.
+        Above 0, long answers are worth their tokens. None below `MIN_TRAJECTORIES` right or wrong trajectories.
         """
         if min(self.right.count, self.wrong.count) < MIN_TRAJECTORIES:
             return None
@@ -112,7 +111,7 @@ class RewardStats:
 
     @property
     def state(self) -> list[list[float]]:
-        """Argument of `restore_stats` that restores these."""
+        """Saved state for `restore_stats`."""
         return [list(astuple(self.right)), list(astuple(self.wrong)), [self.groups, self.zero_variance]]
 
 
@@ -120,18 +119,18 @@ def restore_stats(state: Sequence[Sequence[Any]]) -> RewardStats:
     """Restore statistics from their ``state``.
 
     Raises:
-        ValueError, TypeError: it is no such state, or its numbers are out of range.
+        ValueError, TypeError: the state has another form, or a number is out of range.
     """
     right, wrong, (groups, zero_variance) = state
     stats = RewardStats(_mean_length(right), _mean_length(wrong), groups, zero_variance)
-    lengths = (stats.right, stats.wrong)
-    if max(stats.groups, *(x for each in lengths for x in astuple(each))) > LARGEST:
+    if max(stats.groups, *astuple(stats.right), *astuple(stats.wrong)) > LARGEST:
         raise ValueError(f"statistics of rewards have counts or lengths out of range: {stats}")
     return stats
 
 
 def _mean_length(state: Sequence[Any]) -> MeanLength:
-    if len(state) == 5:  # as it was saved before: with squared deviations, and with squares of weights
+    # Older versions saved squared deviations and squares of weights too.
+    if len(state) == 5:
         count, mean, _, weight, _ = state
         return MeanLength(count, mean, weight)
     return MeanLength(*state)

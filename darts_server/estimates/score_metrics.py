@@ -1,70 +1,66 @@
 """Measure how good scores are: calibration error, Brier score and AUC, in plain numpy.
 
-All take ``targets`` in [0, 1] (1 right, 0 wrong; one in between counts as that much of each) and ``weights``, 1 each by
-default. With the weights of `calibration.inverse_propensity_weights` a figure over trajectories that survived pruning
-estimates the figure over all of them.
+All functions take ``targets`` in [0, 1] (1 right, 0 wrong, a fraction counts in parts as both), and ``weights``, by
+default 1. With `inverse_propensity_weights`, they estimate figures over all trajectories from survivors of pruning. All
+return None without labels.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from darts_server.estimates.calibration import MAX_WEIGHT, Label, inverse_propensity_weights
+from darts_server.estimates.isotonic import Floats
 
-Floats = NDArray[np.float64]
 Numbers = Sequence[float] | Floats
 
 RELIABILITY_BINS = 15
-"""Usual for a calibration error: of a few hundred labels, each bin holds some dozens."""
+"""Usual for a calibration error: a few hundred labels put some dozens into each bin."""
 WINDOW = 1024
-"""Labels that metrics are over: those of several training steps with a usual batch size."""
+"""Number of labels behind a metric: several training steps with a usual batch size."""
 
 
 def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
-    """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
-
-    ``None`` without labels.
-    """
+    """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins."""
     q, y, w = _arrays(probabilities, targets, weights)
-    mass = float(w.sum())
+    mass = w.sum()
+    if not mass:
+        return None
     bins = np.minimum((q * RELIABILITY_BINS).astype(np.int64), RELIABILITY_BINS - 1)
     gaps = np.bincount(bins, weights=w * (q - y))
-    return float(np.abs(gaps).sum()) / mass if mass else None
+    return float(np.abs(gaps).sum() / mass)
 
 
 def brier_score(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
-    """Compute the mean of (probability - target)²: 0 is perfect, 1/4 is that of a constant half.
-
-    ``None`` without labels.
-    """
+    """Compute the mean of (probability - target)². 0 is perfect, and a constant half has 1/4."""
     q, y, w = _arrays(probabilities, targets, weights)
-    mass = float(w.sum())
-    return float((w * (q - y) ** 2).sum()) / mass if mass else None
+    mass = w.sum()
+    if not mass:
+        return None
+    return float((w * (q - y) ** 2).sum() / mass)
 
 
 def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
-    """Compute the probability that a right trajectory scores above a wrong one; ties count half.
+    """Compute the probability that a right trajectory has a higher score than a wrong trajectory; ties count half.
 
-    ``None`` without right ones or without wrong ones. It is exact: all pairs are counted, by one sort. Only the order
-    of ``scores`` matters, which may be any finite numbers.
+    None unless there are right and wrong trajectories. ``scores``: any finite numbers; only their order matters.
     """
     s, y, w = _arrays(scores, targets, weights)
+    # One sort counts all pairs, so the result is exact.
     _, level = np.unique(s, return_inverse=True)
     right = np.bincount(level, weights=w * y)
     wrong = np.bincount(level, weights=w * (1 - y))
-    pairs = float(right.sum() * wrong.sum())
+    pairs = right.sum() * wrong.sum()
+    if not pairs:
+        return None
     below = np.cumsum(wrong) - wrong
-    return float((right * (below + wrong / 2)).sum()) / pairs if pairs else None
+    return float((right * (below + wrong / 2)).sum() / pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreMetrics:
-    """Metrics over the last ``labels`` labels; ``None`` where there are too few.
-
-    With inverse propensity weights they are estimates for all trajectories, the pruned ones included.
-    """
+    """Metrics over ``labels`` labels. A metric is None if there are too few labels."""
 
     labels: int
     auc: float | None
@@ -73,12 +69,13 @@ class ScoreMetrics:
 
 
 def evaluate(labels: Collection[Label], max_weight: float = MAX_WEIGHT) -> ScoreMetrics:
-    """Compute the metrics of labels whose scores are from before anything was trained on them (prequential evaluation).
+    """Compute the metrics of labels, whose scores were made before anything was trained on them (prequential).
 
     ``max_weight``: maximum of the inverse propensity weights.
     """
-    scores, targets = [x.score for x in labels], [x.target for x in labels]
-    weights = inverse_propensity_weights([x.survival for x in labels], max_weight)
+    scores = [label.score for label in labels]
+    targets = [label.target for label in labels]
+    weights = inverse_propensity_weights([label.survival for label in labels], max_weight)
     return ScoreMetrics(
         labels=len(scores),
         auc=auc(scores, targets, weights),
@@ -88,5 +85,7 @@ def evaluate(labels: Collection[Label], max_weight: float = MAX_WEIGHT) -> Score
 
 
 def _arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
-    x, y = np.asarray(values, dtype=np.float64), np.asarray(targets, dtype=np.float64)
-    return x, y, np.ones(x.size) if weights is None else np.asarray(weights, dtype=np.float64)
+    x = np.asarray(values, dtype=np.float64)
+    if weights is None:
+        weights = np.ones(x.size)
+    return x, np.asarray(targets, dtype=np.float64), np.asarray(weights, dtype=np.float64)

@@ -9,8 +9,6 @@ from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 
 class State(Enum):
-    """The state of a candidate."""
-
     REQUESTED = auto()
     """The engine has not confirmed the candidate yet."""
     RUNNING = auto()
@@ -22,9 +20,8 @@ class State(Enum):
 
 CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
 
-# The state after each event that is legal in a state. An engine stops a candidate asynchronously, so events that were
-# sent before the stop still arrive afterwards: they change nothing. The same holds for scores and progress of a
-# candidate that has finished.
+# The state after each legal event. An engine stops a candidate asynchronously, so events that were sent before the stop
+# still arrive afterwards, and change nothing. The same holds for scores and progress of a finished candidate.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
     (State.RUNNING, Progress): State.RUNNING,
@@ -40,10 +37,9 @@ MOVES: dict[tuple[State, type], State] = {
 class Candidate:
     """One candidate.
 
-    ``tail_draw``: random number in [0, 1), drawn before the candidate starts. The lowest draws of a group win the
-    places of a sampled tail.
-    ``tokens``: number of generated tokens; a lower bound of it while the candidate runs.
-    ``quality``: probability to end correct by the latest score, or None without a score.
+    ``tail_draw``: random number in [0, 1). The lowest draws of a group win the places of a sampled tail.
+    ``tokens``: number of generated tokens, or of reported tokens while the candidate runs.
+    ``quality``: probability of a correct answer by the latest score, or None.
     ``survival_draw``: random number in [0, 1). The candidate is pruned as soon as ``survival`` is at or below it.
     ``survival``: product of the probabilities with which the group kept the candidate.
     """
@@ -67,7 +63,7 @@ class Candidate:
 
     @property
     def alive(self) -> bool:
-        """Whether the candidate is in the group, or may still be."""
+        """Whether the candidate is in the group, or may still get into it."""
         return self.state is not State.DISCARDED
 
     @property
@@ -82,7 +78,7 @@ class Candidate:
             IllegalMove: the event cannot happen in this state.
         """
         if self.cut:
-            # The group has cut the candidate: its tokens are final, whatever the engine still reports.
+            # The tokens of a cut candidate are final, whatever the engine still reports.
             return
         following = MOVES.get((self.state, type(event)))
         if following is None:

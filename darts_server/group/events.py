@@ -30,8 +30,8 @@ class Progress:
 class Scored:
     """A candidate was scored.
 
-    ``quality``: its probability to end correct, in [0, 1]. ``survival``: the probability with which the group keeps
-    the candidate; 1 for a score that prunes nothing.
+    ``quality``: probability of a correct answer. ``survival``: probability with which the group keeps the candidate; 1
+    for a score that prunes nothing.
     """
 
     index: int
@@ -72,7 +72,7 @@ class Lost:
 class DeadlineSet:
     """The group's cohort has a deadline of ``tokens`` tokens. Rules without a deadline ignore it.
 
-    ``bound``: length in tokens, at least ``tokens``, at which every candidate is cut, or None if nothing is cut there.
+    ``bound``: length in tokens, at least ``tokens``, at which every candidate is cut, or None.
     """
 
     tokens: int
@@ -93,7 +93,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop a running candidate, because it can no longer be in the group."""
+    """Stop a running candidate."""
 
     index: int
     reason: DiscardReason
@@ -103,8 +103,8 @@ class Stop:
 class Keep:
     """Let a scored candidate continue.
 
-    ``survival``: the probability with which the group kept the candidate: the score's survival, or 1 if the group could
-    not do without the candidate.
+    ``survival``: probability with which the group kept the candidate: the score's survival, or 1 if the group needs the
+    candidate.
     """
 
     index: int
@@ -115,7 +115,7 @@ class Keep:
 class Cut:
     """Stop a candidate if it is running, and keep exactly its first ``tokens`` tokens.
 
-    A candidate that was cut at the bound may be cut again, to fewer tokens, or may turn out not to be in the group.
+    A candidate that was cut at the bound may be cut again, to fewer tokens, and may not be selected.
     """
 
     index: int
@@ -131,14 +131,14 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Return the group. ``selection``: how each selected candidate was selected, in the order of indices."""
+    """Return the group. ``selection``: how each candidate was selected, in the order of indices."""
 
     selection: Mapping[int, SelectedAs]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Report ``error`` to the caller: too few candidates can finish, and all of them were stopped."""
+    """Report ``error`` to the caller: too few candidates can finish, and all were stopped."""
 
     error: Exception
 

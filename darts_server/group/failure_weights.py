@@ -1,4 +1,4 @@
-"""Weights of a pruned group in which candidates failed (ARRoL does not consider failures)."""
+"""Weights of a pruned group with failed candidates (ARRoL does not consider failures)."""
 
 from collections.abc import Sequence
 
@@ -6,44 +6,41 @@ import numpy as np
 
 
 def weight_factor(survivals: Sequence[float], started: int) -> float:
-    """Return what the weights 1 / survival of a group are multiplied by where candidates failed.
+    """Return the factor on the weights 1 / survival of a group with failures, ``inf`` beyond the range of floats.
 
-    ``inf`` if that exceeds the range of floats.
+    The reported number of candidates is n - f: all n that were started without the f that failed. It is too large for
+    these weights, because some pruned candidates would have failed later: weighted means would be too small.
 
-    A candidate that was pruned might have failed later, and one that failed might have been pruned. So the candidates
-    that count, all n that were started without the f that are known to have failed, are more than those that would not
-    have failed, for which the weights 1 / survival of the survivors stand: weighted means come out too small.
+    Let d of the n candidates be doomed to fail, all sets of this size alike. Let W_i be 1 / survival until candidate i
+    ended, and 0 if it was pruned. Given the doomed set,
 
-    Let a set D of d of n candidates be doomed to fail at some time, all sets of that size alike: failures do not depend
-    on what is generated. Given D, with W = 1 / survival until a candidate ended, and 0 for a pruned one,
+    * E[W_i x_i] = x_i, and the product of the W of several candidates has expectation 1, because every decision keeps
+      the expectation;
+    * on average over doomed sets, the sum of x over all n is g(d) = n / (n - d) times the sum over the candidates that
+      are not doomed, so it is the expectation of g(d) * (sum of W_i x_i over the survivors);
+    * the Newton series of g(d) is the sum over k of C(d, k) / C(n - 1, k), and C(d, k) is the expectation of e_k, the
+      sum over all sets of k failed candidates of the products of their W. Candidate i is in none of these sets.
 
-    * E[W_i x_i] = x_i, and the product of the W of several candidates has expectation 1: each decision keeps it;
-    * so the sum of x over all n, which is n / (n - d) times that over those outside D on average over D, is the
-      expectation of g(d) * (sum of W_i x_i over the survivors) with g(d) = n / (n - d);
-    * g(d) = sum over k of C(d, k) / C(n - 1, k), its Newton series, and C(d, k) is the expectation of e_k, the sum over
-      all k of the failed of the product of their W. Those are other candidates than i, so the products keep their
-      expectation.
-
-    Hence each weight 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias, and
-    times (n - f) / n sums over n - f candidates, the number that is reported. Without pruning all of it is 1.
-
-    (n minus the sum of W over the failed estimates n - d without bias, but not its inverse; and it may be negative.)
-
-    It is exact for a fixed number of candidates: if failures left too few, and others were started in place of them, it
-    is an estimate.
+    Hence 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias, and times
+    (n - f) / n sums over n - f candidates. Without pruning the factor is 1. It is exact for a fixed number of
+    candidates, and an estimate if failed candidates were replaced.
 
     Args:
-        survivals: of the candidates that failed, fewer than ``started``.
-        started: n, with them.
+        survivals: survival of each failed candidate, fewer than ``started``.
+        started: n.
     """
-    kept = [survival for survival in survivals if survival < 1]
+    pruned_survivals = [survival for survival in survivals if survival < 1]
     k = np.arange(1, len(survivals) + 1)
-    others = started - k  # C(n - 1, k) / C(n - 1, k - 1) is others / k
-    # The terms e_k / C(n - 1, k) of the candidates so far, first of all with survival 1, for which e_k is a binomial
-    # coefficient. Neither e_k nor C(n - 1, k) alone is in the range of floats.
-    certain = len(survivals) - len(kept)
+    # C(n - 1, k) / C(n - 1, k - 1) is others / k.
+    others = started - k
+
+    # The terms e_k / C(n - 1, k) of the candidates with survival 1, for which e_k is a binomial coefficient. Neither
+    # e_k nor C(n - 1, k) alone is in the range of floats.
+    certain = len(survivals) - len(pruned_survivals)
     terms = np.cumprod(np.concatenate([[1.0], np.maximum(certain + 1 - k, 0) / others]))
+
+    # Add the other candidates one by one.
     with np.errstate(over="ignore"):
-        for survival in kept:
+        for survival in pruned_survivals:
             terms[1:] += terms[:-1] * (k / others) / survival
         return float(terms.sum()) * (started - len(survivals)) / started

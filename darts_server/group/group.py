@@ -6,18 +6,14 @@ Usage::
     act_on(group.open(DualEnd(8), candidates=12))
     act_on(group.handle(Finished(3, tokens=17, reason=FinishReason.STOP)))
 
-The rule's `Selector` keeps the candidates in the order of their lengths. An event costs O(log n), or O(n) where it may
-decide a sampled tail: some microseconds for a group of usual size.
+An event costs O(log n), or O(n) if it may decide a sampled tail: some microseconds for a group of usual size.
 
-A group that is assembled from single requests starts with `Group.add_candidate`, before its size is known.
-
-Two invariants hold under every rule. First, every started candidate ends exactly once: selected, or discarded with one
-reason. Second, decisions are final: a stopped candidate never returns, and a delivered candidate stays in the group. So
-a rule may only decide what no future event can change.
+Two invariants hold under every rule. Every started candidate ends exactly once: selected, or discarded with one reason.
+And decisions are final, so a rule decides only what no future event can change.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Protocol
 
@@ -46,31 +42,29 @@ from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
 
 class UniformGenerator(Protocol):
-    """A numpy ``Generator``, or a stand-in for one."""
+    """A numpy ``Generator``, or its replacement in tests."""
 
     def random(self) -> float: ...
 
 
 UNOPENED = AllSurvivors(0)
-"""Rule of a group that is not open yet. It stops no candidate."""
+"""Rule of a group that is not open yet."""
 
 MAX_LOSSES = 3
-"""Number of times that a group may lose as many candidates as it returns, because their engine died."""
+"""Number of times that a group may lose as many candidates as it returns when engines die."""
 
 
 class Group:
     """One prompt's group.
 
     Args:
-        rng: generator of the random numbers that decide which candidates win the places of a sampled tail. Each group
-            has its own.
-        max_replacements: number of candidates that may be started to replace failed candidates. None means the group
-            size, because an engine that fails more often is not worth waiting for, and `MAX_LOSSES` times the group
-            size for candidates that were lost with their engine.
-        deliver_early: whether to deliver each trajectory as soon as it is certain to be in the group, for callers that
-            stream.
-        survival_rng: generator of the random numbers for pruning, or None to prune nothing. It is separate from
-            ``rng``, so that pruning does not change which candidates win the tail.
+        rng: generator of tail draws. Each group has its own.
+        max_replacements: maximum number of candidates that replace failed candidates. None means the group size,
+            because an engine that fails more often is not worth waiting for, and `MAX_LOSSES` times the group size for
+            candidates that were lost with their engine.
+        deliver_early: whether to deliver each trajectory as soon as it is certain to be in the group, for streaming.
+        survival_rng: generator of random numbers for pruning, or None to prune nothing. It is separate from ``rng``, so
+            that pruning does not change tail draws.
     """
 
     def __init__(
@@ -86,31 +80,30 @@ class Group:
         self.deadline: int | None = None
         """The cohort's deadline in tokens, or None before it is set."""
         self.bound: int | None = None
-        """Length in tokens at which every candidate is cut. It is set with the deadline."""
+        """Length in tokens at which every candidate is cut, or None. It is set with the deadline."""
         self.restarted_from = 0
         """Index of the first candidate that was started after the latest restart."""
         self.delivered: set[int] = set()
         """Indices of candidates that were delivered before the group was complete."""
         self.is_open = False
         self.rule: SelectionRule = UNOPENED
-        """The rule that selects the group, once the group is open."""
         self.standings: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
-        """The candidates of ``rule`` in the order of their lengths, without discarded candidates."""
+        """The candidates that are not discarded, in the order of their lengths."""
 
         self._rng = rng
         self._survival_rng = survival_rng
         self._deliver_early = deliver_early
         self._max_replacements = max_replacements
         self._replacements_left = 0
-        # Losses with an engine that do not use up replacements.
+        # Losses with an engine that use up no replacements.
         self._losses_left = 0
         self._failed_for_good = False
         self._last_error: Exception | None = None
         self._allocated = 0
-        # Number of candidates that `resume` starts; None while the group is not paused.
-        self._owed: int | None = None
+        # Number of candidates that `resume` starts, or None while the group is not paused.
+        self._num_paused: int | None = None
 
-        # Candidates that were cut at the bound, for which no `Cut` was returned yet.
+        # Candidates that were cut at the bound, and whose `Cut` was not returned yet.
         self._finished_late: list[int] = []
         self._pending_scores: list[Scored] = []
         # Whether an event arrived that may change what is certain.
@@ -120,7 +113,7 @@ class Group:
     def check_at(self) -> dict[int, int]:
         """Token count of each running candidate at which its progress must be reported.
 
-        Progress below that count changes nothing.
+        Progress below this count changes nothing.
         """
         if self.outcome is not None:
             return {}
@@ -129,20 +122,20 @@ class Group:
         return self.standings.checks
 
     def add_candidate(self) -> list[Decision]:
-        """Start one candidate before the group is open. Nothing is decided about it until the group opens."""
+        """Start one candidate before the group is open. Nothing is decided until the group opens."""
         if self.is_open:
             raise IllegalMove("the group is open already")
-        if self._owed is not None:
-            self._owed += 1
+        if self._num_paused is not None:
+            self._num_paused += 1
             return []
         if self.outcome is not None:
             return []
         return [self._start(1)]
 
     def open(self, rule: SelectionRule, candidates: int) -> list[Decision]:
-        """Start the missing candidates, so that there are ``candidates`` in all, and begin to decide.
+        """Start the missing candidates, and begin to decide.
 
-        ``candidates``: at least ``rule.size``.
+        ``candidates``: number of candidates in all, at least ``rule.size``.
         """
         if candidates < rule.size:
             raise ValueError(f"candidates must be at least the group size {rule.size}, got {candidates}")
@@ -161,8 +154,8 @@ class Group:
             self._replacements_left = self._max_replacements
         self._follow_candidates()
 
-        if self._owed is not None:
-            self._owed = max(self._owed, candidates)
+        if self._num_paused is not None:
+            self._num_paused = max(self._num_paused, candidates)
             return []
         missing = candidates - len(self.standings.candidates)
         decisions: list[Decision] = []
@@ -171,10 +164,10 @@ class Group:
         return decisions + self.handle()
 
     def handle(self, *events: Event) -> list[Decision]:
-        """Apply events in their order, and return what to do now.
+        """Apply events in their order, and return decisions.
 
         Raises:
-            IllegalMove: an event that cannot happen; nothing is decided.
+            IllegalMove: an event cannot happen. Nothing is decided.
         """
         for event in events:
             # `Started` and `Scored` cannot change what is certain.
@@ -187,15 +180,14 @@ class Group:
             if not 0 <= event.index < len(self.candidates):
                 raise IllegalMove(f"no candidate {event.index} was started: {event}")
             candidate = self.candidates[event.index]
-            # If the group has stopped the candidate, the event came too late to change anything.
+            # If the group has stopped the candidate, the event is too late to change anything.
             was_running = candidate.running
             candidate.apply(event)
             match event:
                 case Scored() if was_running:
                     self._pending_scores.append(event)
                 case Finished() if was_running and self.standings.has_deadline:
-                    # A candidate that finished beyond the bound is cut, so that the result does not depend on how often
-                    # progress is reported.
+                    # Cut beyond the bound, so that the result does not depend on how often progress is reported.
                     if self.bound is not None and candidate.tokens > self.bound:
                         candidate.cut_at(self.bound)
                         self._finished_late.append(candidate.index)
@@ -215,9 +207,11 @@ class Group:
 
         if self.outcome is not None or self.is_paused or not self.candidates:
             return []
-        if not self.is_open:
-            return list(self._give_up()) if self._failed_for_good else []
         decisions: list[Decision] = []
+        if not self.is_open:
+            if self._failed_for_good:
+                decisions.extend(self._give_up())
+            return decisions
         if self._pending_scores:
             decisions.extend(self._prune())
         if self._needs_decision:
@@ -225,13 +219,13 @@ class Group:
         return decisions
 
     def cancel(self, reason: DiscardReason = DiscardReason.CANCELLED) -> list[Decision]:
-        """Stop all candidates, because the caller has disconnected or for another ``reason``."""
+        """Stop all candidates, for example because the caller has disconnected."""
         if self.outcome is not None:
             return []
         return list(self._close(Outcome.CANCELLED, reason))
 
     def carry(self) -> list[Decision]:
-        """Stop all candidates: another group continues from what they have generated."""
+        """Stop all candidates, so that another group can resume them."""
         if self.outcome is not None:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
@@ -241,7 +235,7 @@ class Group:
         return decisions
 
     def end_decided(self) -> list[Decision]:
-        """Stop the candidates that are left: the delivered candidates have decided the caller's vote."""
+        """Stop the other candidates, because the delivered candidates have decided the caller's vote."""
         if self.outcome is not None:
             return []
         return list(self._close(Outcome.DECIDED, DiscardReason.DECIDED))
@@ -249,26 +243,25 @@ class Group:
     @property
     def is_paused(self) -> bool:
         """Whether the group waits for `resume` after a `restart`."""
-        return self._owed is not None
+        return self._num_paused is not None
 
     @property
     def can_restart(self) -> bool:
-        """Whether the group may be restarted: it is not finished, and no trajectory was delivered."""
         return self.outcome is None and not self.delivered and not self.is_paused
 
     def restart(self) -> list[Decision]:
         """Stop all candidates and pause, until `resume` starts the same number of new candidates.
 
         Raises:
-            IllegalMove: the group cannot be restarted.
+            IllegalMove: the group has ended, is paused, or has delivered a trajectory.
         """
         if not self.can_restart:
-            raise IllegalMove("the group cannot be restarted")
+            raise IllegalMove("the group cannot be restarted: it has ended, is paused, or has delivered a trajectory")
         alive = [c for c in self.candidates if c.alive]
         stops: list[Decision] = [Stop(c.index, DiscardReason.RESTARTED) for c in alive if c.running]
         for candidate in alive:
             candidate.discard(DiscardReason.RESTARTED)
-        self._owed = self._allocated if self.is_open else len(alive)
+        self._num_paused = self._allocated if self.is_open else len(alive)
         self.restarted_from = len(self.candidates)
         self._follow_candidates()
         self._pending_scores = []
@@ -276,16 +269,16 @@ class Group:
         return stops
 
     def resume(self) -> list[Decision]:
-        """Start as many candidates as `restart` has stopped, and decide again."""
-        owed = self._owed
-        self._owed = None
-        if self.outcome is not None or not owed:
+        """Start new candidates after a `restart`, and decide again."""
+        count = self._num_paused
+        self._num_paused = None
+        if self.outcome is not None or not count:
             return []
         self._needs_decision = True
-        return [self._start(owed), *self.handle()]
+        return [self._start(count), *self.handle()]
 
     def _set_deadline(self, event: DeadlineSet) -> None:
-        # The first deadline may have stopped or cut candidates already, so a second one would come too late.
+        # The first deadline may have stopped or cut candidates already, so a second deadline is too late.
         if self.deadline is not None:
             return
         self.deadline = event.tokens
@@ -308,8 +301,8 @@ class Group:
     def _prune(self) -> Iterator[Decision]:
         """Keep or prune each scored candidate, in the order of the scores.
 
-        A candidate that the group needs is kept with probability 1, and this probability is recorded. It is the true
-        probability given all earlier decisions, so inverse propensity weights stay unbiased.
+        A candidate that the group needs is kept with probability 1. This is its true probability given all earlier
+        decisions, so inverse propensity weights stay unbiased.
         """
         scores = self._pending_scores
         self._pending_scores = []
@@ -317,13 +310,13 @@ class Group:
             candidate = self.candidates[score.index]
             if not candidate.running:
                 continue
-            # Truncated candidates do not count: a valid candidate is worth more than any of them.
+            # Truncated candidates do not count, because a valid candidate is worth more.
             left = len(self.standings.running) + len(self.standings.valid)
             survival = 1.0
             if self._survival_rng is not None and left > self.rule.fewest:
                 survival = score.survival
-            # One random number serves all scores of a candidate. Given that the number is below the product so far, it
-            # is uniform below that product. So it falls below the next product with exactly this survival probability.
+            # One random number serves all scores of a candidate. Given that it is below the product so far, it is
+            # uniform below that product. So it is below the next product with exactly this survival probability.
             candidate.survival *= survival
             if candidate.survival_draw < candidate.survival:
                 yield Keep(score.index, survival)
@@ -345,8 +338,7 @@ class Group:
             yield self._start(missing)
             self._replacements_left -= missing
 
-        # Cut the candidates that have reached the bound. From then on they count as truncated, which may decide the
-        # group, and they may turn out not to be selected. So they are cut before any candidate is stopped.
+        # Cut the candidates that have reached the bound. Cut candidates count as truncated, which may stop others.
         if self.bound is not None and selector.has_deadline:
             # The key of a running candidate is one token more than it has.
             reached = selector.running[bisect_left(selector.running, (self.bound + 1, -1)) :]
@@ -359,7 +351,7 @@ class Group:
         for index in sorted(stops):
             yield self._stop(index, stops[index])
 
-        # At the group's deadline, candidates are also cut that had finished beyond it before the deadline was known.
+        # Candidates that finished beyond the deadline before it was known are cut too.
         for index, tokens in sorted(selector.cuts().items()):
             if index not in self.delivered:
                 yield self._cut(index, tokens)
@@ -373,11 +365,12 @@ class Group:
                     yield Deliver(index)
 
     def _start(self, count: int) -> Start:
-        # All random numbers of a candidate are drawn before it runs, so that results depend on seeds and lengths alone,
-        # and not on timing.
+        # All random numbers are drawn before a candidate runs, so that results do not depend on timing.
         indices = range(len(self.candidates), len(self.candidates) + count)
         for index in indices:
-            survival_draw = 0.0 if self._survival_rng is None else float(self._survival_rng.random())
+            survival_draw = 0.0
+            if self._survival_rng is not None:
+                survival_draw = float(self._survival_rng.random())
             candidate = Candidate(index, tail_draw=float(self._rng.random()), survival_draw=survival_draw)
             self.candidates.append(candidate)
             self.standings.update(candidate)
@@ -412,8 +405,10 @@ class Group:
         yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
-        """End without a complete group. Delivered trajectories stay selected, because the caller has them."""
-        selection = self.standings.select() if self.delivered else {}
+        """End an incomplete group. Delivered trajectories stay selected, because the caller has them."""
+        selection: Mapping[int, SelectedAs] = {}
+        if self.delivered:
+            selection = self.standings.select()
         for candidate in self.candidates:
             if candidate.running:
                 yield Stop(candidate.index, reason)
@@ -424,15 +419,15 @@ class Group:
         self.outcome = outcome
 
 
-# --- what the selected candidates stand for: inverse propensity weights -------
+# --- inverse propensity weights -----------------------------------------------
 
 
 def selection_weights(group: Group) -> dict[int, float]:
     """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
-    Candidates that are `GONE` and candidates before a restart do not count. Failures after a score are corrected for.
-    The result is empty if the group is not complete, if its rule can never select some candidates, or if so many
-    candidates failed after a score that the weights exceed the range of floats.
+    `GONE` candidates and candidates before a restart do not count. The result is empty if the group is not complete, if
+    its rule can never select some candidates, or if weights exceed the range of floats because many candidates failed
+    after a score.
     """
     if group.outcome is not Outcome.COMPLETED:
         return {}
@@ -448,21 +443,23 @@ def selection_weights(group: Group) -> dict[int, float]:
         return weights
     factor = weight_factor(failed, len(counted) + len(failed))
     weights = {index: weight * factor for index, weight in weights.items()}
-    return weights if all(map(isfinite, weights.values())) else {}
+    if not all(map(isfinite, weights.values())):
+        return {}
+    return weights
 
 
 def sampled_from(group: Group) -> int | None:
-    """Return the number of candidates of which a complete group is a plain sample; None under other rules."""
+    """Return the number of candidates that a complete group is a plain sample of, or None under other rules."""
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_survivors:
         return None
     return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.candidates[group.restarted_from :])
 
 
 def tail_share(group: Group) -> float:
-    """Return the share that a complete group has sampled of its candidates that are neither pruned nor short.
+    """Return the share of candidates that a complete group has sampled, without pruned and short candidates.
 
-    The share is 1 if the rule samples none. It is only nearly the probability to be selected: which candidates can be
-    pruned depends on which were stopped, and so on the sample. It suffices for labels, but not for `selection_weights`.
+    It is 1 if the rule samples none. It is only nearly the probability to be selected, because pruning depends on the
+    sample. It suffices for labels, but not for `selection_weights`.
     """
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:
         return 1.0

@@ -1,9 +1,8 @@
 """Selection rules whose tail is sampled by random numbers that are drawn before any candidate runs.
 
-One of the rules has a deadline. The deadline D of a group is the deadline of its cohort, but at least the length of the
-group's own M-th shortest valid candidate, so that a prompt that needs long answers has the time for them. While the
-cohort has no deadline, the group has none. A bound may be set with the deadline: every candidate is cut there, as if
-the bound were its length limit.
+`CutTail` has a deadline. The deadline D of a group is the deadline of its cohort, but at least the length of its own
+M-th shortest valid candidate, so that a prompt has the time for long answers. Every candidate is cut at the bound,
+which is set with the deadline, as if it were the length limit.
 """
 
 from bisect import bisect_left
@@ -13,46 +12,41 @@ from math import inf
 from operator import attrgetter
 
 from darts_server.group.candidate import Candidate
-from darts_server.group.selection import SelectionRule, Selector
+from darts_server.group.selection import Key, SelectionRule, Selector
 from darts_server.types import DiscardReason, SelectedAs
 
 
 class SampledTailSelector(Selector):
-    """Selects the K shortest valid candidates and, of all other candidates, the L with the lowest tail draws.
+    """Selects the K shortest valid candidates, and from all others the L candidates with the lowest tail draws.
 
-    A candidate that is longer than the K-th shortest is stopped as soon as L other candidates have a lower draw
-    whatever happens. With a deadline, the length that counts is that of the candidate at ``completion_place``.
+    A candidate beyond the K-th shortest is stopped as soon as L other candidates outside the K places certainly have a
+    lower draw. With a deadline, ``completion_place`` takes the place of K.
     """
 
     def select(self) -> dict[int, SelectedAs]:
         places = self.rule.num_shortest
-        num_short = min(places, len(self.valid))
-        selection: dict[int, SelectedAs] = {}
-        rest = []
-        for rank, (_, index) in enumerate((*self.valid, *self.invalid)):
-            if rank < num_short:
-                selection[index] = SelectedAs.SHORT
-            else:
-                rest.append(self.candidates[index])
+        selection = {index: SelectedAs.SHORT for _, index in self.valid[:places]}
+        truncated = SelectedAs.LONG_TRUNCATED if len(selection) == places else SelectedAs.FILL
 
         # The lowest draws of the rest get the tail, and the places of the shortest that no valid candidate takes.
-        rest.sort(key=attrgetter("tail_draw"))
-        truncated = SelectedAs.FILL if num_short < places else SelectedAs.LONG_TRUNCATED
-        for candidate in rest[: self.rule.size - num_short]:
+        for candidate in self._by_draw(self.valid[places:] + self.invalid)[: self.rule.size - len(selection)]:
             is_whole = candidate.valid or candidate.cut
             selection[candidate.index] = SelectedAs.LONG if is_whole else truncated
         return selection
 
-    def _beyond(self) -> list[tuple[float, int]]:
-        """Return (tail draw, index) of running candidates that cannot be among the shortest, the lowest draw first."""
+    def _by_draw(self, keys: Sequence[Key]) -> list[Candidate]:
+        """Return the candidates with these keys, the lowest tail draw first."""
+        return sorted((self.candidates[index] for _, index in keys), key=attrgetter("tail_draw"))
+
+    def _beyond(self) -> list[Candidate]:
+        """Return the running candidates beyond the threshold, the lowest tail draw first."""
         place = self.rule.completion_place if self.has_deadline else self.rule.num_shortest
-        beyond = self.running[self.num_below_threshold(place) :]
-        return sorted((self.candidates[index].tail_draw, index) for _, index in beyond)
+        return self._by_draw(self.running[self.num_below_threshold(place) :])
 
     # --- the tail -----------------------------------------------------------
 
     def num_certain(self) -> int:
-        """Return how many valid candidates are among the K shortest whatever the running candidates do."""
+        """Return the number of valid candidates that are certain to be among the K shortest."""
         places = self.rule.num_shortest
 
         def is_uncertain(rank: int) -> bool:
@@ -63,29 +57,24 @@ class SampledTailSelector(Selector):
         return bisect_left(ranks, True, key=is_uncertain)
 
     def _winners(self) -> list[Candidate]:
-        """Return the candidates whose tail draw is in the group for certain. They may still turn out to be short.
-
-        The winners are the L candidates with the lowest draws, and candidates with equal draws, among all that are not
-        certain to be among the K shortest. Places of the shortest that no valid candidate can take belong to the tail.
-        """
+        """Return the candidates that are in the group because of their tail draws, unless they become short."""
+        # They have the lowest draws among all candidates that are not certain to be short. Places of the shortest that
+        # no valid candidate can take belong to the tail.
         can_be_valid = len(self.valid) + len(self.running)
         sampled = self.rule.num_longest + max(0, self.rule.num_shortest - can_be_valid)
-        rest = (*self.valid[self.num_certain() :], *self.running, *self.invalid)
-        by_draw = sorted((self.candidates[index] for _, index in rest), key=attrgetter("tail_draw"))
+        by_draw = self._by_draw(self.valid[self.num_certain() :] + self.running + self.invalid)
         last = max((c.tail_draw for c in by_draw[:sampled]), default=-inf)
         return [c for c in by_draw if c.tail_draw <= last]
 
-    def _fewest_lower(self, beyond: tuple[float, int]) -> int:
-        """Return the smallest possible number of candidates outside the K places that have a lower tail draw.
+    def _fewest_lower(self, beyond: Candidate) -> int:
+        """Return the smallest number of candidates outside the K places that can have a lower tail draw.
 
-        ``beyond``: an element of `_beyond`. An element with a higher draw has at least as many candidates below it.
-
-        The number is smallest if as many candidates with a lower draw as possible get a place among the K shortest. If
-        s running candidates get such places, they finish before the last s finished candidates of the K shortest, which
-        lose their places. At most one of the candidates that lose a place has a lower draw for each running candidate
-        that gets a place. So the best s is the largest s for which there are s running candidates with a lower draw.
+        It does not fall as the draw of ``beyond``, a candidate of `_beyond`, rises.
         """
-        tail_draw = beyond[0]
+        # As many running candidates with a lower draw as possible must get a place. If s of them do, they finish before
+        # the last s finished candidates of the K shortest, which lose their places. For each of the s, at most one
+        # candidate with a lower draw loses its place. So the largest possible s is best.
+        tail_draw = beyond.tail_draw
         places = self.rule.num_shortest
         candidates = self.candidates
         running = [key for key in self.running if candidates[key[1]].tail_draw < tail_draw]
@@ -93,8 +82,8 @@ class SampledTailSelector(Selector):
         while gained < places and bisect_left(running, self.valid[places - gained - 1]) > gained:
             gained += 1
         lower = len(running) - gained
-        for _, index in (*self.valid[places - gained :], *self.invalid):
-            lower += candidates[index].tail_draw < tail_draw
+        lower += sum(candidates[index].tail_draw < tail_draw for _, index in self.valid[places - gained :])
+        lower += sum(candidates[index].tail_draw < tail_draw for _, index in self.invalid)
         return lower
 
     # --- what is certain ----------------------------------------------------
@@ -105,7 +94,7 @@ class SampledTailSelector(Selector):
         if not beyond or self._fewest_lower(beyond[-1]) < longest:
             return {}
         first = bisect_left(beyond, longest, key=self._fewest_lower)
-        return {index: DiscardReason.TAIL_PRUNED for _, index in beyond[first:]}
+        return {candidate.index: DiscardReason.TAIL_PRUNED for candidate in beyond[first:]}
 
     def deliveries(self) -> list[int]:
         short = [index for _, index in self.valid[: self.num_certain()]]
@@ -113,23 +102,22 @@ class SampledTailSelector(Selector):
         return short + tail
 
     def _is_final(self, winner: Candidate) -> bool:
-        """Whether a finished winner is in the group. An invalid one is in the tail, once the K places are taken."""
+        """Whether a finished winner is in the group. An invalid winner is, once the K places are taken."""
         return winner.valid or len(self.valid) >= self.rule.num_shortest
 
     def check_at(self) -> dict[int, int]:
-        """Return the token counts at which running candidates fall behind others.
-
-        For every candidate it matters when it falls behind the K-th shortest. For candidates whose draw may decide the
-        tail it also matters when they fall behind any of the K shortest. These are all candidates with a lower draw
-        than a candidate that is beyond the threshold and not stopped. For early delivery these are all candidates,
-        because each of the K shortest becomes certain on its own.
-        """
+        """Return the token counts at which running candidates fall behind others."""
+        # Every candidate is checked when it falls behind the K-th shortest. A candidate with a lower draw than any
+        # candidate of `_beyond` may decide the tail, so it is checked at each of the K shortest. With early delivery
+        # all are, because each of the K shortest becomes certain separately.
         places = self.rule.num_shortest
         checks = self.threshold_checks(places)
-        limit = inf if self.deliver_early else max(self._beyond(), default=(0.0,))[0]
+        highest_draw = inf
+        if not self.deliver_early:
+            highest_draw = max((c.tail_draw for c in self._beyond()), default=0.0)
         for key in self.running[: self.num_below_threshold(places)]:
             index = key[1]
-            if self.candidates[index].tail_draw < limit:
+            if self.candidates[index].tail_draw < highest_draw:
                 tokens = self.next_check(key, places)
                 if tokens is not None:
                     checks[index] = tokens
@@ -137,27 +125,25 @@ class SampledTailSelector(Selector):
 
 
 class CutTailSelector(SampledTailSelector):
-    """Selects as a sampled tail does, but only the first D tokens of a tail candidate are in the group.
+    """Selects like a sampled tail, but keeps only the first D tokens of a tail candidate.
 
-    D is at least the length of the candidate at ``completion_place``. Candidates that lost the tail run until they are
-    longer than that candidate, because its length must be known. While its length may still fall, and the deadline with
-    it, a candidate that may be cut is not final.
+    The length at ``completion_place`` must be known, so candidates that lost the tail run until they are longer. While
+    this length may still fall, and D with it, a candidate that may be cut is not final.
     """
 
     has_deadline = True
 
     def _own_deadline(self) -> int | None:
-        """Return the group's deadline in tokens once it is final, or None before.
-
-        Without enough valid candidates it is the bound.
-        """
+        """Return the group's deadline in tokens once it is final: the bound if too few candidates are valid."""
         if self.deadline is None or self.num_below_threshold(self.rule.completion_place):
             return None
         last = self.nth_shortest(self.rule.completion_place)
         if last is None:
             return self.bound
         own = max(self.deadline, last)
-        return own if self.bound is None else min(own, self.bound)
+        if self.bound is not None:
+            own = min(own, self.bound)
+        return own
 
     def _is_final(self, winner: Candidate) -> bool:
         if winner.index in self.delivered:
@@ -176,19 +162,15 @@ class CutTailSelector(SampledTailSelector):
         own = self._own_deadline()
         if own is None:
             return {}
-        cuts = {}
-        for winner in self._winners():
-            is_cut = winner.tokens >= own if winner.running else winner.tokens > own
-            if is_cut:
-                cuts[winner.index] = own
-        return cuts
+        # A running candidate will have at least one token more.
+        return {winner.index: own for winner in self._winners() if winner.tokens + winner.running > own}
 
     def check_at(self) -> dict[int, int]:
         own = self._own_deadline()
         if own is not None:
-            # Only winners still run. The key of a running candidate is one token more than it has.
+            # Only winners still run. A running candidate's key has one token more than the candidate.
             return {index: own for tokens, index in self.running if tokens <= own}
-        # If a candidate has a check for both the M and the K shortest, the check for the K shortest comes first.
+        # The check for the K shortest comes before the check for the M shortest.
         checks = {**self.threshold_checks(self.rule.completion_place), **super().check_at()}
         if self.bound is None:
             return checks
@@ -202,12 +184,11 @@ class SampledTail(SelectionRule):
     """Select the K shortest valid candidates and L sampled from all others, whatever their length or validity.
 
     The random numbers are drawn before any candidate runs. So once the K shortest are certain, the winners of the tail
-    are certain too, and the other candidates can be stopped. Random numbers that are drawn later would favour
-    candidates that finish early. Drawing them first also makes the group a function of lengths and seed alone.
+    are certain too, and the other candidates can be stopped. Later draws would favour candidates that finish early.
 
-    A sampled candidate stays in the group however it ends. Replacing a sampled candidate that reaches the length limit
-    would hide from the trainer that long answers earn nothing. If fewer than K candidates are valid, their places are
-    sampled from the rest too. So all of the rest have the same probability to be returned, in every case.
+    A sampled candidate stays in the group however it ends. Replacing a candidate at the length limit would hide from
+    the trainer that long answers earn nothing. If fewer than K candidates are valid, the other places are sampled too,
+    so all of the rest have the same probability to be returned.
     """
 
     __slots__ = ()
@@ -219,7 +200,7 @@ class SampledTail(SelectionRule):
         sampled = []
         for candidate in candidates:
             if candidate.survival < 1:
-                # Pruning depends on which candidates were stopped, and so on tail draws: the probability is not known.
+                # Pruning depends on stopped candidates, and so on tail draws: the probability is not known.
                 return None
             if candidate.selected_as is SelectedAs.SHORT:
                 weights[candidate.index] = 1.0
@@ -236,12 +217,9 @@ class SampledTail(SelectionRule):
 class CutTail(SampledTail):
     """Select the K shortest and L sampled from the rest, cut to their first D tokens. An extension of ours.
 
-    The rule hides nothing from the trainer: a trajectory that is longer than the deadline is returned as a truncated
-    one. Candidates that lost the tail run until they are longer than the M-th shortest and not the K-th, because the
-    deadline is at least the M-th shortest length, which must be known.
+    The rule hides nothing from the trainer: a trajectory beyond the deadline is returned truncated.
 
-    ``last_needed``: rank of the candidate whose length is the smallest possible deadline, or None for the M-th
-    shortest.
+    ``last_needed``: rank of the candidate whose length is the smallest possible deadline, or None for M.
     """
 
     last_needed: int | None = None

@@ -1,13 +1,11 @@
 """Selection rules: which candidates of a prompt make the group, and what is certain while some of them still run.
 
-A rule is a value. While a group runs, a `Selector` that the rule creates keeps the candidates in order, says which of
-them can be stopped or returned early, and selects in the end.
+A rule is a value. While a group runs, the rule's `Selector` keeps the candidates in order, says which of them can be
+stopped or returned early, and selects in the end. It reads only lengths, validity (finished at a stop token and not at
+the length limit), indices, tail draws and the deadline, and no rewards or scores. The order in which candidates finish
+does not matter.
 
-A rule reads only lengths, validity (finished at a stop token and not at the length limit), indices, tail draws and the
-deadline. It never reads a reward or a score, and does not depend on the order in which candidates finish.
-
-All rules share one total order, (length, candidate index): the shortest candidate comes first. Rules with a sampled
-tail are in `sampled_tail`.
+Rules with a sampled tail are in `sampled_tail`.
 """
 
 from bisect import bisect_left, insort
@@ -28,25 +26,22 @@ Key = tuple[int, int]
 class Selector:
     """Follows the candidates of a group, and selects among them.
 
-    The lists ``running``, ``valid`` and ``invalid`` are in order, the shortest candidate first. A candidate that
-    changes is moved in O(log n) comparisons. Everything else that a rule needs is computed when it is needed, in O(n)
-    at most.
+    The lists ``running``, ``valid`` and ``invalid`` are in order, the shortest candidate first.
 
-    All methods but `update` are queries. Their answers hold whatever the running candidates do, as long as they do not
-    fail. A group is complete when no candidate runs that cannot be stopped. This base class stops no candidate, so its
-    group waits for all candidates, and then selects all of them.
+    All methods but `update` are queries. Their answers hold whatever the running candidates do, unless they fail. This
+    base class stops no candidate, and selects all.
 
     ``deliver_early``: whether `deliveries` is called before the group is complete. It needs more checks.
     """
 
     has_deadline: ClassVar[bool] = False
-    """Whether the group has a deadline and a bound. Otherwise both are ignored."""
+    """Whether the rule uses a deadline and a bound. Otherwise both are ignored."""
 
     def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
         self.rule = rule
         self.deliver_early = deliver_early
         self.candidates: dict[int, Candidate] = {}
-        """Candidates that are in the group or may still be, by index."""
+        """Candidates that are not discarded, by index."""
         self.running: list[Key] = []
         self.valid: list[Key] = []
         self.invalid: list[Key] = []
@@ -55,14 +50,14 @@ class Selector:
         self.checks: dict[int, int] | None = None
         """The latest result of `check_at`, or None after a change."""
         self.delivered: Collection[int] = ()
-        """Indices of delivered candidates. They are in the group, with all their tokens."""
+        """Indices of delivered candidates. The group has them with all their tokens."""
         self.deadline: int | None = None
-        """The cohort's deadline in tokens, or None while there is none."""
+        """The cohort's deadline in tokens, or None while it is not known."""
         self.bound: int | None = None
-        """Length in tokens at which every candidate is cut, or None while there is none."""
+        """Length in tokens at which every candidate is cut, or None."""
 
     def update(self, candidate: Candidate) -> None:
-        """Take over the present state of a candidate: new, longer, finished, cut or discarded."""
+        """Move a candidate to its place after a change."""
         index = candidate.index
         self.checks = None
         if index in self._entries:
@@ -71,13 +66,15 @@ class Selector:
             del self.candidates[index]
         if not candidate.alive:
             return
+        key = (candidate.tokens, index)
         if candidate.running:
-            # The earliest place that the candidate can get: a running candidate with t tokens will have t + 1 or more.
+            # The earliest place that the candidate can get: it will have at least one token more.
             keys = self.running
             key = (candidate.tokens + 1, index)
+        elif candidate.valid:
+            keys = self.valid
         else:
-            keys = self.valid if candidate.valid else self.invalid
-            key = (candidate.tokens, index)
+            keys = self.invalid
         insort(keys, key)
         self._entries[index] = (keys, key)
         self.candidates[index] = candidate
@@ -86,25 +83,29 @@ class Selector:
 
     def nth_shortest(self, n: int) -> int | None:
         """Return the length of the ``n``-th shortest valid candidate, counted from 1, or None if there are fewer."""
-        return self.valid[n - 1][0] if len(self.valid) >= n else None
+        if len(self.valid) < n:
+            return None
+        return self.valid[n - 1][0]
 
     def nth_shortest_minimum(self, n: int, generated: Mapping[int, int]) -> int | None:
-        """Return a lower bound of the length that the ``n``-th shortest valid candidate will have.
+        """Return the smallest length that the ``n``-th shortest valid candidate can have.
 
         None if there cannot be ``n`` valid candidates. ``generated``: tokens of running candidates so far, by index.
         """
-        running = (max(tokens, generated.get(index, 0) + 1) for tokens, index in self.running)
-        lengths = sorted([*(tokens for tokens, _ in self.valid), *running])
-        return lengths[n - 1] if len(lengths) >= n else None
+        lengths = [tokens for tokens, _ in self.valid]
+        for tokens, index in self.running:
+            lengths.append(max(tokens, generated.get(index, 0) + 1))
+        if len(lengths) < n:
+            return None
+        return sorted(lengths)[n - 1]
 
     def num_below_threshold(self, places: int) -> int:
         """Return the number of running candidates that can still be among the ``places`` shortest.
 
-        They come first in ``running``. The threshold is the ``places``-th shortest valid candidate so far; while fewer
-        have finished, no candidate is beyond it. The threshold can only fall and a running candidate can only get
-        longer, so a candidate that is beyond the threshold stays beyond it. For that reason candidates can be stopped
-        before all have finished.
+        They come first in ``running``.
         """
+        # The threshold is the ``places``-th shortest valid candidate so far. It can only fall, and running candidates
+        # can only get longer, so a candidate beyond the threshold stays beyond it.
         if len(self.valid) < places:
             return len(self.running)
         if places == 0:
@@ -112,10 +113,7 @@ class Selector:
         return bisect_left(self.running, self.valid[places - 1])
 
     def threshold_checks(self, places: int) -> dict[int, int]:
-        """Return the token count at which each running candidate gets beyond the threshold, if it is not beyond yet.
-
-        Of two equal lengths the lower index comes first, so a higher index gets beyond the threshold one token earlier.
-        """
+        """Return the token count at which each running candidate gets beyond the threshold, if it is not beyond yet."""
         if not 0 < places <= len(self.valid):
             return {}
         tokens, last = self.valid[places - 1]
@@ -131,33 +129,32 @@ class Selector:
         if rank >= min(places, len(self.valid)):
             return None
         tokens, index = self.valid[rank]
-        return tokens if key[1] < index else tokens - 1
+        if key[1] > index:
+            tokens -= 1
+        return tokens
 
     # --- what is certain ------------------------------------------------------
 
     def select(self) -> dict[int, SelectedAs]:
         """Select among the finished candidates. Fewer than ``size`` are selected only if fewer have finished."""
-        return dict.fromkeys((index for _, index in (*self.valid, *self.invalid)), SelectedAs.SURVIVOR)
+        return {index: SelectedAs.SURVIVOR for _, index in self.valid + self.invalid}
 
     def stops(self) -> dict[int, DiscardReason]:
         """Return the running candidates that can no longer be in the group, with the reason."""
         return {}
 
     def cuts(self) -> dict[int, int]:
-        """Return the candidates, running or finished, of which only the first tokens are in the group, and how many."""
+        """Return the candidates, running or finished, that must be cut, and the number of tokens that they keep."""
         return {}
 
     def deliveries(self) -> list[int]:
-        """Return finished candidates that are certain to be in the group.
-
-        The result may leave out candidates that an earlier call has returned.
-        """
+        """Return finished candidates that are certain to be in the group, unless an earlier call has returned them."""
         return []
 
     def check_at(self) -> dict[int, int]:
         """Return the token count of each running candidate at which another query may change its answer.
 
-        Progress below that count changes nothing. Candidates that can be stopped must have been removed before.
+        Candidates that can be stopped must be removed before.
         """
         return {}
 
@@ -169,17 +166,16 @@ class SelectionRule:
     num_shortest: int
     num_longest: int = 0
     selector_type: ClassVar[type[Selector]] = Selector
-    """Class that follows a group and selects."""
     samples_rest: ClassVar[bool] = False
-    """Whether the rule selects the K shortest, and a sample of all other candidates."""
+    """Whether the rule selects the K shortest, and samples the other places from all other candidates."""
     samples_survivors: ClassVar[bool] = False
     """Whether a complete group is a plain sample of all candidates that were not pruned."""
     size: int = field(init=False, repr=False, compare=False)
-    """M: the number of trajectories that are returned."""
+    """Number of returned trajectories (M)."""
     fewest: int = field(init=False, repr=False, compare=False)
     """Number of candidates that must be left after pruning and failures."""
     completion_place: int = field(init=False, repr=False, compare=False)
-    """Rank, from 1, of the valid candidate whose length says how many tokens the group needs."""
+    """Rank of the valid candidate, from 1, at whose length the group could be complete without its tail."""
 
     def __post_init__(self) -> None:
         for name in ("size", "fewest", "completion_place"):
@@ -192,13 +188,13 @@ class SelectionRule:
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         """Return 1 / (probability to be selected) of each selected candidate of a complete group, by index.
 
-        The probability is taken over tail draws and pruning, given the length that each of the ``candidates`` would
-        have reached. ``candidates`` has all candidates that count, stopped ones too. The result is None if some
-        candidates can never be selected, because no weights make up for them. Unless a rule says otherwise, the result
-        is None if some candidates were not certain to be selected.
+        The probability is over tail draws and pruning, given the lengths that all ``candidates``, stopped candidates
+        included, would have reached. None if some candidates can never be selected, because no weights make up for
+        them. By default None unless all candidates were certain to be selected.
         """
-        certain = all(c.selected_as is not None and c.survival == 1 for c in candidates)
-        return {c.index: 1.0 for c in candidates} if certain else None
+        if any(c.selected_as is None or c.survival < 1 for c in candidates):
+            return None
+        return {c.index: 1.0 for c in candidates}
 
 
 # --- no shaping -------------------------------------------------------------
@@ -208,20 +204,20 @@ class InOrderSelector(Selector):
     """Selects the first candidates by index, however they finish."""
 
     def select(self) -> dict[int, SelectedAs]:
-        finished = sorted(index for _, index in (*self.valid, *self.invalid))
-        # A truncated candidate counts like the others: nothing is selected here by how it finished.
+        # Truncated candidates count like the others.
+        finished = sorted(index for _, index in self.valid + self.invalid)
         return dict.fromkeys(finished[: self.rule.size], SelectedAs.SHORT)
 
     def stops(self) -> dict[int, DiscardReason]:
-        # A running candidate may still fail, and then a later candidate takes its place. So later candidates are
-        # stopped only when enough candidates before them have finished.
+        # A running candidate may still fail, so later candidates are stopped only when enough candidates before them
+        # have finished.
         if not self.running or len(self.valid) + len(self.invalid) < self.rule.size:
             return {}
         last = max(self.select())
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running if index > last}
 
     def deliveries(self) -> list[int]:
-        first = self.candidates if len(self.candidates) <= self.rule.size else sorted(self.candidates)[: self.rule.size]
+        first = sorted(self.candidates)[: self.rule.size]
         return [index for index in first if not self.candidates[index].running]
 
 
@@ -268,11 +264,11 @@ class DualEndSelector(Selector):
     def stops(self) -> dict[int, DiscardReason]:
         if self.rule.num_longest:
             return {}
-        beyond = self.running[self.num_below_threshold(self.rule.num_shortest) :]
-        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in beyond}
+        below = self.num_below_threshold(self.rule.num_shortest)
+        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running[below:]}
 
     def deliveries(self) -> list[int]:
-        # The certain candidates are the first and the last ones of the order.
+        # The certain candidates are the first and the last of the order.
         certain = []
         keys = self._undelivered
         while keys and self._is_in_group(keys[0]):
@@ -285,16 +281,17 @@ class DualEndSelector(Selector):
         places = self.rule.num_shortest
         if not self.deliver_early:
             return {} if self.rule.num_longest else self.threshold_checks(places)
-        below = self.running[: self.num_below_threshold(places)]
-        checks = ((key[1], self.next_check(key, places)) for key in below)
-        return {index: tokens for index, tokens in checks if tokens is not None}
+        checks = {}
+        for key in self.running[: self.num_below_threshold(places)]:
+            tokens = self.next_check(key, places)
+            if tokens is not None:
+                checks[key[1]] = tokens
+        return checks
 
     def _is_in_group(self, key: Key) -> bool:
-        """Whether this valid candidate is in the group whatever the running candidates do.
-
-        It is left out only if at least K valid candidates come before it and at least L after it. Every running
-        candidate may end after it, and only running candidates that are shorter so far may end before it.
-        """
+        """Whether this valid candidate is in the group whatever the running candidates do."""
+        # It is left out only if at least K valid candidates end before it and at least L after it. Every running
+        # candidate may end after it, and only running candidates that are shorter so far may end before it.
         rank = bisect_left(self.valid, key)
         missing_before = max(0, self.rule.num_shortest - rank)
         missing_after = max(0, self.rule.num_longest - (len(self.valid) - rank - 1))
@@ -305,12 +302,10 @@ class DualEndSelector(Selector):
 class DualEnd(SelectionRule):
     """Select the K shortest and the L longest valid candidates (DARTS, distribution-aware trajectory sampling).
 
-    If fewer than K + L candidates are valid, all valid candidates are selected, and invalid ones fill up, the shortest
-    first.
+    If fewer than K + L candidates are valid, the shortest invalid candidates fill up.
 
-    With L = 0 it is the rule for saturated prompts (DARTS, variance-guided tail pruning): a running candidate that is
-    longer than the K-th shortest is stopped. With L >= 1 any candidate may become the longest, so all candidates run
-    until they finish.
+    L = 0 is the rule for saturated prompts (DARTS, variance-guided tail pruning): candidates beyond the K-th shortest
+    are stopped. With L >= 1 any candidate may become the longest, so all finish.
     """
 
     __slots__ = ()
@@ -328,7 +323,7 @@ class DualEnd(SelectionRule):
 class AllSurvivors(SelectionRule):
     """Select all candidates that were not pruned, for trainers that take groups of any size (ARRoL).
 
-    At least one candidate is always left, since an empty group teaches nothing. ``size`` is the caller's group size.
+    At least one candidate is always left. ``size`` is the caller's group size.
     """
 
     __slots__ = ()
@@ -345,15 +340,15 @@ class SampledSurvivorsSelector(Selector):
     """Selects the survivors with the lowest tail draws."""
 
     def select(self) -> dict[int, SelectedAs]:
-        draws = sorted((self.candidates[index].tail_draw, index) for index in super().select())
-        return dict.fromkeys((index for _, index in draws[: self.rule.size]), SelectedAs.SURVIVOR)
+        draws = sorted((self.candidates[index].tail_draw, index) for _, index in self.valid + self.invalid)
+        return {index: SelectedAs.SURVIVOR for _, index in draws[: self.rule.size]}
 
 
 class SampledSurvivors(SelectionRule):
     """Select ``size`` of the candidates that were not pruned, each with the same probability, by the lowest tail draws.
 
-    All survivors run until they finish. A survivor that loses the draw must not be stopped before: pruning depends on
-    how many candidates are left, so it would depend on tail draws, and the weights would not be exact.
+    All survivors run until they finish. Stopping survivors that lose the draw would let pruning, which depends on how
+    many candidates are left, depend on tail draws, and the weights would not be exact.
     """
 
     __slots__ = ()

@@ -1,6 +1,6 @@
-"""Large answers: encoded in threads, once for all that read the same one, and sent in slices.
+"""Encode large answers in threads, once for all connections that read the same answer, and send them in slices.
 
-A caller that does not read its answer costs what the web server buffers for it, and few callers may do so at a time.
+So a connection that does not read costs only the web server's buffer. The number of such connections is limited.
 """
 
 import asyncio
@@ -23,26 +23,25 @@ from darts_server.exceptions import RETRY_SECONDS, QuotaReached
 
 JSON = "application/json"
 SLICE_BYTES = 64 * 1024
-"""About what the web server buffers for a reader before it waits for it to read."""
+"""Size of a slice, about as much as the web server buffers for a connection."""
 MAX_READERS = 64
-"""Connections of one key that read what is kept. As many batches are kept by default, and a trainer reads each once."""
+"""Limit of connections of one key. As many batches are kept by default, and a trainer reads each batch once."""
 
-# Each thread that encodes may keep the event loop from the interpreter for five milliseconds at a time.
+# Each encoding thread may keep the interpreter from the event loop for 5 ms at a time.
 _encoders = anyio.CapacityLimiter(4)
 
 T = TypeVar("T")
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode a value, in which sequences of numbers may be arrays. Numbers that JSON does not have are null.
+    """Encode a value as JSON. It may have arrays; NaN and infinity become null.
 
-    Integers of more than 64 bits are refused: what callers chose is put in as `msgspec.Raw`.
+    Integers of more than 64 bits are refused, so values that callers choose must be `msgspec.Raw`.
     """
     return _encoder.encode(value)
 
 
 def _encode_array(value: Any) -> Any:
-    # One after the other, each by itself: the encoder does not let other threads run meanwhile.
     if isinstance(value, array | np.ndarray):
         return value.tolist()
     raise TypeError(f"cannot encode a {type(value).__name__}")
@@ -52,56 +51,64 @@ _encoder = msgspec.json.Encoder(enc_hook=_encode_array)
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call a function that takes long in one of a few threads."""
+    """Call a slow function in one of a few threads."""
     return await anyio.to_thread.run_sync(function, limiter=_encoders)
 
 
 def slices(answer: bytes) -> Iterator[bytes]:
     """Yield an answer in parts that the web server can buffer."""
-    return (answer[start : start + SLICE_BYTES] for start in range(0, len(answer), SLICE_BYTES))
+    for start in range(0, len(answer), SLICE_BYTES):
+        yield answer[start : start + SLICE_BYTES]
 
 
 async def taking_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield parts of an answer, and let other tasks run between them."""
     for part in parts:
         yield part
-        await asyncio.sleep(0)  # sending yields to other tasks only once the socket's buffer is full
+        # Sending yields to other tasks only when the socket's buffer is full.
+        await asyncio.sleep(0)
 
 
-class HeldResponse(StreamingResponse):
-    """Send an answer, then exit the context managers in ``held``, also if the client disconnects."""
+class ClosingResponse(StreamingResponse):
+    """Send an answer, and close ``cleanup`` when it was sent or the client has disconnected."""
 
-    def __init__(self, parts: AsyncIterator[bytes], media_type: str, length: int | None, held: ExitStack) -> None:
-        headers = None if length is None else {"Content-Length": str(length)}
-        super().__init__(parts, media_type=media_type, headers=headers)
-        self._held = held
+    def __init__(self, parts: AsyncIterator[bytes], media_type: str, length: int | None, cleanup: ExitStack) -> None:
+        super().__init__(parts, media_type=media_type)
+        if length is not None:
+            self.headers["Content-Length"] = str(length)
+        self._cleanup = cleanup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
+        with self._cleanup:
             await super().__call__(scope, receive, send)
 
 
-def respond(answer: bytes, media_type: str, held: ExitStack | None = None) -> Response:
-    """Return the response with an answer: in one part if it is small. ``held``: what is left when it was sent."""
-    held = ExitStack() if held is None else held
+def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
+    """Return the response with an answer. ``cleanup`` is closed when the answer was sent."""
+    cleanup = cleanup or ExitStack()
     if len(answer) <= SLICE_BYTES:
-        held.close()
+        cleanup.close()
         return Response(answer, media_type=media_type)
-    return HeldResponse(taking_turns(slices(answer)), media_type, len(answer), held)
+    return ClosingResponse(taking_turns(slices(answer)), media_type, len(answer), cleanup)
 
 
 class Readers:
     """Count the connections of each key that read something.
 
     Args:
-        what: what they read, for the error.
-        limit: the largest number for one key.
+        what: the thing that they read, for the error.
+        limit: limit of connections of one key.
     """
 
     def __init__(self, what: str, limit: int = MAX_READERS) -> None:
         self._what = what
         self._limit = limit
         self._open: Counter[str | None] = Counter()
+
+    @property
+    def total(self) -> int:
+        """Number of connections of all keys."""
+        return self._open.total()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -122,20 +129,20 @@ class Readers:
             yield
         finally:
             self._open[name] -= 1
+            # A name without connections is deleted, because keys may be replaced for ever.
             if not self._open[name]:
                 del self._open[name]
 
 
 @dataclass(slots=True)
 class _Encoding(Generic[T]):
-    """``readers``: how many need it."""
-
     task: asyncio.Task[T]
     readers: int = 0
+    """Number of connections that use the encoding."""
 
 
 class SharedEncodings(Generic[T]):
-    """Encode what several connections read once, and keep it as long as one of them needs it."""
+    """Encode a thing once for all connections that read it at the same time."""
 
     def __init__(self) -> None:
         self._encodings: dict[Hashable, _Encoding[T]] = {}
@@ -145,16 +152,17 @@ class SharedEncodings(Generic[T]):
 
     @contextmanager
     def use(self, key: Hashable, encode: Callable[[], T]) -> Iterator[asyncio.Future[T]]:
-        """Encode in a thread what has that key, unless it was encoded for another connection that still needs it.
+        """Encode in a thread, or use the encoding that another connection has started under the same key.
 
-        The result may be waited for, and is kept, while the block runs.
+        The encoding is kept while the block runs.
         """
         encoding = self._encodings.get(key)
         if encoding is None:
-            encoding = self._encodings[key] = _Encoding(asyncio.create_task(in_thread(encode)))
+            encoding = _Encoding(asyncio.create_task(in_thread(encode)))
+            self._encodings[key] = encoding
         encoding.readers += 1
         try:
-            # Shielded: a connection that is lost must not take it from the others.
+            # Shielded, because other connections need the task when this connection is lost.
             yield asyncio.shield(encoding.task)
         finally:
             encoding.readers -= 1

@@ -1,8 +1,8 @@
-"""Routes and fields by which trainers call servers of their own: thin aliases of ours.
+"""Routes and fields of trainers' own servers, as thin aliases of ours. ``--dialect`` enables them.
 
-They are off unless ``--dialect`` names them. Each goes through the same checks, access rules and coordination as the
-route of ours or of vLLM's that it stands for; :mod:`darts_server.http.security.route_table` says who may call it. Of
-each trainer it is said which version and file was read (August 2026).
+An alias has the same checks, access rules and coordination as its original; the access stands in
+:mod:`darts_server.http.security.route_table`. Each trainer's section names the version and the files that were read
+(August 2026).
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,12 +25,12 @@ from darts_server.weights.port import Rule
 from darts_server.weights.updates import Updates
 
 KEEP = Rule.KEEP
-"""These trainers pause the engine before an update, so that groups cannot be waited for; and where they do not, they
-let requests run through the update."""
+"""Rule of every update: these trainers pause the engine before an update, or let requests run through the update, so no
+update can wait for groups."""
 
 
 class Engine(Protocol):
-    """What vLLM's own control routes call, coordinated with groups and updates."""
+    """The methods behind vLLM's own control routes, coordinated with groups and updates."""
 
     async def pause_generation(self, *, mode: str) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -41,21 +41,19 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What the routes act on.
-
-    ``turns``: the trajectories' sessions. ``dangerous``: whether admins may call any method of the workers.
-    """
-
     updates: Updates
     engine: Engine
     turns: Turns
     dangerous: bool = False
+    """Whether admins may call any method of the workers."""
 
     async def load(self, field: str, path: str, *, lora: str | None = None, aborts: bool = False) -> None:
-        """Replace the weights by those in a file or folder, or serve the LoRA adapter in a folder as ``lora``.
+        """Load weights from a file or folder, or a LoRA adapter from a folder.
 
-        ``field``: of the path in the request, to be named in errors. ``aborts``: what runs, unless the trainer has
-        paused.
+        Args:
+            field: name of the path's field in the request, for errors.
+            lora: name of the LoRA adapter.
+            aborts: whether to abort running requests, unless the trainer has paused.
 
         Raises:
             Forbidden, InvalidRequest, UpdateError, WeightsLost
@@ -73,8 +71,10 @@ class Controls:
                 await self.updates.load(path, KEEP, when_staged=pause)
             else:
                 await self.updates.loras.load(lora, path, KEEP, when_staged=pause)
-        except InvalidRequest as error:  # its sender knows the field by another name
-            if (name := {"path": field, "name": "lora_name"}.get(error.field)) is None:
+        except InvalidRequest as error:
+            # The trainer has other names for the fields.
+            name = {"path": field, "name": "lora_name"}.get(error.field)
+            if name is None:
                 raise
             raise type(error)(name, error.message) from error
         finally:
@@ -83,22 +83,23 @@ class Controls:
 
 
 class LoraIn(Body):
-    """A LoRA adapter, as vLLM's own route takes it."""
+    """A LoRA adapter, in the form of vLLM's own route."""
 
     lora_name: str = Field(pattern=LORA_NAME, description="Model name in requests.")
     lora_path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
 
 
 def vllms_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
-    """Return vLLM's handler of a path that a dialect's route has too; ``None`` if this server has no such route."""
+    """Return vLLM's handler of a path that a dialect has taken over; ``None`` if vLLM has no such route."""
     found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
-    return found[1].dependant.call if len(found) > 1 else None  # ours comes first
+    # Our route stands first.
+    return found[1].dependant.call if len(found) > 1 else None
 
 
-# --- AReaL 1.0.4: areal/engine/vllm_remote.py sends, its own vLLM server answers ---
-# It sends /areal_pause_generation, which aborts, /areal_update_weights with a folder, and /areal_continue_generation.
-# LoRA adapters it loads by vLLM's route, each version under a name of its own. It counts all tokens of an answer to one
-# version, so an update without a pause aborts what runs, as on its own server.
+# --- AReaL 1.0.4: areal/engine/vllm_remote.py ---
+# AReaL sends /areal_pause_generation, which aborts, /areal_update_weights with a folder, /areal_continue_generation.
+# It loads LoRA adapters by vLLM's route, each version under a new name. It counts all tokens of an answer to one
+# version, so an update without a pause aborts running requests, as on AReaL's own server.
 
 AREAL_NCCL = (
     "/areal_init_weights_update_group",
@@ -107,11 +108,11 @@ AREAL_NCCL = (
     "/areal_set_update_weight_meta_lora",
     "/areal_update_weights_lora_xccl",
 )
-"""Routes for weights by NCCL, which are methods of its own worker."""
+"""Routes for weights by NCCL, which call methods of AReaL's own worker."""
 
 
 class ArealWeightsIn(Body):
-    """A folder with the weights. ``abort_all_requests`` changes nothing: they are aborted in any case."""
+    """A folder with the weights. Requests are aborted in any case, so ``abort_all_requests`` changes nothing."""
 
     model_path: str = Field(description="Folder of safetensors files, under --weights-root.")
     load_format: str | None = None
@@ -135,7 +136,7 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
 
     @api.post("/areal_pause_generation")
     async def pause() -> dict[str, Any]:
-        """Abort what runs, each caller with its tokens so far, and let new requests wait."""
+        """Abort running requests, return their tokens so far, and let new requests wait."""
         await controls.engine.pause_generation(mode="abort")
         return done("Generation is paused, and all requests were aborted")
 
@@ -147,14 +148,14 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
 
     @api.post("/areal_update_weights", openapi_extra=json_body(ArealWeightsIn))
     async def update(request: Request) -> dict[str, Any]:
-        """Replace the weights by those in a folder, or change nothing."""
+        """Load the weights in a folder, or change nothing."""
         body = await parse_body(ArealWeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("model_path", body.model_path, aborts=True)
         return done(f"The weights have version {controls.updates.coordinator.version}")
 
     @api.post("/areal_update_weights_lora", openapi_extra=json_body(ArealLoraIn))
     async def update_lora(request: Request) -> dict[str, Any]:
-        """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
+        """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
         return done(f"The LoRA adapter has version {controls.updates.coordinator.version}")
@@ -169,10 +170,11 @@ def add_areal_routes(api: APIRouter, controls: Controls) -> None:
         api.add_api_route(path, refuse, methods=["POST"])
 
 
-# --- prime-rl 0.8.0: prime_rl/utils/client.py sends, its own vLLM server answers ---
-# It sends /pause?mode=keep, /update_weights with a folder and /resume; for LoRA /load_lora_adapter alone.
+# --- prime-rl 0.8.0: prime_rl/utils/client.py ---
+# prime-rl sends /pause?mode=keep, /update_weights with a folder, and /resume; for LoRA only /load_lora_adapter.
 
-UPDATE, WEIGHT_DIR = "/update_weights", "weight_dir"
+UPDATE = "/update_weights"
+WEIGHT_DIR = "weight_dir"
 
 
 class PrimeWeightsIn(Body):
@@ -184,34 +186,41 @@ class PrimeWeightsIn(Body):
 def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post(UPDATE, openapi_extra=json_body(PrimeWeightsIn))
     async def update_from_folder(request: Request) -> Any:
-        """Replace the weights by those in a folder, or change nothing. Running groups go on with the new weights.
+        """Load the weights in a folder, or change nothing. Running groups continue with the new weights.
 
-        Without `weight_dir` this is vLLM's route of the same path, where the server has that.
+        A request without `weight_dir` is passed to vLLM's route of the same path, if the server has that route.
         """
         text = await request.body()
-        if f'"{WEIGHT_DIR}"'.encode() not in text and (handler := vllms_handler(request.app, UPDATE)) is not None:
-            return await handler(raw_request=request)
+        if f'"{WEIGHT_DIR}"'.encode() not in text:
+            handler = vllms_handler(request.app, UPDATE)
+            if handler is not None:
+                return await handler(raw_request=request)
+
         body = await parse_body(PrimeWeightsIn, text)
         if body.weight_dir is None:
-            what = 'is null, as for weights by NCCL, which is not served; set weight_broadcast.type = "filesystem"'
-            raise InvalidRequest(WEIGHT_DIR, what)
+            raise InvalidRequest(
+                WEIGHT_DIR,
+                'is null, as for weights by NCCL, which is not served; set weight_broadcast.type = "filesystem"',
+            )
         await controls.load(WEIGHT_DIR, body.weight_dir)
         return {"status": "ok"}
 
     @api.post("/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora_adapter(request: Request) -> dict[str, str]:
-        """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
+        """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_path", body.lora_path, lora=body.lora_name)
         return {"status": "ok"}
 
 
-# --- SkyRL 0.3.0: inference_servers/remote_inference_client.py sends ---
-# Its own vLLM server answers, behind vLLM's router, which has the route for sessions that have ended. Full weights it
-# sends by /collective_rpc, to methods of its worker that stand for vLLM's own routes for weights.
+# --- SkyRL 0.3.0: inference_servers/remote_inference_client.py ---
+# SkyRL's own server stands behind vLLM's router, which has the route for finished sessions. SkyRL sends full weights by
+# /collective_rpc, to methods of its worker that correspond to vLLM's own routes for weights.
 
 RPC = "/collective_rpc"
-START, WRITE, FINISH = "skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update"
+START = "skyrl_start_weight_update"
+WRITE = "update_weights_nccl"
+FINISH = "skyrl_finish_weight_update"
 
 
 class SkyrlCall(Body):
@@ -226,16 +235,16 @@ class SkyrlCall(Body):
 def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post("/skyrl/v1/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora(request: Request) -> str:
-        """Serve the LoRA adapter in a folder, replacing one of the same name, or change nothing."""
+        """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_path", body.lora_path, lora=body.lora_name)
         return f"LoRA adapter {body.lora_name} is served"
 
     @api.post("/finish_session")
     async def finish_session(session_id: Annotated[str, Query(min_length=1, max_length=NAME_CHARS)]) -> dict[str, bool]:
-        """Forget a session of the caller's: the next request of that name opens a trajectory.
+        """Forget a session of the caller, so that its next request opens a new trajectory.
 
-        The answer says whether the session had an answer.
+        `known` is whether the session had an answer.
         """
         return {"known": controls.turns.forget_session(caller.get().name or "", session_id)}
 
@@ -243,7 +252,7 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
     async def call_workers(request: Request) -> Any:
         """Start, write or finish an update of the weights, as vLLM's own routes do.
 
-        Other methods are vLLM's, where dangerous routes are enabled.
+        Other methods are passed to vLLM's route, if dangerous routes are enabled.
         """
         call = await parse_body(SkyrlCall, await request.body())
         if call.method == START:
@@ -251,7 +260,8 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
                 raise InvalidRequest("kwargs.is_checkpoint_format", "must be true: weights are written by their names")
             await controls.engine.start_weight_update()
         elif call.method == WRITE:
-            if not isinstance(info := call.kwargs.get("update_info"), dict):
+            info = call.kwargs.get("update_info")
+            if not isinstance(info, dict):
                 raise InvalidRequest("kwargs.update_info", "must be an object, as for vLLM's /update_weights")
             await controls.engine.write_weights(info)
         elif call.method == FINISH:
@@ -268,17 +278,17 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
 
 
 # --- NeMo-RL 0.6.0: nemo_rl/models/generation/dynamo/dynamo_generation.py ---
-# It samples from an NVIDIA Dynamo front end by /v1/completions with token ids and n = 1, and reads the tokens of the
-# answer from nvext.completion_token_ids, which it requests by nvext.extra_fields.
+# NeMo-RL samples from an NVIDIA Dynamo front end by /v1/completions with token ids and n = 1. It requests
+# nvext.extra_fields, and reads the tokens of the answer from nvext.completion_token_ids.
 
 TOKEN_IDS = "completion_token_ids"
 
 
 class CompletionTokenIds:
-    """Adds ``nvext`` to the answer of a completions request that has ``nvext``."""
+    """Add ``nvext`` to the answer of a completions request with ``nvext``."""
 
     def before(self, request: Any) -> None:
-        """Check a parsed request of any of vLLM's generation routes, and request its token ids.
+        """Check a parsed request to a generation route of vLLM, and request its token ids.
 
         Raises:
             InvalidRequest
@@ -297,32 +307,32 @@ class CompletionTokenIds:
         request.return_token_ids = True
 
     def after(self, request: Any, answer: Any) -> None:
-        """Add the token ids to the answer. An error of vLLM's stays as it is."""
+        """Add the token ids to the answer. An error response stays as it is."""
         choices = getattr(answer, "choices", None)
         if getattr(request, "nvext", None) is not None and choices:
             answer.nvext = {TOKEN_IDS: choices[0].token_ids}
 
 
-# --- what a server is given --------------------------------------------------
+# --- all dialects ---
 
 ROUTES = {"areal": add_areal_routes, "prime-rl": add_prime_rl_routes, "skyrl": add_skyrl_routes}
 
 
 def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls) -> None:
-    """Add the routes of these dialects, before vLLM's: a dialect may give one of those a second meaning."""
     api = APIRouter(tags=["dialects"], responses=FAILURES)
     for dialect in dialects:
         if dialect in ROUTES:
             ROUTES[dialect](api, controls)
+    # Before vLLM's routes, because a dialect may take over the path of a route.
     application.router.routes[:0] = api.routes
 
 
 def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]:
-    """Return routes, by method and path, that the route table closes to admins too, and that a dialect opens to them.
-
-    The handler checks more: SkyRL's refuses all methods but three.
-    """
-    return {("POST", RPC): RouteAccess.ADMIN} if "skyrl" in dialects else {}
+    """Return the dangerous routes that a dialect opens to admins, by method and path."""
+    # SkyRL's handler of the route refuses all methods but three.
+    if "skyrl" in dialects:
+        return {("POST", RPC): RouteAccess.ADMIN}
+    return {}
 
 
 def extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:

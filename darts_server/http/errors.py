@@ -33,7 +33,7 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 
-# The names that vLLM uses for these statuses, or OpenAI's clients where vLLM has none.
+# vLLM's names for the statuses. OpenAI's names where vLLM has no name.
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
@@ -55,6 +55,7 @@ def status_of(error: DartsError) -> HTTPStatus:
 def fields_of(error: DartsError) -> dict[str, Any]:
     """Return OpenAI's error object."""
     status = status_of(error)
+    # The engine's refusal may be caused by our own check of a field.
     cause = error.__cause__ if isinstance(error, EngineRefused) else error
     return {
         "message": str(error),
@@ -68,11 +69,13 @@ def headers_of(error: DartsError) -> dict[str, str]:
     """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
-    return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.retry_after is None:
+        return {}
+    return {"Retry-After": str(error.retry_after)}
 
 
 def install(app: FastAPI) -> None:
-    """Install handlers for our exceptions, and for HTTPException, which vLLM answers in another form."""
+    """Answer our exceptions and HTTPException in OpenAI's form. vLLM has another form for HTTPException."""
 
     @app.exception_handler(DartsError)
     async def respond(_: Request, error: Exception) -> JSONResponse:

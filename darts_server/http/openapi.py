@@ -1,4 +1,4 @@
-"""Parts of our OpenAPI description that FastAPI cannot derive from the routes."""
+"""Parts of our OpenAPI description that FastAPI does not derive from the routes."""
 
 from typing import Any
 
@@ -32,6 +32,7 @@ BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "bi
 
 def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, Any]:
     """Describe a JSON body that a route parses without FastAPI."""
+    # FastAPI adds no definitions of models that it does not parse itself, so they are put into the schema.
     schema = model.model_json_schema()
     content: dict[str, Any] = {"schema": _inlined(schema, schema.pop("$defs", {}))}
     if examples:
@@ -45,7 +46,7 @@ def binary_body(description: str) -> dict[str, Any]:
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Replace references by their definitions: they would be resolved against the whole document."""
+    """Replace references by their definitions. OpenAPI would resolve a reference against the whole document."""
     if isinstance(schema, list):
         return [_inlined(part, definitions) for part in schema]
     if not isinstance(schema, dict):

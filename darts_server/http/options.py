@@ -1,4 +1,4 @@
-"""Options of shaping in a request: from our headers, from the model alias and from ``vllm_xargs``."""
+"""Read a request's options from our headers, the model alias and ``vllm_xargs``."""
 
 import re
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ HEADERS = {
     "x-darts-session": "session",
     "x-darts-on-stop": "on_stop",
 }
-"""Our request headers, and the option of each; that of a group has its size, too."""
+"""Option of each of our request headers. `GROUP` may have the group's size too."""
 GROUP_PARTS = {"id": "group_id", "size": "group_size"}
 XARG_PREFIX = "darts_"
 OTHER_PLACES = {
@@ -38,35 +38,40 @@ OTHER_PLACES = {
     "session": "header X-Darts-Session",
     "on_stop": "header X-Darts-On-Stop",
 }
-"""Alternatives to ``vllm_xargs`` for each option."""
+"""Place of each option outside ``vllm_xargs``, for errors."""
 
 
 def read_options(headers: Mapping[str, str]) -> RequestOptions:
     """Parse our request headers. Names are case-insensitive.
 
     Raises:
-        InvalidRequest: one of our headers is unknown, empty, malformed or repeated with different values. A misspelt
-            header must not silently shape an evaluation.
+        InvalidRequest: one of our headers is unknown, empty, malformed or repeated with different values.
     """
     ours: dict[str, str] = {}
-    for name, value in headers.items():
-        if not (name := name.lower()).startswith(PREFIX):
+    for sent_name, value in headers.items():
+        name = sent_name.lower()
+        if not name.startswith(PREFIX):
             continue
+        # Refused, because a misspelt header must not silently shape an evaluation.
         if name not in HEADERS:
             raise InvalidRequest(name, f"unknown header; supported headers are {', '.join(HEADERS)}")
-        with suppress(UnicodeError):  # HTTP servers decode a value as Latin-1, but most clients send UTF-8
+        # HTTP servers decode a value as Latin-1, but most clients send UTF-8.
+        with suppress(UnicodeError):
             value = value.encode("latin-1").decode()
         value = value.strip()
         if ours.setdefault(name, value) != value:
             raise InvalidRequest(name, f"repeated with the values {ours[name]!r} and {value!r}; send it once")
+
     options: dict[str, Any] = {}
     for name, value in ours.items():
-        option = HEADERS[name]
-        options |= _group(value) if name == GROUP else {option: checked_option(option, value, name)}
+        if name == GROUP:
+            options |= _group_options(value)
+        else:
+            options[HEADERS[name]] = checked_option(HEADERS[name], value, name)
     return RequestOptions(**options)
 
 
-def _group(value: str) -> dict[str, str | int]:
+def _group_options(value: str) -> dict[str, str | int]:
     options: dict[str, str | int] = {}
     for part in value.split(";"):
         name, equals, text = part.partition("=")
@@ -78,36 +83,39 @@ def _group(value: str) -> dict[str, str | int]:
 
 
 def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> RequestOptions:
-    """Merge options from header and model alias with those in ``vllm_xargs``.
+    """Merge the options of headers and the model alias with ``vllm_xargs``.
 
     Raises:
-        InvalidRequest: an unknown ``darts_`` argument, an impossible value, or two places that contradict each other.
+        InvalidRequest: an unknown ``darts_`` argument, an invalid value, or two places that contradict each other.
     """
     merged: dict[str, Any] = {}
     for name, value in extra_args.items():
         if not name.startswith(XARG_PREFIX):
             continue
-        where, option = f"vllm_xargs.{name}", name.removeprefix(XARG_PREFIX)
+        where = f"vllm_xargs.{name}"
+        option = name.removeprefix(XARG_PREFIX)
         if option not in OTHER_PLACES:
+            supported = ", ".join(XARG_PREFIX + option for option in OTHER_PLACES)
+            raise InvalidRequest(where, f"unknown option; supported options are {supported}")
+
+        checked = checked_option(option, value, where)
+        other = getattr(options, option)
+        if other not in (None, checked):
             raise InvalidRequest(
-                where, f"unknown option; supported options are {', '.join(XARG_PREFIX + o for o in OTHER_PLACES)}"
+                where, f"{checked!r} contradicts {other!r} of the {OTHER_PLACES[option]}; send it in one place"
             )
-        merged[option] = checked_option(option, value, where)
-        if (other := getattr(options, option)) not in (None, merged[option]):
-            raise InvalidRequest(
-                where, f"{merged[option]!r} contradicts {other!r} of the {OTHER_PLACES[option]}; send it in one place"
-            )
+        merged[option] = checked
     return replace(options, **merged)
 
 
 def checked_option(option: str, value: object, where: str) -> str | int:
-    """Validate the value of one of the `RequestOptions`. A size may be text or a float.
+    """Validate the value of an option. A size may be a string or a float.
 
     Raises:
         InvalidRequest: names ``where`` (header or argument) and the allowed values.
     """
     if option == "group_size":
-        size = _whole(value)
+        size = _whole_number(value)
         if size is not None and 1 <= size <= MAX_GROUP_SIZE:
             return size
         wanted = f"the group's size, a whole number from 1 to {MAX_GROUP_SIZE}"
@@ -122,9 +130,12 @@ def checked_option(option: str, value: object, where: str) -> str | int:
     raise InvalidRequest(where, f"must be {wanted}, got {shortened(value)}; correct or omit it")
 
 
-def _whole(value: object) -> int | None:
+def _whole_number(value: object) -> int | None:
     if isinstance(value, str) and re.fullmatch("[0-9]{1,5}", value):
         return int(value)
+    # Some clients have only floats, and send 8.0.
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return None

@@ -1,4 +1,4 @@
-"""All routes of our own API, under ``/darts/v1``, and how vLLM's public routes stay cheap."""
+"""Add the routes of our API under ``/darts/v1``, and make vLLM's public routes cheap."""
 
 import asyncio
 import copy
@@ -25,9 +25,9 @@ from darts_server.weights.updates import Updates
 
 METRICS = "/metrics"
 MAX_PENDING = 8
-"""Limit of different answers that are waited for. Callers choose the query and the headers, which make them differ."""
+"""Limit of different pending answers. Callers choose the query and the headers that make answers differ."""
 PAUSE = 4.0
-"""Pause between two answers, as a multiple of the seconds that the earlier answer took."""
+"""Pause after an answer, as a multiple of the seconds that it took."""
 
 
 def router(
@@ -42,7 +42,7 @@ def router(
     monitored: monitor.MonitorSources,
     needs_key: bool,
 ) -> APIRouter:
-    """Create the routes. ``needs_key``: whether their description names a key, which `SecurityMiddleware` checks."""
+    """Create the routes. ``needs_key``: whether their description names a key. `SecurityMiddleware` checks keys."""
     dependencies = [Depends(BEARER)] if needs_key else []
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
@@ -58,13 +58,13 @@ def router(
 
 
 class SharedAnswers:
-    """ASGI app that makes one answer for all requests that wait for the same one.
+    """ASGI app that makes one answer for all requests that wait for the same answer.
 
-    An answer is made after its requests have arrived, so it shows all that had happened when they were sent. While
-    there are many requests, answers are made for a fifth of the time at most. They are made in the event loop, whose
-    changes our gauges read.
+    An answer is made after its requests have arrived, so it is never older than a request. Under many requests, making
+    answers takes at most a fifth of the event loop's time.
 
-    ``varies``: whether the app's answer depends on the query and on the header ``Accept``, or on gzip alone.
+    Args:
+        varies: whether the answer depends on the path, the query and the header ``Accept``, and not on gzip alone.
     """
 
     def __init__(self, app: ASGIApp, *, varies: bool) -> None:
@@ -79,14 +79,17 @@ class SharedAnswers:
         key: tuple[object, ...] = (scope["method"], "gzip" in headers.get("accept-encoding", ""))
         if self._varies:
             key += (scope["path"], scope["query_string"], *headers.getlist("accept"))
+
         pending = self._pending.get(key)
-        if pending is None and len(self._pending) >= MAX_PENDING:
-            raise Overloaded(f"{MAX_PENDING} other requests wait for answers of this page; retry", RETRY_SECONDS)
         if pending is None:
+            if len(self._pending) >= MAX_PENDING:
+                raise Overloaded(f"{MAX_PENDING} other requests wait for answers of this page; retry", RETRY_SECONDS)
             pending = asyncio.create_task(self._make(key, scope))
             self._pending[key] = pending
+
         for message in await asyncio.shield(pending):
-            await send(copy.deepcopy(message))  # middleware adds headers to it
+            # A copy, because middleware adds headers to the message.
+            await send(copy.deepcopy(message))
 
     async def _make(self, key: object, scope: Scope) -> list[Message]:
         messages: list[Message] = []
@@ -110,19 +113,19 @@ class SharedAnswers:
 
 
 def share_answers(application: FastAPI) -> None:
-    """Let public routes of vLLM's, whose answers take milliseconds to make, make few of them."""
+    """Share the answers of vLLM's public routes, because each answer takes milliseconds to make."""
     for route in list(application.routes):
         if isinstance(route, APIRoute) and route.path == METRICS:
             application.routes.insert(0, _metrics_in_the_loop(route))
         elif isinstance(route, Mount) and route.path == METRICS:
-            route.app = SharedAnswers(route.app, varies=True)  # of all other paths that begin so
+            # The mount gets all other paths that begin with /metrics.
+            route.app = SharedAnswers(route.app, varies=True)
         elif isinstance(route, Route) and route.path == application.openapi_url:
             application.routes.insert(0, _made_once(application, route))
 
 
 def _metrics_in_the_loop(route: APIRoute) -> Route:
-    """vLLM's own route runs in a thread."""
-
+    # vLLM's own route runs in a thread, but our gauges read values that the event loop changes.
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
         answer: Response = route.endpoint(Request(scope))
         await answer(scope, receive, send)
@@ -131,15 +134,18 @@ def _metrics_in_the_loop(route: APIRoute) -> Route:
 
 
 def _made_once(application: FastAPI, route: Route) -> Route:
-    """The description of the API does not change while the server runs. Making it takes a second of a thread."""
-    made: list[bytes] = []
+    # The description of the API takes a second to make, and does not change while the server runs.
+    made: bytes | None = None
     one_at_a_time = asyncio.Lock()
 
     async def description(request: Request) -> Response:
+        nonlocal made
         async with one_at_a_time:
-            if not made:
-                await anyio.to_thread.run_sync(application.openapi)  # which the app keeps
-                made.append(bytes((await route.endpoint(request)).body))
-        return Response(made[0], media_type="application/json")
+            if made is None:
+                # The app caches the result, which the route's endpoint returns.
+                await anyio.to_thread.run_sync(application.openapi)
+                answer = await route.endpoint(request)
+                made = bytes(answer.body)
+        return Response(made, media_type="application/json")
 
     return Route(route.path, description, include_in_schema=False)

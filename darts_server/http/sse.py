@@ -14,23 +14,23 @@ from darts_server.http.answers import SLICE_BYTES, slices
 
 MEDIA_TYPE = "text/event-stream"
 PING_SECONDS = 15.0
-"""Proxies close connections that are silent for a minute, some for half of that."""
+"""Interval of comments. Some proxies close a connection that is silent for 30 seconds."""
 
-# sse-starlette would cut every stream at SIGTERM, but ours end with their content: batches finish during a drain. This
-# switch holds for the whole process, in which nothing else streams through sse-starlette.
+# sse-starlette would cut every stream at SIGTERM, but our batches finish while the server drains. The switch holds for
+# the whole process, which uses sse-starlette for no other streams.
 AppStatus.enable_automatic_graceful_drain = False
 
 
 class EventStream(EventSourceResponse):
     """Respond with encoded events.
 
-    The next chunk of ``content`` is made when the previous one was sent, so events do not queue for a slow reader.
-    Large chunks are sent in slices, so that the web server has no copy of a chunk that its reader does not read.
+    The next chunk of ``content`` is made when the previous chunk was sent, so events do not queue for a slow reader.
+    Large chunks are sent in slices, so that the web server does not buffer a whole chunk for a slow reader.
 
     Args:
         reader: entered while the response is sent.
-        ping_seconds: interval of comments that keep the connection open; 0 for none.
-        send_timeout: seconds after which a reader that accepts nothing is dropped.
+        ping_seconds: interval of comments; 0 for no comments.
+        send_timeout: timeout in seconds for a reader that accepts nothing.
     """
 
     def __init__(
@@ -42,19 +42,24 @@ class EventStream(EventSourceResponse):
     ) -> None:
         ping = ServerSentEvent(comment="ping", sep="\n")
         super().__init__(
-            content, ping=ping_seconds, ping_message_factory=lambda: ping, sep="\n", send_timeout=send_timeout
+            content,
+            ping=ping_seconds,
+            ping_message_factory=lambda: ping,
+            sep="\n",
+            send_timeout=send_timeout,
         )
         self._reader = reader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.Lock()  # or a comment would be sent in the middle of an event
+        # Without the lock, a comment could be sent in the middle of an event.
+        sending = asyncio.Lock()
 
         async def send_slices(message: Message) -> None:
             async with sending:
-                # All chunks but the empty one at the end have more after them.
                 if len(message.get("body", b"")) <= SLICE_BYTES:
                     await send(message)
                     return
+                # The last message of a stream is empty, so every slice has `more_body`.
                 for part in slices(message["body"]):
                     await send({**message, "body": part})
                     await asyncio.sleep(0)
@@ -65,12 +70,12 @@ class EventStream(EventSourceResponse):
 
 def encode(name: str, data: Any, event_id: int | None = None) -> bytes:
     """Encode an event with JSON data."""
-    # Escaped to ASCII: httpx splits lines at U+2028 and others too, which server-sent events do not.
+    # ASCII only, because httpx also splits lines at U+2028 and similar characters.
     return encode_text(name, json.dumps(data, separators=(",", ":")), event_id)
 
 
 def encode_text(name: str, text: str, event_id: int | None = None) -> bytes:
-    """Encode an event with a text in ASCII, of one line."""
-    # By hand: sse-starlette searches the text for lines, which takes twice as long as to make it.
+    """Encode an event with one line of ASCII text."""
+    # sse-starlette's own encoder searches the text for line breaks, which doubles the time.
     number = "" if event_id is None else f"id: {event_id}\n"
     return f"{number}event: {name}\ndata: {text}\n\n".encode()

@@ -1,13 +1,14 @@
-"""Base class of our metrics, and those of the server itself: its event loop, refused requests, weight updates.
+"""Base class of our metrics, and the metrics of the event loop, refused requests and weight updates.
 
-They use Prometheus' default registry, so vLLM's ``/metrics`` serves them. Every metric has the label ``model_name``
-besides its own.
+The metrics are in Prometheus' default registry, so vLLM's ``/metrics`` serves them. Every metric has the label
+``model_name`` besides its own label.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from functools import partial
 from itertools import product
+from typing import TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,40 +17,41 @@ from prometheus_client.registry import Collector
 from darts_server.records import UpdateRecord
 from darts_server.types import UpdateOutcome
 
+ValueT = TypeVar("ValueT")
+
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25)
 PHASE_BUCKETS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
-BOOLEANS = ("true", "false")
+BOOLEANS = (True, False)
 REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 
 Reads = Mapping[str, Callable[..., float | None]]
-"""By metric, what is called at each scrape with the values of its labels; it returns ``None`` while that is unknown."""
+"""Functions by metric that are called at each scrape with the values of the labels. ``None`` means unknown."""
 Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
-"""By name, the text and the labels of gauges, with all values of these."""
+"""Help text and labels of gauges by name. Each label has all its values."""
 
 ENGINE_GAUGES: Gauges = {
     "darts_engines_up": ("Engines that take requests.", {}),
 }
 ENGINE_TOTALS = {
-    "darts_engines_lost_total": "Engines that were lost; their candidates were started again elsewhere.",
-    "darts_decode_steps_total": "Decode steps; vllm:iteration_tokens_total has several as one.",
+    "darts_engines_lost_total": "Lost engines. Their candidates were restarted on other engines.",
+    "darts_decode_steps_total": "Decode steps. vllm:iteration_tokens_total counts several steps as one.",
 }
 
 
 def hide_creation_times() -> None:
-    """Export no times at which series were created, also of vLLM's metrics: they are a third of all lines."""
+    """Export no creation times of series, vLLM's included: they are a third of all lines."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class ReadMetric(Collector):
-    """A gauge or a counter that reads its values at each scrape, and has no sample for one that is unknown.
+    """A gauge or a counter that reads its values at each scrape, and has no sample for an unknown value.
 
-    The client's own Gauge would export NaN for it, and its Counter cannot read.
-
-    ``reads``: by the values of the labels, the model's name first.
+    The client's own Gauge would export NaN, and its Counter cannot read.
     """
 
     def __init__(self, empty: GaugeMetricFamily | CounterMetricFamily, registry: CollectorRegistry) -> None:
         self.reads: dict[tuple[str, ...], Callable[[], float | None]] = {}
+        """Functions by the values of the labels, the model's name first."""
         self._empty = empty
         registry.register(self)
 
@@ -57,6 +59,7 @@ class ReadMetric(Collector):
         return [self._empty]
 
     def collect(self) -> Iterable[Metric]:
+        # A copy, because `describe` returns the family without samples.
         family = copy(self._empty)
         family.samples = []
         for labels, read in self.reads.items():
@@ -73,14 +76,16 @@ class Collectors:
         self._model = model_name
         self._registry = registry
 
-    def _counter(self, name: str, text: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
-        """Create a counter that is exported from the start, at 0: `rate` would miss a first step from nothing."""
-        labels = () if label is None else (label,)
-        counter = Counter(name, text, ("model_name", *labels), registry=self._registry)
-        for value in [()] if label is None else [(value,) for value in values]:
-            counter.labels(self._model, *value)
-        return counter
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model_name",), registry=self._registry).labels(self._model)
 
+    def _counters(self, name: str, text: str, label: str, values: Iterable[ValueT]) -> dict[ValueT, Counter]:
+        """Create a counter for each value of a label."""
+        # All counters are exported from the start, at 0: otherwise `rate` would miss the first increment.
+        counter = Counter(name, text, ("model_name", label), registry=self._registry)
+        return {value: counter.labels(self._model, _label_value(value)) for value in values}
+
+    # Gauges and histograms appear with their first value, not from the start.
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
@@ -101,11 +106,14 @@ class Collectors:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
 
 
-class ServingMetrics(Collectors):
-    """Measure the event loop, and read what engines do.
+def _label_value(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
 
-    ``reads``: by name, the values of `ENGINE_GAUGES` and `ENGINE_TOTALS`.
-    """
+
+class ServingMetrics(Collectors):
+    """Measure the event loop, and read `ENGINE_GAUGES` and `ENGINE_TOTALS`."""
 
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
@@ -113,7 +121,7 @@ class ServingMetrics(Collectors):
         self._read_totals(ENGINE_TOTALS, reads)
         lag = self._histogram(
             "darts_event_loop_lag_seconds",
-            "Delay of a timer of the event loop, ten times a second. The log says what held it for 0.25 s or more.",
+            "Delay of a timer of the event loop, ten times a second. From 0.25 s on, the log has the stack.",
             LAG_BUCKETS,
         )
         self.loop_lagged: Callable[[float], None] = lag.labels(model_name).observe
@@ -124,7 +132,7 @@ class AccessMetrics(Collectors):
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._refused = self._counter(
+        self._refused = self._counters(
             "darts_requests_refused",
             "Refused requests by reason: key (missing or wrong), permission, body (too large or incomplete), queue "
             "(too many candidates wait), quota (of a key), shutdown (the server is stopping, or its engine failed).",
@@ -133,7 +141,7 @@ class AccessMetrics(Collectors):
         )
 
     def refused(self, reason: str) -> None:
-        self._refused.labels(self._model, reason).inc()
+        self._refused[reason].inc()
 
 
 class WeightMetrics(Collectors):
@@ -141,7 +149,7 @@ class WeightMetrics(Collectors):
 
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._updates = self._counter("darts_weight_updates", "Weight updates by outcome.", "outcome", UpdateOutcome)
+        self._updates = self._counters("darts_weight_updates", "Weight updates by outcome.", "outcome", UpdateOutcome)
         self._seconds = self._histogram(
             "darts_weight_update_seconds", "Duration of each phase of a weight update.", PHASE_BUCKETS, "phase"
         )
@@ -149,7 +157,7 @@ class WeightMetrics(Collectors):
         self._version.labels(model_name).set(0)
 
     def update_ended(self, record: UpdateRecord) -> None:
-        self._updates.labels(self._model, record.outcome).inc()
+        self._updates[record.outcome].inc()
         self._version.labels(self._model).set(record.version)
         for phase, seconds in record.seconds.items():
             self._seconds.labels(self._model, phase).observe(seconds)

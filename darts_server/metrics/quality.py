@@ -1,4 +1,4 @@
-"""Prometheus collectors for pruning by quality: scores, decisions, labels, and the training of the quality head."""
+"""Metrics of pruning by quality: scores, decisions, labels, and the training of the quality head."""
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -17,55 +17,71 @@ GAUGES: Gauges = {
     **{f"darts_quality_{name}": (f"{text}, {_LABELS}", {"prediction": PREDICTIONS}) for name, text in METRICS.items()},
     "darts_quality_loss": ("Mean loss of the quality head's last good training, in nats.", {}),
     "darts_quality_status": (
-        "1 for the current status of pruning; it prunes while that is 'ready'.",
+        "1 for the current status of pruning. Candidates are pruned while it is 'ready'.",
         {"status": PruningStatus},
     ),
 }
 
 
 class QualityMetrics(Collectors, PruningObserver):
-    """Implements the observer of pruning."""
-
     def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._last_totals = (0, 0.0, 0)
-        what = "Scores of running trajectories, by whether their inputs were finite numbers."
-        self._scores = self._counter("darts_quality_scores", what, "usable", BOOLEANS)
-        what = "Decisions on scored trajectories that could be pruned, by outcome."
-        self._decisions = self._counter("darts_pruning_decisions", what, "outcome", ("kept", "pruned"))
-        what = "Hidden states expected of trajectories past a detection point, by whether the engine sent them."
-        self._states = self._counter("darts_probe_states", what, "received", BOOLEANS)
+        self._scores = self._counters(
+            "darts_quality_scores",
+            "Scores of running trajectories, by whether their inputs were finite numbers.",
+            "usable",
+            BOOLEANS,
+        )
+        self._decisions = self._counters(
+            "darts_pruning_decisions",
+            "Decisions on scored trajectories that could be pruned, by outcome.",
+            "outcome",
+            ("kept", "pruned"),
+        )
+        self._states = self._counters(
+            "darts_probe_states",
+            "Hidden states expected at detection points, by whether the engine sent them.",
+            "received",
+            BOOLEANS,
+        )
         self._labels = self._counter("darts_quality_labels", "Scored trajectories whose rewards were learned from.")
-        what = "Scored trajectories dropped from memory before their reward came, because memory for them was full."
-        self._dropped = self._counter("darts_quality_labels_dropped", what)
+        self._dropped = self._counter(
+            "darts_quality_labels_dropped",
+            "Scored trajectories that were dropped before their reward was reported, because too many were kept.",
+        )
         self._steps = self._counter("darts_quality_training_steps", "Training steps of the quality head.")
         self._seconds = self._counter("darts_quality_training_seconds", "Seconds spent training the quality head.")
-        what = "Trainings of the quality head that were undone."
-        self._divergences = self._counter("darts_quality_divergences", what)
+        self._divergences = self._counter(
+            "darts_quality_divergences",
+            "Trainings of the quality head that diverged and were undone.",
+        )
         if reads is not None:
             self._read_gauges(GAUGES, reads)
 
     def trajectory_scored(self, *, usable: bool) -> None:
-        self._scores.labels(self._model, str(usable).lower()).inc()
+        self._scores[usable].inc()
 
     def pruning_decided(self, *, kept: bool) -> None:
-        self._decisions.labels(self._model, "kept" if kept else "pruned").inc()
+        self._decisions["kept" if kept else "pruned"].inc()
 
     def hidden_state_expected(self, *, received: bool) -> None:
-        self._states.labels(self._model, str(received).lower()).inc()
+        self._states[received].inc()
 
     def label_learned(self) -> None:
-        self._labels.labels(self._model).inc()
+        self._labels.inc()
 
     def pending_labels_dropped(self, count: int) -> None:
-        self._dropped.labels(self._model).inc(count)
+        self._dropped.inc(count)
 
     def trained(self, steps: int, seconds: float, divergences: int) -> None:
-        """Add the growth of the trainer process's totals to the counters. Any thread may call this."""
-        totals = steps, seconds, divergences
-        # A total that fell is of a new head, whose totals began at 0.
-        restarted = any(now < last for now, last in zip(totals, self._last_totals, strict=True))
-        before = (0, 0.0, 0) if restarted else self._last_totals
+        """Add the growth of the trainer process's totals to the counters. Any thread may call this method."""
+        totals = (steps, seconds, divergences)
+        before = self._last_totals
         self._last_totals = totals
-        for counter, now, last in zip((self._steps, self._seconds, self._divergences), totals, before, strict=True):
-            counter.labels(self._model).inc(now - last)
+        # A smaller total is a new trainer's, whose totals began at 0.
+        if any(now < last for now, last in zip(totals, before, strict=True)):
+            before = (0, 0.0, 0)
+        self._steps.inc(steps - before[0])
+        self._seconds.inc(seconds - before[1])
+        self._divergences.inc(divergences - before[2])

@@ -1,4 +1,4 @@
-"""Prometheus collectors of groups: candidates, tokens, lengths, deadlines, budgets, rewards and votes."""
+"""Metrics of groups: candidates, tokens, lengths, deadlines, budgets, rewards and votes."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ LENGTH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192,
 CANDIDATE_BUCKETS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 128, 256)
 SECONDS_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 STEP_SIZES = (1, 4, 16, 64, 256, 1024)
-"""Numbers of sequences at which the latency curve is exported."""
+"""Numbers of running sequences at which the latency curve is exported."""
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
@@ -25,30 +25,30 @@ GAUGES: Gauges = {
         "Share of the configured redundancy in force: 1, or less while too many candidates wait.",
         {},
     ),
-    "darts_carried_prompts": ("Prompts that are kept for a later batch, because enough others were complete.", {}),
-    "darts_carried_tokens": ("Tokens that were generated for these prompts, and are kept with them.", {}),
+    "darts_carried_prompts": ("Prompts that are kept for a later batch.", {}),
+    "darts_carried_tokens": ("Tokens that are kept with the prompts for a later batch.", {}),
     "darts_step_seconds": (
         "Measured duration of a decode step by the number of running sequences.",
         {"sequences": STEP_SIZES},
     ),
     "darts_start_seconds": (
-        "Measured seconds by which a candidate that starts lengthens the engine's step, besides its decoding.",
+        "Measured seconds by which the start of a candidate lengthens the engine's step, besides decoding.",
         {},
     ),
     "darts_length_tokens": (
-        "Lengths in the last groups: of all candidates (estimated for stopped ones) and of returned ones.",
+        "Lengths in the last groups: of all candidates (estimated for stopped candidates), and of returned candidates.",
         {"kind": KINDS, "statistic": ("mean", *QUANTILES)},
     ),
-    "darts_pass_rate": ("Share of correct trajectories among rewarded ones.", {}),
+    "darts_pass_rate": ("Share of correct trajectories among rewarded trajectories.", {}),
     "darts_answer_length_tokens": (
-        "Mean length of rewarded trajectories, correct (right) and incorrect (wrong) ones. If correct ones are longer, "
+        "Mean length of correct (right) and incorrect (wrong) rewarded trajectories. If correct answers are longer, "
         "long answers are worth their tokens.",
         {"answer": ANSWERS},
     ),
 }
 TOTALS = {
     "darts_observer_failures_total": (
-        "Failed calls of what is notified of groups (statistics, metrics, monitor); the log has the first of each."
+        "Failed calls of a group's observers (statistics, metrics, monitor). The log has the first failure of each."
     ),
 }
 """Counters that read their values at each scrape."""
@@ -61,7 +61,7 @@ DEADLINE_GAUGES = {
     ),
     "darts_deadline_stretch": "Factor by which the policy's deadlines are moved later.",
 }
-"""Once a policy has a deadline. What is read gets the policy, and what its deadlines may discard."""
+"""Gauges of each policy with a deadline. Their functions get the policy, and the share that it may discard."""
 
 
 class RolloutMetrics(Collectors):
@@ -69,46 +69,103 @@ class RolloutMetrics(Collectors):
 
     def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        what = "Groups of single requests, by whether they had all their requests when they were sealed."
-        self._sealed = self._counter("darts_joined_groups", what, "full", BOOLEANS)
-        what = "Requests for one trajectory that may be joined to a group: 'opening' ones, and why others run alone."
-        self._single = self._counter("darts_single_requests", what, "turn", TurnKind)
-        self._groups = self._counter("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
+        self._sealed = self._counters(
+            "darts_joined_groups",
+            "Groups of single requests, by whether they had all their requests when they were sealed.",
+            "full",
+            BOOLEANS,
+        )
+        self._single = self._counters(
+            "darts_single_requests",
+            "Requests for one trajectory: 'opening' requests may join a group, others run alone for this reason.",
+            "turn",
+            TurnKind,
+        )
+        self._groups = self._counters("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
         self._started = self._counter("darts_candidates_started", "Started candidates.")
-        what = "Ended candidates by reason: 'selected', or why they were discarded."
-        self._ended = self._counter("darts_candidates_ended", what, "reason", ("selected", *DiscardReason))
+        self._ended = self._counters(
+            "darts_candidates_ended",
+            "Ended candidates by reason: 'selected', or why they were discarded.",
+            "reason",
+            ("selected", *DiscardReason),
+        )
         self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
-        what = "Tokens of all candidates (generated), of returned ones, of these by older weights (stale), and others "
-        self._tokens = self._counter("darts_tokens", what + "(wasted).", "kind", (*KINDS, "stale", "wasted"))
-        what = "Groups that went on from what an earlier batch had generated, instead of starting again."
-        self._resumed_groups = self._counter("darts_resumed_groups", what)
-        what = "Tokens that these groups went on from, and that were not generated again."
-        self._resumed_tokens = self._counter("darts_resumed_tokens", what)
-        what = "Candidates started per group."
-        self._candidates = self._histogram("darts_candidates_per_group", what, CANDIDATE_BUCKETS)
-        what = "Time from a group's first candidate to its end."
-        self._duration = self._histogram("darts_group_duration_seconds", what, SECONDS_BUCKETS)
-        what = "Time from the finish of the K-th trajectory to the completed group."
-        self._tail_wait = self._histogram("darts_tail_wait_seconds", what, SECONDS_BUCKETS)
-        what = "Generated tokens per candidate (stopped ones: until they were stopped), and per returned trajectory."
-        self._length = self._histogram("darts_trajectory_length_tokens", what, LENGTH_BUCKETS, "kind")
-        what = "Ended cohorts, by whether they ran past the deadline to explore it."
-        self._cohorts = self._counter("darts_cohorts", what, "explored", BOOLEANS)
+        self._tokens = self._counters(
+            "darts_tokens",
+            "Tokens of all candidates (generated), of returned candidates (returned), of returned candidates by older "
+            "weights (stale), and of other candidates (wasted).",
+            "kind",
+            (*KINDS, "stale", "wasted"),
+        )
+        self._resumed_groups = self._counter(
+            "darts_resumed_groups",
+            "Groups that continued the tokens of an earlier batch.",
+        )
+        self._resumed_tokens = self._counter(
+            "darts_resumed_tokens",
+            "Tokens of earlier batches that were continued and not generated again.",
+        )
+        self._candidates = self._histogram(
+            "darts_candidates_per_group",
+            "Candidates started per group.",
+            CANDIDATE_BUCKETS,
+        )
+        self._duration = self._histogram(
+            "darts_group_duration_seconds",
+            "Time from a group's first candidate to its end.",
+            SECONDS_BUCKETS,
+        )
+        self._tail_wait = self._histogram(
+            "darts_tail_wait_seconds",
+            "Time from the finish of the K-th trajectory to the completed group.",
+            SECONDS_BUCKETS,
+        )
+        self._length = self._histogram(
+            "darts_trajectory_length_tokens",
+            "Generated tokens per candidate (until it ended or was stopped), and per returned trajectory.",
+            LENGTH_BUCKETS,
+            "kind",
+        )
+        self._cohorts = self._counters(
+            "darts_cohorts",
+            "Ended cohorts, by whether they ran past the deadline to explore it.",
+            "explored",
+            BOOLEANS,
+        )
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
-        what = "Time from the start of a cohort's first group to the end of its last."
-        self._rollout = self._histogram("darts_rollout_seconds", what, SECONDS_BUCKETS)
-        what = "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it."
-        self._explored = self._counter("darts_explored_candidates", what, "deadline", ("beyond", "within"))
-        what = "Tokens of explored tail candidates beyond the deadline."
-        self._explored_tokens = self._counter("darts_explored_beyond_tokens", what)
-        what = "Reported rewards without repeated ones, by whether their trajectory was found."
-        self._rewards = self._counter("darts_rewards", what, "matched", BOOLEANS)
-        what = "Groups whose returned trajectories all have rewards, by whether these are all equal."
-        self._rewarded_groups = self._counter("darts_rewarded_groups", what, "zero_variance", BOOLEANS)
-        self._votes = self._counter("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
-        what = "Candidates stopped because they could not change the result of a vote."
-        self._vote_stopped = self._counter("darts_vote_candidates_stopped", what)
+        self._rollout = self._histogram(
+            "darts_rollout_seconds",
+            "Time from the start of a cohort's first group to the end of its last.",
+            SECONDS_BUCKETS,
+        )
+        self._explored = self._counters(
+            "darts_explored_candidates",
+            "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it.",
+            "deadline",
+            ("beyond", "within"),
+        )
+        self._explored_tokens = self._counter(
+            "darts_explored_beyond_tokens",
+            "Tokens of explored tail candidates beyond the deadline.",
+        )
+        self._rewards = self._counters(
+            "darts_rewards",
+            "Reported rewards without repeated ones, by whether their trajectory was found.",
+            "matched",
+            BOOLEANS,
+        )
+        self._rewarded_groups = self._counters(
+            "darts_rewarded_groups",
+            "Groups whose returned trajectories all have rewards, by whether all rewards are equal.",
+            "zero_variance",
+            BOOLEANS,
+        )
+        self._votes = self._counters("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
+        self._vote_stopped = self._counter(
+            "darts_vote_candidates_stopped",
+            "Candidates stopped because they could not change the result of a vote.",
+        )
         self._deadline_gauges = {
             name: ReadMetric(GaugeMetricFamily(name, text, labels=("model_name", "policy")), registry)
             for name, text in DEADLINE_GAUGES.items()
@@ -119,60 +176,64 @@ class RolloutMetrics(Collectors):
             self._read_totals(TOTALS, reads)
 
     def single_request_classified(self, kind: TurnKind) -> None:
-        self._single.labels(self._model, kind).inc()
+        self._single[kind].inc()
 
     def group_sealed(self, full: bool) -> None:
-        self._sealed.labels(self._model, str(full).lower()).inc()
+        self._sealed[full].inc()
 
     def candidates_started(self, count: int) -> None:
-        self._started.labels(self._model).inc(count)
+        self._started.inc(count)
 
     def group_ended(self, record: GroupRecord) -> None:
-        self._groups.labels(self._model, record.outcome).inc()
+        self._groups[record.outcome].inc()
         self._candidates.labels(self._model).observe(len(record.candidates))
         self._duration.labels(self._model).observe(record.ended_at - record.started_at)
         if record.tail_wait is not None:
             self._tail_wait.labels(self._model).observe(record.tail_wait)
-        generated, returned = record.generated_tokens, record.returned_tokens
-        for kind, count in {"generated": generated, "returned": returned, "wasted": generated - returned}.items():
-            self._tokens.labels(self._model, kind).inc(count)
+
+        self._tokens["generated"].inc(record.generated_tokens)
+        self._tokens["returned"].inc(record.returned_tokens)
+        self._tokens["wasted"].inc(record.generated_tokens - record.returned_tokens)
         resumed = sum(candidate.resumed for candidate in record.candidates)
         if resumed:
-            self._resumed_groups.labels(self._model).inc()
-            self._resumed_tokens.labels(self._model).inc(resumed)
+            self._resumed_groups.inc()
+            self._resumed_tokens.inc(resumed)
+
         for candidate in record.candidates:
-            self._ended.labels(self._model, candidate.reason or "selected").inc()
+            self._ended[candidate.reason or "selected"].inc()
             if candidate.reason is not DiscardReason.CARRIED:
                 self._length.labels(self._model, "generated").observe(candidate.tokens)
             if candidate.selected_as is not None:
                 self._length.labels(self._model, "returned").observe(candidate.tokens)
-            if candidate.cut and candidate.selected_as is not None:
-                self._cut.labels(self._model).inc()
+                if candidate.cut:
+                    self._cut.inc()
             is_tail = candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
             if record.explored and record.deadline is not None and is_tail:
                 beyond = max(0, candidate.tokens - record.deadline)
-                self._explored.labels(self._model, "beyond" if beyond else "within").inc()
-                self._explored_tokens.labels(self._model).inc(beyond)
-        if record.max_lost is not None and self._reads is not None:  # its policy's deadlines are read from now on
+                self._explored["beyond" if beyond else "within"].inc()
+                self._explored_tokens.inc(beyond)
+
+        # The first group of a policy with a deadline adds the policy's series.
+        if record.max_lost is not None and self._reads is not None:
             for name, gauge in self._deadline_gauges.items():
-                value = partial(self._reads[name], record.policy, record.max_lost)
-                gauge.reads[self._model, record.policy] = value
+                read = partial(self._reads[name], record.policy, record.max_lost)
+                gauge.reads[self._model, record.policy] = read
 
     def cohort_ended(self, record: CohortRecord) -> None:
-        self._cohorts.labels(self._model, str(record.explored).lower()).inc()
-        self._tokens.labels(self._model, "stale").inc(record.stale_tokens)
+        self._cohorts[record.explored].inc()
+        self._tokens["stale"].inc(record.stale_tokens)
         self._mean_candidates.labels(self._model).set(record.mean_candidates)
         if record.deadline is not None:
             self._deadline.labels(self._model).set(record.deadline)
         self._rollout.labels(self._model).observe(record.measured_seconds)
 
     def rewards_reported(self, matched: int, unknown: int) -> None:
-        self._rewards.labels(self._model, "true").inc(matched)
-        self._rewards.labels(self._model, "false").inc(unknown)
+        self._rewards[True].inc(matched)
+        self._rewards[False].inc(unknown)
 
     def group_rewarded(self, zero_variance: bool) -> None:
-        self._rewarded_groups.labels(self._model, str(zero_variance).lower()).inc()
+        self._rewarded_groups[zero_variance].inc()
 
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
-        self._votes.labels(self._model, outcome).inc()
-        self._vote_stopped.labels(self._model).inc(stopped)
+        self._votes[outcome].inc()
+        self._vote_stopped.inc(stopped)

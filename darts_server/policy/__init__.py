@@ -1,4 +1,1 @@
-"""The rules that decide how a group is sampled: candidates, deadlines, `auto`, survival of scored candidates, votes.
-
-They use the estimates, and choose the selection rule that the group applies.
-"""
+"""Rules that decide how groups are sampled: candidates, deadlines, prompts ahead, pruning, votes."""

@@ -1,4 +1,4 @@
-"""Options of a policy: how many candidates a prompt gets, and which rule selects among them; and the named policies."""
+"""Options of a policy: how many candidates a prompt gets, and which rule selects among them. Named policies."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -17,7 +17,7 @@ REDUNDANCY = 1.5
 
 
 class Tail(StrEnum):
-    """Which candidates get the L places that are not for the shortest."""
+    """Which candidates get the L places of the tail."""
 
     LONGEST = "longest"
     SAMPLED = "sampled"
@@ -32,27 +32,26 @@ class BudgetKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """Options of one policy.
+    """Options of a policy.
 
-    How many candidates:
+    Number of candidates:
 
-    * ``redundancy``: M'/M, at least 1; of an adaptive policy the mean over prompts, under a fixed budget.
-    * ``max_redundancy``: M_up/M, the bound for a single prompt of an adaptive policy.
-    * ``adaptive``: allocate by the spread of each prompt's lengths, between M and M_up.
+    * ``redundancy``: M'/M, at least 1; in an adaptive policy with a fixed budget the mean over prompts.
+    * ``max_redundancy``: M_up/M, the limit for a single prompt of an adaptive policy.
+    * ``adaptive``: whether candidates are allocated by the spread of each prompt's lengths, between M and M_up.
     * ``budget``: how the mean is chosen.
 
-    Which ones are returned:
+    Selection:
 
-    * ``num_longest``: L, so that the other K = M - L places are for the shortest; ``tail``: who gets the L places.
-    * ``deadline``: at which the tail, then a sampled one, is cut; ``None`` waits for all of it.
-    * ``completion_share``: returns all candidates, cut at the deadline, which is at least the length of the shortest at
-      this share of them; ``None`` returns some, with a deadline of at least the M-th shortest length.
-    * ``sample_survivors``: returns M of the candidates that are not pruned, all with the same probability.
-    * ``return_survivors``: returns all candidates that are not pruned, more or fewer than M.
+    * ``num_longest``: L; the other K = M - L places are for the shortest candidates.
+    * ``tail``: which candidates get the L places.
+    * ``deadline``: deadline at which a sampled tail is cut, or None to wait for the whole tail.
+    * ``completion_share``: all candidates are returned, and the deadline waits for this share of them, the shortest. If
+      None, some candidates are returned, and the deadline waits for the M shortest.
+    * ``sample_survivors``: whether M of the candidates that were not pruned are returned, at random.
+    * ``return_survivors``: whether all candidates that were not pruned are returned, more or fewer than M.
 
-    Pruning:
-
-    * ``pruning``: how candidates are pruned; ``None`` prunes nothing.
+    ``pruning``: how candidates are pruned, or None.
     """
 
     redundancy: float = REDUNDANCY
@@ -74,18 +73,19 @@ class Shaping:
 
     @property
     def prunes(self) -> bool:
-        """Whether candidates are pruned."""
         return self.pruning is not None
 
     @property
     def may_return_survivors(self) -> bool:
-        """Whether callers that take groups of any size get all survivors unless they say otherwise."""
+        """Whether callers that take groups of any size get all survivors by default."""
         return self.prunes and self.sample_survivors
 
     def bounds(self, size: int) -> tuple[int, int]:
         """Return M_low and M_up for a group of ``size``."""
-        is_constant = not self.adaptive and self.budget is BudgetKind.FIXED  # M' is all that it has, so no bound on it
-        highest = max(self.max_redundancy, self.redundancy) if is_constant else self.max_redundancy
+        highest = self.max_redundancy
+        if not self.adaptive and self.budget is BudgetKind.FIXED:
+            # All prompts get the same number, so no limit applies.
+            highest = max(highest, self.redundancy)
         return size, max(size, floor(highest * size + 0.5))
 
     def candidates(self, size: int) -> int:
@@ -93,10 +93,10 @@ class Shaping:
         return max(size, floor(self.redundancy * size + 0.5))
 
     def mean_candidates(self, size: int, length_std: float | None, length_mean: float | None) -> float:
-        """Return M', the mean number of candidates of a group of ``size``, at most M_up.
+        """Return the mean M' over groups of ``size``, at most M_up.
 
-        ``length_std``, ``length_mean``: of lengths, as in `cv_log_mean`. While one of the two is not known, every kind
-        of budget is the fixed one. If all prompts get the same fixed number, M' is a whole number.
+        It is a whole number if all prompts get the same fixed number. ``length_std``, ``length_mean``: see
+        `cv_log_mean`; while they are not known, the budget is fixed.
         """
         mean: float = self.candidates(size)
         if self.budget is BudgetKind.CV_LOG and length_std is not None and length_mean:
@@ -106,16 +106,16 @@ class Shaping:
         return min(mean, self.bounds(size)[1])
 
     def is_saturated(self, size: int, candidates: int) -> bool:
-        """Whether a prompt to which so many candidates were allocated is saturated: its tail is not waited for."""
+        """Whether a prompt with so many allocated candidates is saturated: its group does not wait for its tail."""
         return self.adaptive and candidates >= self.bounds(size)[1] > size
 
     def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:
-        """Build the selection rule for a group of ``size``. ``saturated``: see `is_saturated`.
+        """Build the selection rule for a group of ``size``.
 
         Raises:
             InvalidRequest: the tail takes all places of the group, or no candidate can be pruned.
         """
-        # A group must get more candidates than it returns, unless a keep ratio of 1 scores without pruning.
+        # A pruned group must get more candidates than it returns.
         if self.pruning is not None and self.pruning.prunes:
             if self.adaptive and self.bounds(size)[1] == size:
                 raise InvalidRequest(
@@ -136,6 +136,7 @@ class Shaping:
         if self.completion_share is not None:
             place = ceil(self.completion_share * size - ROUNDING)
             return CutTail(place, size - place, place)
+
         longest = self.num_longest
         shortest = size - longest
         if shortest < 1:
@@ -144,24 +145,28 @@ class Shaping:
                 f"the tail alone takes num_longest = {longest} trajectories, so n must be larger than that, "
                 f"got {size}; raise n, or lower --num-longest",
             )
-        # No candidate more than is returned, and none that is stopped or cut: nothing is selected by its length.
+
+        # All candidates are returned, and none is stopped or cut: nothing is selected by its length.
         if longest == 0 and self.bounds(size)[1] == size and self.deadline is None and self.pruning is None:
             return InOrder(size)
         # The tail of a saturated prompt is so long that only the shortest are returned (DARTS, variance-guided tail
-        # pruning). With a deadline this is not needed, since the wait for any tail is bounded.
+        # pruning). A deadline limits the wait for any tail, so with a deadline this is not needed.
         if longest == 0 or (saturated and self.deadline is None):
             return DualEnd(size)
         if self.deadline is not None:
             return CutTail(shortest, longest)
-        return (SampledTail if self.tail is Tail.SAMPLED else DualEnd)(shortest, longest)
+        if self.tail is Tail.SAMPLED:
+            return SampledTail(shortest, longest)
+        return DualEnd(shortest, longest)
 
 
 def build_policies(base: Shaping, deadline: Deadline, pruning: Pruning | None = None) -> dict[str, Shaping]:
-    """Build all policies except ``off`` and ``auto``, by name. ``base`` is ``uniform``, from which others are derived.
+    """Build all policies except ``off`` and ``auto``, by name. Without ``pruning``, policies that prune are left out.
 
-    Without ``pruning`` the policies that prune are left out.
+    ``base``: the policy ``uniform``.
     """
-    darts, fixed = replace(base, adaptive=True), replace(base, budget=BudgetKind.FIXED)
+    darts = replace(base, adaptive=True)
+    fixed = replace(base, budget=BudgetKind.FIXED)
     policies = {
         "uniform": base,
         "darts": darts,
@@ -169,9 +174,8 @@ def build_policies(base: Shaping, deadline: Deadline, pruning: Pruning | None = 
         "cap": replace(fixed, redundancy=1.0, deadline=deadline, completion_share=1 / base.redundancy),
     }
     if pruning is not None:
-        policies |= {
-            # So many candidates that as many as are returned are left after pruning, on average.
-            "arrol": replace(fixed, redundancy=1 / pruning.keep_ratio, sample_survivors=True, pruning=pruning),
-            "darts+arrol": replace(darts, pruning=pruning),
-        }
+        # On average, pruning leaves as many candidates as are returned.
+        redundancy = 1 / pruning.keep_ratio
+        policies["arrol"] = replace(fixed, redundancy=redundancy, sample_survivors=True, pruning=pruning)
+        policies["darts+arrol"] = replace(darts, pruning=pruning)
     return policies

@@ -1,58 +1,42 @@
 """Survival: with which probability a scored trajectory is kept (ARRoL).
 
-A trajectory that is scored at the detection point with the calibrated probability q to end correct is kept with
+A trajectory with the calibrated probability q of a correct answer at the detection point is kept with
 
     p = clip(kappa + delta + lambda (rho - q), p_min, p_max),
 
-where delta is chosen such that the mean of p over recent q is kappa. One that finishes before the detection point is
-never pruned.
+where delta is chosen such that the mean of p over recent q is kappa. A trajectory that finishes earlier is not pruned.
 
-A derivation that the paper does not make: delta and rho appear only as a sum, delta + lambda rho, and delta is solved
-for. So rho cancels out, and there is no parameter for it: likely right trajectories are always pruned more.
-
-The paper takes the mean of p over labelled trajectories. These are survivors, whose q differ from those of all scored
-ones, so the keep ratio comes out wrong. So fit to the q of all scored ones.
+Delta and rho appear only in the sum delta + lambda rho, and delta is solved for, so there is no parameter rho. The
+paper takes the mean of p over labelled trajectories. They are survivors, so the keep ratio would be wrong. Here the
+mean is over all scored trajectories.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-
+from darts_server.estimates.isotonic import Floats
 
 KEEP_RATIO = 0.5
 """The paper's kappa. It reports less accuracy with 0.25, and less speed with 0.75."""
 BALANCE_STRENGTH = 0.5
 """The paper's lambda: q changes survival by at most a half, so that bad scores do little harm."""
-MIN_SURVIVAL, MAX_SURVIVAL = 0.1, 0.9
-"""The paper's p_min and p_max. Any kind of trajectory may still be labelled, with a weight of at most ten."""
+MIN_SURVIVAL = 0.1
+MAX_SURVIVAL = 0.9
+"""The paper's p_min and p_max. The weight of a label is at most ten."""
+BISECTIONS = 64
+"""Enough to narrow an interval of a few units to the precision of a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """Parameters of pruning; by default the paper's.
+    """How candidates are pruned.
 
-    ``keep_ratio``: kappa, from p_min to p_max, or 1: trajectories are scored, and none is pruned.
-    ``balance_strength``: lambda. ``min_survival``, ``max_survival``: p_min and p_max; p_min is above 0.
+    ``keep_ratio``: kappa, from p_min to p_max, or 1 to score trajectories without pruning.
     """
 
     keep_ratio: float = KEEP_RATIO
-    balance_strength: float = BALANCE_STRENGTH
-    min_survival: float = MIN_SURVIVAL
-    max_survival: float = MAX_SURVIVAL
-
-    def __post_init__(self) -> None:
-        is_ordered = 0 < self.min_survival <= self.keep_ratio <= self.max_survival <= 1
-        if self.prunes and not is_ordered:
-            raise ValueError(
-                "survival must hold 0 < min_survival <= keep_ratio <= max_survival <= 1, got min_survival = "
-                f"{self.min_survival}, keep_ratio = {self.keep_ratio} and max_survival = {self.max_survival}"
-            )
-        if not 0 <= self.balance_strength <= 100:
-            raise ValueError(f"balance_strength must be in [0, 100], got {self.balance_strength}")
 
     @property
     def prunes(self) -> bool:
@@ -60,17 +44,15 @@ class Pruning:
         return self.keep_ratio != 1
 
     def fit(self, qualities: Sequence[float] | Floats) -> "SurvivalCurve":
-        """Fit survival to recent q, at least one, such that its mean over them is the keep ratio.
-
-        The mean rises with delta from p_min to p_max, and the keep ratio lies between these, so bisection finds delta.
-        Where a whole range of delta gives the keep ratio, all of them give the same p.
-        """
-        pull = self.keep_ratio - self.balance_strength * np.asarray(qualities, dtype=np.float64)
-        low, high = self.min_survival - float(pull.max()), self.max_survival - float(pull.min())
-        for _ in range(64):  # what is left of an interval of a few units is below the precision of a float
+        """Fit survival to recent q, at least one, such that its mean is the keep ratio."""
+        # The mean rises with delta from p_min to p_max, so bisection finds delta.
+        pull = self.keep_ratio - BALANCE_STRENGTH * np.asarray(qualities, dtype=np.float64)
+        low = MIN_SURVIVAL - float(pull.max())
+        high = MAX_SURVIVAL - float(pull.min())
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            kept = np.clip(pull + middle, self.min_survival, self.max_survival)
-            if float(kept.mean()) < self.keep_ratio:
+            mean = float(np.clip(pull + middle, MIN_SURVIVAL, MAX_SURVIVAL).mean())
+            if mean < self.keep_ratio:
                 low = middle
             else:
                 high = middle
@@ -85,9 +67,8 @@ class SurvivalCurve:
     shift: float
 
     def survival(self, quality: float) -> float:
-        """Return the probability p with which to keep a trajectory of this ``quality`` (q)."""
-        rule = self.pruning
-        if not rule.prunes:
+        """Return the probability p to keep a trajectory of this ``quality`` (q)."""
+        if not self.pruning.prunes:
             return 1.0
-        pull = rule.keep_ratio + self.shift - rule.balance_strength * quality
-        return min(max(pull, rule.min_survival), rule.max_survival)
+        pull = self.pruning.keep_ratio + self.shift - BALANCE_STRENGTH * quality
+        return min(max(pull, MIN_SURVIVAL), MAX_SURVIVAL)

@@ -1,43 +1,41 @@
-"""Groups that are only counted: under a policy that shapes nothing, each request is served by itself.
+"""Count groups of single requests that are not shaped.
 
-A group gives its requests one record, so that rewards, statistics and placement work as for shaped groups.
+The engine serves each request without us. The group gives its requests one record, so that rewards, statistics and
+placement work as for shaped groups.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from darts_server.caller import caller
-from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
+from darts_server.engine.port import RequestTokens
 from darts_server.observers import GroupEvents
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord, VersionSpans, extend_spans
-from darts_server.rollout.plan import Plan
+from darts_server.rollout.spec import JoinRequest
 from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
-"""Limit of the requests of a counted group, as a multiple of its size. A request that leaves may be sent again, and its
-record stays with the group."""
+"""Maximum requests of a group, as a multiple of its size. Requests that left may be sent again."""
 MAX_RESTING = 4096
-"""Counted groups of all callers that wait for further requests while none of their own runs: four steps of 1,024
-groups. Of too many, the oldest of the caller that has most ends as it is."""
+"""Maximum groups that wait for further requests while no request of theirs runs: four steps of 1,024 groups."""
 
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """One request of a group that is only counted. It runs on the engine by itself.
-
-    ``generated``: returns how many tokens it has so far. ``started_at``, ``version_start``: ``None`` while it waits for
-    the engine to be resumed. ``spans``: of its tokens from before the weights changed last. ``record``: ``None`` until
-    it has ended.
-    """
+    """A request of a counted group."""
 
     group: "_CountedGroup"
     index: int
     generated: Callable[[], int]
+    """Returns the number of tokens so far."""
     started_at: float | None = None
+    """Start, or None while the request waits for the engine."""
     version_start: int | None = None
     spans: VersionSpans = ()
+    """Weight versions of tokens before the last change of weights."""
     record: CandidateRecord | None = None
 
     def start(self) -> None:
@@ -46,27 +44,35 @@ class Member:
         self.version_start = self.group.groups.weight_version()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], reason: FinishReason) -> None:
-        """Record its trajectory, before its caller gets the end of it."""
+        """Record the trajectory, before its caller gets the end of it."""
         group = self.group
         trajectory = TrajectoryRecord(
-            group.group_id, group.prompt_key, group.started_at, self.index, prompt_token_ids, token_ids, group.owner
+            group.group_id,
+            group.prompt_key,
+            group.started_at,
+            self.index,
+            prompt_token_ids,
+            token_ids,
+            group.owner,
         )
         group.groups.observer.trajectory_returned(trajectory)
         self._end(len(token_ids), reason, None)
 
     def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
-        """Record that it has ended without a trajectory. Harmless after it has finished.
-
-        ``tokens``: that its caller got. The engine may have forgotten it.
-        """
+        """Record an end without a trajectory, unless the request has ended. ``tokens``: tokens that the caller got."""
+        # The engine may have forgotten the tokens.
         if self.record is None:
             self._end(max(tokens, self.generated()), None, reason)
 
     def _end(self, tokens: int, finish_reason: FinishReason | None, reason: DiscardReason | None) -> None:
-        # A truncated trajectory counts like the others: nothing is selected in a counted group by how it finished.
-        selected_as = None if finish_reason is None else SelectedAs.SHORT
         groups = self.group.groups
         version = groups.weight_version()
+        selected_as = None
+        weight = None
+        # A truncated trajectory counts like the others: a counted group selects nothing by how it finished.
+        if finish_reason is not None:
+            selected_as = SelectedAs.SHORT
+            weight = 1.0
         self.record = CandidateRecord(
             index=self.index,
             tokens=tokens,
@@ -78,7 +84,7 @@ class Member:
             ended_at=groups.clock(),
             weight_version_start=self.version_start,
             weight_version_end=version,
-            weight=None if selected_as is None else 1.0,
+            weight=weight,
             version_spans=extend_spans(self.spans, version, tokens),
         )
         self.group.end_if_over()
@@ -86,14 +92,12 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class _CountedGroup:
-    """``is_over_at_rest``: whether the group ends as soon as none of its requests runs."""
-
     groups: "CountedGroups"
     group_id: str
     join_key: str
     size: int
     policy: str
-    prompt_key: str | None
+    prompt_key: str
     owner: str | None
     tokens: RequestTokens
     started_at: float
@@ -101,15 +105,15 @@ class _CountedGroup:
     members: list[Member] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
     is_over_at_rest: bool = False
+    """Whether the group ends when no request runs."""
 
     @property
     def seats(self) -> int:
-        """Number of members that run or have finished."""
         return sum(member.record is None or member.record.reason is None for member in self.members)
 
     @property
     def has_most(self) -> bool:
-        """Whether so many requests have left the group that no further request joins it."""
+        """Whether too many requests have left the group for another request to join."""
         return len(self.members) >= MOST_MEMBERS * self.size
 
     def expire(self) -> None:
@@ -117,22 +121,23 @@ class _CountedGroup:
         self.end_if_over()
 
     def end_if_over(self) -> None:
-        """Report the group once nothing of it runs, and it is full or has waited long enough for further requests."""
+        """Report the group if no request runs, and no further request is expected."""
         records = [member.record for member in self.members if member.record is not None]
-        is_full = self.seats == self.size
-        groups = self.groups
         if len(records) < len(self.members):
             return
+        groups = self.groups
+        is_full = self.seats == self.size
         if not (is_full or self.is_over_at_rest or self.has_most):
             for dropped, _ in groups.resting.put(self.owner, self, None):
                 dropped.expire()
             return
+
         groups.forget(self)
         if self.timer is not None:
             self.timer.cancel()
         returned = sum(record.selected_as is not None for record in records)
         outcome = Outcome.COMPLETED
-        # Lengths are learned of all trajectories of a group, or of none.
+        # Statistics learn the lengths of all trajectories of a group, or of none.
         if returned < min(self.size, len(records)):
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
@@ -158,13 +163,15 @@ class _CountedGroup:
 
 
 class CountedGroups:
-    """Find a group for each single request that the engine serves by itself, so that there is a record of the group.
+    """Finds a group for each single request.
 
-    Nothing waits for other requests, and no answer is exchanged. A group takes requests until it has as many as its
-    size. It ends when they have, or when none of it runs and no further one has come for a while. A request that is
-    aborted, or whose caller disconnects, leaves its place to another one.
+    No request waits for other requests. A group ends when it is full and all its requests have finished, or when no
+    request runs and no further request has arrived for a while. A request that is aborted, or whose caller disconnects,
+    leaves its seat to another request.
 
-    Args: see `GroupJoiner`. ``report_sealed``: called with ``full`` and ``planned`` when a group ends.
+    Args:
+        report_sealed: called with ``full`` and ``planned`` when a group ends.
+        timeout, named_timeout: see `GroupJoiner`.
     """
 
     def __init__(
@@ -181,69 +188,65 @@ class CountedGroups:
         self.weight_version = weight_version
         self.clock = clock
         self.draining = False
+        self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
         self._timeout = timeout
         self._named_timeout = named_timeout
-        self._groups: dict[str, list[_CountedGroup]] = {}  # by join key
-        self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
-        """Groups that wait for further requests, and of which none runs, of each caller."""
+        # Groups by join key.
+        self._groups: dict[str, list[_CountedGroup]] = {}
 
-    def join(
-        self,
-        request_id: str,
-        plan: Plan,
-        prompt_key: str,
-        join_key: str,
-        name: str | None,
-        generated: Callable[[], int],
-        tokens: RequestTokens = UNKNOWN_TOKENS,
-    ) -> Member:
+    def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
         """Add a request to a group. Its `Member` must finish or leave."""
-        groups = self._groups.setdefault(join_key, [])
+        groups = self._groups.setdefault(request.join_key, [])
         group = next((group for group in groups if group.seats < group.size and not group.has_most), None)
         if group is None:
+            # The group keeps nothing of the engine's request: thousands of groups may rest, with long prompts.
             group = _CountedGroup(
                 groups=self,
-                group_id=f"group-{request_id}",
-                join_key=join_key,
-                size=plan.size,
-                policy=plan.policy,
-                prompt_key=prompt_key,
+                group_id=f"group-{request.request_id}",
+                join_key=request.join_key,
+                size=request.plan.size,
+                policy=request.plan.policy,
+                prompt_key=request.prompt_key,
                 owner=caller.get().name,
-                tokens=tokens,
+                tokens=request.tokens,
                 started_at=self.clock(),
-                request_ids=() if name is None else (name,),
+                request_ids=() if request.name is None else (request.name,),
                 is_over_at_rest=self.draining,
             )
             groups.append(group)
         self.resting.pop(group.owner, group)
         member = Member(group, len(group.members), generated)
         group.members.append(member)
-        group.request_ids += (request_id,)
+        group.request_ids += (request.request_id,)
+
         if group.timer is not None:
             group.timer.cancel()
         if not self.draining:
             group.is_over_at_rest = False
-            timeout = self._timeout if name is None else self._named_timeout
+            timeout = self._timeout if request.name is None else self._named_timeout
             group.timer = asyncio.get_running_loop().call_later(timeout, group.expire)
         self.observer.candidates_started(1)
         return member
 
     def weights_change(self) -> None:
-        """Record what running requests have generated so far, before the paused model gets other weights."""
-        for group in [group for groups in self._groups.values() for group in groups]:
+        """Record the weight version of all tokens, before the paused model gets new weights."""
+        version = self.weight_version()
+        for group in self._all_groups():
             for member in group.members:
                 if member.record is None:
-                    member.spans = extend_spans(member.spans, self.weight_version(), member.generated())
+                    member.spans = extend_spans(member.spans, version, member.generated())
 
     def drain(self) -> None:
-        """End every group, from now on, as soon as nothing of it runs."""
+        """From now on, end every group when no request runs."""
         self.draining = True
-        for group in [group for groups in self._groups.values() for group in groups]:
+        for group in self._all_groups():
             group.expire()
 
     def forget(self, group: _CountedGroup) -> None:
-        """Let no further request join a group that has ended."""
         self.resting.pop(group.owner, group)
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:
             del self._groups[group.join_key]
+
+    def _all_groups(self) -> list[_CountedGroup]:
+        return [group for groups in self._groups.values() for group in groups]

@@ -1,101 +1,66 @@
 """Join single requests to groups, for trainers that send each trajectory as a request of its own.
 
-Every request starts a candidate at once and takes a seat. When the group has as many seats as its size, or when no
-further request has arrived for a while, it is closed to new requests: the extra candidates start, and the group's rule
-selects. Callers are interchangeable: each trajectory that is known to belong to the group answers a random waiting
-caller, so that the order of callers says nothing about lengths.
+Every request starts a candidate at once and takes a seat. When all seats are taken, or when no further request has
+arrived for a while, the group is closed: the extra candidates start, and the group's rule selects. Each selected
+trajectory answers a random waiting caller, so that the order of callers says nothing about lengths.
 
-* Missing requests: a group that is closed short is a group of the requests that arrived. A single request gets its own
-  candidate, as it would if it were not shaped.
-* A caller that disconnects leaves its seat in the draw, so that no length is favoured; the seat's trajectory is kept
-  while the group runs, for a late caller. When no caller waits any more, all running candidates are stopped.
-* A late caller takes the seat of a disconnected one, if there is one. Otherwise it begins a new group.
-
-Where the policy does not shape groups they are only counted, see `CountedGroups`: each caller gets its own candidate's
-answer as soon as it is there.
+* A group that is closed early consists of the requests that arrived. A request alone is not shaped.
+* A caller that disconnects leaves its seat in the draw, so that no length is favoured. While the group runs, the seat's
+  trajectory is kept for a late caller. When no caller waits any more, all candidates are stopped.
+* A late caller takes the seat of a disconnected caller, or begins a new group.
 """
 
 import asyncio
 import logging
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from darts_server.engine.port import UNKNOWN_TOKENS, OutputT, RequestT, RequestTokens
+from darts_server.engine.port import OutputT, RequestT
 from darts_server.observers import GroupEvents
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.counted import CountedGroups
-from darts_server.rollout.plan import Plan
-from darts_server.rollout.run import GroupRun
-from darts_server.rollout.spec import GroupSpec, OnAbort
+from darts_server.rollout.run import GroupRun, Trajectory
+from darts_server.rollout.spec import GroupSpec, JoinRequest, OnAbort
 from darts_server.serving.admission import Ticket
 
 logger = logging.getLogger(__name__)
 
 WINDOW = 64
-"""Groups of which the log says how many were sealed short."""
+"""Number of recent groups that are checked for missing requests."""
 OFTEN = 0.25
-"""Share of these from which it does, once."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRequest(Generic[RequestT]):
-    """One request that becomes part of a group.
-
-    ``join_key``: equal for requests that may join the same group. ``ticket``: holds its candidate, which the group
-    takes over, as it runs on if this caller disconnects. ``name``: the caller's name for the group, if any.
-    ``tokens``: that it takes.
-    """
-
-    request: RequestT
-    request_id: str
-    plan: Plan
-    prompt_key: str
-    join_key: str
-    ticket: Ticket
-    name: str | None = None
-    tokens: RequestTokens = UNKNOWN_TOKENS
+"""Share of groups with missing requests at which a warning is logged, once."""
 
 
 @dataclass(slots=True)
 class _Seat(Generic[RequestT, OutputT]):
-    """``caller``: ``None`` after it has disconnected. ``output``: the trajectory that was drawn for the seat.
-
-    ``aborted``: its caller gets what its own candidate has generated, and leaves the seat as if it had disconnected.
-    """
-
     request: RequestT
     request_id: str
     caller: asyncio.Future[OutputT] | None
+    """Waiting caller, or None after it has left."""
     output: OutputT | None = None
     answered: bool = False
     aborted: bool = False
+    """Whether the caller gets the partial output of its own candidate, and leaves."""
 
     def give(self, output: OutputT) -> None:
-        """Give it its trajectory, and its caller too if one waits."""
+        """Give the seat and its caller their trajectory."""
         self.output = output
         if self.caller is not None and not self.caller.done() and not self.aborted:
             self.caller.set_result(output)
 
 
 class GroupJoiner(Generic[RequestT, OutputT]):
-    """Find a group for each single request.
+    """Finds a group for each single request.
 
     Args:
-        collect: creates a group to which candidates are added one by one before it is opened: with its spec, what is
-            called when it has ended, and the ticket that holds its candidates until then.
-        allocator: of the extra candidates.
-        observer: what happens to groups is reported here.
-        timeout: seconds without a further request of the group after which it is closed short.
-        named_timeout: the same for a group that has a name. In a pool of trajectories a request of it may come only
-            when another trajectory has ended, and no server knows of trajectories that are in their environments:
-            silence does not mean that none is.
-        weight_version: of the weights that are served now.
-        clock: monotonic seconds.
+        collect: `Rollouts.collect`.
+        timeout: seconds without a further request after which a group is closed early.
+        named_timeout: the same for groups with a name. A pool of trajectories may send the next request of a group only
+            when another trajectory has ended, and no server sees trajectories in their environments.
     """
 
     def __init__(
@@ -105,29 +70,35 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         observer: GroupEvents,
         timeout: float,
         named_timeout: float,
-        weight_version: Callable[[], int] = lambda: 0,
-        clock: Callable[[], float] = time.monotonic,
+        weight_version: Callable[[], int],
+        clock: Callable[[], float],
     ) -> None:
-        self.collect, self.allocator = collect, allocator
+        self.collect = collect
+        self.allocator = allocator
+        self.groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
+        """Running groups, by join key."""
+        self.draining = False
+        """Whether the server stops, so that groups neither wait for requests nor start extra candidates."""
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
-        self.groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
-        """Those that run, by join key."""
-        self.draining = False
-        """Whether the server stops: no group waits for further requests, or starts extra candidates."""
-        self._sealed_short: deque[bool] = deque(maxlen=WINDOW)  # of the newest groups
-        self._short_is_logged = False
-        self.counted = CountedGroups(observer, self.report_sealed, weight_version, timeout, self._named_timeout, clock)
-        """Groups whose requests the engine serves by itself."""
+        # Whether each of the newest groups was closed early.
+        self._closed_early: deque[bool] = deque(maxlen=WINDOW)
+        self._early_is_logged = False
+        self.counted = CountedGroups(
+            observer,
+            self.report_sealed,
+            weight_version,
+            timeout,
+            self._named_timeout,
+            clock,
+        )
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
-        """Wait for the trajectory of one request; ``on_join`` is called with its group's id.
-
-        Cancelling gives up the seat.
+        """Return the trajectory of a request. ``on_join`` is called with the group's id.
 
         Raises:
-            EngineError: of the last candidate that failed, if too few could finish.
+            EngineError: error of the last failed candidate, if too few candidates could finish.
             GroupFailed, GroupAborted
         """
         group, seat = self._find_seat(request)
@@ -137,32 +108,50 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             output = await seat.caller
             seat.answered = not seat.aborted
         finally:
-            if not seat.answered:  # its caller has disconnected, or has what its own candidate had generated
-                seat.caller, seat.aborted = None, False
+            # The caller has disconnected, or has the partial output of its own candidate.
+            if not seat.answered:
+                seat.caller = None
+                seat.aborted = False
             group.stop_if_unattended()
         return output
 
     def expects(self, join_key: str) -> bool:
-        """Whether a group with this key waits for further requests."""
+        """Return whether a group waits for further requests."""
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
-        """Answer the request with that id, if it waits, with what its own candidate has generated so far.
-
-        Its seat stays in the draw.
-        """
-        for group in [group for groups in self.groups.values() for group in groups]:
-            for seat in [] if group.run.has_ended else group.seats:
+        """Answer a waiting request with the partial output of its own candidate. Its seat stays in the draw."""
+        for group in self._all_groups():
+            if group.run.has_ended:
+                continue
+            for seat in group.seats:
                 if seat.request_id == request_id and seat.caller is not None and not seat.caller.done():
                     seat.aborted = True
                     group.run.runner.abort_request(seat.request, seat.caller)
 
     def drain(self) -> None:
-        """Close all groups with the requests that have arrived, and from now on every group with its first one."""
+        """Close all groups now, and later groups with their first request."""
         self.draining = True
-        for group in [group for groups in self.groups.values() for group in groups]:
+        for group in self._all_groups():
             group.closed.set()
         self.counted.drain()
+
+    def report_sealed(self, *, full: bool, planned: int) -> None:
+        """Report a closed group, and log once if many groups lack requests."""
+        self._observer.group_sealed(full)
+        self._closed_early.append(not full)
+        count = sum(self._closed_early)
+        if not self._early_is_logged and len(self._closed_early) == WINDOW and count >= OFTEN * WINDOW:
+            self._early_is_logged = True
+            logger.warning(
+                "%d of the last %d groups of single requests were closed with fewer than %d requests, after "
+                "--group-wait (--group-name-wait for groups with names): send all requests of a prompt at once, name "
+                "groups (X-Darts-Group: id=NAME, or sessions that match --group-pattern), raise these times, or lower "
+                "--group-size",
+                count,
+                WINDOW,
+                planned,
+            )
 
     def _find_seat(
         self, request: JoinRequest[RequestT]
@@ -172,8 +161,10 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             if not group.closed.is_set():
                 return group, group.add(request)
         for group in groups:
-            if (vacant := group.take_vacant(request)) is not None:
+            vacant = group.take_vacant(request)
+            if vacant is not None:
                 return group, vacant
+
         group = _JoinedGroup(self, request, self._timeout if request.name is None else self._named_timeout)
         self.groups.setdefault(request.join_key, []).append(group)
         seat = group.add(request)
@@ -181,36 +172,21 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             group.closed.set()
         return group, seat
 
-    def report_sealed(self, *, full: bool, planned: int) -> None:
-        """Report a group that takes no more requests, and log once when many are sealed with fewer than planned."""
-        self._observer.group_sealed(full)
-        self._sealed_short.append(not full)
-        count = sum(self._sealed_short)
-        if not self._short_is_logged and len(self._sealed_short) == WINDOW and count >= OFTEN * WINDOW:
-            self._short_is_logged = True
-            logger.warning(
-                "%d of the last %d groups of single requests were sealed with fewer than %d, after --group-wait, or "
-                "--group-name-wait for those with names: send all requests of a prompt at once, name groups "
-                "(X-Darts-Group: id=NAME, or sessions that match --group-pattern), raise these, or lower --group-size",
-                count,
-                WINDOW,
-                planned,
-            )
+    def _all_groups(self) -> "list[_JoinedGroup[RequestT, OutputT]]":
+        return [group for groups in self.groups.values() for group in groups]
 
 
 class _JoinedGroup(Generic[RequestT, OutputT]):
-    """One group and the callers that wait for its trajectories."""
-
     def __init__(self, joiner: GroupJoiner[RequestT, OutputT], first: JoinRequest[RequestT], timeout: float) -> None:
         self.group_id = f"group-{first.request_id}"
+        self.seats: list[_Seat[RequestT, OutputT]] = []
+        self.closed = asyncio.Event()
+        """Set when no further request may join."""
         self._joiner = joiner
         self._first = first
         self._timeout = timeout
-        self.seats: list[_Seat[RequestT, OutputT]] = []
-        self._ended = False
-        self.closed = asyncio.Event()
-        """Whether no further request may join."""
         self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
         spec = GroupSpec(
             first.plan,
             first.request,
@@ -227,13 +203,14 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
-        """Add a seat for one more request, and start a candidate for it."""
+        """Add a seat, and start a candidate for it."""
         loop = asyncio.get_running_loop()
         seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
         self.seats.append(seat)
         self.run.request_ids += (request.request_id,)
         self._ticket.merge(request.ticket)
         self.run.add_candidate(request.request)
+
         if self._timer is not None:
             self._timer.cancel()
         if len(self.seats) == self._first.plan.size:
@@ -243,19 +220,21 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
-        """Give the seat of a disconnected caller to a late one, while the group runs."""
-        for seat in self.seats:
-            if seat.caller is None and not seat.answered and not self.run.has_ended:
-                seat.request_id = request.request_id
-                seat.caller = asyncio.get_running_loop().create_future()
-                if seat.output is not None:
-                    seat.caller.set_result(seat.output)
-                self.run.request_ids += (request.request_id,)
-                return seat
-        return None
+        """Give the seat of a disconnected caller to a late caller."""
+        if self.run.has_ended:
+            return None
+        seat = next((seat for seat in self.seats if seat.caller is None and not seat.answered), None)
+        if seat is None:
+            return None
+        seat.request_id = request.request_id
+        seat.caller = asyncio.get_running_loop().create_future()
+        if seat.output is not None:
+            seat.caller.set_result(seat.output)
+        self.run.request_ids += (request.request_id,)
+        return seat
 
     def stop_if_unattended(self) -> None:
-        """Stop everything once no caller waits any more."""
+        """Stop all candidates if no caller waits."""
         if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
             self._end()
             self._task.cancel()
@@ -263,33 +242,17 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     # --- the group's own task -----------------------------------------------
 
     async def _answer_callers(self) -> None:
-        """Open the group once its callers are there, and answer a random one with each trajectory."""
-        first, run, joiner, rng = self._first, self.run, self._joiner, random.Random()
+        rng = random.Random()
         try:
             await self.closed.wait()
-            if not run.has_ended:
-                full = len(self.seats) == first.plan.size
-                plan = first.plan if full else first.plan.shrunk(len(self.seats))
-                allocation = Allocation(plan.size)
-                if not joiner.draining:
-                    joiner.report_sealed(full=full, planned=first.plan.size)
-                    allocation = await joiner.allocator.allocate(plan, first.prompt_key)
-                    if not run.has_ended:
-                        allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
-                rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
-                run.open(rule, allocation)
-            async for trajectory in run.trajectories():
-                free = [seat for seat in self.seats if seat.output is None]
-                candidate = run.runner.candidates[trajectory.index]
-                if candidate.aborted:  # it goes to the caller that it was started for
-                    own = [seat for seat in free if seat.request is candidate.request and candidate.has_own_request]
-                    owners = [c.request for c in run.runner.candidates if c.aborted or c.aborting]
-                    others = [seat for seat in free if not any(seat.request is request for request in owners)]
-                    free = own[:1] or others or free
-                rng.choice(free).give(trajectory.output)
+            if not self.run.has_ended:
+                await self._open()
+            async for trajectory in self.run.trajectories():
+                rng.choice(self._possible_seats(trajectory)).give(trajectory.output)
+            # An aborted group has no trajectory for some seats.
             for seat in self.seats:
-                if seat.output is None and not seat.aborted:  # the group was aborted, and has nothing for it
-                    seat.give(run.engine.aborted_output(seat.request))
+                if seat.output is None and not seat.aborted:
+                    seat.give(self.run.engine.aborted_output(seat.request))
         except Exception as error:
             for seat in self.seats:
                 if seat.caller is not None and not seat.caller.done():
@@ -297,14 +260,44 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         finally:
             self._end()
 
+    async def _open(self) -> None:
+        """Start the extra candidates of a group whose size is the number of its seats."""
+        plan = self._first.plan
+        full = len(self.seats) == plan.size
+        if not full:
+            plan = plan.shrunk(len(self.seats))
+        allocation = Allocation(plan.size)
+        if not self._joiner.draining:
+            self._joiner.report_sealed(full=full, planned=self._first.plan.size)
+            allocation = await self._joiner.allocator.allocate(plan, self._first.prompt_key)
+            # The group may have failed meanwhile, and then its ticket is released.
+            if not self.run.has_ended:
+                allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
+        self.run.open(plan.rule_for(allocation.saturated), allocation)
+
+    def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:
+        free = [seat for seat in self.seats if seat.output is None]
+        candidates = self.run.runner.candidates
+        candidate = candidates[trajectory.index]
+        if not candidate.aborted:
+            return free
+        # A partial candidate answers the caller that it was started for, or a caller without a partial candidate.
+        own = [seat for seat in free if seat.request is candidate.request and candidate.has_own_request]
+        if own:
+            return own[:1]
+        requests = [c.request for c in candidates if c.aborted or c.aborting]
+        others = [seat for seat in free if not any(seat.request is request for request in requests)]
+        return others or free
+
     def _end(self) -> None:
-        """Accept no further caller. Synchronous: the task may be cancelled before it has run at all."""
+        # Not in the task alone, because it may be cancelled before its first step.
         if self._ended:
             return
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
-        groups, key = self._joiner.groups, self._first.join_key
+        groups = self._joiner.groups
+        key = self._first.join_key
         groups[key].remove(self)
         if not groups[key]:
             del groups[key]

@@ -1,4 +1,4 @@
-"""Plan requests and run groups on one engine: the entrance to this room."""
+"""Plan requests and run groups on an engine: the entrance to this room."""
 
 import asyncio
 import time
@@ -9,7 +9,7 @@ from typing import Any, Generic
 from darts_server.engine.port import UNKNOWN_TOKENS, Engine, OutputT, RequestT, RequestTokens
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupEvents
-from darts_server.policy.allocation import Brownout, reduce_candidates
+from darts_server.policy.allocation import Brownout
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation import allocator, auto, deadlines
 from darts_server.rollout.allocation.allocator import Allocator
@@ -30,44 +30,41 @@ from darts_server.serving.admission import Admission, Bounds, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
 
-_BLOBS = (*blob_kinds(QUALITY_BLOBS), *blob_kinds(VOTE_BLOBS))
-_ALL: Sequence[Kind[Any]] = (allocator.PRICE, auto.STATE, *deadlines.KINDS, *learned.KINDS, *_BLOBS)
+_ALL: Sequence[Kind[Any]] = (
+    allocator.PRICE,
+    auto.STATE,
+    *deadlines.KINDS,
+    *learned.KINDS,
+    *blob_kinds(QUALITY_BLOBS),
+    *blob_kinds(VOTE_BLOBS),
+)
 KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL}
-"""Of documents that are used here; of other kinds, by nothing."""
-
+"""All kinds of saved documents, by name."""
 
 POLL_SECONDS = 0.02
-"""About as long as one step of an engine: a candidate that is no longer needed generates one or two tokens more, and
-the API process has nothing to do for each token."""
+"""About one step of an engine: a candidate that is no longer needed generates one or two more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
-    """Intervals in seconds.
-
-    ``poll``: time between two polls of token counts. ``allocation``: time within which groups are allocated together.
-    ``join``: time without a further request after which a group of single requests is closed. ``join_named``: the same
-    for a group that has a name; at least ``join``.
-    """
+    """Intervals in seconds. ``join``, ``join_named``: see `GroupJoiner`."""
 
     poll: float = POLL_SECONDS
     allocation: float = 0.02
+    """Time window of groups that are allocated together."""
     join: float = 5.0
     join_named: float = 60.0
 
 
 class Rollouts(Generic[RequestT, OutputT]):
-    """Run groups on one engine.
+    """Runs groups on an engine.
 
     Args:
-        engine: where candidates run.
-        planner: chooses the policy of each request; may be replaced while groups run, which keep theirs.
-        statistics: what is learned; every completed group adds to it.
-        intervals: of polling, allocation and joining.
-        gate: what groups pass; every running group is inside. ``None`` for a gate of its own.
-        bounds: of the candidates that are admitted; ``None`` for no bounds.
-        brownout: how redundancy falls while candidates queue; ``None`` for not at all.
-        scorer: scores candidates under policies that prune; ``None`` refuses these policies.
+        planner: may be replaced while groups run, and running groups keep their plans.
+        statistics: learns from every completed group.
+        gate: running groups are inside.
+        brownout: reduces redundancy while candidates wait.
+        scorer: scores candidates. Without a scorer, policies that prune are refused.
         clock: monotonic seconds.
     """
 
@@ -85,6 +82,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         intervals = intervals or Intervals()
+        self.engine = engine
         self.planner = planner
         self.statistics = statistics
         self.gate = gate or Gate()
@@ -110,28 +108,26 @@ class Rollouts(Generic[RequestT, OutputT]):
             lambda: engine.weight_version,
             clock,
         )
-        self.engine = engine
+        self.poll_seconds = intervals.poll
+        self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
+        """Running groups, the oldest first."""
+        self.aborts = 0
+        """Number of calls of `abort_all`."""
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
-        self.poll_seconds = intervals.poll
-        self._polling: asyncio.Task[None] | None = None  # while there are groups
-        self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
-        """Running groups, the oldest first: a set that keeps its order."""
-        self.aborts = 0
-        """How often everything was aborted."""
+        self._polling: asyncio.Task[None] | None = None
         self._suspended = False
         self._group_ended = asyncio.Event()
 
     # --- planning -----------------------------------------------------------
 
     def plan(self, n: int, options: RequestOptions, turn: Turn | None = None) -> Plan | None:
-        """Plan a request for ``n`` trajectories of one prompt; ``None``: unshaped, by the engine alone.
+        """Plan a request for ``n`` trajectories of a prompt, see `Planner.plan`.
 
-        ``turn``: what shows whether a request for one trajectory opens it; ``None`` for one that does.
+        Without ``turn`` a single request opens a trajectory.
 
         Raises:
-            InvalidRequest: unknown policy, a policy that prunes where nothing can be scored, or a size that the policy
-                or the limits do not allow.
+            InvalidRequest: see `Planner.plan` and `check_scorable`.
         """
         plan = self.planner.plan(n, options)
         if plan is None:
@@ -146,31 +142,47 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan
 
     def check_scorable(self, plan: Plan) -> None:
-        """Check whether candidates can be scored, for a policy that prunes.
-
-        Raises:
-            InvalidRequest: nothing can be scored here.
         """
-        if not self.can_score:
-            why = "hidden states, which this engine does not report; use another policy, or start the server with "
-            why += "--quality logprob"
-            if self._context.scorer is None:
-                why = "quality, which this server cannot score; use another policy"
-            raise InvalidRequest("policy", f"{plan.policy!r} prunes by {why}")
+        Raises:
+            InvalidRequest: the policy prunes, and the server cannot score candidates.
+        """
+        if self.can_score:
+            return
+        if self._context.scorer is None:
+            missing = "quality, which this server cannot score; use another policy"
+        else:
+            missing = (
+                "hidden states, which this engine does not report; use another policy, or start the server with "
+                "--quality logprob"
+            )
+        raise InvalidRequest("policy", f"{plan.policy!r} prunes by {missing}")
 
     @property
     def can_score(self) -> bool:
-        """Whether anything can score candidates."""
         scorer = self._context.scorer
-        return scorer is not None and (not scorer.uses_hidden_states or self.engine.probe_width is not None)
+        if scorer is None:
+            return False
+        return not scorer.uses_hidden_states or self.engine.probe_width is not None
 
     def usual_candidates(self, plan: Plan) -> int:
-        """How many candidates a group gets now, before anything is known of its prompt."""
-        return reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self.redundancy_scale())
+        """Return the number of candidates that a prompt without statistics would get now."""
+        return plan.candidates(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
-        """Share of the redundancy that there is room for now, 0 to 1."""
-        return self._brownout.update(self.admission.waiting)
+        """Return the share of the redundancy that the load allows, 0 to 1."""
+        return self._brownout.scale_at(self.admission.waiting)
+
+    def starting_order(self, prompt_key: str | None) -> StartingOrder:
+        """Return the order of a request that arrives now."""
+        if not self.engine.has_priorities:
+            return lambda _: 0.0
+        now = self._context.clock()
+        stats = None if prompt_key is None else self.statistics.prompts.load(prompt_key)
+        expected = None if stats is None else stats.mean_ema
+        if expected is None:
+            # A new prompt is expected to be as long as the data set's mean.
+            expected = self.statistics.dataset.stats.mean or 0.0
+        return lambda tokens: now - TOKEN_SECONDS * max(expected, tokens)
 
     # --- running groups -----------------------------------------------------
 
@@ -181,14 +193,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Start a group. Its caller must take its trajectories, or call `GroupRun.cancel`.
+        """Start a group. Its caller must take the trajectories, or call `GroupRun.cancel`.
 
-        ``ticket``: holds the allocation, and is released when the group has ended, which may be after its caller left.
-        ``carried``: what its candidates have generated already, by index.
+        ``ticket``: holds the allocation until the group has ended. ``carried``: see `GroupRun`.
         """
-        plan, run = spec.plan, self.collect(spec, ticket=ticket, carried=carried)
-        rule = plan.shaping.selection_rule(plan.size, allocation.saturated)
-        run.open(rule, allocation)
+        run = self.collect(spec, ticket=ticket, carried=carried)
+        run.open(spec.plan.rule_for(allocation.saturated), allocation)
         return run
 
     def collect(
@@ -198,31 +208,43 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Create a group to which candidates are added one by one before it is opened.
+        """Create a group that may get its candidates before it is opened.
 
-        ``on_end`` is called when it has ended, with any outcome. ``ticket``, ``carried``: see `start`.
+        ``on_end``: called when the group has ended, with any outcome.
         """
-        held = ticket or Ticket(self.admission, None, None)
+        group_ticket = ticket or Ticket(self.admission, None, None)
 
-        def ended(run: GroupRun[RequestT, OutputT]) -> None:
+        def end(run: GroupRun[RequestT, OutputT]) -> None:
             self._group_ended.set()
             del self.runs[run]
             self.gate.leave()
-            held.release()
+            group_ticket.release()
             if on_end is not None:
                 on_end()
             if run.runner.scorer is not None and run.record is not None:
                 self.observers.scored_group_ended(run.record)
 
         try:
-            order, rewards = self.starting_order(spec.prompt_key), self.statistics.rewards.prompts
-            stats = None if spec.prompt_key is None else rewards.load(spec.prompt_key)
+            order = self.starting_order(spec.prompt_key)
+            earlier_pass_rate = None
+            if spec.prompt_key is not None:
+                rewards = self.statistics.rewards.prompts.load(spec.prompt_key)
+                if rewards is not None:
+                    earlier_pass_rate = rewards.pass_rate
             self.gate.let_in()
         except BaseException:
-            held.release()
+            # Without a run nobody else releases the ticket.
+            group_ticket.release()
             raise
-        earlier_pass_rate = None if stats is None else stats.pass_rate
-        run = GroupRun(self._context, spec, held, ended, carried, order, earlier_pass_rate)
+        run = GroupRun(
+            self._context,
+            spec,
+            group_ticket,
+            on_end=end,
+            carried=carried,
+            order=order,
+            earlier_pass_rate=earlier_pass_rate,
+        )
         self.runs[run] = None
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="darts-poller")
@@ -231,26 +253,16 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     async def _poll(self) -> None:
-        """Poll all groups for their progress; no timer runs while there is none."""
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
             for run in list(self.runs):
                 run.poll()
+            # Also after the last group has ended: the next group must not find the queue as this group saw it.
+            self._brownout.update(self.admission.waiting)
         self._polling = None
-
-    def starting_order(self, prompt_key: str | None) -> StartingOrder:
-        """Return the place of a request that comes now among others, on an engine that has priorities."""
-        if not self.engine.has_priorities:
-            return lambda _: 0.0
-        since, statistics = self._context.clock(), self.statistics
-        stats = None if prompt_key is None else statistics.prompts.load(prompt_key)
-        # A new prompt is expected to be as long as the data set's mean.
-        expected = (statistics.dataset.stats.mean or 0.0) if stats is None else stats.mean_ema
-        return lambda tokens: since - TOKEN_SECONDS * max(expected, tokens)
 
     @property
     def running(self) -> int:
-        """Number of running groups."""
         return len(self.runs)
 
     def learn_unshaped(
@@ -259,25 +271,34 @@ class Rollouts(Generic[RequestT, OutputT]):
         ends: Sequence[tuple[int, FinishReason]],
         request: RequestTokens = UNKNOWN_TOKENS,
     ) -> None:
-        """Learn the lengths of a request that the engine has served by itself, as those of a group.
-
-        ``ends``: tokens of each trajectory, and how it ended. ``request``: tokens that it takes.
-        """
-        now, version = self._context.clock(), self.engine.weight_version
+        """Learn the lengths of a request that the engine has served without us."""
+        now = self._context.clock()
+        version = self.engine.weight_version
         candidates = [
-            CandidateRecord(i, tokens, reason, SelectedAs.SHORT, None, False, now, now, version, version)
-            for i, (tokens, reason) in enumerate(ends)
+            CandidateRecord(
+                index=index,
+                tokens=tokens,
+                finish_reason=finish_reason,
+                selected_as=SelectedAs.SHORT,
+                reason=None,
+                cut=False,
+                started_at=now,
+                ended_at=now,
+                weight_version_start=version,
+                weight_version_end=version,
+            )
+            for index, (tokens, finish_reason) in enumerate(ends)
         ]
         record = GroupRecord(
-            "",
-            prompt_key,
-            OFF,
-            len(ends),
-            Outcome.COMPLETED,
-            candidates,
-            now,
-            now,
-            None,
+            group_id="",
+            prompt_key=prompt_key,
+            policy=OFF,
+            size=len(ends),
+            outcome=Outcome.COMPLETED,
+            candidates=candidates,
+            started_at=now,
+            ended_at=now,
+            tail_wait=None,
             prompt_tokens=request.prompt,
             max_tokens=request.most,
         )
@@ -286,27 +307,24 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- ending groups ------------------------------------------------------
 
     def abort(self, group_id: str) -> None:
-        """Abort all groups, or the single request, with that id, if they run: see `GroupRun.abort`."""
+        """Abort the single request, and all groups, with that id, see `GroupRun.abort`."""
         self.joiner.abort(group_id)
-        for run in [run for run in self.runs if run.spec.group_id == group_id]:  # callers choose ids, which may recur
-            run.abort()
+        # Callers choose ids, so several groups may have the same.
+        for run in list(self.runs):
+            if run.spec.group_id == group_id:
+                run.abort()
 
     def abort_all(self, reason: str) -> None:
-        """Abort all running groups, see `GroupRun.abort`. ``reason``: for callers that get an error."""
         self.aborts += 1
         for run in list(self.runs):
             run.abort(reason)
 
     def fail_all(self, error: DartsError) -> None:
-        """End all running groups; their callers get the error."""
         for run in list(self.runs):
             run.fail(error)
 
     async def suspend(self) -> None:
-        """Stop the candidates of every group that can be restarted, and wait until the other groups have ended.
-
-        Groups that begin before `resume` start no candidates either.
-        """
+        """Stop the candidates of all groups until `resume`, and wait for the end of groups that cannot be restarted."""
         self._suspended = True
         unfinished = [run for run in list(self.runs) if not run.suspend()]
         while any(not run.has_ended for run in unfinished):
@@ -314,23 +332,23 @@ class Rollouts(Generic[RequestT, OutputT]):
             await self._group_ended.wait()
 
     def weights_change(self) -> None:
-        """Record what running candidates have generated so far, before the paused model gets other weights."""
+        """Record the weight version of all tokens, before the paused model gets new weights."""
         for run in list(self.runs):
             run.runner.weights_change()
         self.joiner.counted.weights_change()
 
     def resume(self) -> None:
-        """Restart suspended groups with new candidates. Harmless if there are none."""
+        """Restart suspended groups with new candidates."""
         self._suspended = False
         for run in list(self.runs):
             run.resume()
 
 
 def check_document(kind: str, document: Document) -> None:
-    """Check whether a document of a saved state can be used, before it replaces what was learned here.
-
-    Raises:
-        ValueError: it cannot be used; the message names the field.
     """
-    if (found := KINDS.get(kind)) is not None:
+    Raises:
+        ValueError: the document of a saved state cannot be used. The message names the field.
+    """
+    found = KINDS.get(kind)
+    if found is not None:
         found.parse(document)

@@ -1,4 +1,4 @@
-"""What a group is run with: its own description, and what all groups of a server share."""
+"""Descriptions of a group and of a single request, and the parts that all groups of a server use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,28 +10,27 @@ from darts_server.observers import GroupEvents
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.start_queue import StartQueue
+from darts_server.serving.admission import Ticket
 
 
 class OnAbort(Enum):
-    """What the caller of a group gets that is ended from outside, beside the error that says why."""
+    """Answer to the caller of a group that is ended from outside."""
 
     FAIL = auto()
-    """Nothing else."""
+    """The error."""
     ANSWER = auto()
-    """In place of the error as many candidates as it waits for, as they are: vLLM's answer to an aborted request."""
+    """As many partial candidates as the caller waits for, without the error, as vLLM answers an abort."""
     RETURN = auto()
-    """All candidates that are not discarded, as they are. The caller must not take them for a group."""
+    """The error, and all partial candidates. They are no fair sample, so they must not count as a group."""
     CARRY = auto()
-    """What `CandidateRunner.collect_carried` returns, for another run that goes on with it."""
+    """The error, and the result of `CandidateRunner.collect_carried` for another run."""
 
 
 @dataclass(slots=True)
 class Quota:
-    """Number of groups that the batch still needs. At 0, every unfinished group is stopped at its next event, and
-    carried over.
+    """Number of groups that a batch still needs. At 0, every unfinished group is carried over at its next event.
 
-    A complete group counts, also if its answer is lost with its engine before it is read. The batch then needs one more
-    group, but groups that are stopped by then do not go on: the batch may return fewer groups than it needs.
+    A complete group counts even if its engine dies before its answer is read, so a batch may return fewer groups.
     """
 
     left: int
@@ -39,41 +38,46 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec(Generic[RequestT]):
-    """Describe a group before anything of it is started.
-
-    Args:
-        plan: its policy. Its candidates are scored if the policy's shaping has a pruning.
-        request: what its candidates are started with.
-        group_id: names the group in records, logs and answers.
-        prompt_key: under which its lengths are recorded; ``None`` to record none.
-        tail_seed: seed of the sampled tail; ``None`` for a fresh one.
-        early: deliver each trajectory as soon as it is known to belong to the group.
-        on_abort: what its caller gets if it is aborted.
-        quota: shared by the groups of a batch that carries over what its groups have generated.
-        tokens: that its request takes, as far as that is known before it runs.
-    """
+    """Description of a group."""
 
     plan: Plan
     request: RequestT
     group_id: str
     prompt_key: str | None = None
+    """Key of the prompt's statistics, or None to learn nothing."""
     tail_seed: Sequence[int] | None = None
+    """Seed of the sampled tail."""
     early: bool = field(default=False, kw_only=True)
+    """Whether a trajectory is delivered as soon as it is certain to be in the group."""
     on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
     quota: Quota | None = field(default=None, kw_only=True)
     tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupContext(Generic[RequestT, OutputT]):
-    """What all groups of one server share.
+class JoinRequest(Generic[RequestT]):
+    """A request for a single trajectory of a group."""
 
-    ``scorer``: scores candidates, ``None`` where nothing can. ``starts``: where candidates wait for their turn to
-    start. ``clock``: monotonic seconds.
-    """
+    request: RequestT
+    request_id: str
+    plan: Plan
+    prompt_key: str
+    join_key: str
+    """Equal for requests that may join the same group."""
+    ticket: Ticket
+    """Ticket of the candidate. The group takes it over, because a candidate may outlive its caller."""
+    name: str | None = None
+    """The caller's name for the group."""
+    tokens: RequestTokens = UNKNOWN_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class GroupContext(Generic[RequestT, OutputT]):
+    """Parts of a server that all groups use."""
 
     engine: Engine[RequestT, OutputT]
     observer: GroupEvents
     scorer: Pruner | None
     starts: StartQueue
     clock: Callable[[], float]
+    """Clock in monotonic seconds."""

@@ -1,9 +1,8 @@
-"""When candidates start: a few at a time, so that the event loop serves others in between, and the longest first.
+"""Start a few candidates in each turn of the event loop, and order them on an engine with priorities.
 
-An engine with priorities starts those first that are expected to be longest: a rollout ends with its last candidate, so
-a long one that starts late holds all of it up. The order changes nothing of what is returned. It bounds how long
-anything waits: a request goes before shorter ones that have come as long before it as it is expected to take longer,
-and not before others, however long it is.
+Long candidates start first, because a rollout ends with its last candidate. The order does not change which
+trajectories are returned. It starves no request: a long request overtakes a shorter request only if it arrives later by
+less than its additional duration.
 """
 
 import asyncio
@@ -13,37 +12,43 @@ from collections.abc import Callable
 TURN = 128
 """Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
 CANDIDATE_COST = 8
-"""Handing a candidate to vLLM takes a quarter of a millisecond: its parameters are checked and encoded."""
+"""vLLM checks and encodes the parameters of a candidate in a quarter of a millisecond."""
 CARRIED_TOKENS = 16
-"""Tokens that a candidate goes on from, for each unit of cost: they are detokenized when it starts."""
+"""Carried tokens for one unit of cost: vLLM detokenizes them at the start."""
 TOKEN_SECONDS = 0.03
-"""How long a request waits for one that is expected to have one more token: about a decode step of a full engine."""
+"""Head start for each expected token: about a decode step of a full engine."""
+
+StartingOrder = Callable[[int], float]
+"""Returns the place of a candidate by its number of tokens, the lowest first. A candidate that is longer than expected
+gets ahead with every token."""
 
 
 class StartQueue:
-    """Let candidates and groups start in the order in which they come, a few in each turn of the event loop.
+    """Lets candidates and groups start in order of arrival, a few in each turn of the event loop.
 
-    The first ones start at once, so that groups of usual sizes do not wait. A group starts when no candidate waits:
-    candidates reach the engine group by group, and those of a large batch are made no sooner than the engine gets them.
+    A group starts only while no candidate waits, so that candidates reach the engine group by group.
     """
 
     def __init__(self) -> None:
         self._candidates: deque[tuple[asyncio.Future[None], int]] = deque()
         self._groups: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._spent = 0  # in this turn
+        self._spent = 0
 
     async def wait(self, *, carried_tokens: int = 0, group: int | None = None) -> None:
-        """Wait until a candidate may start, or a ``group`` with so many. ``carried_tokens``: that it goes on from."""
-        waiting, cost = self._candidates, CANDIDATE_COST + carried_tokens // CARRIED_TOKENS
-        if group is not None:
-            waiting, cost = self._groups, group
+        """Wait until a candidate may start, or a ``group`` of that many candidates."""
+        if group is None:
+            waiting = self._candidates
+            cost = CANDIDATE_COST + carried_tokens // CARRIED_TOKENS
+        else:
+            waiting = self._groups
+            cost = group
         if self._candidates or waiting or not self._spend(cost):
             turn = asyncio.get_running_loop().create_future()
             waiting.append((turn, cost))
             await turn
 
     def _spend(self, cost: int) -> bool:
-        """Spend it in this turn, if anything is left of it."""
+        """Return whether the cost could be spent in this turn."""
         if self._spent >= TURN:
             return False
         if not self._spent:
@@ -54,14 +59,11 @@ class StartQueue:
     def _next_turn(self) -> None:
         self._spent = 0
         for waiting in (self._candidates, self._groups):
-            while waiting and (waiting[0][0].done() or self._spend(waiting[0][1])):
-                turn, _ = waiting.popleft()
-                if not turn.done():  # whoever waited may have been cancelled
+            while waiting:
+                turn, cost = waiting[0]
+                # The task that waits may have been cancelled. Its turn costs nothing.
+                if not turn.done():
+                    if not self._spend(cost):
+                        return
                     turn.set_result(None)
-            if waiting:
-                return
-
-
-StartingOrder = Callable[[int], float]
-"""Returns the place of a candidate of one group among others, by the tokens that it has generated already: the lowest
-start first. One that has become longer than was expected is a straggler, and will not be shorter."""
+                waiting.popleft()

@@ -1,8 +1,4 @@
-"""Votes of several trajectories of one prompt, which stop early once the remaining ones cannot change the answer.
-
-Weights can be computed from log-probs: the mean and the lowest mean log-prob (`rollout.pruning.scoring`). `Confidence`
-turns these into probabilities of being correct, once rewards came for trajectories of votes.
-"""
+"""Let several trajectories of a prompt vote, and stop candidates that can no longer change the answer."""
 
 import asyncio
 import logging
@@ -45,89 +41,87 @@ logger = logging.getLogger(__name__)
 
 KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
-"""Votes are for test time, where the trainer makes no steps."""
+"""Votes are for test time, when the trainer makes no steps."""
 SAVE_SECONDS = 2.0
-"""Between two writes of up to some 100 KB for each kind."""
+"""Seconds between two writes of up to some 100 KB for each kind."""
 POLICY = "vote"
-"""Under this name the groups of votes are recorded. They are not shaped."""
+"""Policy name in the records of votes."""
 LOGPROBS = "logprobs"
 DEFAULT_SCORE = 0.5
-"""Of all votes if none has a score: equal scores give equal weights."""
+"""Score of all votes if no vote has a score."""
 MAX_DECISION_CHECKS = 64
-"""Per vote. With a thousand trajectories one check takes 20 ms or more."""
+"""With a thousand trajectories, one check takes 20 ms or more."""
 TEXT_CHARS = 16_384
-"""Characters that are searched, from the end of a text. An answer before them is not found."""
+"""Number of last characters of a text that are searched."""
 SEARCH_SECONDS = 0.5
-"""Processor time for one text. A pattern that is linear in the text takes some milliseconds for the longest text. A
-match of RE2 cannot be ended, but is bounded by `TEXT_CHARS` and by the largest pattern: the worst takes 3 seconds, in
-which the event loop is served. Between matches, and in a search for boxes or choices, it is served within 30 ms."""
+"""Processor time for one text. A linear pattern takes some milliseconds for the longest text. A match of RE2 cannot be
+interrupted, but `TEXT_CHARS` and the largest pattern limit it to 3 seconds. The event loop continues meanwhile."""
 
 Score = Literal["head", "logprob", "lowest_logprob"]
 
 
 class Confidence:
-    """Calibrates scores, by the rewards of trajectories with an answer in the newest ``kept`` votes."""
+    """Turns scores into probabilities of being correct, by the rewards of the newest ``kept`` votes."""
 
     def __init__(
-        self, documents: DocumentStore, kept: int = DEFAULT_KEPT, calibration: Calibration = CALIBRATION
+        self,
+        documents: DocumentStore,
+        kept: int = DEFAULT_KEPT,
+        calibration: Calibration = CALIBRATION,
     ) -> None:
         blobs = BlobStore(documents, VOTE_BLOBS)
         self.points: Mapping[str, DetectionPoint] = {
             kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
         }
-        """Calibration of each kind of score."""
-        self._scores: Kept[str, Mapping[int, Mapping[str, float]]] = Kept(kept)  # by group id
+        # By group id, candidate index and kind.
+        self._scores: Kept[str, Mapping[int, Mapping[str, float]]] = Kept(kept)
         self._save_soon = Debounce(SAVE_SECONDS, lambda: self._load(save=True))
         self._load()
 
     def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
-        """Store the `logprob_scores` of a vote's trajectories, by candidate index, until their rewards come."""
+        """Store `logprob_scores` by candidate index, until the trajectories have rewards."""
         self._load()
         owner, group_id = group
         self._scores.put(owner, group_id, scores)
 
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
-        """Learn whether a trajectory is correct."""
         owner, group_id = group
-        for kind, score in self._scores.of(owner).get(group_id, {}).get(index, {}).items():
+        scores = self._scores.of(owner).get(group_id, {}).get(index, {})
+        for kind, score in scores.items():
             self.points[kind].add(Label(score, float(correct)))
             self._save_soon.request()
 
     def _load(self, *, save: bool = False) -> None:
-        """Load what a restore has put into the store, and at first what was saved; then save what else was learned."""
+        """Load the calibration if the store has a newer state, then ``save`` it."""
         try:
             for point in self.points.values():
                 point.reload()
-            for point in self.points.values() if save else ():
-                point.save()
+            if save:
+                for point in self.points.values():
+                    point.save()
         except StateError as error:
             logger.warning("the calibration of votes cannot be read or saved: %s", error)
 
 
 def logprob_scores(sample: Sample) -> dict[str, float]:
-    """Compute each kind of score, in [0, 1]; kinds without usable log-probs are left out."""
-    scores = {kind: logprob_score(kind, tuple(sample.logprobs or ())) for kind in KINDS}
+    """Compute each kind of score, in [0, 1], that has usable log-probs."""
+    logprobs = tuple(sample.logprobs or ())
+    scores = {kind: logprob_score(kind, logprobs) for kind in KINDS}
     return {kind: score for kind, score in scores.items() if score is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class VoteRequest:
-    """A vote of ``n`` trajectories of ``prompt``.
-
-    ``sampling``: the engine's sampling parameters by name. ``pattern``: see `policy.voting.create_extractor`.
-    ``score``: what weights are computed from; majorities need none.
-    """
-
     prompt: PromptSpec
     n: int
     pattern: str | Sequence[str]
+    """See `create_extractor`."""
     weights: VoteWeights = "majority"
     score: Score | None = None
     sampling: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the caller requested log-probs."""
         logprobs = self.sampling.get(LOGPROBS)
         return logprobs is not None and logprobs is not False
 
@@ -142,48 +136,51 @@ class VoteRequest:
 
 @dataclass(slots=True)
 class Ballot:
-    """A finished trajectory. ``answer``: ``None`` if none was found in it, and then it is not scored either.
-
-    ``score``: what the caller sees. ``vote``: ``None`` until there is a score, and never changed afterwards, so that no
-    vote that has decided an election can change later.
-    """
+    """A finished trajectory."""
 
     index: int
     sample: Sample
     answer: str | None
     score: float | None = None
     vote: Vote | None = None
+    """None without an answer or a score. A vote never changes, because it may have decided an election."""
 
 
 class BallotBox(Generic[RequestT, OutputT]):
-    """Collects and counts the ballots of one vote. ``calibrate``: returns what a score means for a vote's weight."""
+    """Collects and counts the ballots of a vote. ``calibrate``: turns a score into the score of a vote."""
 
     def __init__(
-        self, vote: VoteRequest, run: GroupRun[RequestT, OutputT], calibrate: Callable[[float], float]
+        self,
+        vote: VoteRequest,
+        run: GroupRun[RequestT, OutputT],
+        calibrate: Callable[[float], float],
     ) -> None:
         self.ballots: list[Ballot] = []
-        self._vote, self._run, self._calibrate = vote, run, calibrate
+        self._vote = vote
+        self._run = run
+        self._calibrate = calibrate
         self._weighting = create_weighting(vote.weights, vote.pattern)
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
-        """Whether the winner cannot change, whatever the candidates ``remaining`` answer.
-
-        A vote without a score could still get any weight, so it counts as remaining. While more votes remain than are
-        counted nothing is decided, because all of them could be for one other answer.
-        """
+        """Return whether the winner is certain, whatever the candidates ``remaining`` answer."""
         votes, unscored = self._split_votes()
+        # A vote without a score can still get any weight. Most votes must be counted, because all missing votes may be
+        # for one other answer.
         missing = [*remaining, *(vote.index for vote in unscored)]
         return len(votes) >= len(missing) and is_decided(votes, missing, self._weighting)
 
     def count(self) -> Tally:
-        """Count the votes. Those without a score get the mean score of the others."""
+        """Count the votes. A vote without a score gets the mean score."""
         votes, unscored = self._split_votes()
         mean = fmean(vote.score for vote in votes) if votes else DEFAULT_SCORE
-        return count_votes([*votes, *(replace(vote, score=mean) for vote in unscored)], self._weighting)
+        votes += [replace(vote, score=mean) for vote in unscored]
+        return count_votes(votes, self._weighting)
 
     def _split_votes(self) -> tuple[list[Vote], list[Vote]]:
-        """Return the votes of the ballots that have an answer: those with a score, and those still without."""
-        kind, votes, unscored = self._vote.score, [], []
+        """Return the votes with a score, and the votes that still lack a score."""
+        kind = self._vote.score
+        votes: list[Vote] = []
+        unscored: list[Vote] = []
         for ballot in self.ballots:
             if ballot.answer is None:
                 continue
@@ -192,7 +189,8 @@ class BallotBox(Generic[RequestT, OutputT]):
                 if self._vote.weights != "majority" and kind is not None:
                     if self._vote.uses_logprobs:
                         score = logprob_scores(ballot.sample).get(kind)
-                    else:  # it may come after the candidate's end
+                    else:
+                        # The score may arrive after the candidate has finished.
                         score = self._run.candidates[ballot.index].quality
                     ballot.score = score
                     score = None if score is None else self._calibrate(score)
@@ -206,20 +204,16 @@ class BallotBox(Generic[RequestT, OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """The result of a vote. ``ballots``: of the finished trajectories, by candidate index.
-
-    ``sampling``: the sampling parameters in force, without what was added to score the ballots.
-    ``decided_early``: whether candidates were stopped because they could not change the answer. ``calibration``:
-    ``READY`` or why scores had no effect; ``None`` if no calibration was needed.
-    """
-
     vote_id: str
     request: VoteRequest
     sampling: Mapping[str, object]
+    """Sampling parameters with their defaults, without log-probs that only scores need."""
     tally: Tally
     ballots: Sequence[Ballot]
+    """Ballots in order of candidates."""
     decided_early: bool
     calibration: CalibrationStatus | None
+    """State of the calibration, if one was needed."""
     record: GroupRecord
     seconds: float
 
@@ -229,8 +223,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
     Args:
         confidence: calibrates scores from log-probs.
-        vote_ended: is called with the outcome of every vote and the number of candidates that it stopped.
-        searches: runs the callers' patterns, outside of the event loop; with one thread, they take one core at most.
+        vote_ended: called with the outcome of every vote and the number of stopped candidates.
+        searches: runs the callers' patterns outside the event loop.
         clock: monotonic seconds.
     """
 
@@ -243,14 +237,18 @@ class VoteRunner(Generic[RequestT, OutputT]):
         searches: Executor,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rollouts, self._renderer, self._confidence = rollouts, renderer, confidence
-        self._vote_ended, self._searches, self._clock = vote_ended, searches, clock
+        self._rollouts = rollouts
+        self._renderer = renderer
+        self._confidence = confidence
+        self._vote_ended = vote_ended
+        self._searches = searches
+        self._clock = clock
 
     async def run(self, vote: VoteRequest) -> VoteResult:
-        """Sample and count until the answer is certain, then stop the rest. Cancellation stops all candidates.
+        """Sample and count until the answer is certain, and stop all other candidates.
 
         Raises:
-            InvalidRequest: names the field; nothing was started, unless the pattern takes too long for a trajectory.
+            InvalidRequest: names the field.
             Overloaded, QuotaReached
             EngineError, GroupFailed, GroupAborted: too few candidates could finish.
         """
@@ -259,9 +257,11 @@ class VoteRunner(Generic[RequestT, OutputT]):
         vote_id = f"vote-{uuid.uuid4().hex}"
         with self._rollouts.admission.admit(vote.n) as ticket:
             extract = create_extractor(vote.pattern)
-            more = {LOGPROBS: True} if vote.uses_logprobs and not vote.wants_logprobs else {}
+            all_sampling = dict(vote.sampling)
+            if vote.uses_logprobs and not vote.wants_logprobs:
+                all_sampling[LOGPROBS] = True
             try:
-                request = await self._renderer.make_request(vote.prompt, {**vote.sampling, **more}, vote.n, vote_id)
+                request = await self._renderer.make_request(vote.prompt, all_sampling, vote.n, vote_id)
             except InvalidRequest as error:
                 if error.field in ("text", "token_ids"):
                     raise InvalidRequest("prompt", error.message) from error
@@ -274,39 +274,65 @@ class VoteRunner(Generic[RequestT, OutputT]):
             def calibrate(score: float) -> float:
                 if calibration is None:
                     return score
-                return point.calibrator.probability(score) if calibration is CalibrationStatus.READY else DEFAULT_SCORE
+                if calibration is CalibrationStatus.READY:
+                    return point.calibrator.probability(score)
+                return DEFAULT_SCORE
 
+            shaping = UNSHAPED
+            if vote.uses_quality:
+                # A keep ratio of 1 scores the candidates by quality, and prunes none of them.
+                shaping = replace(UNSHAPED, pruning=Pruning(keep_ratio=1.0))
+            spec = GroupSpec(
+                Plan(POLICY, shaping, vote.n),
+                request,
+                vote_id,
+                prompt_key=vote.prompt.key or self._renderer.prompt_key(request),
+                tail_seed=self._renderer.tail_seed(request),
+                early=True,
+                tokens=self._renderer.tokens(request),
+            )
             started_at = self._clock()
             async with self._rollouts.gate.enter():
-                # Scored by quality, if its votes are weighted by it; as all candidates are needed, none is pruned.
-                scored = replace(UNSHAPED, pruning=Pruning(keep_ratio=1.0)) if vote.uses_quality else UNSHAPED
-                key, seed = vote.prompt.key or self._renderer.prompt_key(request), self._renderer.tail_seed(request)
-                plan, tokens = Plan(POLICY, scored, vote.n), self._renderer.tokens(request)
-                spec = GroupSpec(plan, request, vote_id, key, seed, early=True, tokens=tokens)
                 run = self._rollouts.collect(spec, ticket=ticket.split(vote.n))
                 run.open(InOrder(vote.n), Allocation(vote.n))
                 box = BallotBox(vote, run, calibrate)
-                early = await self._collect(run, extract, box)
-        assert run.record is not None
-        tally, ballots = box.count(), sorted(box.ballots, key=lambda ballot: ballot.index)
+                decided_early = await self._collect(run, extract, box)
+
+        record = run.record
+        assert record is not None
+        tally = box.count()
+        ballots = sorted(box.ballots, key=lambda ballot: ballot.index)
         scores = {ballot.index: logprob_scores(ballot.sample) for ballot in ballots if ballot.answer is not None}
-        self._confidence.remember(run.record.key, scores)
-        outcome = VoteOutcome.DECIDED_EARLY if early else VoteOutcome.COUNTED
-        self._vote_ended(
-            VoteOutcome.NO_ANSWER if tally.winner is None else outcome,
-            sum(candidate.reason is DiscardReason.DECIDED for candidate in run.record.candidates),
-        )
+        self._confidence.remember(record.key, scores)
+        if tally.winner is None:
+            outcome = VoteOutcome.NO_ANSWER
+        elif decided_early:
+            outcome = VoteOutcome.DECIDED_EARLY
+        else:
+            outcome = VoteOutcome.COUNTED
+        stopped = sum(candidate.reason is DiscardReason.DECIDED for candidate in record.candidates)
+        self._vote_ended(outcome, stopped)
         seconds = self._clock() - started_at
-        return VoteResult(vote_id, vote, sampling, tally, ballots, early, calibration, run.record, seconds)
+        return VoteResult(
+            vote_id=vote_id,
+            request=vote,
+            sampling=sampling,
+            tally=tally,
+            ballots=ballots,
+            decided_early=decided_early,
+            calibration=calibration,
+            record=record,
+            seconds=seconds,
+        )
 
     def _check(self, vote: VoteRequest) -> None:
-        self._rollouts.plan(vote.n, RequestOptions(OFF))  # refuses sizes beyond the limit
+        # The planner refuses sizes beyond the limit.
+        self._rollouts.plan(vote.n, RequestOptions(OFF))
         if vote.sampling.get("detokenize") is False:
             raise InvalidRequest("sampling.detokenize", "must not be false: answers are extracted from text")
         if vote.weights != "majority" and vote.score is None:
-            raise InvalidRequest(
-                "score", f"is required for weights {vote.weights!r}: one of {', '.join(('head', *KINDS))}"
-            )
+            scores = ", ".join(("head", *KINDS))
+            raise InvalidRequest("score", f"is required for weights {vote.weights!r}: one of {scores}")
         if vote.uses_quality and not self._rollouts.can_score:
             raise InvalidRequest(
                 "score", f"this server does not score quality (see --quality); choose {' or '.join(KINDS)}"
@@ -315,7 +341,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
     async def _collect(
         self, run: GroupRun[RequestT, OutputT], extract: Extractor, box: BallotBox[RequestT, OutputT]
     ) -> bool:
-        """Collect ballots until all are there, or stop the rest when the vote is decided; return whether it did."""
+        """Collect ballots, and return whether the vote was decided early."""
         loop = asyncio.get_running_loop()
         collected: set[int] = set()
         interval = max(1, len(run.candidates) // MAX_DECISION_CHECKS)
@@ -325,7 +351,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 sample = await self._renderer.to_sample(trajectory.output)
                 answer = await loop.run_in_executor(self._searches, find_answer, extract, sample.text)
                 box.ballots.append(Ballot(trajectory.index, sample, answer))
-                # Others that have finished already count, whether they are needed or not.
+                # Candidates that have finished count, whether they are needed or not.
                 if run.has_ended or not run.deliveries.empty() or len(collected) % interval:
                     continue
                 if box.is_decided([c.index for c in run.candidates if c.alive and c.index not in collected]):
@@ -335,12 +361,13 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
 
 def find_answer(extract: Extractor, text: str) -> str | None:
-    """Find the answer in the end of a text.
+    """Find the last answer in a text.
 
     Raises:
         InvalidRequest: the pattern took too long.
     """
-    deadline, answer = time.thread_time() + SEARCH_SECONDS, None
+    deadline = time.thread_time() + SEARCH_SECONDS
+    answer = None
     for found in extract(text[-TEXT_CHARS:]):
         answer = found
         if time.thread_time() > deadline:
@@ -348,7 +375,7 @@ def find_answer(extract: Extractor, text: str) -> str | None:
     if time.thread_time() > deadline:
         raise InvalidRequest(
             "pattern",
-            f"took more than {SEARCH_SECONDS:g} seconds of processor time to find the answer of one trajectory, and "
-            "the vote was ended; use a simpler pattern",
+            f"took more than {SEARCH_SECONDS:g} seconds of processor time to find the answer of one trajectory, so "
+            "the vote has ended; use a simpler pattern",
         )
     return answer

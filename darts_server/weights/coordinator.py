@@ -1,6 +1,6 @@
 """Coordinates weight updates: one at a time, with the engine paused and running groups treated by a rule.
 
-Whatever fails, the old weights are served afterwards, or nothing is.
+After any failure, either the old weights are served or nothing is.
 """
 
 import asyncio
@@ -23,27 +23,28 @@ logger = logging.getLogger(__name__)
 
 VLLM_ROUTES = "vllm"
 """Source of an update that is made through vLLM's own routes."""
-UPDATE, TRAINER = "update", "trainer"
+UPDATE = "update"
+TRAINER = "trainer"
 """Names under which the gate is closed."""
-WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
 MEMORY = (WEIGHTS, KV_CACHE)
-"""vLLM's names of what leaves the device's memory while the engine sleeps; where nothing does, scheduling stops."""
+"""vLLM's names of the parts that leave the device's memory while the engine sleeps."""
+# vLLM's name of the part that sleeps if no memory is freed.
+SCHEDULING = "scheduling"
 WAKE_UP = "POST /wake_up first"
 
 T = TypeVar("T")
 
 
 class State(StrEnum):
-    """State of the served weights."""
-
     SERVING = "serving"
-    """No update is in progress."""
     STAGING = "staging"
-    """The new weights are fetched and checked; the engine serves the old ones."""
+    """The new weights are fetched and checked while the old weights are served."""
     ANNOUNCED = "announced"
     """Observers are notified, and the update's rule is applied to running groups."""
     UPDATING = "updating"
-    """The engine is paused and the model is being written: its weights are undefined."""
+    """The engine is paused and the model is written: its weights are undefined."""
     RESTORING = "restoring"
     """Writing failed; the old weights are loaded again."""
     LOST = "lost"
@@ -51,29 +52,34 @@ class State(StrEnum):
 
 
 class Coordinator:
-    """Tracks the served version and the update in progress, and who has paused the engine.
+    """Tracks the served version, the update in progress, and who has paused the engine.
 
-    Whatever an update in progress forbids raises `UpdateRunning`, and all raise `WeightsLost` after weights were lost.
+    Calls raise `UpdateRunning` if an update forbids them, and `WeightsLost` after weights were lost.
     """
 
     def __init__(
-        self, model: Model, gate: Gate, settings: UpdateSettings, observers: UpdateEvents, groups: Groups
+        self,
+        model: Model,
+        gate: Gate,
+        settings: UpdateSettings,
+        observers: UpdateEvents,
+        groups: Groups,
     ) -> None:
         self.settings = settings
         self.state = State.SERVING
         self.version = model.weight_version
-        """In the state LOST: the version that was served last."""
+        """The version that is served, or was served last."""
         self.last: UpdateRecord | None = None
         self.last_error: str | None = None
         self.paused_by_trainer = False
         """Whether the trainer paused the engine through vLLM's routes. Then only the trainer resumes it."""
         self.trainer_pauses = 0
-        """Pauses by the trainer that the engine has not carried out yet."""
+        """Number of the trainer's pauses in progress."""
         self._model = model
         self._gate = gate
         self._groups = groups
         self._observers = observers
-        self._source: str | None = None  # of the update in progress
+        self._source: str | None = None
         self._task: asyncio.Task[UpdateRecord] | None = None
         self._paused_by_update = False
         self._trainer_resumes = 0
@@ -81,19 +87,20 @@ class Coordinator:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all engines have the same weights, in memory, and keep them in this turn of the event loop."""
+        """Whether all engines have the same weights in memory, and keep them in this turn of the event loop."""
         return self.state in (State.SERVING, State.STAGING) and not self._asleep
 
     # --- an update, from its beginning to its end ---------------------------
 
     async def run(self, update: Update, version: int | None) -> UpdateRecord:
-        """Run an update of our own routes. ``version``: of the new weights; ``None`` for the next one.
+        """Run an update through our own routes, by the server's rule unless it has a rule. ``version``: see `begin`.
 
         Raises:
             InvalidRequest: the request is bad; nothing was changed.
             UpdateError: the old version is served.
         """
         self.begin(update, version)
+        update.rule = update.rule or self.settings.rule
         try:
             await update.stage()
             if update.when_staged is not None:
@@ -102,8 +109,9 @@ class Coordinator:
             update.clean_up()
             await self.finish(update, error)
             raise
-        # From here on a caller that disconnects must not cancel the update half-way: it runs in a task of its own.
+        # In a task: from here on, a caller that disconnects must not cancel the update half-way.
         self._task = asyncio.create_task(self._run_staged(update))
+        # Without a caller, nobody else retrieves the exception, and asyncio would log it.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._task)
 
@@ -114,7 +122,8 @@ class Coordinator:
                 await update.apply()
                 await self._model.set_version(update.version)
             except Exception as error:
-                if (lost := await self.fail(update, error)) is not None:
+                lost = await self.fail(update, error)
+                if lost is not None:
                     raise lost from error
                 raise
             update.commit()
@@ -123,7 +132,7 @@ class Coordinator:
             update.clean_up()
 
     def begin(self, update: Update, version: int | None) -> None:
-        """Begin an update. ``version``: of the new weights; ``None`` for the next one.
+        """Begin an update. ``version``: version of the new weights, or None for the next version.
 
         Raises:
             InvalidRequest: the version is served already.
@@ -136,16 +145,17 @@ class Coordinator:
         self._source = update.source
         self.state = State.STAGING
         update.timeout = self.settings.step_timeout
-        update.version = self.version + 1 if version is None else version
+        if version is None:
+            version = self.version + 1
+        update.version = version
 
     def check_free(self) -> None:
-        """Check that no update is in progress."""
         self._check_not_lost()
         if self._source is not None:
             raise self._update_running()
 
     async def pause(self, update: Update) -> None:
-        """Announce the update, apply its rule to running groups and pause the engine. A failure ends the update.
+        """Announce the update, apply its rule to running groups, and pause the engine. A failure ends the update.
 
         Raises:
             Conflict: the engine was put to sleep meanwhile.
@@ -169,20 +179,21 @@ class Coordinator:
                 await update.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif update.rule is Rule.RESTART:
                 await update.run_phase("wait", suspend_groups, self.settings.wait_timeout)
-            self._paused_by_update = True  # before it is paused: a pause that fails half-way must be resumed too
+            # Before the pause: a pause that fails half-way must be resumed too.
+            self._paused_by_update = True
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
             self._groups.weights_change()
             self.state = State.UPDATING
-        except BaseException as error:  # also if the trainer disconnects while groups are waited for
+        except BaseException as error:
+            # Among them the cancellation, if the trainer disconnects while groups are awaited.
             await self.finish(update, error)
             raise
 
     async def fail(self, update: Update, error: Exception) -> WeightsLost | None:
-        """Restore the old weights after ``error``, and end the update. Returns the error if the weights are lost.
+        """Restore the old weights after ``error``, and end the update. Return an error if the weights are lost.
 
-        Raises:
-            WeightsLost: the engine does not resume.
+        Raises as `finish`.
         """
         self.state = State.RESTORING
         try:
@@ -190,16 +201,19 @@ class Coordinator:
         except Exception as second:
             lost = self._lose(f"an update failed ({error}), and restoring the old weights failed too ({second})")
             try:
-                with suppress(Exception):  # the caller must learn that the weights are lost
+                # The caller must learn that the weights are lost, whatever fails here.
+                with suppress(Exception):
                     await update.run_phase("stop", self._model.abort_requests)
             finally:
                 await self.finish(update, lost)
             return lost
-        await self.finish(update, UpdateFailed(f"{error}; {restored}") if restored else error)
+        if restored:
+            error = UpdateFailed(f"{error}; {restored}")
+        await self.finish(update, error)
         return None
 
     async def finish(self, update: Update, error: BaseException | None = None) -> UpdateRecord:
-        """Resume the engine, unless the trainer paused it, and end the update. ``error``: why it failed.
+        """Resume the engine, unless the trainer paused it, and end the update, which failed if ``error`` is given.
 
         Raises:
             WeightsLost: the engine does not resume.
@@ -208,10 +222,12 @@ class Coordinator:
             if self._paused_by_update:
                 self._paused_by_update = False
                 if not self.paused_by_trainer:
-                    with CancelScope(shield=True):  # also if the caller has disconnected
+                    # Even if the caller has disconnected.
+                    with CancelScope(shield=True):
                         await update.run_phase("resume", self._model.resume)
         except Exception as failed:
-            if self.state is not State.LOST:  # else the first error has been reported, and nothing is served anyway
+            # If the weights are lost, that error is reported, and nothing is served anyway.
+            if self.state is not State.LOST:
                 error = self._lose(f"the engine does not resume after an update ({failed})")
                 raise error from failed
         finally:
@@ -219,7 +235,8 @@ class Coordinator:
             if self.state is State.LOST:
                 outcome = UpdateOutcome.LOST
             elif error is None:
-                outcome, self.version = UpdateOutcome.COMPLETED, update.version
+                outcome = UpdateOutcome.COMPLETED
+                self.version = update.version
             elif self.state is State.STAGING:
                 outcome = UpdateOutcome.REFUSED
             if self.state is not State.LOST:
@@ -244,7 +261,7 @@ class Coordinator:
         return record
 
     def _lose(self, reason: str) -> WeightsLost:
-        """Refuse all requests from now on. Returns the error to raise."""
+        """Refuse all requests from now on. Return the error to raise."""
         self.state = State.LOST
         error = f"{reason}; restart the server"
         self._gate.fail(WeightsLost(error))
@@ -255,15 +272,15 @@ class Coordinator:
     async def pause_by_trainer(self, mode: str, pause: Callable[[], Awaitable[None]]) -> None:
         """Pause the engine by ``pause``, and admit no new work until `resume_by_trainer`.
 
-        ``mode``: what happens to running work. ``wait``: whole groups are waited for, including candidates that were
-        not started yet. ``abort``: groups fail with an error for their callers. ``keep``: everything is paused.
+        ``mode``: ``wait`` waits for whole groups, ``abort`` fails groups, and ``keep`` pauses everything.
 
         Raises:
             UpdateFailed: groups did not end, or the engine was resumed meanwhile.
         """
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
             raise self._update_running()
-        was_paused, resumes = self.paused_by_trainer, self._trainer_resumes
+        was_paused = self.paused_by_trainer
+        resumes = self._trainer_resumes
         self._gate.close(TRAINER)
         try:
             if mode == "wait" and not was_paused:
@@ -273,31 +290,32 @@ class Coordinator:
                 self._groups.abort_all(
                     "the engine was paused with mode=abort while its group was running; send it again"
                 )
-            if resumes != self._trainer_resumes:  # /resume was called while this one waited: do not pause after it
+            if resumes != self._trainer_resumes:
                 raise UpdateFailed("the engine was resumed while groups were waited for")
-            # Before it is paused: an update that ends meanwhile must not resume it.
+            # Before the pause: an update that ends meanwhile must not resume the engine.
             self.paused_by_trainer = True
             self.trainer_pauses += 1
             try:
                 await pause()
             except BaseException:
                 self.paused_by_trainer = was_paused and resumes == self._trainer_resumes
+                # The pause may have failed half-way.
                 if not self.paused_by_trainer and not self._paused_by_update:
-                    await self._model.resume()  # it may have failed half-way
+                    await self._model.resume()
                 raise
             finally:
                 self.trainer_pauses -= 1
         finally:
             if not self.paused_by_trainer:
                 self._gate.open(TRAINER)
-        if not self.paused_by_trainer:  # the engine runs again, or resumes when an update has ended
+        if not self.paused_by_trainer:
             raise UpdateFailed("the engine was resumed while it was being paused")
 
     async def resume_by_trainer(self, resume: Callable[[], Awaitable[None]]) -> None:
-        """Resume the engine by ``resume``; during an update the engine resumes when that has ended.
+        """Resume the engine by ``resume``. During an update, the engine resumes when the update ends.
 
         Raises:
-            Conflict: it is asleep.
+            Conflict: the engine is asleep.
         """
         if self._asleep:
             raise Conflict("engine", f"is asleep ({', '.join(sorted(self._asleep))}); {WAKE_UP}")
@@ -306,7 +324,7 @@ class Coordinator:
                 await resume()
 
     async def abort_by_trainer(self, abort: Callable[[], Awaitable[None]], *, everything: bool) -> None:
-        """Abort requests by ``abort``. ``everything``: groups fail as wholes, with an error for their callers."""
+        """Abort requests by ``abort``. ``everything``: fail whole groups, with an error for their callers."""
         self._check_not_lost()
         if self._paused_by_update and not self.paused_by_trainer:
             raise self._update_running()
@@ -317,17 +335,18 @@ class Coordinator:
     # --- sleep, through vLLM's routes ---------------------------------------
 
     async def sleep_by_trainer(self, mode: str, sleep: Callable[[], Awaitable[None]], *, frees_memory: bool) -> None:
-        """Put the engine to sleep by ``sleep``, as `pause_by_trainer` pauses it, until `wake_up_by_trainer`.
+        """Pause the engine as in `pause_by_trainer`, and put it to sleep by ``sleep`` until `wake_up_by_trainer`.
 
         ``frees_memory``: whether weights and KV cache leave the device's memory.
         """
-        parts = set(MEMORY if frees_memory else ())
+        parts = set(MEMORY) if frees_memory else set()
 
         async def fall_asleep() -> None:
-            self._check_no_update()  # again, as one may have begun while groups were waited for
+            # Again, because an update may have begun while groups were awaited.
+            self._check_no_update()
             with self._falling_asleep(parts):
                 await sleep()
-            # Whatever came meanwhile: the engine may have been woken up before it slept.
+            # Again, because the engine may have been woken up before it slept.
             self.paused_by_trainer = True
             self._gate.close(TRAINER)
             self._asleep = self._asleep | parts
@@ -342,18 +361,17 @@ class Coordinator:
             await free()
 
     async def wake_up_by_trainer(self, wake_up: Callable[[], Awaitable[T]], parts: Collection[str] | None = None) -> T:
-        """Wake up these parts of `MEMORY` by ``wake_up``; ``None`` for all. With the last one the engine resumes.
-
-        Returns what ``wake_up`` returns.
-        """
+        """Wake up parts of `MEMORY`, or all, by ``wake_up``, and return its answer. The last resumes the engine."""
         self._check_no_update()
         asleep = self._asleep
         woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
-        if parts is not None and not woken <= asleep:  # vLLM does nothing if one of them is not asleep
+        # vLLM does nothing if one of the parts is not asleep.
+        if parts is not None and not woken <= asleep:
             woken = set()
         with self._ending_pause() if woken >= asleep else nullcontext():
             answer = await wake_up()
-            if self._asleep is asleep:  # and not put to sleep meanwhile
+            # Unless the engine was put to sleep meanwhile.
+            if self._asleep is asleep:
                 self._asleep = asleep - woken
         return answer
 
@@ -373,7 +391,7 @@ class Coordinator:
 
     @contextmanager
     def _falling_asleep(self, parts: Collection[str]) -> Iterator[None]:
-        """Count these parts of `MEMORY` as freed, also while they are being freed: no update may write them then."""
+        """Count parts of `MEMORY` as asleep while they are freed, because no update may write them."""
         before = self._asleep
         self._asleep = before | set(parts)
         try:
@@ -396,11 +414,14 @@ class Coordinator:
             raise Conflict("engine", f"is asleep, and its weights are not in memory; {WAKE_UP}")
 
     def _update_running(self) -> UpdateRunning:
-        remedy = "POST /finish_weight_update ends it" if self._source == VLLM_ROUTES else f"it is {self.state}"
+        remedy = f"it is {self.state}"
+        if self._source == VLLM_ROUTES:
+            remedy = "POST /finish_weight_update ends it"
         return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
 
 
 def _text(error: BaseException) -> str:
-    if isinstance(error, asyncio.CancelledError):  # its own text is of the task
+    # The text of a cancellation is about the task.
+    if isinstance(error, asyncio.CancelledError):
         return "the caller has disconnected"
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Updates that a trainer makes step by step through vLLM's own routes. It may stop calling at any time."""
+"""Updates that a trainer makes step by step through vLLM's own routes. The trainer may stop at any time."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,7 +11,7 @@ from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.port import Model, Update
 
 MAX_NAMES = 3
-"""Tensors that an error message names."""
+"""Number of tensors that an error message names."""
 
 Step = Callable[[], Awaitable[None]]
 
@@ -20,7 +20,7 @@ Step = Callable[[], Awaitable[None]]
 class _Session(Update):
     """A trainer's update, from start to finish.
 
-    ``writes``: calls of /update_weights. ``names``: of the tensors they brought, as far as vLLM reports them.
+    ``writes``: number of calls of /update_weights. ``names``: names of their tensors, as far as vLLM reports them.
     """
 
     model: Model
@@ -35,10 +35,13 @@ class _Session(Update):
         if await self.loaded.restore(self):
             return "the old weights were restored and are served"
         self.loaded.record_mixture()
-        wrote = f"{self.writes} call{'s' if self.writes > 1 else ''} of /update_weights"
+        wrote = "1 call of /update_weights"
+        if self.writes > 1:
+            wrote = f"{self.writes} calls of /update_weights"
         if self.names:
-            more = len(self.names) - MAX_NAMES
-            wrote += f", with {', '.join(self.names[:MAX_NAMES])}" + (f" and {more} more" if more > 0 else "")
+            wrote += f", with {', '.join(self.names[:MAX_NAMES])}"
+        if len(self.names) > MAX_NAMES:
+            wrote += f" and {len(self.names) - MAX_NAMES} more"
         return (
             f"the model may hold a part of the new weights, layer by layer ({wrote}), and the old ones are in no file; "
             "send a full set"
@@ -47,43 +50,49 @@ class _Session(Update):
 
 @dataclass(slots=True)
 class ExternalUpdates:
-    """Coordinates updates whose steps the engine does itself. Steps outside of a session are the engine's to refuse.
-
-    The engine sees one step at a time, and none that belongs to another session than it was sent in. Otherwise a start
-    that follows a finish closely is begun by the engine before the finish has ended here: the engine resumes then with
-    a model that has no weights, and dies.
-    """
+    """Coordinates updates whose steps the engine does itself. The engine refuses steps outside of a session."""
 
     coordinator: Coordinator
     loaded: LoadedWeights
     model: Model
     _session: _Session | None = None
+    # Keeps a start that follows a finish closely from the engine until the finish has ended here. Otherwise the engine
+    # would resume with a model without weights, and die.
     _steps: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _timing_out: asyncio.Task[None] | None = None  # waits for the trainer's next call
+    _timeout: asyncio.Task[None] | None = None
+    """Task that waits for the trainer's next call."""
 
     async def start(self, start: Step) -> None:
         """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
 
         Raises:
-            Conflict: the trainer's pause is not carried out yet; nothing was changed.
-            UpdateRunning, UpdateFailed, WeightsLost: nothing was changed.
+            Conflict: the trainer's pause is still in progress.
+            UpdateRunning, UpdateFailed, WeightsLost
         """
         coordinator = self.coordinator
-        coordinator.check_free()  # at once: who has the lock may wait for groups
+        # Refuse at once: the lock's owner may be waiting for groups.
+        coordinator.check_free()
         async with self._steps:
-            if coordinator.trainer_pauses:  # it still runs, and this update would change weights that are in use
+            # Until the engine is paused, this update would change weights in use.
+            if coordinator.trainer_pauses:
                 raise Conflict("engine", "is being paused; begin the update when this request has been answered")
             rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
-            session = _Session(source=VLLM_ROUTES, rule=rule, model=self.model, loaded=self.loaded)
+            session = _Session(
+                source=VLLM_ROUTES,
+                rule=rule,
+                model=self.model,
+                loaded=self.loaded,
+            )
             coordinator.begin(session, None)
             await coordinator.pause(session)
             self._session = session
             await self._run_step(session, "load", start)
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
-        """Write tensors to the model by ``write``, whose failure ends the update."""
+        """Write tensors to the model by ``write``. A failure ends the update."""
         async with self._steps:
-            if (session := self._session) is None:
+            session = self._session
+            if session is None:
                 await write()
                 return
             session.writes += 1
@@ -93,14 +102,15 @@ class ExternalUpdates:
     async def finish(self, finish: Callable[[int], Awaitable[None]]) -> None:
         """Finish the update. ``finish`` is called with the version that is served from now on."""
         async with self._steps:
-            if (session := self._session) is None:
+            session = self._session
+            if session is None:
                 await finish(self.coordinator.version)
                 return
 
             async def complete() -> None:
                 if session.rule is None:
-                    # The trainer's own pause may have kept the caches (clear_cache=false); ours clears them. Before the
-                    # last step, so that the old weights are restored if it fails.
+                    # Our pause clears caches, but the trainer's may have kept them (clear_cache=false). Clear them
+                    # before the last step, so that the old weights are restored if this fails.
                     await self.model.clear_caches()
                 await finish(session.version)
                 self._session = None
@@ -110,8 +120,9 @@ class ExternalUpdates:
             await self.coordinator.finish(session)
 
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
-        if self._timing_out is not None:
-            self._timing_out.cancel()  # it does not hold the lock, so it has not begun to end the session
+        if self._timeout is not None:
+            # This task has the lock, so the timeout has not begun to end the session.
+            self._timeout.cancel()
         try:
             await session.run_phase(phase, step)
         except Exception as error:
@@ -120,7 +131,7 @@ class ExternalUpdates:
             raise
         finally:
             if self._session is not None:
-                self._timing_out = asyncio.create_task(self._time_out(session))
+                self._timeout = asyncio.create_task(self._time_out(session))
 
     async def _time_out(self, session: _Session) -> None:
         timeout = self.coordinator.settings.step_timeout
@@ -128,5 +139,6 @@ class ExternalUpdates:
         async with self._steps:
             self._session = None
             error = f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout"
-            with suppress(WeightsLost):  # every request gets it
+            # Every request gets this error.
+            with suppress(WeightsLost):
                 await self.coordinator.fail(session, UpdateFailed(error))

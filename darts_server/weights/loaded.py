@@ -13,11 +13,15 @@ from darts_server.weights.tensors import TensorSet, changed_files, names_by_file
 
 @dataclass(slots=True)
 class LoadedWeights:
-    """The files that the model's weights were loaded from. ``intact``: whether all weights are of one version."""
+    """The files that the model's weights were loaded from.
+
+    ``intact``: whether all weights are of one version. ``_tensors``: None for the checkpoint that the engine was
+    started with.
+    """
 
     model: Model
     intact: bool = True
-    _tensors: TensorSet | None = None  # None: those of the checkpoint that the engine was started with
+    _tensors: TensorSet | None = None
     _in_files: bool = True
 
     @property
@@ -27,12 +31,13 @@ class LoadedWeights:
 
     @property
     def are_initial(self) -> bool:
-        """Whether they are those of the checkpoint that the engine was started with, and never were others."""
+        """Whether the weights always were those of the checkpoint that the engine was started with."""
         return self._tensors is None and self._in_files
 
     def record(self, tensors: TensorSet | None) -> None:
-        """Record what the model was loaded from; ``None`` for weights that are in no file."""
-        self._in_files, self.intact = tensors is not None, True
+        """Record the files that the model was loaded from, or None for weights that are in no file."""
+        self._in_files = tensors is not None
+        self.intact = True
         self._tensors = tensors or self._tensors
 
     def record_mixture(self) -> None:
@@ -40,23 +45,23 @@ class LoadedWeights:
         self._in_files = self.intact = False
 
     async def complete(self, partial: TensorSet, field: str) -> TensorSet:
-        """Add the tensors that a partial set lacks, as they are served now.
-
-        The engine takes a fused layer (q, k and v in one matrix) only as a whole, so it is always given a full set.
+        """Add the served tensors that a partial set lacks.
 
         Raises:
-            InvalidRequest: of ``field``; the other tensors are in no file, or the file has changed.
+            InvalidRequest: about ``field``; the other tensors are in no file, or their file has changed.
         """
+        # The engine loads a fused layer (q, k and v in one matrix) only as a whole, so it always gets a full set.
         remedy = "send a full set"
         if not self._in_files:
             raise InvalidRequest(field, f"is partial, and the other tensors came by vLLM's own routes; {remedy}")
         loaded = self._tensors or await self.model.checkpoint_tensors()
-        if gone := await run_sync(changed_files, loaded):
+        gone = await run_sync(changed_files, loaded)
+        if gone:
             raise InvalidRequest(field, f"is partial, and {gone[0]}, which has the others, has changed since; {remedy}")
         return {**loaded, **partial}
 
     async def restore(self, update: Update) -> bool:
-        """Load the weights into the model again. ``False`` if their files are gone: the model was not touched.
+        """Load the weights into the model again. Return False if their files are gone; the model was not touched.
 
         Raises:
             UpdateFailed: loading failed half-way.

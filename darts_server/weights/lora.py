@@ -1,7 +1,7 @@
 """LoRA adapters of the served model: pushed, replaced and removed, one at a time.
 
-The engine may read an adapter's files at any time, also for requests that began with a previous adapter of that name
-(vLLM evicts adapters above ``--max-loras`` and loads them again). So each name has a path that stays: a symbolic link.
+vLLM evicts adapters above ``--max-loras``, and loads them again at any time, even for requests that began with a
+previous adapter of that name. So each name has a path that stays, a symbolic link.
 """
 
 import os
@@ -29,15 +29,17 @@ from darts_server.weights.port import LoraEngine, Rule, Update
 from darts_server.weights.staging import BUFFER_BYTES, Staging
 from darts_server.weights.tensors import check_numbers, read_tensors, resolve_path
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-"""PEFT's names of the files."""
+# PEFT's names of the files.
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 FIELD = "path"
-FOLDER_SUFFIX, LINK_PREFIX = ".lora", "lora-"
+FOLDER_SUFFIX = ".lora"
+LINK_PREFIX = "lora-"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedLora:
-    """A LoRA adapter that is served. ``version``: of the update that brought it."""
+    """A LoRA adapter that is served. ``version``: version of the update that loaded it."""
 
     version: int
     config: LoraConfig
@@ -45,15 +47,14 @@ class LoadedLora:
 
 
 Fetch = Callable[[LoraLayers], Awaitable[tuple[LoraConfig, Path]]]
-"""Fetches the configuration and the file of the tensors, at most `LoraLayers.max_bytes` of it."""
+"""Fetches the configuration, and the path of a file of tensors with at most `LoraLayers.max_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loras:
     """Updates the LoRA adapters of the model.
 
-    ``engine``: ``None`` for a server that was started without LoRA. ``root``: folder that callers may name paths in;
-    ``None`` to allow none. ``served``: the pushed adapters, by name.
+    ``engine``: None if the server was started without LoRA. ``root``: see `Updates`. ``served``: the pushed adapters.
     """
 
     coordinator: Coordinator
@@ -71,16 +72,19 @@ class Loras:
         version: int | None = None,
         check_finite: bool = True,
     ) -> UpdateRecord:
-        """Serve a LoRA adapter: PEFT's configuration, and the bytes of a safetensors file.
+        """Serve a LoRA adapter from PEFT's configuration and the bytes of a safetensors file.
 
-        ``body`` is called with the largest number of bytes that it may yield. ``check_finite``: see `Update`.
-        Raises: see `Coordinator.run`, and `Forbidden` where the server was started without LoRA.
+        ``body``: called with the largest number of bytes that it may yield. Raises as `Coordinator.run`, and
+        `Forbidden` if the server was started without LoRA.
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             return parse_config(config, "config"), await self.staging.write(body(layers.max_bytes))
 
-        return await self._run("push", name, rule, version, fetch, "body", check_finite)
+        update = _LoraUpdate(
+            source="push", rule=rule, lora=name, check_finite=check_finite, loras=self, fetch=fetch, field="body"
+        )
+        return await self._run(update, version)
 
     async def load(
         self,
@@ -91,20 +95,17 @@ class Loras:
         check_finite: bool = True,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
-        """Serve a LoRA adapter from a copy of a folder under the root, as PEFT saves it.
-
-        ``check_finite``, ``when_staged``: see `Update`. Raises: as `push`, also where there is no root.
-        """
+        """Serve a LoRA adapter from a copy of PEFT's folder under the root. Raises as `push`."""
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             folder, root = await run_sync(resolve_path, self.root, path)
-            name = CONFIG
+            opening = CONFIG
             try:
-                config = await run_sync(read_file, folder / name, MAX_CONFIG_BYTES, root)
-                name = TENSORS
-                file = await run_sync(open_file, folder / name, root)
+                config = await run_sync(read_file, folder / CONFIG, MAX_CONFIG_BYTES, root)
+                opening = TENSORS
+                file = await run_sync(open_file, folder / TENSORS, root)
             except OSError as error:
-                problem = f"{folder} must be a folder with {CONFIG} and {TENSORS}: {name}: {error.strerror}"
+                problem = f"{folder} must be a folder with {CONFIG} and {TENSORS}: {opening}: {error.strerror}"
                 raise InvalidRequest(FIELD, problem) from error
 
             async def chunks() -> AsyncIterator[bytes]:
@@ -112,52 +113,50 @@ class Loras:
                     yield chunk
 
             with file:
-                if os.fstat(file.fileno()).st_size > (limit := layers.max_bytes):
+                limit = layers.max_bytes
+                if os.fstat(file.fileno()).st_size > limit:
                     problem = f"{TENSORS} has more than {limit} bytes, the most for a LoRA adapter of this model"
                     raise InvalidRequest(FIELD, problem)
                 return parse_config(config, FIELD), await self.staging.write(chunks())
 
-        return await self._run("disk", name, rule, version, fetch, FIELD, check_finite, when_staged)
-
-    async def remove(self, name: str) -> UpdateRecord:
-        """Stop serving a LoRA adapter, when no running request uses it. Raises: as `push`, and `NotFound`."""
-        # Requests cannot continue without the adapter, so no other rule is possible.
-        return await self._run("delete", name, Rule.FINISH, None, None, "name")
-
-    async def _run(
-        self,
-        source: str,
-        name: str,
-        rule: Rule | None,
-        version: int | None,
-        fetch: Fetch | None,
-        field: str,
-        check_finite: bool = True,
-        when_staged: Callable[[], Awaitable[None]] | None = None,
-    ) -> UpdateRecord:
-        if self.engine is None:
-            raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
-        if fetch is not None:
-            self.engine.check_name(name)
-        elif name not in self.served:
-            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         update = _LoraUpdate(
-            source=source,
-            rule=rule or self.coordinator.settings.rule,
+            source="disk",
+            rule=rule,
             lora=name,
             check_finite=check_finite,
             when_staged=when_staged,
             loras=self,
-            engine=self.engine,
             fetch=fetch,
-            field=field,
-            old=self.served.get(name),
+            field=FIELD,
         )
+        return await self._run(update, version)
+
+    async def remove(self, name: str) -> UpdateRecord:
+        """Stop serving a LoRA adapter when no running request uses it. Raises as `push`, and `NotFound`."""
+        # No other rule is possible, because requests cannot continue without the adapter.
+        update = _LoraUpdate(
+            source="delete",
+            rule=Rule.FINISH,
+            lora=name,
+            loras=self,
+            fetch=None,
+            field="name",
+        )
+        return await self._run(update, None)
+
+    async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:
+        name = update.lora
+        if self.engine is None:
+            raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
+        if update.fetch is not None:
+            self.engine.check_name(name)
+        elif name not in self.served:
+            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
         return await self.coordinator.run(update, version)
 
 
 def check_adapter_numbers(folder: Path) -> None:
-    """Check the numbers of an adapter as PEFT saves it, if this is the folder of one.
+    """Check the numbers of an adapter if the folder has one, as PEFT saves it.
 
     Raises:
         InvalidRequest: names the first tensor with NaN or infinity.
@@ -170,20 +169,23 @@ def check_adapter_numbers(folder: Path) -> None:
 class _LoraUpdate(Update):
     """Adds, replaces or removes a LoRA adapter.
 
-    ``lora``: its name. ``fetch``: fetches what is to be served; ``None`` to serve no adapter of that name any more.
-    ``field``: of the request that it is in.
+    ``fetch``: fetches the new adapter, or None to remove the old one. ``field``: field of the request that errors name.
     """
 
     lora: str
     loras: Loras
-    engine: LoraEngine
     fetch: Fetch | None
     field: str
-    old: LoadedLora | None
     new: LoadedLora | None = None
 
+    @property
+    def engine(self) -> LoraEngine:
+        assert self.loras.engine is not None
+        return self.loras.engine
+
     async def stage(self) -> None:
-        if (fetch := self.fetch) is None:
+        fetch = self.fetch
+        if fetch is None:
             return
         layers = await self.engine.layers()
         config, path = await self.run_phase("transfer", lambda: fetch(layers))
@@ -205,7 +207,7 @@ class _LoraUpdate(Update):
         await self._serve("load", self.new)
 
     async def roll_back(self) -> str:
-        await self._serve("restore", self.old)
+        await self._serve("restore", self.loras.served.get(self.lora))
         return ""
 
     def commit(self) -> None:
@@ -215,9 +217,10 @@ class _LoraUpdate(Update):
             self.loras.served[self.lora] = self.new
 
     def clean_up(self) -> None:
-        """Remove the folders and links of adapters that are not served."""
-        served, staging = self.loras.served, self.loras.staging
-        for folder in set(staging.glob(f"*{FOLDER_SUFFIX}")) - {lora.folder for lora in served.values()}:
+        served = self.loras.served
+        staging = self.loras.staging
+        used = {lora.folder for lora in served.values()}
+        for folder in set(staging.glob(f"*{FOLDER_SUFFIX}")) - used:
             shutil.rmtree(folder, ignore_errors=True)
         for link in staging.glob(f"{LINK_PREFIX}*"):
             if link.name.removeprefix(LINK_PREFIX) not in served:
@@ -228,7 +231,8 @@ class _LoraUpdate(Update):
             await self.run_phase(phase, lambda: self.engine.unload(self.lora))
             return
         # Point the name's link to the adapter's folder, atomically.
-        link, new = adapter.folder.with_name(LINK_PREFIX + self.lora), adapter.folder.with_name(f"new-{LINK_PREFIX}")
+        link = adapter.folder.with_name(LINK_PREFIX + self.lora)
+        new = adapter.folder.with_name(f"new-{LINK_PREFIX}")
         new.unlink(missing_ok=True)
         new.symlink_to(adapter.folder)
         os.replace(new, link)

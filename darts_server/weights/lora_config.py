@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them, and whether one fits a model (Hu et al. 2021, arXiv:2106.09685)."""
+"""LoRA adapters as PEFT writes them, and the check that an adapter fits a model (Hu et al. 2021, arXiv:2106.09685)."""
 
 import json
 import math
@@ -10,10 +10,11 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorSet
 
 MAX_CONFIG_BYTES = 1 << 16
-"""PEFT's own configurations have about a thousand."""
+"""Limit of a configuration. PEFT's own have about 1,000 bytes."""
 MAX_ALPHA = 1e9
 PREFIX = "base_model.model."
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+LORA_A = ".lora_A.weight"
+LORA_B = ".lora_B.weight"
 IGNORED_KEYS = re.compile(
     "auto_mapping|base_model_name_or_path|corda_config|ensure_weight_tying|eva_config|exclude_modules|"
     "fan_in_fan_out|inference_mode|layers_pattern|layers_to_transform|loftq_config|lora_dropout|megatron_config|"
@@ -25,21 +26,22 @@ ALLOWED_VALUES = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
-"""Keys that do, with the values that leave it at W + scale * B A. The other initialisations change W."""
+"""Keys that change it, with the values under which an adapter computes W + scale * B A. Other initialisations change
+W."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """Rank and scale of a LoRA adapter."""
-
     rank: int
     alpha: float
     rslora: bool = False
 
     @property
     def scale(self) -> float:
-        """Factor of ``B A``. With ``rslora`` that of Kalajdzievski 2023, arXiv:2312.03732."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        """Factor of ``B A``. With ``rslora`` as in Kalajdzievski 2023, arXiv:2312.03732."""
+        if self.rslora:
+            return self.alpha / math.sqrt(self.rank)
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def parse_config(text: str | bytes, field: str) -> LoraConfig:
     """Parse PEFT's ``adapter_config.json``; ``r`` and ``lora_alpha`` are enough.
 
     Raises:
-        InvalidRequest: of ``field``; names the key that is wrong or not supported.
+        InvalidRequest: about ``field``; names the key that is wrong or not supported.
     """
     try:
         given = json.loads(text)
@@ -67,32 +69,41 @@ def parse_config(text: str | bytes, field: str) -> LoraConfig:
         raise InvalidRequest(field, "is no JSON; send PEFT's adapter_config.json") from error
     if not isinstance(given, dict):
         raise InvalidRequest(field, "must be an object, such as PEFT's adapter_config.json")
-    rank, alpha, rslora = given.pop("r", None), given.pop("lora_alpha", None), given.pop("use_rslora", False)
+    rank = given.pop("r", None)
+    alpha = given.pop("lora_alpha", None)
+    rslora = given.pop("use_rslora", False)
     if type(rank) is not int or rank < 1:
         raise InvalidRequest(field, "r must be a whole number, at least 1")
-    if type(alpha) not in (int, float) or not abs(alpha) < MAX_ALPHA:  # NaN is not either
+    # `not <` also refuses NaN.
+    if type(alpha) not in (int, float) or not abs(alpha) < MAX_ALPHA:
         raise InvalidRequest(field, f"lora_alpha must be a number, below {MAX_ALPHA:g}")
     if type(rslora) is not bool:
         raise InvalidRequest(field, "use_rslora must be true or false")
     for key, value in given.items():
-        if key not in ALLOWED_VALUES:
-            if not IGNORED_KEYS.fullmatch(key) and value:
+        allowed_values = ALLOWED_VALUES.get(key)
+        if allowed_values is None:
+            if value and not IGNORED_KEYS.fullmatch(key):
                 raise InvalidRequest(
                     field,
                     f"{key[:50]!r} is set, and such LoRA adapters are not supported; leave it out if the adapter is "
                     "W + scale * B A without it",
                 )
-        # Flags are compared by identity: 1 == True, and PEFT does not write 1.
-        elif not any(value is each or (isinstance(value, str) and value == each) for each in ALLOWED_VALUES[key]):
+        # Flags are compared by type too, because 1 == True, and PEFT does not write 1.
+        elif not any(type(value) is type(allowed) and value == allowed for allowed in allowed_values):
             raise InvalidRequest(field, f"{key} is {str(value)[:50]!r}, and such LoRA adapters are not supported")
     return LoraConfig(rank, alpha, rslora)
 
 
-def check_lora(layers: LoraLayers, config: LoraConfig, tensors: TensorSet, field: str) -> None:
+def check_lora(
+    layers: LoraLayers,
+    config: LoraConfig,
+    tensors: TensorSet,
+    field: str,
+) -> None:
     """Check that an adapter fits the model.
 
     Raises:
-        InvalidRequest: of ``field``; names the first tensor that does not fit, or the rank.
+        InvalidRequest: about ``field``; names the first tensor that does not fit, or the rank.
     """
     if config.rank > layers.max_rank:
         raise InvalidRequest(
@@ -102,24 +113,27 @@ def check_lora(layers: LoraLayers, config: LoraConfig, tensors: TensorSet, field
         raise InvalidRequest(field, "has no tensor; send at least those of one layer")
     for name, file in tensors.items():
         suffix, other_suffix = (LORA_A, LORA_B) if name.endswith(LORA_A) else (LORA_B, LORA_A)
-        layer, tensor = name.removesuffix(suffix).removeprefix(PREFIX), file.tensors[name]
+        layer = name.removesuffix(suffix).removeprefix(PREFIX)
+        tensor = file.tensors[name]
         if name != f"{PREFIX}{layer}{suffix}":
-            problem = f"tensor {name} is not one of a LoRA adapter's, {PREFIX}LAYER{LORA_A} or …{LORA_B}"
+            problem = f"tensor {name} is not of a LoRA adapter; its name must be {PREFIX}LAYER{LORA_A} or …{LORA_B}"
             raise InvalidRequest(field, problem)
         if layer not in layers.shapes:
             problem = f"tensor {name} is of no layer that takes LoRA adapters; leave it out, or correct its name"
             raise InvalidRequest(field, problem)
+
         outputs, inputs = layers.shapes[layer]
         shape = (config.rank, inputs) if suffix == LORA_A else (outputs, config.rank)
         if tensor.shape != shape or tensor.dtype not in FLOAT_DTYPES:
             must = f"must have floats and the shape {list(shape)} with r = {config.rank}"
             raise InvalidRequest(field, f"tensor {name} is {tensor}, and {must}")
-        if (other := f"{PREFIX}{layer}{other_suffix}") not in tensors:
+        other = f"{PREFIX}{layer}{other_suffix}"
+        if other not in tensors:
             raise InvalidRequest(field, f"tensor {other} is missing, and {name} is there; send both")
 
 
 def dump_config(config: LoraConfig, tensors: TensorSet) -> str:
-    """Write ``adapter_config.json`` for the engine, with nothing in it that was not checked."""
+    """Write ``adapter_config.json`` for the engine, with checked keys only."""
     targets = sorted({name.removeprefix(PREFIX).removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors})
     return json.dumps(
         {

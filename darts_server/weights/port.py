@@ -1,7 +1,4 @@
-"""An update of the weights, its steps and what it does to running groups; and the interfaces of this room.
-
-These are the served model, its LoRA adapters and the running groups.
-"""
+"""A weight update with its steps, and the interfaces of this room: the model, its LoRA adapters, and running groups."""
 
 import asyncio
 import time
@@ -19,30 +16,27 @@ T = TypeVar("T")
 
 STEP_TIMEOUT = 300.0
 WAIT_FACTOR = 2
-"""Running groups may take so many times as long as another step of an update."""
+"""Timeout of the wait for running groups, in timeouts of another phase."""
 
 
 class Rule(StrEnum):
-    """What happens to running groups when the weights change."""
-
     FINISH = "finish"
-    """Wait for them; new groups wait until the update has ended."""
+    """Wait for running groups. New groups wait until the update ends."""
     KEEP = "keep"
-    """Pause them, and continue with the new weights. Their trajectories are marked as mixed."""
+    """Pause running groups, and continue with the new weights. Their trajectories are marked as mixed."""
     RESTART = "restart"
-    """Stop them, and restart them with the new weights. Groups that were partly returned already are waited for."""
+    """Stop running groups, and restart them with the new weights. Wait for groups that were partly returned."""
 
 
 RuleName = Literal["finish", "keep", "restart"]
-"""The names of the rules, as callers write them."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
     """The default rule and the timeouts, in seconds.
 
-    ``wait_timeout``: timeout of the wait for running groups. ``step_timeout``: timeout of any other phase of an update,
-    and of the time between two calls of a trainer that updates the model through vLLM's routes.
+    ``wait_timeout``: for running groups. ``step_timeout``: for any other phase, and between two calls of a trainer that
+    updates the model through vLLM's routes.
     """
 
     rule: Rule = Rule.FINISH
@@ -52,13 +46,12 @@ class UpdateSettings:
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """A weight update in progress, whose steps are called in the order in which they are here.
+    """A weight update in progress. Its steps are called in the order of the methods.
 
-    ``source``: how the weights arrive. ``rule``: ``None`` if the trainer paused the engine itself. ``lora``: name of
-    the LoRA adapter that is updated; ``None`` for the model itself. ``when_staged``: awaited when the new weights have
-    been checked; if it fails, the update is refused. ``version``: of the new weights. ``timeout``: seconds that each
-    phase may take. Both are set when it begins. ``seconds``: duration of each phase so far.
-    ``check_finite``: whether tensors with NaN or infinity are refused.
+    ``rule``: None if the trainer paused the engine itself. ``check_finite``: whether to refuse NaN and infinity.
+    ``lora``: name of the LoRA adapter that is updated, or None for the model. ``when_staged``: awaited when the new
+    weights were checked; a failure refuses the update. ``version``: version of the new weights. ``timeout``: seconds of
+    each phase at most. ``seconds``: duration of each phase.
     """
 
     source: str
@@ -72,65 +65,66 @@ class Update:
     seconds: dict[str, float] = field(default_factory=dict)
 
     async def stage(self) -> None:
-        """Fetch and check the new weights, while the engine serves the old ones. Errors: nothing was changed."""
+        """Fetch and check the new weights while the engine serves the old ones. A failure changes nothing."""
 
     async def apply(self) -> None:
-        """Load the staged weights into the paused engine. Errors: its weights are undefined."""
+        """Load the staged weights into the paused engine. A failure leaves its weights undefined."""
 
     async def roll_back(self) -> str:
-        """Load the previous weights into the paused engine, after a failure. Returns what to add to its message."""
+        """Load the previous weights into the paused engine after a failure. Return an addition to its message."""
         raise NotImplementedError
 
     def commit(self) -> None:
-        """Record the new weights as the ones that are served."""
+        """Record that the new weights are served."""
 
     def clean_up(self) -> None:
-        """Remove staged files that are no longer needed, whatever the outcome."""
+        """Remove staged files that are no longer needed. Called after every update."""
 
     async def run_phase(self, phase: str, step: Callable[[], Awaitable[T]], timeout: float | None = None) -> T:
         """Await ``step`` within the timeout, and add its duration to the phase.
 
         Raises:
-            UpdateFailed: it timed out.
+            UpdateFailed: the step timed out.
         """
-        timeout = self.timeout if timeout is None else timeout
+        if timeout is None:
+            timeout = self.timeout
         began = time.monotonic()
         try:
             async with asyncio.timeout(timeout):
                 return await step()
         except TimeoutError as error:
-            wait = "groups still run; use the rule keep, or raise --weights-timeout, which is half of that"
-            remedy = wait if phase == "wait" else "see --weights-timeout"
+            remedy = "see --weights-timeout"
+            if phase == "wait":
+                remedy = "groups still run; use the rule keep, or raise --weights-timeout, which is half of that"
             raise UpdateFailed(f"{phase} took longer than {timeout:g} s; {remedy}") from error
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - began
 
 
 class LoraEngine(Protocol):
-    """Loads LoRA adapters into the engine, while no request uses them. Raises `UpdateFailed` where that fails."""
+    """Loads LoRA adapters into the engine while no request uses them. Raises `UpdateFailed` if that fails."""
 
     async def layers(self) -> LoraLayers:
-        """Layers of the model that LoRA adapters can change.
+        """Return the layers of the model that LoRA adapters can change.
 
         Raises:
-            UpdateUnsupported: LoRA adapters cannot be pushed to this server; the message says why.
+            UpdateUnsupported: LoRA adapters cannot be pushed to this server.
         """
 
     def check_name(self, name: str) -> None:
         """Raise `InvalidRequest` if another model is served under this name."""
 
     async def load(self, name: str, folder: Path) -> None:
-        """Serve the LoRA adapter in ``folder`` under ``name``, in place of the previous one. The engine may read the
-        folder again at any time."""
+        """Serve the LoRA adapter in ``folder`` as ``name``. The engine may read the folder again at any time."""
 
     async def unload(self, name: str) -> None:
-        """Stop serving a LoRA adapter. Harmless if it is not served."""
+        """Harmless if the LoRA adapter is not served."""
 
 
 class Model(Protocol):
-    """The model that an engine serves. Raises `UpdateFailed` where its weights may be undefined.
+    """The model that an engine serves. Methods raise `UpdateFailed` if its weights may be undefined.
 
-    ``loras``: ``None`` if the server was started without LoRA. ``weight_version``: the version that is served.
+    ``loras``: None if the server was started without LoRA.
     """
 
     @property
@@ -140,57 +134,51 @@ class Model(Protocol):
     def weight_version(self) -> int: ...
 
     async def expected_tensors(self) -> ExpectedTensors:
-        """Names, shapes and dtypes of a full set of weights.
+        """Return names, shapes and dtypes of a full set of weights.
 
         Raises:
-            UpdateUnsupported: the weights of this model cannot be replaced; the message says why.
+            UpdateUnsupported: the weights of this model cannot be replaced.
         """
 
     async def checkpoint_tensors(self) -> TensorSet:
-        """The checkpoint that the engine was started with. Raises as `expected_tensors`."""
+        """Return the checkpoint that the engine was started with. Raises as `expected_tensors`."""
 
     async def pause(self) -> None:
-        """Pause all running requests, and clear every cache that was computed with the weights."""
+        """Pause all requests, and clear every cache that was computed with the weights."""
 
     async def resume(self) -> None:
-        """Resume after `pause`. Harmless if the engine is not paused."""
+        """Harmless if the engine is not paused."""
 
     async def abort_requests(self) -> None:
-        """Abort all running requests: they would continue with undefined weights."""
+        """Abort all running requests, which would continue with undefined weights."""
 
     async def load(self, files: FilePlan) -> None:
-        """Load a full set of weights into the paused engine, from the very files that were checked."""
+        """Load a full set of weights into the paused engine, from the files that were checked."""
 
     async def abandon_update(self) -> None:
-        """End an update that was started by vLLM's own routes, if there is one. Each layer that has not received all of
-        its tensors keeps its old ones."""
+        """End an update through vLLM's own routes, if there is one. Incomplete layers keep their old tensors."""
 
     async def clear_caches(self) -> None:
-        """Clear cached results of old weights, except those that paused requests still need."""
+        """Clear cached results of old weights that no paused request needs."""
 
-    async def set_version(self, version: int) -> None:
-        """Set the version that is served."""
+    async def set_version(self, version: int) -> None: ...
 
 
 class Groups(Protocol):
-    """The running groups."""
-
     async def suspend(self) -> None:
-        """Stop every group that can be restarted, and return when the others have ended."""
+        """Stop every group that can be restarted, and return when all others have ended."""
 
     def weights_change(self) -> None:
-        """Record which tokens the present weights have sampled. Called while the model is paused."""
+        """Record the tokens that the present weights have sampled. Called while the model is paused."""
 
     def resume(self) -> None:
-        """Restart the groups that `suspend` stopped. Harmless if there are none."""
+        """Restart the groups that `suspend` stopped, if there are any."""
 
     def abort_all(self, reason: str) -> None:
         """Abort every group, with an error for its caller."""
 
 
 class NoGroups:
-    """Those of an engine without groups."""
-
     async def suspend(self) -> None: ...
 
     def weights_change(self) -> None: ...

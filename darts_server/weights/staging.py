@@ -1,4 +1,4 @@
-"""A folder of this process's own for weights that arrive over the network."""
+"""This process's folder for weights that arrive over the network."""
 
 import errno
 import fcntl
@@ -22,14 +22,14 @@ PREFIX = "darts-weights-"
 LOCK = "lock"
 """File that the process locks while it lives. The kernel releases the lock of a killed process."""
 BUFFER_BYTES = 1 << 22
-"""Bytes that are gathered before a thread writes them: bodies arrive in pieces of some kilobytes."""
+"""Bytes that are gathered before a thread writes them. Bodies arrive in pieces of some kilobytes."""
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Staging:
-    """Writes files to a folder that is created with the first one.
+    """Writes files to a folder that is created with the first file.
 
-    ``parent``: folder to create it in; ``None`` for the system's folder for temporary files.
+    ``parent``: folder to create it in, or None for the system's folder for temporary files.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -45,13 +45,13 @@ class Staging:
                 if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                     continue
                 with open_file(folder / LOCK) as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where its process lives
+                    # Raises if the folder's process lives.
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 logger.warning("%s was left by a process that is gone; removing it", folder)
                 shutil.rmtree(folder)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove everything that was staged."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
@@ -59,20 +59,20 @@ class Staging:
             self._lock = None
 
     async def write(self, chunks: AsyncIterator[bytes]) -> Path:
-        """Write a new file with these bytes, as they arrive. A file that fails is removed.
+        """Write bytes to a new file as they arrive. A file that fails is removed.
 
         Raises:
             DiskFull
         """
         if self._folder is None:
-            # It gets its name after it is locked: another process that starts meanwhile would take it for an abandoned
-            # one.
+            # Lock the folder before it gets its name: another process that starts meanwhile would remove it.
             hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=self._parent))
             self._lock = os.open(hidden / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._folder = hidden.rename(self._parent / hidden.name.removeprefix("."))
         self._count += 1
-        path, buffer = self._folder / f"{self._count}{SUFFIX}", bytearray()
+        path = self._folder / f"{self._count}{SUFFIX}"
+        buffer = bytearray()
         try:
             with path.open("xb") as file:
                 async for chunk in chunks:
@@ -93,10 +93,10 @@ class Staging:
         return path
 
     def keep_only(self, files: set[Path]) -> None:
-        """Remove every staged safetensors file but these."""
         for path in set(self.glob(f"*{SUFFIX}")) - files:
             path.unlink(missing_ok=True)
 
     def glob(self, pattern: str) -> list[Path]:
-        """Paths in the folder whose names match a pattern."""
-        return [] if self._folder is None else list(self._folder.glob(pattern))
+        if self._folder is None:
+            return []
+        return list(self._folder.glob(pattern))

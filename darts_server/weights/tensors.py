@@ -1,4 +1,4 @@
-"""Sets of tensors in safetensors files, whether they fit a model, and whether their numbers are finite."""
+"""Sets of tensors in safetensors files, and the checks that they fit a model and have finite numbers."""
 
 import errno
 import json
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -19,34 +19,22 @@ INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library."""
 MAX_INDEX_BYTES = 1 << 26
-"""Several times that of the largest public models."""
+"""Limit of an index: several times the index of the largest public models."""
 FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
-"""The engine converts between these when it loads."""
+"""Formats that the engine converts between when it loads."""
 CHUNK_BYTES = 1 << 20
 """Bytes that are read at once: few enough to stay in a core's cache."""
 
 
-class _Bits(NamedTuple):
-    """How a floating-point format writes NaN and infinity.
-
-    ``signed``, ``unsigned``: integers of the same size. ``first``: the bits of the smallest positive value that is not
-    finite, as an integer.
-    """
-
-    signed: type[np.signedinteger[Any]]
-    unsigned: type[np.unsignedinteger[Any]]
-    first: int
-
-
 NONFINITE = {
-    "F64": _Bits(np.int64, np.uint64, 0x7FF0_0000_0000_0000),
-    "F32": _Bits(np.int32, np.uint32, 0x7F80_0000),
-    "F16": _Bits(np.int16, np.uint16, 0x7C00),
-    "BF16": _Bits(np.int16, np.uint16, 0x7F80),
-    "F8_E5M2": _Bits(np.int8, np.uint8, 0x7C),
-    "F8_E4M3": _Bits(np.int8, np.uint8, 0x7F),
+    "F64": (8, 0x7FF0_0000_0000_0000),
+    "F32": (4, 0x7F80_0000),
+    "F16": (2, 0x7C00),
+    "BF16": (2, 0x7F80),
+    "F8_E5M2": (1, 0x7C),
+    "F8_E4M3": (1, 0x7F),
 }
-"""By safetensors' name of the format. Integers are always finite."""
+"""Floating-point formats by safetensors' names: bytes, and bits of the smallest positive value that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +50,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A safetensors file. ``stamp``: that of the file whose header was read."""
+    """A safetensors file. ``stamp``: stamp of the file when its header was read."""
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -70,16 +58,15 @@ class TensorFile:
 
 
 TensorSet = Mapping[str, TensorFile]
-"""The file of each tensor, by the tensor's name."""
+"""File of each tensor, by the tensor's name."""
 FilePlan = Sequence[tuple[TensorFile, Sequence[str]]]
-"""The names of the tensors to load from each file."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensors:
     """The tensors of a full set for a model.
 
-    ``tied``: names that a set may have in addition, each with the name of the tensor that it must equal.
+    ``tied``: names of tensors that a set may have too, each with the name of the tensor that it must equal.
     """
 
     tensors: Mapping[str, Tensor]
@@ -92,13 +79,13 @@ class ExpectedTensors:
 
 
 def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
-    """Return the path that a caller means, relative to ``root`` or absolute, and the root to open it below.
+    """Return the absolute path for a caller's path, and the root to open it below.
 
-    Nothing is opened: links and special files are refused by :mod:`darts_server.files`.
+    :mod:`darts_server.files` refuses links and special files.
 
     Raises:
         Forbidden: there is no root.
-        InvalidRequest: the path is outside.
+        InvalidRequest: the path is outside of the root.
     """
     if root is None:
         raise Forbidden("weights are read from no folder of this machine; start the server with --weights-root FOLDER")
@@ -117,12 +104,12 @@ def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
 
 
 def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
-    """Read the headers of a file, or of a folder: the files of its index if it has one, otherwise all.
+    """Read the headers of a file, or of a folder's files: those of its index if it has one, otherwise all.
 
     ``root``: see `files.open_file`.
 
     Raises:
-        InvalidRequest: of ``field``; a file is missing, not a regular one, not safetensors, or incomplete.
+        InvalidRequest: about ``field``; a file is missing, not regular, not safetensors, or incomplete.
     """
     tensors: dict[str, TensorFile] = {}
     try:
@@ -130,28 +117,37 @@ def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
             with open_file(place, root) as opened:
                 try:
                     with safe_open(path_of(opened), "numpy") as header:
-                        slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118  # no mapping
+                        # The header is no mapping.
+                        slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118
                         found = {name: Tensor(tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
                 except SafetensorError as error:
                     problem = f"not a whole safetensors file: {error}; send or write it again"
                     raise InvalidRequest(field, problem) from error
                 file = TensorFile(place, found, stamp_of(opened))
-            if (twice := next((name for name in found if name in tensors), None)) is not None:
-                raise InvalidRequest(field, f"tensor {twice} is in {tensors[twice].path.name} and in {place.name}")
-            tensors |= dict.fromkeys(found, file)
+            for name in found:
+                if name in tensors:
+                    raise InvalidRequest(field, f"tensor {name} is in {tensors[name].path.name} and in {place.name}")
+                tensors[name] = file
     except OSError as error:
         raise _unreadable(field, path, error) from error
     return tensors
 
 
-def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool, field: str) -> TensorSet:
-    """Check that a set fits a model. Returns the tensors to load: all but tied ones.
+def check_tensors(
+    expected: ExpectedTensors,
+    given: TensorSet,
+    *,
+    partial: bool,
+    field: str,
+) -> TensorSet:
+    """Check that a set fits a model. Return the tensors to load: all except tied ones.
 
     Raises:
-        InvalidRequest: of ``field``; names the first tensor that does not fit.
+        InvalidRequest: about ``field``; names the first tensor that does not fit.
     """
     for name, file in given.items():
-        tensor, tied_to = file.tensors[name], expected.tied.get(name)
+        tensor = file.tensors[name]
+        tied_to = expected.tied.get(name)
         wanted = expected.tensors.get(tied_to or name)
         if wanted is None:
             raise InvalidRequest(field, f"tensor {name} is not one of the model's; leave it out, or correct its name")
@@ -167,12 +163,13 @@ def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool,
                 raise InvalidRequest(
                     field, f"tensor {name} differs from {tied_to}, and the model has one for both; leave it out"
                 )
+
     missing = [name for name in expected.tensors if name not in given]
     if missing and not partial:
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InvalidRequest(
-            field, f"tensor {missing[0]} is missing{more}; send all {len(expected.tensors)}, or say partial=true"
-        )
+        problem = f"tensor {missing[0]} is missing"
+        if len(missing) > 1:
+            problem += f", and {len(missing) - 1} more"
+        raise InvalidRequest(field, f"{problem}; send all {len(expected.tensors)}, or say partial=true")
     checked = {name: file for name, file in given.items() if name in expected.tensors}
     if not checked:
         raise InvalidRequest(field, "has no tensor; send at least one")
@@ -180,10 +177,10 @@ def check_tensors(expected: ExpectedTensors, given: TensorSet, *, partial: bool,
 
 
 def check_numbers(tensors: TensorSet, field: str) -> None:
-    """Check that all numbers of a set are finite, by reading the data of every tensor once.
+    """Check that all numbers of a set are finite, by reading all data once.
 
     Raises:
-        InvalidRequest: of ``field``; names the first tensor with NaN or infinity.
+        InvalidRequest: about ``field``; names the first tensor with NaN or infinity.
     """
     for file, names in names_by_file(tensors):
         try:
@@ -200,7 +197,7 @@ def check_numbers(tensors: TensorSet, field: str) -> None:
 
 
 def changed_files(tensors: TensorSet) -> list[Path]:
-    """The files of a set that were removed or changed since they were read."""
+    """Return the files of a set that were removed or changed since they were read."""
 
     def is_changed(file: TensorFile) -> bool:
         try:
@@ -212,52 +209,58 @@ def changed_files(tensors: TensorSet) -> list[Path]:
 
 
 def names_by_file(tensors: TensorSet) -> FilePlan:
-    """The names of the tensors in each file."""
     files: dict[Path, tuple[TensorFile, list[str]]] = {}
     for name, file in tensors.items():
         files.setdefault(file.path, (file, []))[1].append(name)
     return list(files.values())
 
 
-def _have_equal_data(file: TensorFile, name: str, other: TensorFile, other_name: str) -> bool:
+def _have_equal_data(
+    file: TensorFile,
+    name: str,
+    other: TensorFile,
+    other_name: str,
+) -> bool:
     with open_unchanged(file.path, file.stamp) as a, open_unchanged(other.path, other.stamp) as b:
-        size = _seek(a, *_read_header(a)[name])
-        return size == _seek(b, *_read_header(b)[other_name]) and all(
-            a.read(min(CHUNK_BYTES, size - at)) == b.read(min(CHUNK_BYTES, size - at))
-            for at in range(0, size, CHUNK_BYTES)
-        )
+        left = _seek(a, *_read_header(a)[name])
+        if left != _seek(b, *_read_header(b)[other_name]):
+            return False
+        while left:
+            chunk = a.read(min(CHUNK_BYTES, left))
+            if chunk != b.read(min(CHUNK_BYTES, left)):
+                return False
+            left -= min(CHUNK_BYTES, left)
+        return True
 
 
 def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) -> str | None:
-    """Return the name of the first tensor with a number that is not finite, or None.
-
-    As an integer, each number that is not finite is at least `_Bits.first`. If it is negative, that holds for its bits
-    as an unsigned integer, with the sign in front. So two maxima decide, at some twenty times the speed of `isfinite`.
-    """
+    """Return the name of the first tensor with a number that is not finite, or None."""
+    # Read as signed integers, positive numbers that are not finite are at least the smallest of them. Read as unsigned
+    # integers, negative ones are at least the same with the sign bit. So two maxima decide, at some twenty times the
+    # speed of `isfinite`.
     places = _read_header(opened)
     chunk = np.empty(CHUNK_BYTES, np.uint8)
     for name in names:
-        bits = NONFINITE.get(file.tensors[name].dtype)
-        if bits is None:
+        # Integers are always finite.
+        size, positive = NONFINITE.get(file.tensors[name].dtype, (0, 0))
+        if not size:
             continue
-        negative = bits.first | 1 << (8 * np.dtype(bits.unsigned).itemsize - 1)
+        negative = positive | 1 << (8 * size - 1)
         left = _seek(opened, *places[name])
         while left:
-            # The file is not mapped into memory: a file that is cut meanwhile would end the process.
+            # Not mapped into memory: a file that is truncated meanwhile would end the process.
             part = chunk[: min(left, CHUNK_BYTES)]
             if opened.readinto(part) != len(part):  # type: ignore[attr-defined]
                 raise OSError(errno.ESTALE, "has changed since it was checked", str(file.path))
-            if part.view(bits.signed).max() >= bits.first or part.view(bits.unsigned).max() >= negative:
+            if part.view(f"i{size}").max() >= positive or part.view(f"u{size}").max() >= negative:
                 return name
             left -= len(part)
     return None
 
 
 def _read_header(file: BinaryIO) -> Mapping[str, tuple[int, int]]:
-    """Return where the data of each tensor begins and ends in a file that was just opened, in bytes.
-
-    The library does not expose it. The format is: length of the header (8 bytes, little-endian), header, data.
-    """
+    """Return the byte range of each tensor's data in a file that was just opened. The library does not expose it."""
+    # The format is: length of the header (8 bytes, little-endian), header, data.
     length = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(length))
     offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
@@ -265,7 +268,7 @@ def _read_header(file: BinaryIO) -> Mapping[str, tuple[int, int]]:
 
 
 def _seek(file: BinaryIO, start: int, end: int) -> int:
-    """Move to the beginning of a tensor's data, and return its size in bytes."""
+    """Move to the start of a tensor's data, and return its size in bytes."""
     file.seek(start)
     return end - start
 
@@ -275,7 +278,8 @@ def _list_files(path: Path, field: str, root: Path | None) -> list[Path]:
     if in_folder is None:
         return [path]
     names = sorted(name for name in in_folder if name.endswith(SUFFIX))
-    if index := min((name for name in in_folder if name.endswith(INDEX_SUFFIX)), default=None):
+    index = min((name for name in in_folder if name.endswith(INDEX_SUFFIX)), default=None)
+    if index is not None:
         content = read_file(path / index, MAX_INDEX_BYTES, root)
         try:
             names = sorted(set(json.loads(content)["weight_map"].values()))

@@ -1,4 +1,4 @@
-"""Updates of the served model's weights, one at a time: fetched and checked completely, then applied, or not at all."""
+"""Updates of the served model's weights, one at a time: checked completely before the model changes."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -33,10 +33,8 @@ class Updates:
     """Updates the model's weights.
 
     Args:
-        gate: admits all work to the engine.
-        root: folder that callers may name paths in; ``None`` to allow none.
-        observers: notified of every update.
-        groups: the running groups; ``None`` for an engine without groups.
+        root: folder that callers may name paths in, or None to allow none.
+        groups: the running groups, or None for an engine without groups.
     """
 
     def __init__(
@@ -54,10 +52,13 @@ class Updates:
         self._root = root
         self.loaded = LoadedWeights(model)
         self.coordinator = Coordinator(
-            model, gate, settings or UpdateSettings(), observers or UpdateEvents(), groups or NoGroups()
+            model,
+            gate,
+            settings or UpdateSettings(),
+            observers or UpdateEvents(),
+            groups or NoGroups(),
         )
         self.external = ExternalUpdates(self.coordinator, self.loaded, model)
-        """Updates through vLLM's own routes."""
         self.loras = Loras(self.coordinator, model.loras, staging, root)
 
     async def push(
@@ -68,11 +69,10 @@ class Updates:
         partial: bool = False,
         check_finite: bool = True,
     ) -> UpdateRecord:
-        """Update from the bytes of a safetensors file.
+        """Update from the bytes of a safetensors file. Raises as `Coordinator.run`.
 
-        ``body`` is called with the largest number of bytes that it may yield. ``rule``: ``None`` for the server's.
-        ``version``: ``None`` for the next one. ``check_finite``: whether a tensor with NaN or infinity is refused.
-        Raises: see `Coordinator.run`.
+        ``body``: called with the largest number of bytes that it may yield. ``rule``: None for the server's rule.
+        ``version``: None for the next version.
         """
 
         async def fetch() -> TensorSet:
@@ -82,7 +82,7 @@ class Updates:
 
         update = _WeightUpdate(
             source="push",
-            rule=rule or self.coordinator.settings.rule,
+            rule=rule,
             partial=partial,
             check_finite=check_finite,
             owner=self,
@@ -100,20 +100,20 @@ class Updates:
         check_finite: bool = True,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
-        """Update from a file or folder under the root. It must not change until other weights have replaced it.
+        """Update from a file or folder under the root. It must not change while its weights are served.
 
-        ``rule``, ``version``, ``check_finite``: as for `push`. ``when_staged``: see `Update`. Raises: as `push`, and
-        `Forbidden` without a root.
+        Raises as `push`, and `Forbidden` without a root.
         """
 
         async def fetch() -> TensorSet:
-            await self.model.expected_tensors()  # raises where the model is not supported
+            # Raises if the model is not supported.
+            await self.model.expected_tensors()
             resolved, root = await run_sync(resolve_path, self._root, path)
             return await run_sync(read_tensors, resolved, "path", root)
 
         update = _WeightUpdate(
             source="disk",
-            rule=rule or self.coordinator.settings.rule,
+            rule=rule,
             partial=partial,
             check_finite=check_finite,
             when_staged=when_staged,
@@ -126,7 +126,7 @@ class Updates:
 
 @dataclass(slots=True, kw_only=True)
 class _WeightUpdate(Update):
-    """Replaces the model's weights. ``fetch``: returns the tensors that were given in ``field`` of the request."""
+    """Replaces the model's weights. ``fetch``: returns the tensors that ``field`` of the request has or names."""
 
     owner: Updates
     fetch: Callable[[], Awaitable[TensorSet]]
@@ -134,22 +134,23 @@ class _WeightUpdate(Update):
     tensors: TensorSet = dataclass_field(default_factory=dict)
 
     async def stage(self) -> None:
-        model, loaded = self.owner.model, self.owner.loaded
         given = await self.run_phase("transfer", self.fetch)
 
         async def check() -> TensorSet:
-            expected = await model.expected_tensors()
+            expected = await self.owner.model.expected_tensors()
             tensors = await run_sync(lambda: check_tensors(expected, given, partial=self.partial, field=self.field))
             if self.check_finite:
                 await run_sync(check_numbers, tensors, self.field)
-            is_full = tensors.keys() == expected.tensors.keys()
-            return tensors if is_full else await loaded.complete(tensors, self.field)
+            if tensors.keys() != expected.tensors.keys():
+                return await self.owner.loaded.complete(tensors, self.field)
+            return tensors
 
         self.tensors = await self.run_phase("check", check)
 
     async def apply(self) -> None:
         await self.run_phase("load", lambda: self.owner.model.load(names_by_file(self.tensors)))
-        if changed := await run_sync(changed_files, self.tensors):
+        changed = await run_sync(changed_files, self.tensors)
+        if changed:
             raise UpdateFailed(f"{changed[0]} changed while it was loaded; write weights under a name of their own")
 
     async def roll_back(self) -> str:

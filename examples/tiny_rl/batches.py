@@ -15,16 +15,17 @@ from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, sample_probl
 from examples.tiny_rl.demonstrations import CLEAN, Variant, demonstration
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID
 
-IGNORED = -100  # the label that cross entropy leaves out
+# Cross entropy leaves this label out.
+IGNORED = -100
 
-# A batch is split into this many parts of similar length: otherwise one long answer among
-# many short ones would fill most of the batch with padding.
+# A batch is split into this number of parts of similar length. Otherwise a long answer among many short answers would
+# fill most of the batch with padding.
 PARTS = 4
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Token ids of a prompt and its answer; loss falls on the answer alone."""
+    """Token ids of a prompt and its answer. Only the answer has a loss."""
 
     tokens: list[int]
     prompt_length: int
@@ -44,7 +45,9 @@ def draw_batch(
 ) -> list[Sample]:
     """Draw samples with ``batch_tokens`` tokens in total, sorted from short to long.
 
-    ``short``: of easy problems alone. ``clean``: direct chains without an error, whatever the variant's verbosity.
+    Args:
+        short: whether to draw only easy problems.
+        clean: whether to write direct chains without an error, whatever the variant's verbosity.
     """
     difficulties = itertools.cycle(("easy",) if short else variant.difficulties)
     verbosity = CLEAN if clean else variant.verbosity
@@ -61,11 +64,8 @@ def draw_batch(
 
 
 def collate(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, both [samples, longest], padded on the right.
-
-    Padding needs no attention mask: it comes after all tokens that count, and
-    attention is causal.
-    """
+    """Return token ids and labels, both [samples, longest], padded on the right."""
+    # Padding needs no attention mask, because it stands after the other tokens and attention is causal.
     longest = max(len(sample.tokens) for sample in samples)
     tokens = torch.full((len(samples), longest), PAD_ID)
     labels = torch.full((len(samples), longest), IGNORED)
@@ -80,12 +80,13 @@ def parts_of(samples: Sequence[SampleT]) -> Iterator[list[SampleT]]:
     """Split sorted samples into parts of about equally many tokens."""
     total = sum(len(sample.tokens) for sample in samples)
     part: list[SampleT] = []
-    held = 0
+    part_tokens = 0
     for sample in samples:
         part.append(sample)
-        held += len(sample.tokens)
-        if held * PARTS >= total:
+        part_tokens += len(sample.tokens)
+        if part_tokens * PARTS >= total:
             yield part
-            part, held = [], 0
+            part = []
+            part_tokens = 0
     if part:
         yield part

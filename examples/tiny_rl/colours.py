@@ -1,3 +1,6 @@
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
-ORANGE, BLUE, SKY, GREY = "#D55E00", "#0072B2", "#9FD3F0", "#555555"
+ORANGE = "#D55E00"
+BLUE = "#0072B2"
+SKY = "#9FD3F0"
+GREY = "#555555"

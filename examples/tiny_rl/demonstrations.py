@@ -1,9 +1,7 @@
-"""Demonstrations, which the tiny policy learns from.
+"""Demonstrations from which the tiny policy learns.
 
 A worked answer ``a-5=2b*4=8#8`` writes every step with its result, then ``#`` and the digit. A re-check is ``?`` and
 the whole chain again. A guess is ``#`` and a digit without a chain.
-
-Nothing here keeps state: every random choice comes from the caller's generator.
 """
 
 from __future__ import annotations
@@ -16,13 +14,18 @@ from darts_server.offline.demo.problems import ANSWER, EQUALS, MAX_RESPONSE_TOKE
 
 @dataclass(frozen=True)
 class Habits:
-    """How demonstrations of one difficulty are written, as probabilities."""
+    """Probabilities by which demonstrations of one difficulty are written."""
 
-    guess: float = 0.0  # no chain at all
-    ramble: float = 0.0  # a first re-check follows the direct chain
-    loop: float = 0.0  # another re-check follows a re-check
-    direct_error: float = 0.0  # a step of the direct chain has a wrong result
-    recheck_error: float = 0.0  # a step of a re-check has a wrong result
+    guess: float = 0.0
+    """A guess without a chain."""
+    ramble: float = 0.0
+    """A first re-check follows the direct chain."""
+    loop: float = 0.0
+    """Another re-check follows a re-check."""
+    direct_error: float = 0.0
+    """A step of the direct chain has a wrong result."""
+    recheck_error: float = 0.0
+    """A step of a re-check has a wrong result."""
 
 
 @dataclass(frozen=True)
@@ -34,57 +37,55 @@ class Verbosity:
     looped: Habits = Habits()
 
     def of(self, difficulty: Difficulty) -> Habits:
-        """Return the habits for one difficulty."""
         return {"easy": self.easy, "hard": self.hard, "looped": self.looped}[difficulty]
 
 
 CLEAN = Verbosity(easy=Habits(), hard=Habits())
-"""Direct chains without an error: what the curriculum teaches first."""
+"""Direct chains without an error. The curriculum teaches them first."""
 
 STANDARD = Verbosity(
     easy=Habits(guess=0.0, ramble=0.35, loop=0.78, direct_error=0.08, recheck_error=0.22),
     hard=Habits(guess=0.55, ramble=0.15, loop=0.60, direct_error=0.03, recheck_error=0.06),
 )
-"""Easy: rambling hurts, right answers are short. Hard: depth helps, they are long."""
+"""On easy problems rambling hurts, and correct answers are short. On hard problems depth helps, and they are long."""
 
 WORDIER = Verbosity(
     easy=Habits(guess=0.0, ramble=0.40, loop=0.78, direct_error=0.08, recheck_error=0.08),
     hard=Habits(guess=0.38, ramble=0.30, loop=0.60, direct_error=0.03, recheck_error=0.03),
 )
-"""More re-checks, no worse than direct chains: being long is not being wrong."""
+"""More re-checks, which are no worse than direct chains, so that a long answer is not a wrong answer."""
 
 DEEP = Verbosity(
     easy=Habits(guess=0.0, ramble=0.35, loop=0.78, direct_error=0.08, recheck_error=0.02),
     hard=Habits(guess=0.55, ramble=0.50, loop=0.30, direct_error=0.10, recheck_error=0.01),
 )
-"""For hard problems alone: guesses are short and wrong, direct chains often wrong, re-checks nearly always right."""
+"""For hard problems: guesses are short and wrong, direct chains often wrong, re-checks nearly always correct."""
 
 MIXED = Verbosity(
     easy=WORDIER.easy,
     hard=Habits(),
     looped=Habits(guess=0.25, ramble=0.10, direct_error=0.005),
 )
-"""For easy and looped problems. Looped ones: guesses are wrong, chains have some 40 steps and are right four times in
-five, and a re-check never fits."""
+"""For easy and looped problems. On looped problems guesses are wrong, chains have some 40 steps and are correct four
+times in five, and a re-check never fits."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Demonstrations of a warm start: how they are written, and of which difficulties, in turns (None: easy or hard).
-
-    ``steps``: how many the warm start needs.
-    """
+    """Demonstrations of a warm start."""
 
     verbosity: Verbosity
     difficulties: tuple[Difficulty | None, ...] = (None,)
+    """Difficulties of the problems, in turns. None is easy or hard."""
     steps: int = 700
+    """Number of steps that the warm start needs."""
 
 
 VARIANTS: dict[str, Variant] = {
     "standard": Variant(STANDARD),
     "wordier": Variant(WORDIER),
     "deep": Variant(DEEP),
-    # Far more looped ones than the policy is trained on: it has to learn them from a few hundred steps.
+    # More looped problems than in training, because the policy has to learn them in a few hundred steps.
     "mixed": Variant(MIXED, ("looped", "easy", "easy", "easy"), steps=900),
 }
 
@@ -92,8 +93,7 @@ VARIANTS: dict[str, Variant] = {
 def demonstration(problem: Problem, rng: Random, verbosity: Verbosity = CLEAN) -> str:
     """Write one answer to the problem, without the end of sequence.
 
-    The final digit is the result of the last chain. No chain starts beyond
-    MAX_RESPONSE_TOKENS characters, but the text may be longer: training cuts it there.
+    No chain starts beyond MAX_RESPONSE_TOKENS characters, but the text may be longer. Training cuts it there.
     """
     habits = verbosity.of(problem.difficulty)
     if rng.random() < habits.guess:
@@ -108,7 +108,7 @@ def demonstration(problem: Problem, rng: Random, verbosity: Verbosity = CLEAN) -
 
 
 def _chain(problem: Problem, rng: Random, error: float) -> tuple[str, int]:
-    """Write all steps once, each wrong with probability ``error``, carried on."""
+    """Write all steps once. Each is wrong with probability ``error``, and later steps use its result."""
     value = int(problem.prompt[0])
     parts: list[str] = []
     for step in problem.chain:

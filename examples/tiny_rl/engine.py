@@ -1,4 +1,4 @@
-"""Run a shaping engine on the tiny model in this process, for tests and benchmarks that inspect it.
+"""A shaping engine on the tiny model in this process, for tests and benchmarks that inspect it.
 
 ::
 
@@ -48,7 +48,7 @@ class TinyEngine:
         self.records[record.group_id] = record
 
     def prompt(self, text: str) -> Any:
-        """Return the prompt as vLLM's routes pass it to ``generate()``."""
+        """Return the prompt in the form in which vLLM's routes pass it to ``generate()``."""
         renderer = self.llm.renderer
         parsed = parse_model_prompt(self.llm.model_config, text)
         (rendered,) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
@@ -60,7 +60,7 @@ class TinyEngine:
         return None if stats is None else stats.std_ema
 
     async def generate(self, text: str, request_id: str, policy: str, **params: Any) -> RequestOutput:
-        """Run one request under a named policy; return its final output."""
+        """Run one request under a named policy, and return its final output."""
         sampling = final_only(**params, extra_args={"darts_policy": policy})
         outputs = [output async for output in self.llm.generate(self.prompt(text), sampling, request_id)]
         return outputs[-1]
@@ -68,10 +68,11 @@ class TinyEngine:
 
 @asynccontextmanager
 async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncIterator[TinyEngine]:
-    """Run an engine with these policies and ``off``, which is its default."""
+    """Run an engine with these policies and ``off``, the default."""
     engine = TinyEngine()
     async with start_engine(parse([str(MODEL), *FLAGS, *flags])) as running:
-        engine.llm, engine.port = running.llm, running.port
+        engine.llm = running.llm
+        engine.port = running.port
         engine.statistics = Statistics(engine.store, engine.port.capacity)
         planner = Planner(policies, OFF, Limits(1024))
         rollouts = Rollouts(running.port, planner, engine.statistics, Intervals(poll=0.005))

@@ -1,8 +1,8 @@
-"""The trainer's copy of the policy, and a GRPO step on it. Nothing here talks to a server.
+"""The trainer's copy of the policy, and a GRPO step on it. This module does not talk to a server.
 
 Plain GRPO (Shao et al. 2024, arXiv 2402.03300) with one on-policy update a step: the ratio to the sampling policy is 1,
 so the loss is the policy gradient. Advantages are relative to the group, the loss is a mean over tokens, and there is
-no KL term. Tokens that older weights sampled count with that ratio, as far as it does not exceed `MAX_RATIO`.
+no KL term. Tokens of older weights count with their ratio, up to `MAX_RATIO`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +21,13 @@ from examples.tiny_rl.batches import IGNORED, Sample, collate, parts_of
 
 LEARNING_RATE = 2e-4
 BETAS = (0.9, 0.98)
-CLIP = 1.0  # norm of the gradient
+CLIP = 1.0
+"""Maximum norm of the gradient."""
 TOLERANCE = 1e-4
-"""Largest difference of log-probs, in nats, between server and trainer. Measured with equal weights in float32: up to
-3e-5. One update changes some by more than 0.1."""
-
+"""Largest accepted difference of log-probs, in nats, between server and trainer. With equal weights in float32 the
+difference was up to 3e-5. One update changes some log-probs by more than 0.1."""
 MAX_RATIO = 2.0
-"""Bound of importance ratios (truncated importance sampling): a few large ones would make up most of a gradient."""
+"""Maximum importance ratio (truncated importance sampling). A few large ratios would make up most of a gradient."""
 
 
 class StaleWeights(RuntimeError):
@@ -36,47 +36,49 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class Trained(Sample):
-    """A trajectory to train on. ``logprobs``: of its response's tokens, in nats, as the server sampled them.
-
-    ``stale``: how many of these tokens, the first, older weights sampled.
-    """
+    """A trajectory to train on."""
 
     logprobs: Sequence[float]
+    """Server's log-probs of the response's tokens, in nats."""
     advantage: float
     stale: int = 0
+    """Number of tokens at the start of the response that older weights sampled."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """The result of one step.
-
-    ``gap``: largest difference between the server's log-probs and the trainer's, in nats; stale tokens do not count.
-    """
+    """The result of one step."""
 
     loss: float
     gradient_norm: float
     gap: float
+    """Largest difference between the log-probs of server and trainer, in nats, without stale tokens."""
 
 
 def advantages(rewards: Sequence[float]) -> list[float]:
-    """Return each reward's distance from the group's mean in standard deviations; 0 if all are equal."""
-    mean, std = fmean(rewards), pstdev(rewards)
-    return [(reward - mean) / std if std else 0.0 for reward in rewards]
+    """Return each reward's distance from the group's mean in standard deviations, or 0 if all rewards are equal."""
+    mean = fmean(rewards)
+    std = pstdev(rewards)
+    if std == 0:
+        return [0.0] * len(rewards)
+    return [(reward - mean) / std for reward in rewards]
 
 
 def scaled(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Divide the advantages of all groups by one number, their root mean square, unless all are 0.
+    """Divide the advantages of all groups by their root mean square, unless all are 0.
 
-    Afterwards they are about as large as GRPO's. The factor is common to the whole step: it changes how long the
-    gradient is, and not its direction. Dividing each group by its own standard deviation would change the direction,
-    and bias it, since that depends on which trajectories were returned.
+    They become about as large as GRPO's. The factor is common to the whole step, so the gradient keeps its direction.
+    Each group's own standard deviation would bias the direction, because it depends on which trajectories were
+    returned.
     """
-    square = fmean(value**2 for group in values for value in group)
-    return [[value / sqrt(square) if square else 0.0 for value in group] for group in values]
+    root_mean_square = sqrt(fmean(value**2 for group in values for value in group))
+    if root_mean_square == 0:
+        return [[0.0] * len(group) for group in values]
+    return [[value / root_mean_square for value in group] for group in values]
 
 
 def log_probs(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs in nats of the labels after the first, [samples, positions - 1]; 0 without a label."""
+    """Return the log-probs of the labels after the first, [samples, positions - 1], in nats, 0 without a label."""
     logits = model(input_ids=tokens).logits[:, :-1].transpose(1, 2)
     return -cross_entropy(logits, labels[:, 1:], ignore_index=IGNORED, reduction="none")
 
@@ -85,22 +87,25 @@ def policy_loss(logprobs: torch.Tensor, advantage: torch.Tensor, ratios: torch.T
     """Return the loss whose gradient is the policy gradient, summed over tokens.
 
     Args:
-        logprobs: of the response's tokens, [samples, positions]; 0 at other positions.
-        advantage: [samples]; the same for all tokens of a trajectory.
-        ratios: of the tokens' probabilities to those they were sampled with, [samples, positions].
+        logprobs: [samples, positions], 0 outside the response.
+        advantage: [samples].
+        ratios: importance ratio of each token, [samples, positions].
     """
     return -(logprobs * ratios * advantage[:, None]).sum()
 
 
 def importance(part: Sequence[Trained], logprobs: torch.Tensor) -> torch.Tensor:
-    """Return how likely each token is now relative to when it was sampled, `MAX_RATIO` at most; 1 unless it is stale.
+    """Return the importance ratio of each token, in the shape of ``logprobs`` from `log_probs`.
 
-    Same shape as ``logprobs``, which are from `log_probs`.
+    It is the token's probability now by its probability when it was sampled, at most `MAX_RATIO`, and 1 unless the
+    token is stale.
     """
     ratios = torch.ones_like(logprobs)
-    for each, row, now in zip(part, ratios, logprobs, strict=True):
-        stale = slice(each.prompt_length - 1, each.prompt_length - 1 + each.stale)
-        row[stale] = (now[stale] - torch.tensor(each.logprobs[: each.stale])).exp().clamp(max=MAX_RATIO)
+    for trained, row, now in zip(part, ratios, logprobs, strict=True):
+        start = trained.prompt_length - 1
+        stale = slice(start, start + trained.stale)
+        before = torch.tensor(trained.logprobs[: trained.stale])
+        row[stale] = (now[stale] - before).exp().clamp(max=MAX_RATIO)
     return ratios
 
 
@@ -112,7 +117,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=BETAS, weight_decay=0.0)
 
     def weights(self) -> bytes:
-        """Return all weights under their Hugging Face names, as a safetensors file that has tied ones once."""
+        """Return a safetensors file of all weights under their Hugging Face names, with tied weights once."""
         return save({name: tensor.detach() for name, tensor in self.model.named_parameters()})
 
     def state(self) -> dict[str, Any]:
@@ -120,7 +125,7 @@ class Learner:
         return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from where another learner was."""
+        """Continue from the state of another learner."""
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
@@ -128,16 +133,19 @@ class Learner:
         """Take one step on all trajectories.
 
         Raises:
-            StaleWeights: the server sampled tokens that are not stale with other weights. The policy is unchanged.
+            StaleWeights: other weights sampled tokens that are not stale. The policy is unchanged.
         """
-        total = sum(len(each.logprobs) for each in batch)
-        loss, gap = 0.0, 0.0
-        for part in parts_of(sorted(batch, key=lambda each: len(each.tokens))):
+        total = sum(len(trained.logprobs) for trained in batch)
+        loss = 0.0
+        gap = 0.0
+        for part in parts_of(sorted(batch, key=lambda trained: len(trained.tokens))):
             logprobs = log_probs(self.model, *collate(part))
-            advantage = torch.tensor([each.advantage for each in part])
+            advantage = torch.tensor([trained.advantage for trained in part])
             part_loss = policy_loss(logprobs, advantage, importance(part, logprobs.detach())) / total
             torch.autograd.backward(part_loss)
-            loss, gap = loss + part_loss.item(), max(gap, largest_gap(part, logprobs.detach()))
+            loss += part_loss.item()
+            gap = max(gap, largest_gap(part, logprobs.detach()))
+
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP))
         if gap <= TOLERANCE:
             self._optimizer.step()
@@ -151,13 +159,16 @@ class Learner:
 
 
 def largest_gap(part: Sequence[Trained], logprobs: torch.Tensor) -> float:
-    """Return the largest difference to the server's log-probs, in nats, without those of stale tokens.
+    """Return the largest difference to the server's log-probs, in nats, without stale tokens.
 
-    ``logprobs`` are from `log_probs`.
+    Args:
+        logprobs: result of `log_probs`.
     """
-    gaps = [
-        (row[each.prompt_length - 1 :][: len(each.logprobs)] - torch.tensor(each.logprobs))[each.stale :].abs().max()
-        for each, row in zip(part, logprobs, strict=True)
-        if len(each.logprobs) > each.stale
-    ]
-    return float(max(gaps, default=0.0))
+    largest = 0.0
+    for trained, row in zip(part, logprobs, strict=True):
+        start = trained.prompt_length - 1
+        ours = row[start : start + len(trained.logprobs)]
+        differences = (ours - torch.tensor(trained.logprobs))[trained.stale :]
+        if len(differences):
+            largest = max(largest, float(differences.abs().max()))
+    return largest

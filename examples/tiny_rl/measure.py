@@ -4,8 +4,8 @@ Run from the repository root::
 
     python -m examples.tiny_rl.measure --model darts_server/offline/demo/model
 
-Samples with real vLLM at temperature 1 and prints a Markdown table last. Lengths are
-in tokens and count the end of sequence; a truncated response has MAX_RESPONSE_TOKENS.
+Samples with real vLLM at temperature 1, and prints a Markdown table. Lengths are in tokens with the end of sequence. A
+truncated response has MAX_RESPONSE_TOKENS.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from statistics import mean, median, pstdev, quantiles
 
 from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, STEP_COUNTS, Problem, reward, sample_problem
 
-PROMPT_SEED = 20_240  # fixed, so that two models get the same prompts
-LONG_TAIL = 3.0  # a prompt with a larger max/median length has a long tail
+# Fixed, so that two models get the same prompts.
+PROMPT_SEED = 20_240
+LONG_TAIL = 3.0
+"""A prompt with a larger ratio of longest to median length has a long tail."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Group:
-    """All answers sampled for one prompt."""
+    """All answers to one prompt."""
 
     problem: Problem
     responses: tuple[Response, ...]
@@ -53,10 +55,12 @@ class Group:
 
     @property
     def right_minus_wrong(self) -> float:
-        """Mean length of right answers less that of wrong ones; 0 if one is missing."""
+        """Mean length of correct answers minus mean length of wrong answers, or 0 if there are none of either."""
         right = [response.length for response in self.responses if response.right]
         wrong = [response.length for response in self.responses if not response.right]
-        return mean(right) - mean(wrong) if right and wrong else 0.0
+        if not right or not wrong:
+            return 0.0
+        return mean(right) - mean(wrong)
 
 
 def sample_groups(model: Path, problems: Sequence[Problem], samples: int, seed: int) -> list[Group]:
@@ -76,7 +80,7 @@ def sample_groups(model: Path, problems: Sequence[Problem], samples: int, seed: 
     )
     sampling = SamplingParams(n=samples, temperature=1.0, max_tokens=MAX_RESPONSE_TOKENS)
     outputs = engine.generate([problem.prompt for problem in problems], sampling)
-    # Stopped here and not at exit, so that its last log lines do not follow the table.
+    # Stopped here and not at exit, so that the engine's last log lines do not follow the table.
     engine.llm_engine.engine_core.shutdown()
     return [
         Group(
@@ -95,12 +99,12 @@ def sample_groups(model: Path, problems: Sequence[Problem], samples: int, seed: 
 
 
 def share(groups: Sequence[Group], condition: Callable[[Group], bool]) -> str:
-    """Return the share of prompts for which the condition holds, in percent."""
+    """Return the percentage of prompts that meet the condition."""
     return f"{mean(condition(group) for group in groups):.0%}".replace("%", " %")
 
 
 def column(groups: Sequence[Group]) -> dict[str, str]:
-    """Return one column of the table, over these prompts."""
+    """Return one column of the table."""
     responses = [response for group in groups for response in group.responses]
     lengths = [response.length for response in responses]
     spread = mean(pstdev(group.lengths) for group in groups)
@@ -121,7 +125,7 @@ def column(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def table(groups: Sequence[Group]) -> str:
-    """Return the Markdown table: all prompts, and those of each difficulty."""
+    """Return the Markdown table with a column for all prompts and a column for each difficulty."""
     difficulties = sorted({group.problem.difficulty for group in groups})
     columns = {"all": column(groups)} | {
         name: column([group for group in groups if group.problem.difficulty == name]) for name in difficulties

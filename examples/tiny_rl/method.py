@@ -1,4 +1,4 @@
-"""How training groups are sampled and rewarded: a policy of the server, or what plain trainers do instead of one."""
+"""The way training groups are sampled and rewarded: by a policy of the server, or by a trainer's own means."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,31 +8,29 @@ from typing import Literal
 from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS
 
 Policy = str | Mapping[str, object]
-"""The name of a policy, or ``name`` and settings to change, as ``POST /darts/v1/rollouts`` takes them."""
+"""The name of a policy, or ``name`` and settings to change, in the form of ``POST /darts/v1/rollouts``."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """Options of the policy, of the request and of the trainer, together.
+    """Options of the policy, of the request and of the trainer.
 
     Args:
-        max_tokens: length limit of training trajectories; an evaluation has none but `MAX_RESPONSE_TOKENS`.
-        overlong: reward less for the last this many tokens before the limit, see `penalty`; 0 for no penalty.
-        started: prompts started for each that is trained on. Above 1 the first whole groups to finish are used, and
-            the other prompts are started again in the next step (tail batching).
-        unbiased: use the trajectories' weights, so that the expected step is that of plain samples, in place of GRPO's
-            advantages. Needs a policy that returns weights.
-        carry: of tail batching: ``None`` if the trainer alone remembers the other prompts. With "restart" the server
-            keeps them too, and starts them first in the next step; with "resume" also what was generated for them, so
-            that their trajectories go on from there (partial rollouts).
-        long_rounds: of tail batching: prompts that were left over wait until they fill a batch of their own, which
-            waits for all of them, so that no other batch has to wait for a long one (the long rounds of RollPacker,
-            arXiv 2509.21009). By default they start again in the next batch.
-        staleness: 1 to generate each batch while the one before it is trained on, so with weights that are one update
-            older (one-step-off training).
+        max_tokens: length limit of training trajectories. An evaluation has the limit `MAX_RESPONSE_TOKENS`.
+        overlong: number of tokens before the limit for which the reward is lower, see `penalty`.
+        started: number of started prompts for each prompt that is trained on. Above 1, the first whole groups are used,
+            and the other prompts start again in the next step (tail batching).
+        unbiased: whether the trajectories' weights replace GRPO's advantages, so that the expected step is that of
+            plain samples. It needs a policy that returns weights.
+        carry: "restart" lets the server keep the other prompts of tail batching and start them first in the next step.
+            "resume" keeps their tokens, too (partial rollouts). With ``None`` only the trainer remembers them.
+        long_rounds: whether the other prompts of tail batching wait until they fill a batch of their own, so that no
+            other batch waits for a long answer (the long rounds of RollPacker, arXiv 2509.21009).
+        staleness: 1 generates each batch while the batch before is trained on, with weights that are one update older
+            (one-step-off training).
 
     Raises:
-        ValueError: these do not go together.
+        ValueError: options conflict.
     """
 
     policy: Policy
@@ -40,7 +38,7 @@ class Method:
     overlong: int = 0
     started: float = 1.0
     unbiased: bool = False
-    # Saved runs are recognized by this class's `repr`, and those of other methods do not know these.
+    # Saved runs are recognized by this class's `repr`, and older saved runs do not have these options.
     carry: Literal["restart", "resume"] | None = field(default=None, repr=False)
     staleness: int = field(default=0, repr=False)
     long_rounds: bool = field(default=False, repr=False)
@@ -60,20 +58,27 @@ class Method:
 
     @property
     def settings(self) -> str:
-        """All options, to recognize a run by."""
+        """All options as text, by which a saved run is recognized."""
         later = {"carry": self.carry, "staleness": self.staleness, "long_rounds": self.long_rounds}
-        return "".join([repr(self), *(f" {name}={value}" for name, value in later.items() if value)])
+        parts = [f" {name}={value}" for name, value in later.items() if value]
+        return repr(self) + "".join(parts)
 
     def prompts(self, needed: int, left_over: int) -> tuple[int, int]:
-        """Return how many prompts start for ``needed`` groups: of those left over by earlier batches, and new ones."""
-        if self.long_rounds:
-            return (needed, 0) if left_over >= needed else (0, ceil(self.started * needed))
-        return left_over, ceil(self.started * needed) - left_over
+        """Return the numbers of left-over prompts and of new prompts that start for ``needed`` groups."""
+        started = ceil(self.started * needed)
+        if not self.long_rounds:
+            return left_over, started - left_over
+        if left_over >= needed:
+            return needed, 0
+        return 0, started
 
     def penalty(self, length: int) -> float:
-        """Return what is subtracted from the reward of a trajectory of ``length`` tokens.
+        """Return the number that is subtracted from the reward of a trajectory of ``length`` tokens.
 
         It grows linearly from 0 to 1 over the last ``overlong`` tokens before the limit (the soft overlong punishment
         of DAPO, arXiv 2503.14476).
         """
-        return max(0.0, length - (self.max_tokens - self.overlong)) / self.overlong if self.overlong else 0.0
+        if self.overlong == 0:
+            return 0.0
+        start = self.max_tokens - self.overlong
+        return max(0.0, length - start) / self.overlong

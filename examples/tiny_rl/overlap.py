@@ -1,12 +1,12 @@
-"""Compare computing log-probs during the rollout with computing them afterwards: the total time of both.
+"""Compare log-probs computed during the rollout with log-probs computed afterwards, by the total time of both.
 
     OMP_NUM_THREADS=1 python -m examples.tiny_rl.overlap
 
-Starts darts-server with the tiny model. A trainer beside it computes the log-probs of the returned trajectories: after
-the rollout, in forward passes over whole trajectories, and during it, with `darts_client.overlap`. Here the two share
-the cores. So token streams are also recorded, without any computation, and replayed in real time after the server has
-stopped: then the trainer has its core for itself, as if the rollout ran on another machine.
-Run it from the root of the repository, with vLLM, the extra "dev", torch and clients/ installed.
+Starts darts-server with the tiny model. A trainer computes the log-probs of the returned trajectories twice: after the
+rollout, in forward passes over whole trajectories, and during the rollout, with `darts_client.overlap`. The trainer and
+the engine share the cores. So token streams are also recorded, without any computation, and replayed in real time after
+the server has stopped. Then the trainer has its core to itself, as if the rollout ran on another machine. Run it from
+the root of the repository, with vLLM, the extra "dev", torch and clients/ installed.
 """
 
 import argparse
@@ -34,7 +34,8 @@ from darts_server.offline.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.tokenizer import build_tokenizer
 
 PROMPT_SEED = 8
-BATCH_TOKENS = 512  # of a forward pass; the fastest of 512 to 8192 for whole trajectories on one core
+BATCH_TOKENS = 512
+"""Tokens of a forward pass: the fastest of 512 to 8192 for whole trajectories on one core."""
 
 Rows = Sequence[tuple[str, Sequence[int], Sequence[int]]]
 """Trajectory id, prompt and completion."""
@@ -42,13 +43,14 @@ Rows = Sequence[tuple[str, Sequence[int], Sequence[int]]]
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds until all log-probs of a batch are computed, and the part of them after the last token (``..._tail``)."""
+    """Seconds until all log-probs of a batch are computed. ``..._tail`` is the part after the last token."""
 
     sequential: float
     sequential_tail: float
     overlapped: float
     overlapped_tail: float
-    error: float  # largest difference between the two results
+    error: float
+    """Largest difference between the two results."""
 
     @property
     def ratio(self) -> float:
@@ -57,7 +59,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded token stream: seconds after the request, event."""
+    """A recorded token stream: each event with its seconds after the request."""
 
     events: Sequence[tuple[float, Event]]
 
@@ -70,12 +72,13 @@ class Recording:
 
 
 class Trainer:
-    """The model, and the prompts that it trains on."""
+    """The model and its training prompts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         causal_lm: Any = AutoModelForCausalLM
         self.model = causal_lm.from_pretrained(MODEL).eval()
-        tokenizer, rng = build_tokenizer(), Random(PROMPT_SEED)
+        tokenizer = build_tokenizer()
+        rng = Random(PROMPT_SEED)
         self.prompts = [tokenizer.encode(sample_problem(rng).prompt) for _ in range(options.prompts)]
         self.request: dict[str, Any] = {"group_size": options.group_size, "max_tokens": MAX_RESPONSE_TOKENS}
         self.chunk_tokens: int = options.chunk_tokens
@@ -86,11 +89,11 @@ class Trainer:
         groups = list(client.rollouts(self.prompts, seed=seed, **self.request))
         rolled_out = time.perf_counter()
         forward_after(self.model, rows_of(groups, self.prompts))
-        sequential, tail = time.perf_counter() - start, time.perf_counter() - rolled_out
-        return self.run_overlapped(self.stream(client, seed), sequential, tail)
+        end = time.perf_counter()
+        return self.run_overlapped(self.stream(client, seed), end - start, end - rolled_out)
 
     def record(self, client: Client, seed: int) -> Recording:
-        """Record a stream without computing anything."""
+        """Record a stream without any computation."""
         start = time.perf_counter()
         return Recording([(time.perf_counter() - start, event) for event in self.stream(client, seed)])
 
@@ -106,8 +109,9 @@ class Trainer:
         return client.stream_tokens(self.prompts, seed=seed, chunk_tokens=self.chunk_tokens, **self.request)
 
     def run_overlapped(self, events: Iterable[Event], sequential: float, sequential_tail: float) -> Round:
-        """Compute log-probs while events arrive; return a round with the given times of the sequential variant."""
-        overlap, start = Overlap(self.model, batch_tokens=BATCH_TOKENS), time.perf_counter()
+        """Compute log-probs while events arrive, and return a round with the given times of the sequential variant."""
+        overlap = Overlap(self.model, batch_tokens=BATCH_TOKENS)
+        start = time.perf_counter()
         for number, prompt in enumerate(self.prompts):
             overlap.add_prompt(number, prompt)
         groups, streamed = follow(overlap, events)
@@ -119,7 +123,7 @@ class Trainer:
 
 
 def follow(overlap: Overlap, events: Iterable[Event]) -> tuple[list[Group], float]:
-    """Read events in a thread; forward while none is waiting. Return the groups, and when the stream ended."""
+    """Read events in a thread, and forward while no event waits. Return the groups and the end of the stream."""
     arrived: SimpleQueue[tuple[float, Event | Exception | None]] = SimpleQueue()
     Thread(target=read, args=(events, arrived), daemon=True).start()
     groups: list[Group] = []
@@ -140,7 +144,7 @@ def follow(overlap: Overlap, events: Iterable[Event]) -> tuple[list[Group], floa
 
 
 def read(events: Iterable[Event], arrived: "SimpleQueue[tuple[float, Event | Exception | None]]") -> None:
-    """Put each event with its arrival time into the queue; at the end ``None``, after the error if there was one."""
+    """Put each event with its arrival time into the queue, then the error if the stream failed, then ``None``."""
     try:
         for event in events:
             arrived.put((time.perf_counter(), event))
@@ -165,7 +169,8 @@ def forward_after(model: Any, rows: Rows, batch_tokens: int = BATCH_TOKENS) -> d
     for part in parts_of(sorted(rows, key=lambda row: len(row[1]) + len(row[2])), batch_tokens):
         width = max(len(prompt) + len(completion) for _, prompt, completion in part)
         tokens = torch.zeros((len(part), width), dtype=torch.long)
-        for row, (_, prompt, completion) in enumerate(part):  # padding at the end needs no mask: attention is causal
+        # Padding at the end needs no mask, because attention is causal.
+        for row, (_, prompt, completion) in enumerate(part):
             tokens[row, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
         logits = model(input_ids=tokens).logits
         for row, (name, prompt, completion) in enumerate(part):
@@ -175,7 +180,7 @@ def forward_after(model: Any, rows: Rows, batch_tokens: int = BATCH_TOKENS) -> d
 
 
 def parts_of(rows: Rows, batch_tokens: int) -> Iterator[Rows]:
-    """Split sorted rows into parts of at most this many tokens, padding included."""
+    """Split sorted rows into parts of at most ``batch_tokens``, with padding."""
     part: list[tuple[str, Sequence[int], Sequence[int]]] = []
     for row in rows:
         if part and (len(part) + 1) * (len(row[1]) + len(row[2])) > batch_tokens:
@@ -201,10 +206,14 @@ def table(live: Sequence[Round], replayed: Sequence[Round]) -> Table:
     for column in ("cores shared with the engine", "replay, without the engine"):
         result.add_column(column, justify="right")
     for name, value in ROWS:
-        result.add_row(name, *(f"{median(map(value, rounds)):.3f}" for rounds in (live, replayed)))
-    spread = [f"{min(ratios):.2f} .. {max(ratios):.2f}" for ratios in ([r.ratio for r in k] for k in (live, replayed))]
-    result.add_row("  lowest .. highest", *spread)
+        result.add_row(name, f"{median(map(value, live)):.3f}", f"{median(map(value, replayed)):.3f}")
+    result.add_row("  lowest .. highest", _spread(live), _spread(replayed))
     return result
+
+
+def _spread(rounds: Sequence[Round]) -> str:
+    ratios = [r.ratio for r in rounds]
+    return f"{min(ratios):.2f} .. {max(ratios):.2f}"
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -221,21 +230,23 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print. Exits with a message if the server or the rollout fails."""
-    options, console = arguments(argv), Console()
+    options = arguments(argv)
     torch.set_num_threads(1)
-    trainer, seeds = Trainer(options), range(1, options.rounds + 1)
+    trainer = Trainer(options)
+    seeds = range(1, options.rounds + 1)
     try:
         with serving(DARTS, options.log) as server, Client(server.url) as client:
-            trainer.run_live(client, seed=0)  # warm-up: an engine's first requests take seconds
+            # A warm-up, because an engine's first requests take seconds.
+            trainer.run_live(client, seed=0)
             live = [trainer.run_live(client, seed) for seed in seeds]
             recordings = [trainer.record(client, seed) for seed in seeds]
     except (DartsError, RuntimeError) as error:
         sys.exit(f"overlap: {error}\nThe server's log is {options.log}")
     replayed = [trainer.replay(recording) for recording in recordings]
+    difference = max(r.error for r in live + replayed)
+    console = Console()
     console.print(table(live, replayed))
-    console.print(
-        f"Largest difference between log-probs of the two variants: {max(r.error for r in [*live, *replayed]):.1e}"
-    )
+    console.print(f"Largest difference between log-probs of the two variants: {difference:.1e}")
 
 
 if __name__ == "__main__":

@@ -10,22 +10,22 @@ from darts_client import Client, Group, PromptSpec, Trajectory
 from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS
 from examples.tiny_rl.method import Method
 
-TIMEOUT_SECONDS = 300.0  # a batch of the tiny task takes seconds
-CONNECTIONS = 32  # for evaluations; with 4 samples each they fill the engine
+# A batch of the tiny task takes seconds.
+TIMEOUT_SECONDS = 300.0
+# Connections of an evaluation. With 4 samples each they fill the engine.
+CONNECTIONS = 32
 STEPS_METRIC = "darts_decode_steps_total"
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The groups of a batch, in the order of their prompts.
-
-    ``generated``: tokens of all candidates, also of groups that were stopped, except that those of a group that is to
-    be resumed count in the batch that ends it. ``decode_steps``: of the engine, from the request to the last group.
-    """
+    """The groups of a batch, in the order of their prompts."""
 
     groups: Sequence[Group]
     generated: int
+    """Tokens of all candidates, also of stopped groups. A resumed group counts in the batch that ends it."""
     decode_steps: int
+    """Decode steps of the engine from the request to the last group."""
 
 
 def rollouts(
@@ -35,7 +35,7 @@ def rollouts(
     group_size: int,
     num_groups: int,
 ) -> Rollouts:
-    """Start a group for each prompt, as one batch; return the first ``num_groups`` that are complete."""
+    """Start a group for each prompt, and return the first ``num_groups`` that are complete."""
     steps_before = decode_steps(client)
     batch = client.rollouts(
         prompts,
@@ -53,17 +53,16 @@ def rollouts(
 
 
 def decode_steps(client: Client) -> int:
-    """Return how many steps the engine has made since it was started."""
+    """Return the number of steps that the engine has made since its start."""
     samples = (sample for family in text_string_to_metric_families(client.metrics()) for sample in family.samples)
     return int(sum(sample.value for sample in samples if sample.name == STEPS_METRIC))
 
 
 def samples(client: Client, prompts: Sequence[str], count: int, seed: int) -> list[tuple[Trajectory, ...]]:
-    """Request ``count`` unshaped answers to each prompt, every one of them with its own random numbers.
+    """Request ``count`` unshaped answers to each prompt. The server does not learn from them.
 
-    Sample k of prompt i has the seed ``seed + i * count + k``: the same, whatever was trained. One request with all
-    prompts would have only ``count`` different seeds. Requests pass through vLLM alone, so the server neither shapes
-    them nor learns from them.
+    Sample k of prompt i has the seed ``seed + i * count + k``. One request with all prompts would have only ``count``
+    different seeds.
     """
 
     def answers(number: int) -> tuple[Trajectory, ...]:
@@ -82,5 +81,5 @@ def samples(client: Client, prompts: Sequence[str], count: int, seed: int) -> li
 
 
 def truncated(trajectory: Trajectory) -> bool:
-    """Return whether it reached its length limit, or the deadline of ``darts_cut``."""
+    """Return whether the trajectory reached its length limit, or the deadline of ``darts_cut``."""
     return trajectory.finish_reason == "length"

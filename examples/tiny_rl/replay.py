@@ -1,6 +1,6 @@
-"""Replay a selection rule on candidates whose lengths are known, as if they had run side by side.
+"""Replay a selection rule on finished candidates as if they had run at the same time.
 
-The answer is exact, since the same state machine decides as on a real engine.
+The result is exact, because the same state machine decides as on a real engine.
 """
 
 from collections import deque
@@ -16,15 +16,14 @@ from darts_server.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Outcome of a replay.
-
-    ``lengths``: tokens of each candidate when it finished or was stopped or cut. ``selection``: indices of the returned
-    ones. ``steps``: decode steps until the group was complete.
-    """
+    """Outcome of a replay."""
 
     lengths: tuple[int, ...]
+    """Tokens of each candidate when it finished, or was stopped or cut."""
     selection: tuple[int, ...]
+    """Indices of the returned candidates."""
     steps: int
+    """Decode steps until the group was complete."""
 
     @property
     def generated(self) -> int:
@@ -38,7 +37,7 @@ class Replay:
 
 
 class _Draws:
-    """A generator of random numbers that were drawn before."""
+    """A generator that repeats random numbers."""
 
     def __init__(self, draws: Iterable[float]) -> None:
         self._draws = iter(draws)
@@ -48,34 +47,47 @@ class _Draws:
 
 
 def replay(
-    rule: SelectionRule, candidates: Sequence[Candidate], deadline: int | None = None, bound: int | None = None
+    rule: SelectionRule,
+    candidates: Sequence[Candidate],
+    deadline: int | None = None,
+    bound: int | None = None,
 ) -> Replay:
-    """Run finished ``candidates``, at least ``rule.size``, again: all start together and get one token a step.
+    """Run finished candidates again, with their tail draws. All start together and get one token a step.
 
-    Their tail draws are reused. ``deadline``: the cohort's deadline in tokens, known from the start. ``bound``: the
-    length at which every candidate is cut.
+    Args:
+        candidates: at least ``rule.size``.
+        deadline: the cohort's deadline in tokens, set at the start.
+        bound: length in tokens at which every candidate is cut.
     """
     group = Group(rng=_Draws(c.tail_draw for c in candidates), max_replacements=0)
     group.open(rule, len(candidates))
-    step, lengths = 0, [c.tokens for c in candidates]
+    lengths = [c.tokens for c in candidates]
     by_length = deque(sorted(range(len(candidates)), key=lambda i: lengths[i]))
-    known = [] if deadline is None else [DeadlineSet(deadline, bound)]
-    group.handle(*known, *(Started(i) for i in range(len(candidates))))
+    start: list[Event] = [Started(i) for i in range(len(candidates))]
+    if deadline is not None:
+        start.insert(0, DeadlineSet(deadline, bound))
+    group.handle(*start)
+
+    step = 0
     while group.outcome is None:
         while not group.candidates[by_length[0]].running:
             by_length.popleft()
-        # Go on to the next step at which anything can happen. A check may be due at a count that was passed already: it
-        # is made in the same step.
+
+        # Continue with the next step at which anything can happen. A check may be due at a count that was passed
+        # already; it belongs to the same step.
         step = max(step, min([candidates[by_length[0]].tokens, *group.check_at.values()]))
         events: dict[int, Event] = {i: Progress(i, step) for i, tokens in group.check_at.items() if tokens <= step}
-        while by_length and (ended := candidates[by_length[0]]).tokens <= step:
+        while by_length and candidates[by_length[0]].tokens <= step:
             i = by_length.popleft()
+            finished = candidates[i]
             if group.candidates[i].running:
-                events[i] = Finished(i, ended.tokens, ended.finish_reason or FinishReason.STOP)
+                events[i] = Finished(i, finished.tokens, finished.finish_reason or FinishReason.STOP)
+
         for decision in group.handle(*(events[i] for i in sorted(events))):
             match decision:
                 case Stop(index=index):
                     lengths[index] = min(step, lengths[index])
                 case Cut(index=index, tokens=tokens):
                     lengths[index] = tokens
-    return Replay(tuple(lengths), tuple(c.index for c in group.candidates if c.selected_as is not None), step)
+    selection = tuple(c.index for c in group.candidates if c.selected_as is not None)
+    return Replay(tuple(lengths), selection, step)

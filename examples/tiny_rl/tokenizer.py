@@ -11,18 +11,22 @@ from transformers import PreTrainedTokenizerFast
 from darts_server.offline.demo.problems import ALPHABET
 
 VOCABULARY_SIZE = 64
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-PAD_ID, EOS_ID = 0, 1
+PAD = "<pad>"
+EOS = "<eos>"
+UNKNOWN = "<unk>"
+PAD_ID = 0
+EOS_ID = 1
 
-# Nothing but the messages, so that chat and completion requests have the same tokens.
+# The template only joins the messages, so that chat and completion requests have the same tokens.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] or '' }}{% endfor %}"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer; reserved tokens fill it up to VOCABULARY_SIZE."""
+    """Return the tokenizer. Reserved tokens fill it up to VOCABULARY_SIZE."""
     tokens = [PAD, EOS, UNKNOWN, *ALPHABET]
     tokens += [f"<reserved_{index}>" for index in range(len(tokens), VOCABULARY_SIZE)]
-    backend = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN))
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = Fuse()
     return PreTrainedTokenizerFast(

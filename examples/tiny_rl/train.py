@@ -5,14 +5,14 @@
     python -m examples.tiny_rl.train --policy darts_cut --prompts-ahead 0
     python -m examples.tiny_rl.train --policy off --max-staleness 1
 
-Half as many prompts more are started in each step. Those that are not among the first to be complete go on in the next
-one from what they have; the loss corrects for their first tokens, which are of older weights. In the second they start
-again (tail batching). The third waits for all prompts, and the fourth samples each batch while the one before is
-trained on.
+The first command starts 24 prompts in each step, trains on the first 16 groups that are complete, and continues the
+other 8 in the next step. The loss corrects for their first tokens, which older weights sampled. With the second command
+the 8 prompts start again (tail batching). The third waits for all prompts. The fourth samples each batch while the
+batch before is trained on.
 
-Each step requests a group of trajectories for each of 16 prompts, computes rewards, updates the policy, reports the
-rewards and pushes the new weights. Evaluation is unshaped, on other prompts. Every step is a line in log.jsonl; at the
-end a picture is drawn. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
+Each step computes rewards, updates the policy, reports the rewards and pushes the new weights. Evaluation is unshaped,
+on other prompts. Every step is a line in log.jsonl, and at the end a picture is drawn. Run it from the root of the
+repository, with vLLM, the extra "dev" and clients/ installed.
 
 The loop is `train` below. It is a template for a trainer of your own: `remote.py` has its requests to the server, and
 `grpo.py` its model and loss.
@@ -47,7 +47,8 @@ from examples.tiny_rl.train_log import Entry, HeldOut, Seconds, Training
 from examples.tiny_rl.train_picture import picture
 
 HELD_OUT_SEED = 20_240
-EVALUATION_SEEDS = 1_000_000  # more than samples in an evaluation: runs share no random numbers
+# More than samples in an evaluation, so that runs share no random numbers.
+EVALUATION_SEEDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -55,55 +56,56 @@ class Recipe:
     """Numbers of a training run."""
 
     steps: int = 40
-    prompts: int = 16  # a step
+    prompts: int = 16
+    """Prompts in a step."""
     group_size: int = 8
-    pool: int = 128  # training prompts; they repeat, as in any data set, and the server learns the lengths of each
+    pool: int = 128
+    """Training prompts. They repeat, as in any data set, and the server learns their lengths."""
     held_out_prompts: int = 96
-    held_out_samples: int = 4  # of each
-    held_out_every: int = 5  # steps
-    difficulties: tuple[Difficulty | None, ...] = (None,)  # of the prompts, in turns; None for easy or hard
-    learning_rate: float = field(default=LEARNING_RATE, repr=False)  # as runs that were saved before do not name it
+    held_out_samples: int = 4
+    """Samples of each held-out prompt."""
+    held_out_every: int = 5
+    """Steps between two evaluations."""
+    difficulties: tuple[Difficulty | None, ...] = (None,)
+    """Difficulties of the prompts, in turns. None is easy or hard."""
+    # Saved runs are recognized by the `repr`, and older saved runs do not have a learning rate.
+    learning_rate: float = field(default=LEARNING_RATE, repr=False)
 
 
 @dataclass
 class Progress:
-    """How far a run is: with the learner's state, all that is needed to continue it.
-
-    ``drawn``: prompts that were drawn from the epochs. ``carried``: prompts (numbers in the pool) whose groups were not
-    among the first to be complete, and which start again later. ``evaluated``: the evaluation before training is known.
-    """
+    """Progress of a run. A run continues from it and the learner's state."""
 
     step: int = 0
     drawn: int = 0
+    """Number of prompts that were drawn from the epochs."""
     carried: list[int] = field(default_factory=list)
+    """Prompts (numbers in the pool) without a complete group, which start again later."""
     evaluated: bool = False
+    """Whether the evaluation before training was made."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of a batch, by their numbers in the pool, the last ``new`` of them drawn for it; and its groups.
-
-    ``waiting``: prompts that earlier batches left over, and this one too.
-    """
+    """The prompts of a batch, by their numbers in the pool, and its groups."""
 
     started: Sequence[int]
     new: int
+    """Number of prompts at the end of ``started`` that were drawn for this batch."""
     shaped: Rollouts
     waiting: Sequence[int] = ()
+    """Prompts of earlier batches that were not started in this batch."""
 
     @property
     def numbers(self) -> list[int]:
-        """The prompt of each group."""
+        """Prompt of each group."""
         return [self.started[group.number] for group in self.shaped.groups]
 
     @property
     def left(self) -> list[int]:
-        """The prompts for later batches: those that wait, and those whose groups were not among the first."""
-        return [*self.waiting, *self._undecided]
-
-    @property
-    def _undecided(self) -> list[int]:
-        return without(self.started, {group.number for group in self.shaped.groups})
+        """Prompts for later batches: the waiting prompts, and the started prompts without a group."""
+        complete = {group.number for group in self.shaped.groups}
+        return [*self.waiting, *without(self.started, complete)]
 
 
 def train(
@@ -115,16 +117,17 @@ def train(
     progress: Progress | None = None,
     name: str | None = None,
 ) -> Iterator[Entry]:
-    """Train step by step; yield an entry after each. The server may have any weights at the start.
+    """Train step by step, and yield an entry after each step. The server may have any weights at the start.
 
-    Prompts, their order and the evaluations' random numbers depend on the seed alone. ``progress`` is updated before
-    each entry; a run that continues gets the one it ended with. One-step-off training has no batch from before it then,
-    as at its very beginning: its first step is trained on one of the current weights.
+    Prompts, their order and the evaluations' random numbers depend only on the seed.
 
-    ``name``: of the run, for the keys of its prompts, where other runs on the same server may carry prompts over.
+    Args:
+        progress: updated before each entry. To continue a run, pass the progress with which it ended. The first step of
+            one-step-off training then has a batch of the current weights, as at the start of a run.
+        name: name of the run in the keys of its prompts, if other runs on the same server may carry prompts over.
 
     Raises:
-        StaleWeights: the server samples with weights that are not the learner's.
+        StaleWeights: the server samples with other weights than the learner's.
     """
     progress = progress or Progress()
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts, recipe.difficulties)
@@ -132,18 +135,17 @@ def train(
     epochs = islice(endless(len(pool), Random(seed)), progress.drawn, None)
     tokenizer = build_tokenizer()
     tokens = [tokenizer.encode(problem.prompt) for problem in pool]
-    prompts = [
-        PromptSpec(each, key=f"{name}: {number}" if name and method.carry else None)
-        for number, each in enumerate(tokens)
-    ]
+    prompts = [PromptSpec(token_ids) for token_ids in tokens]
+    if name and method.carry:
+        prompts = [PromptSpec(token_ids, key=f"{name}: {number}") for number, token_ids in enumerate(tokens)]
 
     def sample() -> Batch:
-        again, count = method.prompts(recipe.prompts, len(progress.carried))
-        new = list(islice(epochs, count))
-        started = progress.carried[:again] + new
+        num_restarted, num_new = method.prompts(recipe.prompts, len(progress.carried))
+        new = list(islice(epochs, num_new))
+        started = progress.carried[:num_restarted] + new
         chosen = [prompts[number] for number in started]
         shaped = rollouts(client, method, chosen, recipe.group_size, recipe.prompts)
-        return Batch(started, len(new), shaped, progress.carried[again:])
+        return Batch(started, len(new), shaped, progress.carried[num_restarted:])
 
     served = client.weights.push(learner.weights()).version
     if not (progress.step or progress.evaluated):
@@ -152,16 +154,21 @@ def train(
     ahead: Batch | None = None
     with ThreadPoolExecutor(1) as background:
         while progress.step < recipe.steps:
+            # Sample a batch, or use the batch that was sampled while the batch before was trained on.
             start = time.perf_counter()
             if method.is_off_policy:
-                served = client.weights.get().version  # runs that take turns on a server all push their own
+                # Several runs may take turns on a server, and each pushes its own weights.
+                served = client.weights.get().version
             batch = ahead or sample()
             end = time.perf_counter()
-            shaped, numbers = batch.shaped, batch.numbers
+            shaped = batch.shaped
+            numbers = batch.numbers
             rewards = [
                 [score(pool[number], trajectory) for trajectory in group.trajectories]
                 for number, group in zip(numbers, shaped.groups, strict=True)
             ]
+
+            # Train, with one-step-off training while the next batch is sampled.
             is_last = progress.step + 1 == recipe.steps
             next_batch = background.submit(sample) if method.staleness and not is_last else None
             stale = stale_tokens(shaped, served) if method.is_off_policy else None
@@ -169,36 +176,40 @@ def train(
             updated = time.perf_counter()
             ahead = next_batch.result() if next_batch is not None else None
             sampled = time.perf_counter()
+
+            # Report the rewards, and push the new weights.
             client.rewards(shaped.groups, rewards)
             client.weights.push(learner.weights())
-            seconds = Seconds(end - start + sampled - updated, updated - end, time.perf_counter() - sampled)
+            pushed = time.perf_counter()
+            seconds = Seconds(rollout=end - start + sampled - updated, train=updated - end, push=pushed - sampled)
             progress.step += 1
             progress.drawn += batch.new
             progress.carried = batch.left
-            due = progress.step % recipe.held_out_every == 0 or progress.step == recipe.steps
-            yield Entry(
-                progress.step,
-                summary(shaped, rewards, update, seconds, stale),
-                evaluate(client, held_out, recipe.held_out_samples, seed) if due else None,
-            )
+
+            evaluation = None
+            if progress.step % recipe.held_out_every == 0 or progress.step == recipe.steps:
+                evaluation = evaluate(client, held_out, recipe.held_out_samples, seed)
+            yield Entry(progress.step, summary(shaped, rewards, update, seconds, stale), evaluation)
 
 
 def stale_tokens(shaped: Rollouts, served: int) -> list[list[int]]:
-    """Return how many tokens of each trajectory other weights than version ``served`` have sampled: its first ones."""
-    return [
-        [sum(count for version, count in each.version_spans if version != served) for each in group.trajectories]
-        for group in shaped.groups
-    ]
+    """Return the number of tokens at the start of each trajectory that other weights than ``served`` sampled."""
+    return [[_stale_tokens(trajectory, served) for trajectory in group.trajectories] for group in shaped.groups]
+
+
+def _stale_tokens(trajectory: Trajectory, served: int) -> int:
+    return sum(count for version, count in trajectory.version_spans if version != served)
 
 
 def score(problem: Problem, trajectory: Trajectory) -> float:
-    """Return the verifier's reward; 0 for a truncated trajectory, even if it was cut right after a right answer.
+    """Return the verifier's reward, or 0 for a truncated trajectory, even if it was cut after a correct answer.
 
-    A trajectory that ran into its length limit, or into the deadline of ``darts_cut``, has no end. It counts as a wrong
-    answer, and all its tokens are trained on: so the policy learns that running on earns nothing. Leaving such
-    trajectories out of the loss would hide that.
+    A truncated trajectory counts as a wrong answer, and all its tokens are trained on. So the policy learns that long
+    answers earn nothing, which it would not if such trajectories were left out of the loss.
     """
-    return 0.0 if truncated(trajectory) else reward(problem, trajectory.text)
+    if truncated(trajectory):
+        return 0.0
+    return reward(problem, trajectory.text)
 
 
 def graded(
@@ -208,31 +219,31 @@ def graded(
     method: Method,
     stale: Sequence[Sequence[int]] | None = None,
 ) -> list[Trained]:
-    """Return all trajectories with their advantages. ``stale``: as from `stale_tokens`; by default no token is."""
+    """Return all trajectories with their advantages. ``stale`` is the result of `stale_tokens`, by default 0."""
     by_group = step_advantages(shaped.groups, rewards, method)
     stale = stale or [[0] * len(row) for row in by_group]
     return [
-        Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage, old)
-        for prompt, group, row, olds in zip(prompts, shaped.groups, by_group, stale, strict=True)
-        for trajectory, advantage, old in zip(group.trajectories, row, olds, strict=True)
+        Trained([*prompt, *trajectory.token_ids], len(prompt), trajectory.logprobs or (), advantage, stale_count)
+        for prompt, group, row, stale_row in zip(prompts, shaped.groups, by_group, stale, strict=True)
+        for trajectory, advantage, stale_count in zip(group.trajectories, row, stale_row, strict=True)
     ]
 
 
 def step_advantages(groups: Sequence[Group], rewards: Sequence[Sequence[float]], method: Method) -> list[list[float]]:
     """Return the advantages of each group's trajectories, after the method's penalty.
 
-    The loss is a sum over trajectories, divided by one number for the step. So unbiased advantages, which are meant for
-    a mean within each group, are divided by the group's size: groups of survivors differ in it.
+    Unbiased advantages are meant for a mean within each group, but the loss is a sum over all trajectories. So they are
+    divided by the group's size, which differs between groups of survivors.
     """
-    after = [penalized(group, earned, method) for group, earned in zip(groups, rewards, strict=True)]
+    penalized_rows = [penalized(group, row, method) for group, row in zip(groups, rewards, strict=True)]
     if not method.unbiased:
-        return [advantages(row) for row in after]
-    rows = [unbiased_advantages(group, row) for group, row in zip(groups, after, strict=True)]
+        return [advantages(row) for row in penalized_rows]
+    rows = [unbiased_advantages(group, row) for group, row in zip(groups, penalized_rows, strict=True)]
     return scaled([[value / len(row) for value in row] for row in rows])
 
 
 def penalized(group: Group, rewards: Sequence[float], method: Method) -> list[float]:
-    """Return the rewards less the method's penalties. The server and the log get the rewards themselves."""
+    """Return the rewards minus the method's penalties. The server and the log get the rewards without penalties."""
     return [reward - method.penalty(length) for reward, length in zip(rewards, group.lengths, strict=True)]
 
 
@@ -248,10 +259,14 @@ def evaluate(client: Client, held_out: Sequence[Problem], count: int, seed: int)
 
 
 def problems(
-    seed: int, count: int, difficulties: Sequence[Difficulty | None] = (None,), avoid: Sequence[Problem] = ()
+    seed: int,
+    count: int,
+    difficulties: Sequence[Difficulty | None] = (None,),
+    avoid: Sequence[Problem] = (),
 ) -> list[Problem]:
-    """Sample ``count`` different problems, none of which is in ``avoid``, of these difficulties in turns."""
-    rng, taken = Random(seed), {problem.prompt for problem in avoid}
+    """Sample ``count`` different problems of these difficulties in turns, without the problems in ``avoid``."""
+    rng = Random(seed)
+    taken = {problem.prompt for problem in avoid}
     found: dict[str, Problem] = {}
     while len(found) < count:
         problem = sample_problem(rng, difficulties[len(found) % len(difficulties)])
@@ -278,7 +293,7 @@ def summary(
     seconds: Seconds,
     stale: Sequence[Sequence[int]] | None = None,
 ) -> Training:
-    """Summarize one step for the log. ``stale``: as for `graded`."""
+    """Summarize one step for the log."""
     trajectories = [trajectory for group in shaped.groups for trajectory in group.trajectories]
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     return Training(
@@ -302,7 +317,8 @@ def summary(
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and draw. Exits with a message if it fails."""
     options = arguments(argv)
-    torch.set_num_threads(1)  # the server needs the other core
+    # The server needs the other core.
+    torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     try:
         with ExitStack() as stack:
@@ -322,13 +338,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(entries: Iterator[Entry], steps: int, log: TextIO) -> list[Entry]:
-    """Return all entries; write and show each as it arrives."""
-    done, held_out = [], float("nan")
+    """Return all entries, and write and show each as it arrives."""
+    done = []
+    held_out = float("nan")
     with tqdm(total=steps, desc="training", unit="step") as bar:
         for entry in entries:
             done.append(entry)
             print(entry.line(), file=log, flush=True)
-            held_out = held_out if entry.held_out is None else entry.held_out.right
+            if entry.held_out is not None:
+                held_out = entry.held_out.right
             if entry.training is not None:
                 bar.set_postfix(right=f"{entry.training.right:.2f}", held_out=f"{held_out:.3f}")
                 bar.update()
@@ -345,7 +363,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--carry",
         choices=["resume", "restart"],
         default="resume",
-        help="what these do in the next step, where they are not complete in this one (default: %(default)s)",
+        help="how unfinished prompts continue in the next step (default: %(default)s)",
     )
     add("--max-staleness", type=int, default=0, choices=[0, 1], help="updates between sampling and training on it")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 DIGITS = 4
-"""Of a number in a log: runs differ by far more, and hundreds of logs are kept."""
+"""Significant digits of a number in a log. Runs differ by far more, and hundreds of logs are kept."""
 
 
 @dataclass(frozen=True)
@@ -32,36 +32,44 @@ class Training:
     """Figures of one step, over the returned groups. Lengths are in tokens."""
 
     right: float
-    reward_variance: float  # within a group, mean over groups
+    reward_variance: float
+    """Mean variance within a group."""
     length_mean: float
     length_p95: float
-    truncated: float  # share of trajectories
-    generated: int  # tokens of all candidates
-    trained: int  # tokens of returned trajectories
-    decode_steps: int  # of the engine, until all groups were there; unlike seconds the same on a busy machine
+    truncated: float
+    """Share of truncated trajectories."""
+    generated: int
+    """Tokens of all candidates."""
+    trained: int
+    """Tokens of returned trajectories."""
+    decode_steps: int
+    """Engine steps until all groups were complete. Unlike seconds, they are the same on a busy machine."""
     loss: float
     gradient_norm: float
-    logprob_gap: float  # nats, between server and trainer
-    weight_version: int  # that the server sampled with; the oldest
+    logprob_gap: float
+    """Largest difference between server and trainer, in nats."""
+    weight_version: int
+    """Oldest version that the server sampled with."""
     seconds: Seconds
-    off_policy: float = 0.0  # share of the trained tokens that older weights sampled
+    off_policy: float = 0.0
+    """Share of the trained tokens that older weights sampled."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Unshaped samples of prompts that are not trained on. Lengths are in tokens.
-
-    ``rights``: each prompt's share of right answers, by difficulty; always the same prompts in the same order.
-    """
+    """Figures of unshaped samples of prompts that are not trained on. Lengths are in tokens."""
 
     samples: int
     right: float
-    standard_error: float  # of `right`, over prompts: samples of one prompt are not independent
+    standard_error: float
+    """Standard error of ``right`` over prompts, because samples of one prompt are not independent."""
     length_mean: float
     length_p95: float
-    length_std: float  # within a prompt (n - 1), mean over prompts
+    length_std: float
+    """Standard deviation within a prompt (n - 1), mean over prompts."""
     truncated: float
     rights: Mapping[str, Sequence[float]]
+    """Share of correct answers of each prompt, by difficulty, in an order that never changes."""
 
     @classmethod
     def of(
@@ -71,8 +79,9 @@ class HeldOut:
         lengths: Sequence[Sequence[int]],
         truncated: int,
     ) -> Self:
-        """Summarize rewards and lengths of each prompt's samples, at least two each; ``truncated``: of all samples."""
-        rights, flat = [fmean(prompt) for prompt in rewards], [length for prompt in lengths for length in prompt]
+        """Summarize rewards and lengths of each prompt's samples, at least two each."""
+        rights = [fmean(prompt) for prompt in rewards]
+        flat = [length for prompt in lengths for length in prompt]
         by_difficulty: dict[str, list[float]] = {}
         for difficulty, right in sorted(zip(difficulties, rights, strict=True), key=lambda pair: pair[0]):
             by_difficulty.setdefault(difficulty, []).append(right)
@@ -90,7 +99,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line. Step 0 is the policy before training; some steps have an evaluation after them, ``held_out``."""
+    """One line of the log. Step 0 is the policy before training. ``held_out`` is the evaluation after the step."""
 
     step: int
     training: Training | None = None
@@ -103,18 +112,21 @@ class Entry:
     def read(cls, line: str) -> Self:
         """Parse an entry from its line."""
         fields: dict[str, Any] = json.loads(line)
-        training, held_out = fields.get("training"), fields.get("held_out")
+        training = fields.get("training")
         if training is not None:
             training = Training(**training | {"seconds": Seconds(**training["seconds"])})
-        return cls(fields["step"], training, None if held_out is None else HeldOut(**held_out))
+        held_out = fields.get("held_out")
+        if held_out is not None:
+            held_out = HeldOut(**held_out)
+        return cls(fields["step"], training, held_out)
 
 
 def _shortened(value: Any) -> Any:
-    """Leave out what is missing, and digits that say nothing."""
+    """Leave out None, and digits that say nothing."""
     if isinstance(value, dict):
-        return {name: _shortened(each) for name, each in value.items() if each is not None}
+        return {name: _shortened(item) for name, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_shortened(each) for each in value]
+        return [_shortened(item) for item in value]
     if isinstance(value, float):
         short = float(f"{value:.{DIGITS}g}")
         return int(short) if short.is_integer() else short

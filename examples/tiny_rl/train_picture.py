@@ -61,5 +61,5 @@ def spent(axes: Any, steps: Sequence[tuple[int, Training]]) -> None:
 
 
 def columns(entries: Sequence[tuple[int, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Return the steps, and one figure of each."""
+    """Return the steps, and the figure ``name`` of each step."""
     return [step for step, _ in entries], [float(getattr(entry, name)) for _, entry in entries]

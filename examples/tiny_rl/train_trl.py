@@ -5,12 +5,12 @@
     python -m examples.tiny_rl.train_trl --policy off --prompts-ahead 0.5 --carry restart
     python -m examples.tiny_rl.train_trl --policy off --max-staleness 1
 
-The first keeps what was generated for prompts that are not among the first to be complete. The second waits for all of
-them, and the others are tail batching and one-step-off training, see `DartsGRPOTrainer`.
+The first command keeps the tokens of prompts that are not complete in their step. The second waits for all prompts. The
+others are tail batching and one-step-off training, see `DartsGRPOTrainer`.
 
-Task, rewards, recipe and the evaluation at the end are those of `train.py`; loop, loss and optimizer are TRL's. Every
-entry that TRL logs is a line in log.jsonl; those of its own evaluation (unshaped, like the one at the end) have the
-prefix `eval_`. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
+Task, rewards, recipe and the evaluation at the end are as in `train.py`; loop, loss and optimizer are TRL's. Every
+entry that TRL logs is a line in log.jsonl. Entries of TRL's own evaluation, which is unshaped, too, have the prefix
+`eval_`. Run it from the root of the repository, with vLLM, the extra "dev" and clients/ installed.
 """
 
 import argparse
@@ -39,8 +39,10 @@ from examples.tiny_rl.tokenizer import EOS_ID, build_tokenizer
 from examples.tiny_rl.train import HELD_OUT_SEED, Recipe, evaluate, problems
 from examples.tiny_rl.train_log import HeldOut
 
-LORA_LEARNING_RATE = 10 * LEARNING_RATE  # LoRA has few weights, half of which start at 0
-COMPARED_STEPS = 5  # at the start and at the end of a run, whose rewards are compared
+# LoRA has few weights, and half of them start at 0.
+LORA_LEARNING_RATE = 10 * LEARNING_RATE
+# Number of steps at the start and at the end of a run whose rewards are compared.
+COMPARED_STEPS = 5
 
 
 def make_trainer(
@@ -55,11 +57,13 @@ def make_trainer(
     ahead: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> DartsGRPOTrainer:
-    """Make TRL's trainer with the recipe of `train.py`.
+    """Create TRL's trainer with the recipe of `train.py`.
 
-    ``lora``: rank of a LoRA adapter to train instead of all weights. ``advantages``: see `DartsGRPOTrainer`, also for
-    what ``ahead`` may have, such as ``rollouts``. ``policy``: ``None`` for the server's.
-    ``changes``: arguments of ``GRPOConfig``.
+    Args:
+        policy: policy of the requests, or ``None`` for the server's.
+        lora: rank of a LoRA adapter to train instead of all weights.
+        ahead: arguments of `DartsGRPOTrainer` such as ``rollouts``.
+        changes: arguments of ``GRPOConfig``.
     """
     held_out = problems(HELD_OUT_SEED, recipe.held_out_prompts)
     pool = problems(seed, recipe.pool, avoid=held_out)
@@ -82,7 +86,8 @@ def make_trainer(
         "vllm_mode": "server",
         "vllm_server_base_url": url,
         "generation_kwargs": {"vllm_xargs": {"darts_policy": policy}} if policy is not None else None,
-        "bf16": False,  # float32, as the server
+        # The server uses float32, too.
+        "bf16": False,
         "use_cpu": True,
         "dataloader_pin_memory": False,
         "gradient_checkpointing": False,
@@ -113,7 +118,7 @@ def verifier(of: Sequence[Problem]) -> Callable[..., list[float]]:
     by_prompt = {problem.prompt: problem for problem in of}
 
     def right(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Return 0 for a truncated completion, as `score` in `train.py` does, and for the same reason."""
+        # A truncated completion gets 0, for the reason in `train.score`.
         return [
             reward(by_prompt[prompt], text) if ids[-1] == EOS_ID else 0.0
             for prompt, text, ids in zip(prompts, completions, completion_ids, strict=True)
@@ -130,7 +135,9 @@ def held_out_score(trainer: DartsGRPOTrainer, client: Client, recipe: Recipe) ->
 
 def summary(steps: Sequence[dict[str, Any]], before: HeldOut, after: HeldOut, report: RewardReport, took: float) -> str:
     """Summarize the run from the log entries of its training steps."""
-    first, last = ([step["reward"] for step in part] for part in (steps[:COMPARED_STEPS], steps[-COMPARED_STEPS:]))
+    rewards = [step["reward"] for step in steps]
+    first = rewards[:COMPARED_STEPS]
+    last = rewards[-COMPARED_STEPS:]
     return "\n".join(
         [
             f"held out, unshaped: {_format(before)} before, {_format(after)} after",
@@ -140,7 +147,7 @@ def summary(steps: Sequence[dict[str, Any]], before: HeldOut, after: HeldOut, re
             f"seconds a step: {fmean(step['step_time'] for step in steps):.2f}; total, with evaluation: {took:.0f}",
             f"log-probs of server and trainer differ by at most "
             f"{max(step['sampling/sampling_logp_difference/max'] for step in steps):.1g}",
-            # Of equal completions the first is matched, and the reward counts for all of them.
+            # Equal completions share a reward, so the server counts the second as repeated.
             f"rewards: {report.matched + report.repeated} reached their trajectory, "
             f"{report.unknown + report.unreported} did not",
         ]
@@ -154,7 +161,8 @@ def _format(score: HeldOut) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train and print a summary. Exits with a message if it fails."""
     options = arguments(argv)
-    torch.set_num_threads(1)  # the server needs the other core
+    # The server needs the other core.
+    torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     recipe = Recipe(options.steps)
     try:
@@ -196,7 +204,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--carry",
         choices=["resume", "restart"],
         default="resume",
-        help="what these do in the next step, where they are not complete in this one (default: %(default)s)",
+        help="how unfinished prompts continue in the next step (default: %(default)s)",
     )
     add("--max-staleness", type=int, default=0, choices=[0, 1], help="updates between sampling and training on it")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")

@@ -4,10 +4,9 @@ Run from the repository root::
 
     python -m examples.tiny_rl.warm_start --out darts_server/offline/demo/model
 
-Supervised training on demonstrations with a curriculum: short chains first, then all
-of them without errors, then demonstrations with the variant's verbosity. Without the
-curriculum a model of this size does not learn the arithmetic in the time given.
-Everything follows from the seed (on one thread).
+Supervised training on demonstrations with a curriculum: short chains first, then all chains without errors, then
+demonstrations with the variant's verbosity. Without the curriculum a model of this size does not learn the arithmetic
+in this time. On one thread the result depends only on the seed.
 """
 
 from __future__ import annotations
@@ -37,19 +36,22 @@ from examples.tiny_rl.batches import IGNORED, collate, draw_batch, parts_of
 from examples.tiny_rl.demonstrations import VARIANTS, Variant
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID, VOCABULARY_SIZE, build_tokenizer
 
-MAX_LENGTH = 320  # positions; prompt and response take at most 285
+MAX_LENGTH = 320
+"""Positions. Prompt and response take at most 285."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Numbers of the training run; fractions are of ``steps``."""
+    """Numbers of the training run."""
 
     steps: int
     batch_tokens: int = 3000
     learning_rate: float = 3e-3
     warmup_steps: int = 30
-    short_until: float = 0.20  # only easy problems until here
-    clean_until: float = 0.55  # only clean demonstrations until here
+    short_until: float = 0.20
+    """Share of the steps with easy problems only."""
+    clean_until: float = 0.55
+    """Share of the steps with clean demonstrations only."""
 
 
 def build_model() -> Qwen3ForCausalLM:
@@ -75,10 +77,10 @@ def build_model() -> Qwen3ForCausalLM:
 
 def warmup_then_cosine(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
     """Return the learning-rate schedule: linear up, then a cosine down to zero."""
-    warmup, rest = recipe.warmup_steps, recipe.steps - recipe.warmup_steps
+    warmup = recipe.warmup_steps
     parts: list[LRScheduler] = [
         LinearLR(optimizer, 1 / warmup, total_iters=warmup),
-        CosineAnnealingLR(optimizer, rest),
+        CosineAnnealingLR(optimizer, recipe.steps - warmup),
     ]
     return SequentialLR(optimizer, parts, milestones=[warmup])
 
@@ -90,7 +92,7 @@ def summed_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Ten
 
 
 def train(variant: Variant, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
-    """Train a policy from nothing on demonstrations of the given variant."""
+    """Train a new policy on demonstrations of the given variant."""
     torch.manual_seed(seed)
     rng = Random(seed)
     tokenizer = build_tokenizer()
@@ -117,10 +119,9 @@ def train(variant: Variant, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
 
 
 def save(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Write weights, configuration and tokenizer as vLLM and transformers read them."""
-    # vLLM takes default sampling parameters from this file, so it has only the end of sequence.
-    ends = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
-    model.generation_config = ends
+    """Write weights, configuration and tokenizer for vLLM and transformers."""
+    # vLLM reads default sampling parameters from this file, so it has only the end of sequence.
+    model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder, save_jinja_files=False)
 
@@ -133,7 +134,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: the variant's")
     arguments = parser.parse_args()
-    # One thread is steadier than two on a small machine, and repeats bit for bit.
+    # One thread is steadier than two on a small machine, and gives the same bits each time.
     torch.set_num_threads(1)
     variant = VARIANTS[arguments.variant]
     model = train(variant, Recipe(arguments.steps or variant.steps), arguments.seed)

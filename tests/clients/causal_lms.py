@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 40
 
-# Weights large enough for attention to matter: with the usual ones all tokens are about equally likely.
+# Weights large enough for attention to matter. With the usual weights all tokens are about equally likely.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -38,7 +38,7 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def causal_lm(architecture: str, options: dict[str, Any], **more: Any) -> Any:
-    """Return a model with random weights, always the same ones, in eval mode."""
+    """Return a model with fixed random weights, in eval mode."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture, **options)
     model: Any = AutoModelForCausalLM

@@ -24,13 +24,13 @@ def url(updates: Updates) -> Iterator[str]:
 
 @pytest.fixture
 def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send requests again, and connect again, at once."""
+    """Send requests again, and reconnect, at once."""
     monkeypatch.setattr("darts_client._requests.FIRST_DELAY", 0.0)
 
 
 @pytest.fixture(scope="module")
 def small_heap() -> Iterator[None]:
-    """Spare the full collections, one in each training, what was imported: that takes 0.6 seconds."""
+    """Exempt imported objects from garbage collection. Each training collects once, which would take 0.6 s."""
     gc.collect()
     gc.freeze()
     yield

@@ -37,7 +37,7 @@ class RecordedRequest:
 
 @dataclass
 class FakeVllm:
-    """``failing``: prefixes of paths that are answered with 500. ``missing``: with 404. ``requests``: all of them.
+    """``failing`` and ``missing``: prefixes of paths that are answered with 500 and 404. ``requests``: all requests.
 
     ``groups``: records of the answer's groups; None if the server has none.
     """
@@ -51,7 +51,7 @@ class FakeVllm:
     requests: list[RecordedRequest] = field(default_factory=list)
 
     def of(self, method: str, path: str) -> list[RecordedRequest]:
-        """Return the requests of this route, in their order."""
+        """Return the requests of a route in their order."""
         return [each for each in self.requests if (each.method, each.path) == (method, path)]
 
     @property
@@ -101,7 +101,7 @@ class FakeVllm:
         return JSONResponse({})
 
     def _batch(self, body: dict[str, Any]) -> list[bytes]:
-        """Prompts that were left before are complete first, and then the shortest."""
+        """Complete unfinished prompts of earlier batches first, and then the shortest prompts."""
         prompts = [tuple(prompt["token_ids"]) for prompt in body["prompts"]]
         order = sorted(range(len(prompts)), key=lambda place: (prompts[place] not in self.left, len(prompts[place])))
         wanted = body.get("num_groups", len(prompts))

@@ -83,7 +83,7 @@ class Listener:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds; fail after WAIT_SECONDS seconds."""
+    """Wait until the condition holds. Fail after WAIT_SECONDS seconds."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true"
@@ -92,7 +92,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @contextmanager
 def listening(app: ASGIApp, protocol: type[asyncio.Protocol] = LimitedHttp) -> Iterator[Listener]:
-    """Serve the app on a free port. ``protocol``: of HTTP, the server's own by default."""
+    """Serve the app on a free port. ``protocol`` is uvicorn's HTTP protocol, by default the server's own."""
     config = uvicorn.Config(app, port=0, http=protocol, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     listener = Listener(server)
@@ -118,7 +118,7 @@ class RunningServer:
         wait_until(lambda: bool(self.engine.running))
 
     def wait_idle(self) -> None:
-        """Wait until the engine is idle; without a cancellation that would take much longer."""
+        """Wait until the engine is idle. Without a cancellation that would take much longer."""
         wait_until(lambda: not self.engine.running)
 
 

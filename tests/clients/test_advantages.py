@@ -1,4 +1,4 @@
-"""The expected gradient of a shaped group is the true one, by enumeration of all that a small policy can generate."""
+"""The expected gradient of a shaped group is the true gradient, by enumeration of all answers of a small policy."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from tests.group.test_weights import CELLS, Survival, complete, run_with_scores
 
 MAX_TOKENS = 3
 STOP_PROBABILITY = np.array([0.35, 0.5, 0.3])
-"""Of a policy that at each position either stops or goes on: its parameters are the logits of these."""
+"""Logits of a policy that stops or continues at each position."""
 CANDIDATES = 4
 DRAWS = [(cell + 0.5) / CELLS for cell in range(CELLS)]
 Rule = SampledTail | CutTail | InOrder
@@ -30,7 +30,8 @@ class Outcome:
     """All that the policy can generate: it stops at one of the positions, or reaches the limit."""
 
     def __init__(self, tokens: int, stopped: bool) -> None:
-        self.tokens, self.stopped = tokens, stopped
+        self.tokens = tokens
+        self.stopped = stopped
         ends = np.arange(MAX_TOKENS) == tokens - 1
         going_on = np.arange(MAX_TOKENS) < (tokens - 1 if stopped else tokens)
         self.probability = float(
@@ -53,7 +54,7 @@ class ShapedGroup:
 
 
 def shaped(probability: float, candidates: Sequence[Outcome], run: Run) -> ShapedGroup:
-    """Return the group as a caller gets it, and which candidates are in it."""
+    """Return the group of the caller, and the indices of its candidates."""
     weights, count = selection_weights(run), len(candidates)
     chosen = [c for c in run.candidates if c.selected_as is not None]
     trajectories = tuple(
@@ -70,9 +71,9 @@ def lengths_of(candidates: Sequence[Outcome]) -> list[tuple[int, bool]]:
 
 
 def shaped_groups(rule: Rule, count: int, deadline: int | None = None) -> Iterator[ShapedGroup]:
-    """Yield all groups that the policy can generate under a rule, and how likely each is."""
+    """Yield all groups that the policy can generate under a rule, with their probabilities."""
     draws = [i / 10 for i in range(count)]
-    # In all orders; in one where these do not matter.
+    # In all orders, or in one order if the order does not matter.
     orders = list(permutations(draws)) if rule.samples_rest and rule.size < count else [tuple(draws)]
     for candidates in product(OUTCOMES, repeat=count):
         chance = prod(c.probability for c in candidates) / len(orders)
@@ -84,7 +85,7 @@ def expectation(
     groups: Iterable[ShapedGroup],
     advantages: Callable[[Group, Sequence[float]], Sequence[float]] = unbiased_advantages,
 ) -> np.ndarray:
-    """Return the expected gradient over all of these groups."""
+    """Return the expected gradient over all groups."""
     total = np.zeros(MAX_TOKENS)
     for each in groups:
         rewards = [each.candidates[i].reward for i in each.chosen]
@@ -113,7 +114,7 @@ def test_the_expected_gradient_is_the_true_one(rule: Rule, count: int, baseline:
 
 
 def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) -> Iterator[ShapedGroup]:
-    """Yield all groups of ``count`` candidates, of which some are pruned on their way, and how likely each is."""
+    """Yield all groups of ``count`` candidates, some pruned while they run, with their probabilities."""
     survival = Survival(seed)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
     for candidates in product(OUTCOMES, repeat=count):
@@ -138,7 +139,7 @@ def pruned_groups(rule: AllSurvivors | SampledSurvivors, seed: int, count: int) 
 def test_after_pruning_the_expected_gradient_is_the_true_one(
     rule: AllSurvivors | SampledSurvivors, count: int, seed: int
 ) -> None:
-    """Also where candidates are kept because the group needs them, and where others decide who may be pruned."""
+    """It holds if the group needs candidates, and if others decide which candidates may be pruned."""
     np.testing.assert_allclose(expectation(pruned_groups(rule, seed, count)), TRUE, atol=1e-9)
 
 
@@ -157,13 +158,13 @@ def test_others_of_a_sample_estimate_the_mean_of_all_survivors_whichever_are_sam
 
 
 def cut(outcome: Outcome, limit: float) -> Outcome:
-    """Return what is left of a trajectory below a length limit."""
+    """Return a trajectory cut at a length limit."""
     return outcome if outcome.tokens <= limit else Outcome(int(limit), False)
 
 
 @pytest.mark.parametrize("deadline", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @pytest.mark.parametrize("rule", [CutTail(2, 1), CutTail(2, 2, last_needed=2)], ids=["darts_cut", "cap"])
-def test_with_a_cut_it_is_that_of_the_expected_reward_below_a_limit_that_the_others_set(
+def test_with_a_cut_the_gradient_is_that_of_the_expected_reward_below_a_limit_that_the_others_set(
     rule: CutTail, deadline: int
 ) -> None:
     """A trajectory is cut at the deadline or, if that is longer, at the M-th shortest of the others."""

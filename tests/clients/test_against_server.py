@@ -162,7 +162,7 @@ def test_a_batch_is_cancelled_by_its_id(server: RunningServer, client: Client) -
         client.cancel("roll-unknown")
 
 
-def test_undecided_prompts_come_in_a_later_batch(server: RunningServer, client: Client) -> None:
+def test_unfinished_prompts_run_in_a_later_batch(server: RunningServer, client: Client) -> None:
     prompts = [PromptSpec("4", key="four"), PromptSpec("300", key="long", metadata={"answer": 8})]
     with client.rollouts(prompts, num_groups=1, carry="resume", **SIZES) as rollouts:
         assert [group.prompt_key for group in rollouts] == ["four"]
@@ -222,7 +222,7 @@ def test_settings_and_state_are_read_changed_saved_and_restored(client: Client, 
         client.policy.change(redundancy="much")
 
 
-def test_a_stream_yields_a_group_of_each_prompt_and_those_that_failed(client: Client) -> None:
+def test_a_stream_yields_the_group_of_each_prompt_and_failed_groups(client: Client) -> None:
     texts = ["20", "30", "broken", "25", "20", "40", "20"]
     prompts = [PromptSpec(text, metadata={"place": i}) for i, text in enumerate(texts)]
     groups = list(client.stream(iter(prompts), ahead=6, **SIZES))
@@ -231,7 +231,7 @@ def test_a_stream_yields_a_group_of_each_prompt_and_those_that_failed(client: Cl
     assert all(len(group.trajectories) == SIZE for group in groups if group.error is None)
 
 
-def test_a_stream_draws_no_more_prompts_than_it_may_be_ahead_and_the_server_goes_on_with_them(
+def test_a_stream_draws_prompts_up_to_its_limit_ahead_while_the_server_works_on_them(
     client: Client, server: RunningServer
 ) -> None:
     drawn = 0
@@ -253,7 +253,7 @@ def test_a_stream_draws_no_more_prompts_than_it_may_be_ahead_and_the_server_goes
         next(client.stream(["20"], ahead=0, **SIZES))
 
 
-def test_a_stream_that_is_left_cancels_what_runs(client: Client, server: RunningServer) -> None:
+def test_leaving_a_stream_cancels_its_running_batches(client: Client, server: RunningServer) -> None:
     with closing(client.stream(["20", "endless", "endless", "endless"], ahead=8, **SIZES)) as groups:
         assert next(groups).lengths
         assert server.engine.running

@@ -1,4 +1,4 @@
-"""Which prompts a trainer gets, and when, if more are started than it needs or the next batch is sampled ahead."""
+"""Prompts that a trainer gets if more prompts start than it needs, or if the next batch is sampled ahead."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ START = Position()
 
 
 class Server:
-    """Completes the groups of a random choice of prompts; with ``more``, at times more of them than are needed."""
+    """Completes the groups of a random choice of prompts, with ``more`` sometimes more groups than are needed."""
 
     def __init__(self, seed: int = 0, more: bool = False) -> None:
         self.rng = Random(seed)
@@ -81,7 +81,7 @@ def test_every_prompt_is_trained_on_once(
         (0.75, 4, [7, 7, 4, 4], [2]),  # the last batch has the two that wait, and the last two new ones
     ],
 )
-def test_in_long_rounds_prompts_that_were_left_wait_until_they_fill_a_batch(
+def test_in_long_rounds_unfinished_prompts_wait_until_they_fill_a_batch(
     ahead: float, batches: int, sizes: list[int], long: list[int]
 ) -> None:
     server = Server(1)
@@ -100,7 +100,7 @@ def test_in_long_rounds_prompts_that_were_left_wait_until_they_fill_a_batch(
 
 
 @pytest.mark.parametrize("stop", range(1, 6))
-def test_what_goes_on_from_a_saved_position_trains_on_the_rest(stop: int, tmp_path: Path) -> None:
+def test_training_from_a_saved_position_trains_on_the_remaining_prompts(stop: int, tmp_path: Path) -> None:
     first = batches_of(Server(stop), 6)
     trained: Counter[int] = Counter()
     for _ in range(stop):
@@ -126,7 +126,7 @@ def test_a_batch_with_too_few_groups_or_one_twice_is_an_error() -> None:
             batches_of(server, 2).next()
 
 
-def test_an_error_of_a_batch_that_was_prefetched_is_raised_with_it() -> None:
+def test_the_error_of_a_prefetched_batch_is_raised_by_next() -> None:
     server = Server()
     server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail
     failing = batches_of(server, 2)

@@ -1,4 +1,4 @@
-"""Calls of the client besides rollouts. The sync client is made of the async one: each test takes one of them."""
+"""Calls of the client besides rollouts. The sync client is generated from the async client; a test uses either."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from .transcripts import FakeServer
 from .vllm_answers import MODELS, URL, choice, completion
 
 COMPLETION = completion(choice(0))
-"""Of one trajectory."""
+"""An answer with one trajectory."""
 
 
 def models_of(server: FakeServer) -> list[str]:
-    """Return the models of the completions."""
+    """Return the model of each request for completions."""
     return [json.loads(request.content)["model"] for request in server.requests if request.method == "POST"]
 
 

@@ -1,4 +1,4 @@
-"""A batch that is answered at once: the same groups from tensors and from JSON, and answers that do not fit."""
+"""A batch that is answered at once: the same groups from tensors and from JSON, and invalid answers."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def server() -> Iterator[RunningServer]:
 
 
 def without_seconds(groups: tuple[Group, ...] | list[Group]) -> list[Any]:
-    """What two runs of a batch have in common."""
+    """The values that two runs of a batch have in common."""
     return [
         (g.number, g.prompt_key, g.metadata, [(t.token_ids, t.logprobs, t.text) for t in g.trajectories])
         for g in groups
@@ -61,7 +61,7 @@ def test_the_first_error_is_raised_if_all_groups_fail(server: RunningServer) -> 
         client.batch("broken", **SIZES)
 
 
-def test_a_durable_batch_is_sent_again_with_its_key_and_another_is_not() -> None:
+def test_only_a_durable_batch_is_sent_again_with_its_key() -> None:
     server = FakeServer(httpx.ReadError("lost"), document(group(0), group(1)), httpx.ReadError("lost"))
     with Client("http://test", transport=server.transport) as client:
         batch = client.batch(["a", "b"], idempotency_key="step 1", **SIZES)

@@ -52,7 +52,7 @@ def test_other_sampling_parameters_are_passed_on_and_the_policy_is_a_header() ->
         ({"group_size": 0}, "group_size"),
     ],
 )
-def test_what_cannot_be_one_request_is_rejected(changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit_one_request_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(**changes)
 
@@ -117,8 +117,8 @@ def test_choices_that_do_not_fit_the_request_are_rejected(choices: list[dict[str
     assert parse_error(build(), *choices).startswith(message)
 
 
-def test_choices_shifted_into_the_next_group_are_rejected() -> None:
-    # One choice too few of the first prompt and one too many of the second leave no gap in the indices.
+def test_choices_that_moved_into_the_next_group_are_rejected() -> None:
+    # A choice too few for the first prompt and a choice too many for the second leave no gap in the indices.
     shifted = (choice(0, prompt=[1]), choice(1, prompt=[2]), choice(2, prompt=[2]), choice(3, prompt=[2]))
     assert parse_error(build(["a", "b"]), *shifted) == "the choices of prompt 0 answer different prompts"
 
@@ -142,7 +142,7 @@ def test_malformed_completions_are_rejected(content: bytes) -> None:
     assert caught.value.__cause__ is not None
 
 
-def test_models_are_in_the_servers_order_and_one_without_any_is_an_error() -> None:
+def test_models_are_in_the_servers_order_and_an_empty_list_is_an_error() -> None:
     assert parse_models(answer(MODELS)) == ["tiny", "tiny:raw"]
     assert first_model(["a", "b"]) == "a"
     with pytest.raises(ProtocolError, match="lists no model"):

@@ -83,7 +83,7 @@ def test_the_error_has_the_fields_of_the_error_object() -> None:
         ({"text": "x" * 10_000}, "x" * 500),
     ],
 )
-def test_any_body_yields_a_message(body: dict[str, Any], message: str) -> None:
+def test_an_error_body_of_any_form_yields_a_message(body: dict[str, Any], message: str) -> None:
     error = error_for(httpx.Response(404, **body))
     assert str(error) == f"HTTP 404: {message}"
     assert error.code is None

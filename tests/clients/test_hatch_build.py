@@ -1,4 +1,4 @@
-"""The sync client is generated, when the package is built and by itself."""
+"""The sync client is generated when the package is built, and by the script alone."""
 
 import shutil
 import subprocess

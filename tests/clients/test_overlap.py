@@ -51,7 +51,7 @@ def rollouts(draw: st.DrawFn) -> tuple[list[list[int]], list[Rollout]]:
 
 
 def play(overlap: Overlap, rollouts: list[Rollout], rng: Random, step_rate: float) -> list[Chunk]:
-    """Add all deltas in random order with steps in between, and end each candidate as it says."""
+    """Add all deltas in random order with steps in between, and end each candidate as specified."""
     chunks, running = [], {f"t{i}": rollout for i, rollout in enumerate(rollouts)}
     while running:
         name = rng.choice(list(running))
@@ -210,7 +210,8 @@ def test_a_failed_forward_pass_changes_nothing() -> None:
 
     for _ in range(2):  # over the prompt, over the candidate
         handle = model.register_forward_hook(fail)
-        pending, cached = overlap.pending_tokens, overlap.cached_tokens
+        pending = overlap.pending_tokens
+        cached = overlap.cached_tokens
         with pytest.raises(MemoryError):
             overlap.step()
         handle.remove()

@@ -112,7 +112,7 @@ STREAM = [
 
 
 @pytest.mark.parametrize("form", ["typed", "raw"])
-def test_the_events_of_a_stream_are_applied(form: str) -> None:
+def test_the_events_of_a_stream_add_finish_and_drop_trajectories(form: str) -> None:
     overlap = Overlap(small())
     for number in range(2):
         overlap.add_prompt(number, [1, 2, 3])

@@ -19,7 +19,7 @@ def fail() -> list[float]:
 
 
 def run(rank: int, port: int, results: "Queue[tuple[int, str, str]]") -> None:
-    """One of the processes: what it gets, and how it fails."""
+    """A process, with its result and its error."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     from accelerate import PartialState

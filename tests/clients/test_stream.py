@@ -43,7 +43,7 @@ def build_reader(
 
 
 def read(batch: BatchReader, *events: tuple[str, dict[str, Any]], first: int = 1) -> list[Event]:
-    """Read the events, numbered from `first`, and return those for the caller."""
+    """Read the events, numbered from `first`, and return the events for the caller."""
     results = [
         batch.read(ServerSentEvent(event=name, data=json.dumps(data), id=str(number)))
         for number, (name, data) in enumerate(events, first)
@@ -197,7 +197,8 @@ def test_a_batch_may_run_unnamed_once_the_server_may_have_its_request_and_can_be
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 40))
 def test_deltas_of_any_sizes_are_joined_and_cut(sizes: list[int], cut: int) -> None:
     """A trajectory without tokens needs no delta."""
-    deltas, start = [], 0
+    deltas = []
+    start = 0
     for size in sizes:
         deltas.append(("delta", delta(0, 0, start, start + size)))
         start += size
@@ -238,7 +239,7 @@ def test_invalid_events_of_a_token_stream_are_rejected(message: str, events: lis
     assert message in read_error(batch, started(), *events)
 
 
-def test_groups_of_survivors_have_any_size_but_none() -> None:
+def test_groups_of_survivors_have_any_size_above_zero() -> None:
     name, data = started(1)
     for count in (1, 2, 3):
         members = [trajectory(0, index, 1) for index in range(count)]
@@ -249,7 +250,7 @@ def test_groups_of_survivors_have_any_size_but_none() -> None:
     assert "has 0 trajectories, not 2" in read_error(build_reader(prompts="a"), *none)
 
 
-def test_a_group_that_was_aborted_has_an_error_and_what_its_candidates_had_generated() -> None:
+def test_an_aborted_group_has_an_error_and_the_tokens_of_its_candidates() -> None:
     error = {"message": "an update", "type": "InternalServerError", "param": None, "code": 503}
     whole = {"trajectory_id": "g:0", "token_ids": [1, 2], "logprobs": [-0.5, -1.0], "text": "ab", "length": 2}
     spans = {"weight_version_start": 3, "weight_version_end": 4, "version_spans": [[3, 1], [4, 1]], "cut": False}

@@ -1,4 +1,4 @@
-"""The modules of trainers that send token ids: their interfaces, by calls as the trainers' source has them."""
+"""The modules for trainers that send token ids, with calls like those in the trainers' source."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from darts_client.integrations._sampling import Sampler
 pytestmark = pytest.mark.anyio
 URL = "http://darts"
 PROMPT_TOKENS = 2
-"""Of every prompt, as the server counts."""
+"""Tokens of every prompt, as the server counts."""
 Choice = dict[str, Any]
 
 
@@ -28,7 +28,7 @@ def choice(*tokens: int, reason: str = "stop") -> Choice:
 
 
 class Served:
-    """A server whose completions are these, one after the other; it keeps all requests."""
+    """A server that returns its completions in turn, and records all requests."""
 
     def __init__(self, *choices: Choice) -> None:
         self.choices = list(choices)
@@ -55,7 +55,7 @@ class Served:
 
 
 VERL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-"""As veRL's agent loops make it."""
+"""Sampling parameters of veRL's agent loops."""
 
 
 def verl_config(response_length: int = 6, prompt_length: int = 4) -> Any:
@@ -64,7 +64,7 @@ def verl_config(response_length: int = 6, prompt_length: int = 4) -> Any:
 
 
 async def verl_turn(client: verl.LLMServerClient, *prompt: int, **more: Any) -> Any:
-    """A call as of veRL's `SingleTurnAgentLoop`."""
+    """Make the call of veRL's `SingleTurnAgentLoop`."""
     absent: dict[str, Any] = dict.fromkeys(("image_data", "video_data", "audio_data"))
     arguments = absent | {"sampling_params": VERL_SAMPLING, "mm_processor_kwargs": {}, "priority": 3} | more
     return await client.generate(request_id="abc", prompt_ids=list(prompt), **arguments)
@@ -85,7 +85,7 @@ async def test_verl_gets_tokens_and_logprobs_of_its_session() -> None:
     ("given", "prompt", "limit"),
     [({}, 2, 6), ({}, 7, 3), ({}, 40, 1), ({"max_tokens": 9}, 2, 9), ({"max_new_tokens": 8}, 2, 8)],
 )
-async def test_verls_limits_of_tokens_are_those_of_its_own_server(given: Any, prompt: int, limit: int) -> None:
+async def test_verls_token_limits_equal_the_limits_of_its_own_server(given: Any, prompt: int, limit: int) -> None:
     served = Served(choice(5))
     client = verl.LLMServerClient(verl_config(), URL, transport=served.transport)
     await verl_turn(client, *range(prompt), sampling_params=VERL_SAMPLING | given)
@@ -94,14 +94,14 @@ async def test_verls_limits_of_tokens_are_those_of_its_own_server(given: Any, pr
 
 
 @pytest.mark.parametrize(("reason", "resumes"), [("abort", False), ("error", False), ("error", True)])
-async def test_verl_gets_no_beginning_of_an_answer_as_a_whole_one(reason: str, resumes: bool) -> None:
+async def test_verl_rejects_an_aborted_answer(reason: str, resumes: bool) -> None:
     served = Served(choice(5, reason=reason))
     client = verl.LLMServerClient(verl_config(), URL, resumes=resumes, transport=served.transport)
     with pytest.raises(ProtocolError, match=f"finish reason '{reason}'"):
         await verl_turn(client, 1)
 
 
-async def test_verls_aborted_answers_are_continued_with_what_is_left() -> None:
+async def test_verls_aborted_answers_continue_with_the_remaining_tokens() -> None:
     served = Served(choice(5, reason="abort"), choice(reason="abort"), choice(6, 7, reason="length"))
     client = verl.LLMServerClient(verl_config(3), URL, resumes=True, transport=served.transport)
     output = await verl_turn(client, 1)
@@ -114,7 +114,7 @@ async def test_verls_aborted_answers_are_continued_with_what_is_left() -> None:
     assert (await verl_turn(client, 1)).stop_reason == "completed"
 
 
-async def test_what_verl_cannot_have_is_named() -> None:
+async def test_unserved_arguments_of_verl_are_named() -> None:
     client = verl.LLMServerClient(verl_config(), URL, transport=Served().transport)
     with pytest.raises(ValueError, match="image_data: only prompts"):
         await verl_turn(client, 1, image_data=["x"])
@@ -139,13 +139,13 @@ def test_verls_manager_gets_our_client_which_can_be_sent_to_its_workers() -> Non
 
 
 def sampling_params(**more: Any) -> Any:
-    """vLLM's `SamplingParams` as OpenRLHF makes them."""
+    """vLLM's `SamplingParams` from OpenRLHF."""
     given: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_tokens": 1, "max_tokens": 6, "n": 1}
     given |= {"logprobs": 1, "skip_special_tokens": False, "stop": [], "stop_token_ids": [], "seed": None}
     return SimpleNamespace(**given | {"bad_words": None} | more)
 
 
-async def test_openrlhf_gets_what_its_executors_read_of_vllms_output() -> None:
+async def test_openrlhf_gets_the_fields_of_vllms_output_that_its_executors_read() -> None:
     served = Served(choice(5, 6, reason="length"))
     engine = openrlhf.HttpEngine(URL, transport=served.transport)
     output = await engine.generate([1, 2], sampling_params(), multi_modal_data=None)
@@ -160,7 +160,7 @@ async def test_openrlhf_gets_what_its_executors_read_of_vllms_output() -> None:
     assert not {"stop", "seed"} & body.keys()
 
 
-async def test_openrlhf_gets_no_beginning_of_an_answer_as_a_whole_one_and_no_logprobs_without_correction() -> None:
+async def test_openrlhf_rejects_an_aborted_answer_and_gets_no_logprobs_without_correction() -> None:
     served = Served(choice(5, reason="abort"), choice(5, reason="error"), {**choice(5), "logprobs": None})
     engine = openrlhf.HttpEngine(URL, transport=served.transport)
     for reason in ("abort", "error"):
@@ -171,7 +171,7 @@ async def test_openrlhf_gets_no_beginning_of_an_answer_as_a_whole_one_and_no_log
     assert "logprobs" not in served.completions[-1][0]
 
 
-async def test_what_openrlhf_cannot_have_is_named() -> None:
+async def test_unserved_arguments_of_openrlhf_are_named() -> None:
     engine = openrlhf.HttpEngine(URL, transport=Served().transport)
     for params, data, match in (
         (sampling_params(), {"image": ["x"]}, "multi_modal_data"),
@@ -225,7 +225,7 @@ async def call(served: Served, path: str, body: Any = None, method: str = "POST"
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
-async def test_slime_and_miles_get_what_they_append_to_a_sample(reason: str) -> None:
+async def test_slime_and_miles_get_the_fields_that_they_append_to_a_sample(reason: str) -> None:
     served = Served(choice(5, 6, reason=reason))
     answer = (await call(served, "/generate", SLIME, **{"X-SMG-Routing-Key": "s-1"})).json()
     meta = answer["meta_info"]
@@ -245,7 +245,7 @@ async def test_slime_and_miles_get_what_they_append_to_a_sample(reason: str) -> 
 
 
 async def test_slimes_samples_say_which_weights_made_them() -> None:
-    """slime's rollout appends it to `Sample.weight_versions`, where it is in the answer."""
+    """slime's rollout appends the version to `Sample.weight_versions` if the answer has it."""
     served = Served(choice(5), choice(6), choice(5))
     versions = [(await call(served, "/generate", SLIME)).json()["meta_info"]["weight_version"]]
     served.failing["/darts/v1/weights"] = httpx.Response(200, json={"version": 8})
@@ -310,7 +310,7 @@ async def test_slimes_other_calls_reach_the_servers_routes(
         ("/update_weights_from_tensor", {}, 404, "/update_weights_from_disk"),
     ],
 )
-async def test_what_slime_cannot_have_is_named_and_nothing_is_sent(
+async def test_unserved_arguments_of_slime_are_named_and_nothing_is_sent(
     path: str, body: Any, status: int, named: str
 ) -> None:
     served = Served()

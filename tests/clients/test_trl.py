@@ -23,7 +23,7 @@ from examples.tiny_rl.tokenizer import build_tokenizer
 
 from .fake_vllm import ANSWER, EOS, STATE, FakeVllm, fake_vllm
 
-# Warnings are TRL's and those of what it imports.
+# The warnings are TRL's and its dependencies'.
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.usefixtures("one_thread", "small_heap")]
 PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>"]
 GROUP = 4
@@ -90,7 +90,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @dataclass
 class Trained:
-    """An evaluation and then a training of two steps. ``before``: the weights. ``seen``: what reporters get."""
+    """An evaluation, then a training of two steps. ``before``: first weights. ``seen``: the reporters' logs."""
 
     server: FakeVllm
     trainer: DartsGRPOTrainer
@@ -120,7 +120,8 @@ def test_all_weights_are_pushed_before_each_step_samples(trained: Trained) -> No
     assert not equal(second, first)
     assert equal(last, copy_weights(trained.trainer))
     order = [each.path for each in server.requests if each.method == "PUT" or each in server.completions]
-    weights, sampled = "/darts/v1/weights", "/v1/completions"
+    weights = "/darts/v1/weights"
+    sampled = "/v1/completions"
     assert order == [weights, sampled, sampled, weights, sampled, weights], "the first step has those of the evaluation"
     assert not server.of("POST", "/reset_prefix_cache")
 
@@ -133,7 +134,8 @@ def test_training_is_shaped_and_evaluation_is_not(trained: Trained) -> None:
 
 
 def test_rewards_of_training_are_reported_by_tokens(trained: Trained) -> None:
-    rewards, tokenizer = trained.server.rewards, build_tokenizer()
+    rewards = trained.server.rewards
+    tokenizer = build_tokenizer()
     assert len(rewards) == 2 * len(PROMPTS) * GROUP
     reported = {(tuple(each["prompt_token_ids"]), tuple(each["completion_token_ids"])) for each in rewards}
     assert reported == {(tuple(tokenizer.encode(p)), (ANSWER + k, EOS)) for p in PROMPTS for k in range(GROUP)}
@@ -167,7 +169,7 @@ def test_rewards_of_async_functions_are_reported_except_none(server: FakeVllm, t
 
 
 def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform", **changes: Any) -> dict[str, Any]:
-    """Of `GROUP` returned candidates and one that is not, between them; the last one is sampled, and has the weight."""
+    """A group of `GROUP` returned candidates and a discarded candidate. The last is sampled, and has the weight."""
     weights = {"short": 1.0, "long": weight, None: None}
     empty: dict[str, Any] = {**dict.fromkeys(CandidateRecord.model_fields), "cut": False, "survival": 1.0}
     candidates = [
@@ -182,7 +184,7 @@ def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform
 
 INPUTS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(GROUP)]
 UNBIASED = {"advantages": "unbiased"}
-# n / N = 4 / 5; rewards 0, 1, 2, 3, of which the two shortest others have means 1.5, 1, 0.5 and 0.5.
+# n / N = 4 / 5. The rewards are 0, 1, 2, 3; the two shortest others have the means 1.5, 1, 0.5 and 0.5.
 EXPECTED = [0.8 * weight * advantage for weight, advantage in ((1, -1.5), (1, 0.0), (1, 1.5), (2, 2.5))]
 
 
@@ -193,7 +195,7 @@ def score(trainer: DartsGRPOTrainer) -> dict[str, Any]:
     return trainer._generate_and_score_completions(INPUTS)
 
 
-def test_unbiased_advantages_replace_those_of_training(server: FakeVllm, tmp_path: Path) -> None:
+def test_unbiased_advantages_replace_trls_advantages_in_training(server: FakeVllm, tmp_path: Path) -> None:
     server.groups = [group_record(0), group_record(1)]
     trainer = build_trainer(server, tmp_path, more=UNBIASED, scale_rewards="none")
     batch = score(trainer)
@@ -204,7 +206,7 @@ def test_unbiased_advantages_replace_those_of_training(server: FakeVllm, tmp_pat
     assert not equal(before, copy_weights(trainer))
 
 
-def test_unbiased_advantages_have_one_scale_for_the_batch_and_are_zero_where_nothing_was_rewarded(
+def test_unbiased_advantages_have_one_scale_for_the_batch_and_are_zero_without_rewards(
     server: FakeVllm, tmp_path: Path
 ) -> None:
     def second_prompt(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -227,7 +229,7 @@ def test_unbiased_advantages_may_have_the_pass_rate_of_earlier_groups_as_their_b
     assert batch["advantages"].tolist() == pytest.approx(by_pass_rate + EXPECTED)
 
 
-def test_without_rewards_that_differ_unbiased_advantages_are_zero_and_an_evaluation_has_trls_own(
+def test_unbiased_advantages_are_zero_for_equal_rewards_and_an_evaluation_has_trls_advantages(
     server: FakeVllm, tmp_path: Path
 ) -> None:
     trainer = build_trainer(server, tmp_path, lambda completions, **_: [1.0] * len(completions), UNBIASED)
@@ -241,14 +243,16 @@ def test_groups_without_weights_or_some_rewards_end_the_training(server: FakeVll
     def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [None if value == 0.0 and is_some else value for value in reward_by_index(completion_ids)]
 
-    is_some, trainer = False, build_trainer(server, tmp_path, some, UNBIASED)
+    is_some = False
+    trainer = build_trainer(server, tmp_path, some, UNBIASED)
     for groups, message in (
         ([group_record(0), group_record(1, None, "darts")], "cmpl-1-1 have no weights.*not 'darts'"),
         ([group_record(0)], "have 4 trajectories, which are not its 8 choices"),
         (None, "no groups of answer cmpl-1"),
         ([group_record(0), group_record(1)], "1 of 4 completions of group cmpl-1-0 have no reward"),
     ):
-        server.groups, is_some = groups, "reward" in message
+        server.groups = groups
+        is_some = "reward" in message
         with pytest.raises((ValueError, NotFound), match=message):
             score(trainer)
 
@@ -266,7 +270,7 @@ def test_groups_without_weights_or_some_rewards_end_the_training(server: FakeVll
         ({}, {"vllm_mode": "colocate"}, "vllm_mode='server'"),
     ],
 )
-def test_arguments_that_do_not_work_are_refused_before_any_request(
+def test_invalid_arguments_are_refused_before_any_request(
     more: dict[str, Any], changes: dict[str, Any], message: str, server: FakeVllm, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -323,7 +327,7 @@ def test_the_state_is_saved_with_checkpoints_and_restored(server: FakeVllm, tmp_
 
 
 class Reporter(TrainerCallback):  # type: ignore[misc, unused-ignore]  # Any without trl
-    """Records the logs in its turn, like the reporters of tensorboard and others."""
+    """Records the logs like the reporters of tensorboard."""
 
     def __init__(self, seen: list[dict[str, Any]]) -> None:
         self.seen = seen

@@ -32,7 +32,7 @@ def server() -> Iterator[FakeVllm]:
 def trainer_of(
     server: FakeVllm, out: Path, more: dict[str, Any], trained: list[list[str]] | None = None, **changes: Any
 ) -> DartsGRPOTrainer:
-    """Two prompts a batch, eight in the data set, each with the answer that its row has."""
+    """Trains on two prompts a batch, of eight in the data set, each with the answer in its row."""
     seen = [] if trained is None else trained
 
     def reward(prompts: list[str], answer: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -63,7 +63,7 @@ def prompts_of(trained: list[list[str]]) -> Counter[str]:
         pytest.param(STALE, ACCUMULATION, marks=pytest.mark.nightly),
     ],
 )
-def test_the_same_prompts_are_trained_on_as_without(
+def test_the_same_prompts_are_trained_on_as_without_prompts_ahead(
     server: FakeVllm, tmp_path: Path, more: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     trained: list[list[str]] = []
@@ -82,7 +82,7 @@ def order_of(server: FakeVllm) -> list[str]:
     return [each.path for each in server.requests if each.path in paths and each.method != "GET"]
 
 
-def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: FakeVllm, tmp_path: Path) -> None:
+def test_tail_batching_starts_more_prompts_and_the_unfinished_prompts_first(server: FakeVllm, tmp_path: Path) -> None:
     resume_training(server, tmp_path, AHEAD)
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
     assert [len(body["prompts"]) for body in requests] == [3, 3, 3, 2, 3, 2]
@@ -96,14 +96,14 @@ def test_tail_batching_starts_more_prompts_and_the_undecided_ones_first(server: 
     assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 6
 
 
-def test_auto_keeps_what_was_generated_under_the_servers_auto(server: FakeVllm, tmp_path: Path) -> None:
+def test_auto_resumes_unfinished_prompts_under_the_policy_auto(server: FakeVllm, tmp_path: Path) -> None:
     trainer_of(server, tmp_path, {"rollouts": "auto"}, max_steps=2, generation_kwargs=None).train()
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
     assert [len(body["prompts"]) for body in requests] == [3, 2]
     assert all((body["carry"], body["policy"]) == ("resume", {"name": "auto"}) for body in requests)
 
 
-def test_a_long_round_has_the_undecided_prompts_and_waits_for_all_of_them(server: FakeVllm, tmp_path: Path) -> None:
+def test_a_long_round_has_the_unfinished_prompts_and_waits_for_all_of_them(server: FakeVllm, tmp_path: Path) -> None:
     trainer_of(server, tmp_path, {"prompts_ahead": 1.0, "long_rounds": True}, max_steps=2).train()
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
     assert [(len(body["prompts"]), body.get("num_groups")) for body in requests] == [(4, 2), (2, None)]
@@ -127,7 +127,8 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
     trainer.train()
     assert at_reward == [2, 3, 4, 4]
     assert prompts_of(trained) == Counter(EIGHT)
-    weights, rollouts = "/darts/v1/weights", "/darts/v1/rollouts"
+    weights = "/darts/v1/weights"
+    rollouts = "/darts/v1/rollouts"
     assert order_of(server) == [weights, rollouts, rollouts, weights, rollouts, weights, rollouts, weights]
 
 
@@ -139,7 +140,7 @@ def test_a_resumed_training_that_samples_ahead_trains_on_the_prompts_that_are_le
 
 
 def resume_training(server: FakeVllm, tmp_path: Path, more: dict[str, Any]) -> None:
-    """Train four steps, and again from the checkpoint of the second: on the prompts that are left."""
+    """Train four steps, then again from the checkpoint of the second step, on the remaining prompts."""
     trained: list[list[str]] = []
     saving = {"save_strategy": "steps", "save_steps": 2}
     trainer_of(server, tmp_path, more, trained, **saving).train()
@@ -152,7 +153,7 @@ def resume_training(server: FakeVllm, tmp_path: Path, more: dict[str, Any]) -> N
     assert prompts_of(trained[:2] + rest) == Counter(EIGHT)
 
 
-def test_an_evaluation_is_sampled_as_before(server: FakeVllm, tmp_path: Path) -> None:
+def test_an_evaluation_is_sampled_without_prompts_ahead(server: FakeVllm, tmp_path: Path) -> None:
     trainer = trainer_of(server, tmp_path, AHEAD)
     trainer.eval_dataset = trainer.train_dataset
     trainer.evaluate()
@@ -175,7 +176,7 @@ def test_an_evaluation_is_sampled_as_before(server: FakeVllm, tmp_path: Path) ->
         (AHEAD, {"generation_kwargs": {"vllm_xargs": {"other": 1}}}, "vllm_xargs has other"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_training(
+def test_conflicting_arguments_are_refused_before_training(
     server: FakeVllm, tmp_path: Path, more: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -192,7 +193,7 @@ def test_a_rollout_function_is_refused(server: FakeVllm, tmp_path: Path) -> None
     build_trainer(server, tmp_path, more={"rollout_func": function})
 
 
-def test_data_that_prompts_cannot_be_drawn_from_ahead_are_refused(server: FakeVllm, tmp_path: Path) -> None:
+def test_a_data_set_without_a_length_or_with_images_is_refused(server: FakeVllm, tmp_path: Path) -> None:
     trainer = trainer_of(server, tmp_path, AHEAD)
     model: Any = trainer.model
     model.train()

@@ -1,4 +1,4 @@
-"""Weights that are sent: over recording transports, and to the server's own routes over a socket."""
+"""Sent weights, over recording transports and to the server's own routes over a socket."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ WEIGHTS = {"version": 8, "state": "serving", "rule": "finish", "last": None, "la
 
 
 class Recorder(httpx.BaseTransport):
-    """Records bodies piece by piece. ``errors``: raised for the first ones, after the whole body was read."""
+    """Records bodies piece by piece, and raises ``errors`` for the first bodies after they were read."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
@@ -128,7 +128,7 @@ async def test_a_cancelled_push_closes_its_file(large: Path) -> None:
                 await asyncio.sleep(0.01)
 
 
-def test_the_server_applies_what_is_sent(url: str, model: FakeModel, tmp_path: Path) -> None:
+def test_the_server_applies_the_options_that_are_sent(url: str, model: FakeModel, tmp_path: Path) -> None:
     with Client(url) as client:
         assert client.weights.get().last is None
         record = client.weights.push(save(tensors(5)), rule="keep", version=7)
@@ -173,7 +173,7 @@ def test_a_lora_adapter_is_sent_with_its_configuration_without_target_modules(tm
     with Client(URL, transport=server) as client:
         client.weights.push_lora("a", tmp_path, rule="keep")
         client.weights.push_lora("a", LARGE, config={"r": 8, "lora_alpha": 16})
-        with pytest.raises(ValueError, match="config: an adapter's bytes need one"):
+        with pytest.raises(ValueError, match="config: the bytes of an adapter need a configuration"):
             client.weights.push_lora("a", LARGE)
     assert server.received_only(LARGE)
     assert [json.loads(request.url.params["config"]) for request in server.requests] == [{"r": 8, "lora_alpha": 16}] * 2

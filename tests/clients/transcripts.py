@@ -17,7 +17,7 @@ def build_request(prompts: Any = ("a", "b"), stream: Stream = "groups", **change
 
 
 def trajectory(number: int, index: int, length: int, tokens: bool = True, **changes: Any) -> dict[str, Any]:
-    """Candidate `index` of a group; its token ids are 0, 1, 2, …"""
+    """Candidate `index` of a group, with the token ids 0, 1, 2, …"""
     own_tokens = {"token_ids": list(range(length)), "logprobs": [-0.5 * k for k in range(length)]}
     return {
         "trajectory_id": f"{BATCH}-{number}:{index}",
@@ -36,7 +36,7 @@ def trajectory(number: int, index: int, length: int, tokens: bool = True, **chan
 
 
 def group(number: int, *trajectories: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A group; by default of two trajectories of 1 and 2 tokens, with a third candidate that was discarded."""
+    """A group, by default of two trajectories of 1 and 2 tokens, with a discarded third candidate."""
     return {
         "number": number,
         "group_id": f"{BATCH}-{number}",
@@ -120,7 +120,7 @@ TOKENS = encode(
 
 
 class Body(httpx.SyncByteStream):
-    """Chunks of bytes, and what happens at their end."""
+    """Chunks of bytes, then the end of the body or an error."""
 
     def __init__(self, *chunks: bytes, then: Callable[[], None] = lambda: None) -> None:
         self.chunks = chunks
@@ -132,12 +132,12 @@ class Body(httpx.SyncByteStream):
 
 
 def lose_connection() -> None:
-    """End a body as when its connection is lost."""
+    """End a body like a lost connection."""
     raise httpx.ReadError("connection reset")
 
 
 class FakeServer:
-    """Returns these answers in turn: events, a response, an error to raise, or JSON. Records the requests."""
+    """Returns its answers in turn (events, a response, an error to raise, or JSON), and records the requests."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

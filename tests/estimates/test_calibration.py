@@ -1,4 +1,4 @@
-"""Calibration: compared with the formulas of the paper, when it applies, and what pruning does to it."""
+"""Calibration: compared with the formulas of the paper, its status, and its bias under pruning."""
 
 import math
 from dataclasses import replace
@@ -67,7 +67,7 @@ def prior_of(labels: list[Label]) -> float:
 
 
 @given(LABELS, CHANCES, st.sampled_from([1, 7, 128]))
-def test_q_is_the_papers_of_weighted_labels_with_less_smoothing_made_monotone(
+def test_q_is_the_formula_of_the_paper_with_weights_and_less_smoothing_made_monotone(
     labels: list[Label], score: float, bins: int
 ) -> None:
     two_classes = [Label(0.3, 1.0), Label(0.6, 0.0), *labels]
@@ -103,9 +103,9 @@ def test_weights_have_mean_one_and_are_clipped() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.sampled_from([0.5, 1.0, 7.0])), min_size=1, max_size=12))
-def test_isotonic_values_are_the_nearest_that_never_fall(pairs: list[tuple[float, float]]) -> None:
-    """Against the closed form: the largest over first ends of the least over last ends of the mean between them."""
-    values, weights = (np.asarray(each) for each in zip(*pairs, strict=True))
+def test_isotonic_values_are_the_nearest_values_that_never_fall(pairs: list[tuple[float, float]]) -> None:
+    """Compare with the closed form: the maximum over starts of the minimum over ends of the mean between them."""
+    values, weights = (np.asarray(column) for column in zip(*pairs, strict=True))
     places = range(values.size)
 
     def mean(first: int, last: int) -> float:
@@ -123,11 +123,11 @@ def test_a_higher_score_never_has_a_lower_chance(labels: list[Label], one: float
 
 
 @pytest.mark.untraced
-def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> None:
+def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_auc_of_the_score() -> None:
     rng = np.random.default_rng(0)
     scores = rng.beta(4.0, 3.0, 4300)  # each is the true chance
     right = (rng.random(4300) < scores).astype(np.float64)
-    labels = [Label(*each) for each in zip(scores[:300].tolist(), right[:300].tolist(), strict=True)]
+    labels = [Label(score, target) for score, target in zip(scores[:300].tolist(), right[:300].tolist(), strict=True)]
     tested = scores[300:]
     paper = published(labels)[[bin_of(score, 128) for score in tested]]
     calibrator = learned(OURS, labels)
@@ -145,7 +145,7 @@ def test_monotone_calibration_of_a_few_hundred_labels_keeps_the_scores_auc() -> 
 # --- when it applies --------------------------------------------------------
 
 
-def test_a_new_calibrator_returns_the_prior_and_says_why() -> None:
+def test_a_new_calibrator_returns_the_prior_and_its_status_shows_the_reason() -> None:
     calibrator = Calibrator(Calibration(cold_steps=2, cold_labels=3))
     assert (calibrator.status, calibrator.probability(0.9)) == (CalibrationStatus.NO_LABELS, 0.5)
     calibrator.add(Label(0.9, 1.0))
@@ -179,19 +179,19 @@ def test_a_calibrator_continues_with_the_labels_and_steps_of_another() -> None:
 
 
 @pytest.mark.untraced
-@pytest.mark.parametrize(("strength", "off"), [(0.5, 0.045), (1.0, 0.09), (2.0, 0.11)])
-def test_under_pruning_the_papers_calibration_is_biased_and_ours_is_not(strength: float, off: float) -> None:
-    """Pruned by the score at one detection point, calibrated at the next; six in ten are right.
+def test_under_pruning_the_papers_calibration_is_biased_and_ours_is_not() -> None:
+    """Trajectories are pruned by the score at a detection point, and calibrated at the next. Six in ten are right.
 
-    Both scores carry information that the other does not. Errors are over all trajectories, pruned ones too.
+    Each score has information that the other lacks. Errors are over all trajectories, including pruned trajectories.
     """
+    off = 0.045
     rng = np.random.default_rng(0)
     seen_early, seen_late = rng.normal(0, 1.5, (2, 30_000))
     right = (rng.random(30_000) < sigmoid(seen_early + seen_late + 0.7)).astype(np.float64)
-    early, late = sigmoid(seen_early + 0.7), sigmoid(seen_late + 0.7)
-    pruning = Pruning(balance_strength=strength)
-    aim = pruning.fit(early)
-    survivals = [aim.survival(q) for q in early]
+    early = sigmoid(seen_early + 0.7)
+    late = sigmoid(seen_late + 0.7)
+    curve = Pruning().fit(early)
+    survivals = [curve.survival(q) for q in early]
     kept = rng.random(30_000) < survivals
     labels = [Label(s, y, p) for s, y, p, k in zip(late, right, survivals, kept, strict=True) if k]
     paper = published(labels)[[bin_of(score, 128) for score in late]]

@@ -5,7 +5,7 @@ import pytest
 from darts_server.estimates.checks import LARGEST, check_count, check_length, check_number
 
 HUGE = 10**400
-"""No float is that large, and comparing it must not raise anything else."""
+"""Larger than any float: comparing it must raise no other error."""
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1, 2.5, LARGEST, float(LARGEST)])
@@ -14,7 +14,7 @@ def test_numbers_in_range_are_accepted(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, -0.1, math.nan, math.inf, -math.inf, HUGE, -HUGE, True, None, "1", [1], {}])
-def test_other_values_are_no_numbers(value: object) -> None:
+def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(ValueError, match=r"^x must be a number in \[0, 4.5036e\+15\], got ") as error:
         check_number("x", value)
     assert len(str(error.value)) < 200

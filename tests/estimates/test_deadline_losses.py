@@ -1,4 +1,4 @@
-"""What deadlines take away, and the stretch for it."""
+"""Losses at deadlines, and the stretch that limits them."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -38,7 +38,7 @@ def explored(answers: list[Answer]) -> DeadlineLosses:
 
 
 @given(st.lists(st.floats(0, 40), min_size=MIN_RIGHT, max_size=200), st.floats(0, 0.5))
-def test_the_stretch_is_the_smallest_that_takes_no_more_than_its_share(lengths: list[float], max_share: float) -> None:
+def test_the_stretch_is_the_smallest_that_loses_at_most_its_share(lengths: list[float], max_share: float) -> None:
     losses = explored(answers(*lengths))
     stretch = losses.stretch(max_share)
 
@@ -53,8 +53,8 @@ def test_the_stretch_is_the_smallest_that_takes_no_more_than_its_share(lengths: 
     assert stretch == MAX_STRETCH or share <= max_share + 1e-9
 
 
-def test_nothing_is_concluded_from_few_right_answers_and_each_counts_by_its_weight() -> None:
-    """One in fifty returned answers is late, and stands for five: one in ten is lost."""
+def test_few_right_answers_show_no_losses_and_answers_count_by_their_weights() -> None:
+    """One in fifty returned answers is late, and represents five answers: one in ten is lost."""
     few = explored(answers(*[3.0] * (MIN_RIGHT - 1)))
     assert (few.share(1.0), few.stretch(0.02)) == (None, 1.0)
     losses = explored([*answers(*[0.5] * 45), *answers(3.0, weight=5.0), *answers(*[0.5] * 4)])
@@ -73,7 +73,7 @@ def test_old_answers_fade() -> None:
     assert sum(losses.right) == pytest.approx(LOST_REMEMBERED / SHARE, rel=0.01)
 
 
-def test_cut_answers_that_are_longer_than_all_explored_ones_move_the_deadline_by_a_step() -> None:
+def test_cut_answers_beyond_all_explored_answers_move_the_deadline_by_a_step() -> None:
     losses = explored([*answers(*[0.5] * 60), *answers(*[0.5] * 60, is_right=False)])
     assert losses.stretch(0.1) == 1.0
     lost = [*answers(*[0.5] * 60), *[Answer(1.0, is_right=False, cut=True)] * 60]
@@ -85,9 +85,10 @@ def test_cut_answers_that_are_longer_than_all_explored_ones_move_the_deadline_by
     assert losses.share(RATIO_STEP) == pytest.approx(0, abs=1e-9)
 
 
-def test_the_stretch_follows_lengths_though_no_answers_are_explored() -> None:
+def test_the_stretch_follows_lengths_without_explored_answers() -> None:
     losses = explored(answers(*[0.5] * 100))
-    for _ in range(150):  # half of the answers are right, if they are not cut, at 4 times the deadline
+    for _ in range(150):
+        # Half of the answers are right, if they are not cut, at 4 times the deadline.
         stretch = losses.stretch(SHARE)
         late = Answer(4.0, is_right=True) if stretch >= 4 else Answer(stretch, is_right=False, cut=True)
         losses = losses.with_answers([*answers(*[0.5] * 60), *[late] * 60], False, SHARE)
@@ -104,7 +105,7 @@ def test_cut_answers_beyond_the_last_bin_count_as_longer_than_any_stretch() -> N
     assert losses.stretch(0.02) == MAX_STRETCH
 
 
-def test_a_deadline_that_cuts_all_right_answers_is_not_judged() -> None:
+def test_a_deadline_that_cuts_all_right_answers_shows_no_losses() -> None:
     losses = replace(explored(answers(*[0.5] * 60)), right=(0.0,) * BINS)
     assert losses.share(1.0) is None
     assert losses.stretch(0.02) == 1.0
@@ -153,7 +154,7 @@ def groups(*lengths: float, before: GroupLosses | None = None, times: int = 1, *
     return losses
 
 
-def test_a_few_groups_do_not_say_what_is_lost() -> None:
+def test_few_groups_show_no_losses() -> None:
     assert groups(4.0, times=MIN_RIGHT_GROUPS - 1).stretch(0.0) == 1
     assert groups(4.0, times=MIN_RIGHT_GROUPS + 1).stretch(0.0) == pytest.approx(4, rel=0.06)
 
@@ -167,19 +168,23 @@ def test_rare_prompts_move_the_deadline_beyond_their_shortest_right_answers() ->
 
 
 def test_prompts_that_are_cut_whole_move_the_deadline_until_their_answers_are_seen() -> None:
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+    losses = groups(0.5, times=100)
+    stretch = 1.0
+    stretches = []
     for _ in range(20):
         losses = groups(*[0.5] * 28, before=losses)
         for _ in range(4):
             is_seen = stretch > 4.5
             losses = losses.with_group(Answer(4.5 if is_seen else stretch, is_right=is_seen, cut=not is_seen))
         stretches.append(stretch := losses.stretch(0.005))
-    assert next(stretches.index(each) for each in stretches if each > 4.5) <= 3, "within a few batches"
+    assert next(batch for batch, stretch in enumerate(stretches) if stretch > 4.5) <= 3, "within a few batches"
     assert stretches[-1] == pytest.approx(4.5, rel=0.06)
 
 
-def test_prompts_that_never_have_a_right_answer_move_the_deadline_only_until_that_is_known() -> None:
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+def test_prompts_without_right_answers_move_the_deadline_only_until_their_answers_are_seen() -> None:
+    losses = groups(0.5, times=100)
+    stretch = 1.0
+    stretches = []
     for _ in range(20):
         losses = groups(*[0.5] * 62, before=losses)
         for _ in range(2):
@@ -189,8 +194,8 @@ def test_prompts_that_never_have_a_right_answer_move_the_deadline_only_until_tha
     assert stretches[6:14] == [1.0] * 8
 
 
-def test_cut_groups_count_as_those_of_which_more_was_seen() -> None:
-    """Of 40 that were seen to the end, half were right, at 3 times the bound; so half of 10 that were cut at 2."""
+def test_cut_groups_count_like_groups_that_ran_longer() -> None:
+    """Half of the 40 groups that ran longer were right, at 3 times the bound. So half of 10 cut groups are."""
     seen = groups(3.0, before=groups(8.0, times=20, is_right=False), times=20)
     losses = groups(2.0, before=groups(0.5, before=seen, times=150), times=10, is_right=False, cut=True)
     lost = (20 + 5) / (150 + 20 + 5)
@@ -198,9 +203,11 @@ def test_cut_groups_count_as_those_of_which_more_was_seen() -> None:
     assert losses.stretch(lost * 0.9) == pytest.approx(3, rel=0.06)
 
 
-def test_prompts_that_end_beyond_the_latest_deadline_there_is_do_not_hold_it_there() -> None:
-    """With an extreme length limit, their answers are never seen, and no deadline can keep them."""
-    losses, stretch, stretches = groups(0.5, times=100), 1.0, []
+def test_prompts_that_end_beyond_the_latest_possible_deadline_do_not_hold_it_there() -> None:
+    """Their answers are never seen, and no deadline can keep them."""
+    losses = groups(0.5, times=100)
+    stretch = 1.0
+    stretches = []
     for _ in range(20):
         losses = groups(stretch, stretch, before=groups(*[0.5] * 62, before=losses), is_right=False, cut=True)
         stretches.append(stretch := losses.stretch(0.005))
@@ -208,7 +215,7 @@ def test_prompts_that_end_beyond_the_latest_deadline_there_is_do_not_hold_it_the
     assert stretches[-10:] == [1.0] * 10
 
 
-def test_the_share_of_lost_groups_is_what_the_stretch_leaves() -> None:
+def test_the_share_of_lost_groups_follows_the_stretch() -> None:
     losses = groups(*[0.5] * 96, *[2.0] * 3, 4.0)
     assert losses.share(1.0) == pytest.approx(0.04, abs=0.002)
     assert losses.share(losses.stretch(0.02)) == pytest.approx(0.01, abs=0.001)
@@ -218,7 +225,9 @@ def test_the_share_of_lost_groups_is_what_the_stretch_leaves() -> None:
 
 
 def test_the_stretch_comes_back_once_answers_are_short_again() -> None:
-    losses, stretches, unstretched = groups(0.5, times=100), [], 1_000
+    losses = groups(0.5, times=100)
+    stretches = []
+    unstretched = 1_000
     for number in range(60):
         stretched = Deadline(stretch=losses.stretch(0.005))
         tokens = stretched.from_lengths([unstretched] * 10, 10)
@@ -237,15 +246,15 @@ def test_the_stretch_comes_back_once_answers_are_short_again() -> None:
 # --- as it is shipped ---------------------------------------------------------
 
 GROUPS, SIZE, NEEDED = 64, 8, 6
-"""As under `cap`: all of eight are returned, and a group waits for its sixth, up to the bound."""
+"""As under `cap`: all eight candidates are returned, and a group waits for its sixth, up to the bound."""
 
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Each answer's length relative to the deadline, whether it is right, and what its group needs: [64, 8] and [64]."""
+"""Lengths relative to the deadline and whether they are right, [64, 8], and needs of the groups, [64]."""
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """Log-normal lengths; 60 % are right. A ``rare`` share of the prompts needs answers ``factor`` times as long."""
+    """Log-normal lengths, 60 % right. A ``rare`` share of prompts needs answers ``factor`` times as long."""
 
     sigma: float
     between_prompts: float
@@ -262,26 +271,31 @@ class Shipped:
         return lengths / deadline, rng.random((GROUPS, SIZE)) < 0.6, needs / deadline
 
     def wanted(self, rng: np.random.Generator) -> float:
-        """Return the smallest stretch that loses no more of all right answers and of all groups than allowed."""
+        """Return the smallest stretch that keeps both losses within their limits."""
         batches = [self.batch(rng) for _ in range(300)]
-        low, high = 1.0, MAX_STRETCH
+        low = 1.0
+        high = MAX_STRETCH
         for _ in range(20):
             middle = math.sqrt(low * high)
             low, high = (low, middle) if self._is_allowed(middle, batches) else (middle, high)
         return high
 
     def _is_allowed(self, stretch: float, batches: list[Batch]) -> bool:
-        lost, right, lost_groups, right_groups = 0, 0, 0, 0
+        lost = 0
+        right = 0
+        lost_groups = 0
+        right_groups = 0
         for lengths, is_right, needs in batches:
             kept = is_right & (lengths <= ends(stretch, needs)[:, None])
-            lost, right = lost + int((is_right & ~kept).sum()), right + int(is_right.sum())
+            lost += int((is_right & ~kept).sum())
+            right += int(is_right.sum())
             lost_groups += int((is_right.any(axis=1) & ~kept.any(axis=1)).sum())
             right_groups += int(is_right.any(axis=1).sum())
         return lost <= self.max_lost.answers * right and lost_groups <= self.max_lost.groups * right_groups
 
 
 def ends(stretch: float, needs: np.ndarray) -> np.ndarray:
-    """Return where each group's answers are cut, relative to the deadline without a stretch."""
+    """Return the length at which each group is cut, relative to the deadline with a stretch of 1."""
     limits: np.ndarray = np.minimum(np.maximum(stretch, needs), BOUND * stretch)
     return limits
 
@@ -301,7 +315,8 @@ class Guard:
         lengths, is_right, needs = batch
         limits = np.full(GROUPS, math.inf) if explores else ends(self.stretch, needs)
         for end, own, right, need in zip(limits, lengths, is_right, needs, strict=True):
-            tokens, cut = np.minimum(own, end), own > end
+            tokens = np.minimum(own, end)
+            cut = own > end
             right = right & ~cut
             needed = (need > end) | ((tokens <= need) & ~cut)
             places = np.where(needed, tokens / BOUND, tokens)
@@ -313,7 +328,7 @@ class Guard:
 
 
 def errors(world: Shipped, every: int) -> np.ndarray:
-    """Return how far the stretch is from the wanted one after each of the batches 20 to 40, of which some explore."""
+    """Return the relative error of the stretch after each of the batches 20 to 40; one in ``every`` explores."""
     rng = np.random.default_rng(0)
     wanted = world.wanted(rng)
     found = []
@@ -339,8 +354,7 @@ def errors(world: Shipped, every: int) -> np.ndarray:
     ],
     ids=str,
 )
-def test_both_limits_together_settle_within_a_tenth_in_twenty_batches_and_stay(world: Shipped, every: int) -> None:
-    """The first batch explores, and of the others all or one in twenty."""
+def test_both_limits_together_settle_within_a_tenth_in_twenty_batches(world: Shipped, every: int) -> None:
     off = errors(world, every)
     assert np.mean(np.abs(off) < 0.1) > 0.85
     assert abs(np.mean(off)) < 0.06
@@ -352,8 +366,8 @@ def test_both_limits_together_settle_within_a_tenth_in_twenty_batches_and_stay(w
     "world",
     [Shipped(0.4, 0.3, 0.06, 6.0, MaxLost(0.1)), Shipped(0.4, 0.3, 0.05, 5.0, MaxLost(0.1))],
 )
-def test_where_groups_decide_they_settle_within_a_quarter(world: Shipped) -> None:
-    """Half a per cent of 1,000 groups are five, so they are known less well. On average the deadline is too late."""
+def test_if_lost_groups_decide_the_stretch_settles_within_a_quarter(world: Shipped) -> None:
+    """Half a per cent of 1,000 groups are only five. On average the deadline is too late."""
     off = errors(world, 20)
     assert np.quantile(np.abs(off), 0.9) < 0.25
     assert -0.02 < np.mean(off) < 0.12

@@ -29,7 +29,7 @@ BENT = LatencyCurve((1.0, 4.0, 8.0), (0.02, 0.02, 0.04), 0.005)
 
 
 def simulated(lengths: Sequence[int], capacity: int, curve: LatencyCurve) -> float:
-    """Return the seconds of a rollout, one step after the other. The first in the queue takes a free place."""
+    """Return the seconds of a rollout, simulated step by step."""
     waiting = [x for x in lengths if x]
     running = list[int]()
     seconds = 0.0
@@ -88,7 +88,7 @@ def test_in_a_scale_model_each_sequence_stands_for_several(curve: LatencyCurve, 
         assert curve.scaled(weight).step_seconds(batch / weight) == pytest.approx(curve.step_seconds(batch))
 
 
-# --- learning it ------------------------------------------------------------
+# --- learning the curve ------------------------------------------------------------
 
 Engine = Callable[[float], float]
 SIZES = [1, 2, 3, 4, 6, 8, 11, 16, 23, 32, 45, 64, 90, 128, 180, 256]
@@ -103,7 +103,7 @@ def cpu(batch: float) -> float:
 
 
 def experts(batch: float) -> float:
-    """A mixture of experts: more are needed at first, then all are."""
+    """A mixture of experts: larger batches activate more experts, until all are active."""
     return 0.01 + 0.01 * (1 - math.exp(-batch / 20)) + 0.00006 * batch
 
 
@@ -112,7 +112,7 @@ UNSEEN: NDArray[np.float64] = np.unique(np.geomspace(1, 256, 150).round())
 
 
 STALLS = (1.5, 2.0, 5.0, 100.0)
-"""How much longer a contaminated step lasts. Only the shortest is usual, and counts in the mean of usual steps."""
+"""Factors on contaminated steps. Only the shortest step is usual, and counts in the mean of usual steps."""
 
 
 def taught(
@@ -123,7 +123,7 @@ def taught(
     noise: float = 0.05,
     contaminated: float = 0.0,
 ) -> LatencyModel:
-    """After ``steps`` of each size, in any order; of the contaminated ones some last up to a hundred times as long."""
+    """Observe ``steps`` of each size, in any order. Contaminated steps last up to a hundred times as long."""
     rng = np.random.default_rng(len(sizes))
     for batch in rng.permuted(np.repeat(sizes, steps)).tolist():
         stall = float(rng.choice(STALLS)) if rng.random() < contaminated else 1.0
@@ -137,14 +137,14 @@ def known(model: LatencyModel) -> LatencyCurve:
 
 
 def error(model: LatencyModel, engine: Engine, batches: Sequence[float] = tuple(UNSEEN)) -> float:
-    """The largest relative one."""
+    """Return the largest relative error."""
     curve = known(model)
     return max(abs(curve.step_seconds(b) / engine(b) - 1) for b in batches)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("contaminated", [0.0, 0.2])
-def test_the_curve_is_within_a_tenth_at_sizes_never_seen(engine: Engine, contaminated: float) -> None:
+def test_the_curve_is_within_a_tenth_at_unseen_batch_sizes(engine: Engine, contaminated: float) -> None:
     with_short_stalls = 1 + contaminated / len(STALLS) * (STALLS[0] - 1)
     model = taught(LatencyModel(), engine, 60, contaminated=contaminated)
     assert error(model, lambda b: with_short_stalls * engine(b)) < 0.1
@@ -162,11 +162,13 @@ def test_below_the_smallest_size_the_slope_continues(engine: Engine, sizes: list
     assert known(model).step_seconds(1) > 0
 
 
-def test_steps_that_vary_count_by_their_mean() -> None:
-    model, rng = LatencyModel(), np.random.default_rng(0)
+def test_varying_steps_count_by_their_mean() -> None:
+    model = LatencyModel()
+    rng = np.random.default_rng(0)
     for batch in rng.permuted(np.repeat(SIZES, 60)).tolist():
         model.observe(batch, cpu(batch) * float(rng.choice([0.8, 1.0, 1.5])))
-    assert error(model, lambda b: 1.1 * cpu(b)) < 0.07  # the median would be a tenth too low
+    # The median would be a tenth too low.
+    assert error(model, lambda b: 1.1 * cpu(b)) < 0.07
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0])
@@ -176,7 +178,7 @@ def test_an_engine_that_became_slower_or_faster_is_believed_soon(factor: float) 
     assert error(model, lambda b: factor * gpu(b)) < 0.1
 
 
-def test_a_slower_engine_is_believed_though_larger_batches_were_faster_before() -> None:
+def test_a_slower_engine_is_believed_although_larger_batches_were_faster_before() -> None:
     model = taught(LatencyModel(), gpu, 60)
     model = taught(model, lambda b: 10 * gpu(b), 600, sizes=SIZES[:6])
     assert error(model, lambda b: 10 * gpu(b), SIZES[:6]) < 0.1
@@ -186,7 +188,8 @@ def test_a_slower_engine_is_believed_though_larger_batches_were_faster_before() 
 def test_there_is_no_curve_before_two_sizes_are_known() -> None:
     model = LatencyModel()
     assert model.curve is None
-    for batch in (8, 15):  # too near to each other
+    # The sizes are too near to each other.
+    for batch in (8, 15):
         for _ in range(MIN_STEPS):
             model.observe(batch, 0.1)
     for _ in range(MIN_STEPS - 1):
@@ -272,7 +275,7 @@ COST = 0.003
 
 
 def steps(count: int, stalls: float = 0.0) -> list[Start]:
-    """Steps as of batches that start at once, and of candidates that take the place of others."""
+    """Create steps of batches that start at once, and of candidates that take the place of others."""
     rng = np.random.default_rng(count)
     made = []
     for _ in range(count):
@@ -291,11 +294,11 @@ def starts_taught(model: LatencyModel) -> LatencyModel:
 
 
 @pytest.mark.parametrize("stalls", [0.0, 0.2])
-def test_the_cost_is_found_among_noise_and_stalls(stalls: float) -> None:
+def test_the_cost_of_a_start_is_found_among_noise_and_stalls(stalls: float) -> None:
     assert start_seconds(steps(100, stalls=stalls), CURVE) == pytest.approx(COST, rel=0.05)
 
 
-def test_one_step_that_stalled_with_most_of_the_starts_does_not_decide() -> None:
+def test_a_stalled_step_with_most_of_the_starts_does_not_decide_their_cost() -> None:
     usual = [(20, 1, CURVE.step_seconds(20) + COST)] * 127
     after_a_pause = (128, 128, 20.0)
     assert start_seconds([*usual, after_a_pause], CURVE) == pytest.approx(COST)
@@ -304,23 +307,23 @@ def test_one_step_that_stalled_with_most_of_the_starts_does_not_decide() -> None
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.floats(0.0, 1.0)), min_size=MIN_STARTS, max_size=30))
-def test_no_other_cost_has_a_smaller_sum_of_absolute_deviations(seen: list[tuple[int, float]]) -> None:
+def test_the_cost_of_a_start_has_the_smallest_sum_of_absolute_deviations(seen: list[tuple[int, float]]) -> None:
     made = [(started + 1, started, seconds) for started, seconds in seen]
 
     most = MAX_WEIGHT * sum(n for _, n, _ in made)
 
     def deviations(cost: float) -> float:
-        """Each times its n, but for those that count less."""
+        """Return the sum of weighted deviations from ``cost``."""
         return sum(abs((s - CURVE.step_seconds(batch)) / n - cost) * min(n, most) for batch, n, s in made)
 
     found = start_seconds(made, CURVE)
     assert found is not None
-    # Of a sum that bends at these points only, one is the smallest; a negative cost is none.
+    # The sum bends only at these points, so it is smallest at one of them. A cost is not negative.
     bends = [max(0.0, (s - CURVE.step_seconds(batch)) / n) for batch, n, s in made]
     assert deviations(found) <= min(map(deviations, bends)) + 1e-9
 
 
-def test_it_is_not_known_before_there_are_a_few_such_steps_and_a_curve() -> None:
+def test_the_cost_of_a_start_needs_a_curve_and_some_steps_with_starts() -> None:
     model = LatencyModel()
     for step in [(40, 20, CURVE.step_seconds(40) + 20 * COST)] * (MIN_STARTS - 1):
         model.observe(step[0], step[2], step[1])
@@ -332,7 +335,7 @@ def test_it_is_not_known_before_there_are_a_few_such_steps_and_a_curve() -> None
     assert LatencyModel(starts=((40, 20, 0.1),) * MIN_STARTS).start_seconds is None
 
 
-def test_steps_with_starts_are_no_part_of_the_curve() -> None:
+def test_steps_with_starts_do_not_change_the_curve() -> None:
     model = starts_taught(LatencyModel())
     before = model.curve
     for batch, started, seconds in steps(200):

@@ -36,15 +36,16 @@ def stop_none(lengths: Floats, _: np.random.Generator) -> Ratios:
 
 
 def shortest(lengths: Floats, _: np.random.Generator) -> Ratios:
-    """The 8 shortest end, the others are stopped where the 8th ended."""
+    """The 8 shortest finish, and the others are stopped at the length of the 8th."""
     bar = float(np.sort(lengths)[7])
     return [(min(float(x), bar), bool(x > bar)) for x in lengths]
 
 
 def sampled_tail(lengths: Floats, rng: np.random.Generator) -> Ratios:
-    """The 7 shortest end and one sampled from the others does; the others are stopped at the 7th."""
+    """The 7 shortest and one sampled candidate finish, and the others are stopped at the length of the 7th."""
     order = np.argsort(lengths)
-    bar, drawn = float(lengths[order[6]]), rng.choice(order[7:])
+    bar = float(lengths[order[6]])
+    drawn = rng.choice(order[7:])
     return [(float(x), False) if x <= bar or i == drawn else (bar, True) for i, x in enumerate(lengths)]
 
 
@@ -70,7 +71,7 @@ def quantiles(profile: LengthProfile, n: int = 2000) -> Floats:
 @pytest.mark.untraced
 @pytest.mark.parametrize("draw", [log_normal(0.3), log_normal(0.5), geometric])
 @pytest.mark.parametrize("stop", [stop_none, shortest, sampled_tail])
-@pytest.mark.parametrize("candidates", [12, *(pytest.param(each, marks=pytest.mark.nightly) for each in (8, 16))])
+@pytest.mark.parametrize("candidates", [12, *(pytest.param(count, marks=pytest.mark.nightly) for count in (8, 16))])
 def test_mean_and_tail_are_right_although_long_candidates_were_stopped(
     draw: Drawing, stop: Callable[[Floats, np.random.Generator], Ratios], candidates: int
 ) -> None:
@@ -81,9 +82,9 @@ def test_mean_and_tail_are_right_although_long_candidates_were_stopped(
     assert float(np.median(found)) == pytest.approx(float(np.median(truth)), rel=0.05)
 
 
-def test_the_product_limit_rule_by_hand() -> None:
+def test_the_product_limit_rule_computed_by_hand() -> None:
     profile = LengthProfile()
-    # Of ten, two end at 1/4; four are stopped at 1/2; of the four left, each of 1, 2, 4 and 8 is the end of one.
+    # Two of ten candidates finish at 1/4, four are stopped at 1/2, and the others finish at 1, 2, 4 and 8.
     profile.observe([(0.25, False)] * 2 + [(0.5, True)] * 4 + [(float(2**k), False) for k in range(4)])
     found = quantiles(profile, 1000)
     width = 2 ** (1 / 24)
@@ -160,8 +161,8 @@ def test_the_state_survives_json_and_continues_unchanged() -> None:
     assert len(text) < 20_000
     twin = LengthProfile(**json.loads(text))
     assert twin.state == profile.state
-    for one in (profile, twin):
-        one.observe([(0.7, False), (1.1, True)])
+    for copy in (profile, twin):
+        copy.observe([(0.7, False), (1.1, True)])
     assert twin.state == profile.state
     assert (quantiles(twin) == quantiles(profile)).all()
 
@@ -181,11 +182,11 @@ def test_a_state_out_of_range_or_with_other_bins_is_refused(count: float) -> Non
 
 
 CANDIDATES = 14_000
-"""Of all groups together: enough to fill the profile's memory three times."""
+"""Number of candidates of all groups: enough to fill the profile's memory three times."""
 
 
 def draw(world: str, rng: np.random.Generator, count: int) -> Floats:
-    """Lengths with a mean of 1."""
+    """Return lengths with a mean of 1."""
     if world == "exponential":
         return rng.exponential(1, count)
     sigma = float(world.removeprefix("log-normal "))
@@ -193,31 +194,36 @@ def draw(world: str, rng: np.random.Generator, count: int) -> Floats:
 
 
 def observe(lengths: Floats, drawn: bool, rng: np.random.Generator) -> list[Observation]:
-    """All candidates; or the 7 shortest and one that is sampled, while the others are stopped."""
+    """Return all candidates as finished, or if ``drawn`` only the 7 shortest and one sampled candidate."""
     tokens = np.maximum(np.round(lengths), 1).astype(int).tolist()
     if not drawn:
         return [Observation(t) for t in tokens]
     order = np.argsort(tokens, kind="stable").tolist()
-    bar, sampled = tokens[order[6]], int(rng.choice(order[7:]))
+    bar = tokens[order[6]]
+    sampled = int(rng.choice(order[7:]))
     finishes = {*order[:7], sampled}
     return [Observation(t) if i in finishes else Observation(bar, True) for i, t in enumerate(tokens)]
 
 
 def errors(world: str, drawn: bool, groups: int, corrected: bool = True) -> list[float]:
-    """Per cent by which mean, 90th and 99th percentile of the profile are off, from so many groups of each prompt."""
-    rng, profile = np.random.default_rng(1), LengthProfile()
+    """Return the errors of mean, 90th and 99th percentile in per cent, from ``groups`` groups of each prompt."""
+    rng = np.random.default_rng(1)
+    profile = LengthProfile()
     count = 12 if drawn else 8
     for _ in range(CANDIDATES // (groups * count)):
-        mean, stats = float(rng.lognormal(6.5, 0.6)), cast(PromptStats | None, None)
+        mean = float(rng.lognormal(6.5, 0.6))
+        stats = cast(PromptStats | None, None)
         for _ in range(groups):
             observed = observe(mean * draw(world, rng, count), drawn, rng)
-            earlier, stats = stats, update_stats(stats, observed, estimate_lengths(observed), 0)
+            earlier = stats
+            stats = update_stats(stats, observed, estimate_lengths(observed), 0)
             fully = [(o.tokens / stats.mean_ema, o.censored) for o in observed]
             profile.observe(ratios(observed, earlier) if corrected else fully)
-    found, truth = profile.quantiles(4000), draw(world, np.random.default_rng(9), 400_000)
+    found = profile.quantiles(4000)
+    truth = draw(world, np.random.default_rng(9), 400_000)
     assert found is not None
     pairs = [(f(found), f(truth)) for f in (np.mean, lambda x: np.quantile(x, 0.9), lambda x: np.quantile(x, 0.99))]
-    return [100 * float(one / other - 1) for one, other in pairs]
+    return [100 * float(estimate / true - 1) for estimate, true in pairs]
 
 
 @pytest.mark.untraced
@@ -247,7 +253,7 @@ def test_without_stopping_mean_and_tail_are_right_although_the_means_are_estimat
         pytest.param("exponential", 6, [7, 7, 3], [0, -4, -14], marks=pytest.mark.nightly),
     ],
 )
-def test_where_most_are_stopped_the_errors_are_those_of_the_table(
+def test_the_errors_with_stopped_candidates_are_in_the_table(
     world: str, groups: int, expected: list[float], fully: list[float]
 ) -> None:
     assert errors(world, drawn=True, groups=groups) == pytest.approx(expected, abs=1.5)
@@ -258,9 +264,9 @@ def values(observed: list[Observation], earlier: PromptStats | None) -> list[flo
     return [ratio for ratio, _ in ratios(observed, earlier)]
 
 
-def test_the_ratio_by_hand() -> None:
+def test_ratios_computed_by_hand() -> None:
     group = [Observation(10), Observation(20), Observation(30)]
-    # Others of the first: two with a mean of 25. The variation is 10 / 20.
+    # The first candidate has two others with a mean of 25. The variation is 10 / 20.
     expected = [2.5 * x / (60 - x + x / 2) / (1 + 0.25 / 4) for x in (10, 20, 30)]
     assert values(group, None) == pytest.approx(expected)
     earlier = PromptStats(std_ema=10.0, mean_ema=20.0, groups=1, candidates=8, weight_version=None)
@@ -268,7 +274,7 @@ def test_the_ratio_by_hand() -> None:
     assert values(group, earlier) == pytest.approx(expected)
 
 
-def test_a_stopped_candidate_adds_to_the_tokens_of_the_mean_and_not_to_its_candidates() -> None:
+def test_a_stopped_candidate_adds_tokens_to_the_mean_but_no_candidate() -> None:
     group = [Observation(20), Observation(20), Observation(20, censored=True)]
     *_, (stopped, censored) = ratios(group)
     (finished, _), *_ = ratios(group)
@@ -278,20 +284,20 @@ def test_a_stopped_candidate_adds_to_the_tokens_of_the_mean_and_not_to_its_candi
     assert values(group, earlier)[0] == pytest.approx(1.0)
 
 
-def test_a_single_candidate_has_no_others_to_be_compared_with() -> None:
+def test_a_single_candidate_has_a_ratio_only_to_earlier_groups() -> None:
     assert ratios([Observation(20)]) == []
     earlier = PromptStats(std_ema=None, mean_ema=40.0, groups=1, candidates=1, weight_version=None)
     assert values([Observation(20)], earlier) == pytest.approx([1.5 * 20 / 50])
     assert len(values([Observation(0), Observation(20)], earlier)) == 1
 
 
-def test_groups_without_an_end_have_ratios_too() -> None:
+def test_groups_without_finished_candidates_have_ratios() -> None:
     group = [Observation(20, censored=True), Observation(30, censored=True)]
     assert all(ratio > 0 and censored for ratio, censored in ratios(group))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5, 40])
-def test_the_candidates_of_a_mean_are_those_of_its_groups_by_their_weights(groups: int) -> None:
+def test_the_candidates_of_a_mean_follow_from_the_weights_of_its_groups(groups: int) -> None:
     weights = [0.7 ** (groups - 1), *(0.3 * 0.7 ** (groups - 1 - k) for k in range(1, groups))]
     stats = PromptStats(std_ema=None, mean_ema=1.0, groups=groups, candidates=12 * groups, weight_version=None)
     assert sum(weights) == pytest.approx(1)

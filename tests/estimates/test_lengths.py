@@ -1,4 +1,4 @@
-"""Mean and spread of lengths of which many were stopped, and the statistics that are kept of them."""
+"""Mean and spread of lengths with stopped candidates, and the statistics of prompts and data set."""
 
 import json
 import math
@@ -69,28 +69,29 @@ def geometric(mean: float) -> Callable[[np.random.Generator, int], Lengths]:
 
 
 def two_modes(short: float, long: float, share: float) -> Callable[[np.random.Generator, int], Lengths]:
-    """Two narrow log-normal modes; ``share`` of the lengths are in the longer one."""
+    """Two narrow log-normal modes; ``share`` of the lengths are in the long mode."""
     modes = log_normal(short, 0.3), log_normal(long, 0.3)
     return lambda rng, n: np.where(rng.random(n) < share, modes[1](rng, n), modes[0](rng, n))
 
 
 def shortest(lengths: Lengths, _: np.random.Generator) -> list[Observation]:
-    """The 8 shortest finish, the others are stopped when they have as many tokens as the 8th."""
+    """The 8 shortest finish, and the others are stopped when they have as many tokens as the 8th."""
     bar = int(np.sort(lengths)[7])
     return [Observation(min(int(x), bar), censored=x > bar) for x in lengths]
 
 
 def sampled_tail(lengths: Lengths, rng: np.random.Generator) -> list[Observation]:
-    """The 7 shortest finish and one sampled from the others does; the others are stopped at the 7th."""
+    """The 7 shortest and one sampled candidate finish, and the others are stopped at the length of the 7th."""
     order = np.argsort(lengths, kind="stable")
-    bar, drawn = int(lengths[order[6]]), rng.choice(order[7:])
+    bar = int(lengths[order[6]])
+    drawn = rng.choice(order[7:])
     return [
         Observation(int(x)) if x <= bar or i == drawn else Observation(bar, censored=True)
         for i, x in enumerate(lengths)
     ]
 
 
-# Mean std over many groups of 12 and of 16, as a ratio to that of the same groups if none had been stopped.
+# Mean std over many groups of 12 and of 16, relative to the true mean std of these groups.
 NARROW, WIDE, HEAVY = log_normal(200, 0.3), log_normal(200, 0.5), log_normal(200, 0.8)
 GEOMETRIC, EVEN, UNEVEN = geometric(200), two_modes(150, 600, 0.5), two_modes(150, 450, 0.3)
 MOSTLY_LONG = two_modes(150, 600, 0.7)
@@ -124,7 +125,7 @@ def test_the_bias_of_the_std_is_what_the_docstring_says(
 
 @pytest.mark.untraced
 @pytest.mark.parametrize(("stop", "of_12", "of_16"), [(shortest, 1.51, 1.77), (sampled_tail, 1.19, 1.30)])
-def test_two_modes_come_out_too_wide_if_only_the_short_end_of_the_upper_shows(
+def test_two_modes_become_too_wide_if_only_the_short_end_of_the_long_mode_shows(
     stop: Stopping, of_12: float, of_16: float
 ) -> None:
     assert ratios(MOSTLY_LONG, stop, 12)[0] == pytest.approx(of_12, abs=0.06)
@@ -132,7 +133,7 @@ def test_two_modes_come_out_too_wide_if_only_the_short_end_of_the_upper_shows(
 
 
 def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, candidates: int) -> tuple[float, float]:
-    """Mean estimated std, and mean std of the finished ones alone, to that of the groups if none had been stopped."""
+    """Return the mean estimated std, and the mean std of finished candidates alone, relative to the true mean std."""
     rng = np.random.default_rng(candidates)
     groups = [draw(rng, candidates) for _ in range(ROUNDS)]
     whole = statistics.fmean(float(np.std(lengths, ddof=1)) for lengths in groups)
@@ -144,9 +145,7 @@ def ratios(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping, 
 @pytest.mark.untraced
 @pytest.mark.parametrize("draw", [WIDE, EVEN])
 @pytest.mark.parametrize("stop", [shortest, sampled_tail])
-def test_the_mean_is_not_biased_short_either(
-    draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping
-) -> None:
+def test_the_mean_is_not_biased(draw: Callable[[np.random.Generator, int], Lengths], stop: Stopping) -> None:
     rng = np.random.default_rng(2)
     groups = [draw(rng, 12) for _ in range(ROUNDS)]
     estimated = statistics.fmean(estimate_lengths(stop(lengths, rng)).mean for lengths in groups)
@@ -159,11 +158,11 @@ def known_std(observations: list[Observation]) -> float:
     return std
 
 
-# --- whatever happens -------------------------------------------------------
+# --- properties -------------------------------------------------------
 
 
 @given(OBSERVATIONS)
-def test_a_censored_length_counts_for_at_least_what_it_was_stopped_at(observations: list[Observation]) -> None:
+def test_a_censored_length_counts_at_least_where_it_was_stopped(observations: list[Observation]) -> None:
     guess = estimate_lengths(observations)
     assert guess.mean >= statistics.fmean(o.tokens for o in observations) * (1 - 1e-9)
     assert guess.mean < 100 * sum(o.tokens for o in observations)
@@ -174,7 +173,8 @@ def test_a_censored_length_counts_for_at_least_what_it_was_stopped_at(observatio
 @given(OBSERVATIONS, st.randoms())
 def test_the_order_of_the_candidates_does_not_matter(observations: list[Observation], random: Random) -> None:
     shuffled = random.sample(observations, len(observations))
-    once, again = estimate_lengths(observations), estimate_lengths(shuffled)
+    once = estimate_lengths(observations)
+    again = estimate_lengths(shuffled)
     assert once.mean == pytest.approx(again.mean)
     assert once.std == (None if again.std is None else pytest.approx(again.std, rel=1e-6, abs=1e-6))
 
@@ -192,19 +192,20 @@ def test_one_token_longer_gets_no_vote() -> None:
     assert just_before.mean == pytest.approx(at_the_bar.mean, rel=0.01)
 
 
-def test_a_longer_candidate_that_was_stopped_too_passes_its_votes_on() -> None:
+def test_a_longer_stopped_candidate_passes_on_its_votes() -> None:
     direct = estimate_lengths(ended(10, 20, 1000) + stopped(30, 30))
     chained = estimate_lengths(ended(10, 20, 1000) + stopped(30, 500))
     assert chained.mean > direct.mean
 
 
-def test_a_few_short_candidates_among_many_stopped_ones_give_a_bounded_estimate() -> None:
+def test_a_short_candidate_among_many_stopped_candidates_gives_a_limited_estimate() -> None:
     guess = estimate_lengths(ended(3) + stopped(*[256] * 15))
-    assert guess.mean == pytest.approx(3 + 15 * 256)  # one ending in as many tokens
+    # One end in as many tokens.
+    assert guess.mean == pytest.approx(3 + 15 * 256)
     assert estimate_lengths(ended(1) + stopped(*[1_000_000] * 100)).mean < 1.01 * 100_000_000
 
 
-def test_if_none_finished_the_longest_counts_as_finished() -> None:
+def test_if_no_candidate_finished_the_longest_counts_as_finished() -> None:
     assert estimate_lengths(stopped(5, 9, 9)) == estimate_lengths(ended(9) + stopped(5, 9))
 
 
@@ -218,7 +219,7 @@ def test_observations_without_any_token_are_refused(nothing: list[Observation]) 
         estimate_lengths(nothing)
 
 
-def test_a_completed_sample_has_every_candidates_weight_and_makes_stopped_ones_longer() -> None:
+def test_a_completed_sample_keeps_all_weights_and_makes_stopped_candidates_longer() -> None:
     observations = [Observation(10), Observation(20), Observation(60), Observation(20, censored=True)]
     pairs = complete_sample([*observations, Observation(0, censored=True)])
     assert sum(weight for weight, _ in pairs) == pytest.approx(4)
@@ -228,7 +229,7 @@ def test_a_completed_sample_has_every_candidates_weight_and_makes_stopped_ones_l
 
 
 @pytest.mark.parametrize("censored", [False, True])
-def test_a_sample_of_only_finished_or_only_censored_ones_is_unchanged(censored: bool) -> None:
+def test_a_sample_of_only_finished_or_only_censored_candidates_is_unchanged(censored: bool) -> None:
     observations = [Observation(tokens, censored=censored) for tokens in (3, 5)]
     assert complete_sample(observations) == [(1.0, 3.0), (1.0, 5.0)]
 
@@ -238,14 +239,15 @@ def test_a_sample_of_only_finished_or_only_censored_ones_is_unchanged(censored: 
 
 @pytest.mark.parametrize("tokens", [100, 300, 1_000, 10_000, 1_000_000])
 def test_a_candidate_in_the_far_tail_is_expected_to_finish_within_the_mean_wait(tokens: int) -> None:
-    """Beyond 30 standard deviations, where the normal's density and survival both underflow, too."""
+    """Density and survival of the normal underflow beyond 30 standard deviations."""
     first, second = FittedShape(mean=2.0, std=0.1, wait=5.0).moments_beyond(tokens)
     assert tokens < first <= tokens + 5
     assert first**2 <= second <= (tokens + 5) ** 2 + 5**2
 
 
 def test_one_candidate_far_beyond_all_others_widens_the_shape() -> None:
-    narrow, wide = FittedShape.fit([10] * 5, []), FittedShape.fit([10] * 5, [100_000])
+    narrow = FittedShape.fit([10] * 5, [])
+    wide = FittedShape.fit([10] * 5, [100_000])
     assert narrow.std < wide.std < math.inf
     assert narrow.mean < wide.mean < math.inf
 
@@ -266,7 +268,7 @@ def updated(stats: PromptStats | None, observations: list[Observation], version:
     return update_stats(stats, observations, estimate_lengths(observations), version, **seen)
 
 
-def test_the_first_group_counts_fully_and_later_ones_are_averaged() -> None:
+def test_the_first_group_counts_fully_and_later_groups_are_averaged() -> None:
     first = updated(None, ended(10, 20), 1)
     assert first == PromptStats(math.sqrt(50), 15, 1, 2, 1, lengths="10 20")
     second = updated(first, ended(30, 30, 30), 4)
@@ -281,7 +283,7 @@ def test_a_group_of_one_does_not_change_the_std() -> None:
     assert updated(second, ended(99)).std_ema == second.std_ema
 
 
-def test_the_lengths_of_the_last_group_are_kept_as_they_were_seen() -> None:
+def test_the_lengths_of_the_last_group_are_kept() -> None:
     observed = ended(40, 96) + stopped(96, 31, 0)
     first = updated(None, observed, max_tokens=96, prompt_tokens=7)
     assert (first.max_tokens, first.prompt_tokens, first.lengths) == (96, 7, "40 96 96+ 31+")
@@ -289,11 +291,12 @@ def test_the_lengths_of_the_last_group_are_kept_as_they_were_seen() -> None:
     assert [first.is_truncated(o) for o in first.observations] == [False, False, True, False]
     second = updated(first, ended(5))
     assert (second.max_tokens, second.prompt_tokens, second.lengths) == (None, 7, "5")
+    assert updated(second, ended(5), prompt_tokens=9).prompt_tokens == 9
     many = updated(None, ended(*[3] * 2 * KEPT_LENGTHS))
     assert len(many.observations) == KEPT_LENGTHS
 
 
-def test_statistics_of_an_earlier_version_have_seen_nothing() -> None:
+def test_statistics_of_an_earlier_version_have_no_observations() -> None:
     stats = PromptStats(std_ema=1.0, mean_ema=2.0, groups=3, candidates=8, weight_version=None)
     assert (stats.max_tokens, stats.prompt_tokens, stats.observations) == (None, None, [])
 
@@ -311,7 +314,7 @@ def test_statistics_of_an_earlier_version_have_seen_nothing() -> None:
         ({"prompt_tokens": 1.5}, "prompt_tokens must be a whole number in"),
     ],
 )
-def test_lengths_that_cannot_have_been_seen_are_rejected(wrong: dict[str, Any], message: str) -> None:
+def test_impossible_lengths_are_rejected(wrong: dict[str, Any], message: str) -> None:
     right = {"std_ema": 1.0, "mean_ema": 2.0, "groups": 3, "candidates": 8, "weight_version": None}
     with pytest.raises(ValueError, match=message):
         PromptStats(**(right | wrong))
@@ -330,7 +333,7 @@ def test_the_data_set_averages_stds_over_ten_steps_and_takes_the_last_mean() -> 
     assert stats.steps == 15
 
 
-def test_a_step_without_stds_keeps_the_window_and_an_empty_one_changes_nothing() -> None:
+def test_a_step_without_stds_keeps_the_window_and_an_empty_step_changes_nothing() -> None:
     stats = DatasetStats().with_step([LengthEstimate(10, 3)])
     assert stats.with_step([]) is stats
     assert stats.with_step([LengthEstimate(20, None)]) == DatasetStats((3,), 20, 2)

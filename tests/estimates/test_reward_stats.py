@@ -29,7 +29,7 @@ def of(lengths: list[int]) -> MeanLength:
 
 
 @given(st.lists(LENGTHS, max_size=6))
-def test_mean_lengths_of_parts_add_up_to_that_of_the_whole(parts: list[list[int]]) -> None:
+def test_mean_lengths_of_parts_add_up_to_the_mean_length_of_the_whole(parts: list[list[int]]) -> None:
     whole = [length for part in parts for length in part]
     merged = sum(map(of, parts), MeanLength())
     assert merged.count == len(whole)
@@ -38,7 +38,7 @@ def test_mean_lengths_of_parts_add_up_to_that_of_the_whole(parts: list[list[int]
 
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 9)), min_size=2, max_size=30))
-def test_a_whole_weight_counts_as_so_many_lengths(lengths: list[tuple[int, int]]) -> None:
+def test_a_whole_weight_counts_as_that_number_of_lengths(lengths: list[tuple[int, int]]) -> None:
     weighted = sum((single_length(tokens, float(weight)) for tokens, weight in lengths), MeanLength())
     repeated = of([tokens for tokens, weight in lengths for _ in range(weight)])
     assert weighted.count == len(lengths)
@@ -56,7 +56,7 @@ def test_a_whole_weight_counts_as_so_many_lengths(lengths: list[tuple[int, int]]
         ([9] * MIN_TRAJECTORIES, [5] * MIN_TRAJECTORIES, 4),
     ],
 )
-def test_long_answers_are_worth_their_tokens_if_right_ones_are_longer(
+def test_long_answers_are_worth_their_tokens_if_right_answers_are_longer(
     right: list[int], wrong: list[int], difference: float | None
 ) -> None:
     assert RewardStats(of(right), of(wrong)).difference == difference

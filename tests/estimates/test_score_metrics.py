@@ -38,7 +38,7 @@ def test_the_calibration_error_is_the_mean_gap_of_the_bins(labels: list[tuple[fl
     held: dict[int, list[tuple[float, float, int]]] = {}
     for s, y, w in labels:
         held.setdefault(min(bins - 1, math.floor(s * bins)), []).append((s, y, w))
-    gaps = [abs(sum(w * (s - y) for s, y, w in one)) for one in held.values()]
+    gaps = [abs(sum(w * (s - y) for s, y, w in labels_of_bin)) for labels_of_bin in held.values()]
     mass = sum(w for _, _, w in labels)
     assert calibration_error(*columns(labels)) == (pytest.approx(sum(gaps) / mass) if mass else None)
 
@@ -54,10 +54,18 @@ def columns(labels: list[tuple[float, float, int]]) -> tuple[list[float], list[f
     return [s for s, _, _ in labels], [y for _, y, _ in labels], [float(w) for _, _, w in labels]
 
 
-def test_survivors_are_weighted_for_the_pruned_ones() -> None:
-    """Two in three correct ones and all wrong ones survive: weighted, the Brier score is that of all."""
+def test_weights_are_one_by_default() -> None:
+    scores = [0.2, 0.9, 0.6]
+    targets = [0.0, 1.0, 1.0]
+    for metric in (auc, brier_score, calibration_error):
+        assert metric(scores, targets) == metric(scores, targets, [1.0] * 3)
+
+
+def test_survivors_are_weighted_for_pruned_trajectories() -> None:
+    """Two in three right and all wrong trajectories survive. With weights, the Brier score is the score of all."""
     labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
-    plain, corrected = evaluate(labels, 1.0), evaluate(labels)
+    plain = evaluate(labels, 1.0)
+    corrected = evaluate(labels)
     assert (plain.labels, plain.auc) == (5, 0.0)
     assert plain.brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)
     assert corrected.brier == pytest.approx((3 * 0.25 + 3 * 0.36) / 6)

@@ -57,7 +57,7 @@ def test_the_loss_weighs_every_token_with_the_advantage_of_its_trajectory() -> N
     assert logprobs.grad.tolist() == [[-2.0, -1.0, -2.0], [4.0, 4.0, 4.0]]
 
 
-def test_stale_tokens_count_by_how_likely_they_are_now_up_to_a_bound() -> None:
+def test_stale_tokens_have_their_importance_ratio_up_to_a_maximum() -> None:
     now = torch.tensor([[0.0, -1.0, -2.0, -0.5, -3.0], [-1.0, -2.0, 0.0, 0.0, 0.0]])
     resumed = Trained([7, 8, 20, 21, 22, 1], 2, [-2.0, -1.5, -9.0, -9.0], 1.0, stale=2)
     fresh = Trained([7, 20, 1], 1, [-9.0, -9.0], 1.0)
@@ -66,7 +66,7 @@ def test_stale_tokens_count_by_how_likely_they_are_now_up_to_a_bound() -> None:
     assert ratios[1].tolist() == [1.0] * 5
 
 
-def test_stale_tokens_are_trained_on_with_their_ratio_and_are_no_sign_of_other_weights(learner: Learner) -> None:
+def test_stale_tokens_are_trained_on_with_their_ratio_and_do_not_count_in_the_gap(learner: Learner) -> None:
     one = sample("7a-5b*4>", "#3")
     halved = trained(learner, one, 1.0, off_by=math.log(2))
     stale = Learner(MODEL).update([replace(halved, stale=len(halved.logprobs))])
@@ -77,7 +77,7 @@ def test_stale_tokens_are_trained_on_with_their_ratio_and_are_no_sign_of_other_w
         learner.update([replace(halved, stale=len(halved.logprobs) - 1)])
 
 
-def test_a_step_raises_the_probability_of_positive_advantages_and_lowers_that_of_negative_ones(
+def test_a_step_raises_the_probability_of_tokens_with_positive_advantages_and_lowers_it_with_negative_advantages(
     learner: Learner,
 ) -> None:
     good, bad = sample("7a-5b*4>", "a-5=2b*4=8#8"), sample("7a-5b*4>", "#3")

@@ -55,7 +55,7 @@ def test_a_replayed_stream_is_no_faster_than_recorded_and_gives_the_same_logprob
     assert replayed.sequential == 0.02 * (len(EVENTS) - 1) + replayed.sequential_tail
 
 
-def test_prompts_are_forwarded_before_the_first_event_comes(trainer: Trainer) -> None:
+def test_prompts_are_forwarded_before_the_first_event(trainer: Trainer) -> None:
     overlap, waiting = Overlap(trainer.model), []
     overlap.add_prompt(0, tokens(0, 9))
 

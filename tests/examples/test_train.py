@@ -42,7 +42,7 @@ def evaluation(right: float) -> HeldOut:
     return HeldOut(8, right, 0.02, 31.0, 88.0, 7.0, 0.0, {"easy": [right], "hard": [right]})
 
 
-def test_a_truncated_trajectory_is_trained_on_with_all_its_tokens_as_a_wrong_one() -> None:
+def test_a_truncated_trajectory_is_trained_on_as_a_wrong_answer_with_all_its_tokens() -> None:
     answers = [answer(RIGHT), answer(RIGHT), answer("a-5=2", length=48, truncated=True)]
     rewards = [[train.score(PROBLEM, each) for each in answers]]
     batch = train.graded(
@@ -82,7 +82,7 @@ def test_a_penalty_changes_advantages_and_not_the_rewards_that_are_reported() ->
 
 
 def weighted(truncated_long: bool) -> Group:
-    """Two shortest and one sampled of three others, right and wrong."""
+    """A group of the two shortest and a sample of three others, with correct and wrong answers."""
     trajectories = [
         replace(answer(RIGHT, 3), weight=1.0, selected_as="short"),
         replace(answer("#", 4), weight=1.0, selected_as="short"),
@@ -101,7 +101,7 @@ def test_unbiased_advantages_follow_weights_and_have_one_scale_for_the_whole_ste
     assert [each.advantage for each in batch] == pytest.approx([value / scale for value in expected])
 
 
-def test_tokens_of_other_weights_than_those_served_are_stale() -> None:
+def test_tokens_of_other_weights_than_the_served_weights_are_stale() -> None:
     resumed = replace(answer("#", 5), version_spans=((6, 2), (7, 3)))
     groups = [group(resumed, replace(answer("#", 4), version_spans=((6, 4),))), group(replace(resumed))]
     shaped = Rollouts(groups, generated=14, decode_steps=4)

@@ -1,4 +1,4 @@
-"""The training loop on a scripted server: which prompts each step is trained on, and what is kept between steps."""
+"""The training loop on a scripted server: the prompts of each step, and the state between steps."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ def server() -> Iterator[RunningServer]:
 
 
 class Weights:
-    """The weights of a scripted engine: a version."""
+    """The weights of a scripted engine, which are only a version."""
 
     def __init__(self, server: RunningServer) -> None:
         self._engine = server.engine
@@ -46,7 +46,7 @@ class Weights:
 
 
 class FakeLearner:
-    """Keeps what it was trained on, and the version that the server had meanwhile."""
+    """Records its training batches, and the server's version at that time."""
 
     def __init__(self, server: RunningServer) -> None:
         self._engine = server.engine
@@ -62,7 +62,7 @@ class FakeLearner:
         return Update(0.0, 0.0, 0.0)
 
     def prompts(self) -> list[Counter[tuple[int, ...]]]:
-        """How often each prompt was trained on in each step; a group counts once."""
+        """Number of groups of each prompt in each step."""
         steps = [Counter(tuple(each.tokens[: each.prompt_length]) for each in batch) for batch in self.batches]
         return [Counter({prompt: count // RECIPE.group_size for prompt, count in step.items()}) for step in steps]
 
@@ -103,12 +103,12 @@ def test_each_prompt_that_was_drawn_is_trained_on_once_or_still_left(server: Run
     assert any(shares) == (carry == "resume")
 
 
-def test_a_long_round_trains_on_the_prompts_that_were_left_over_and_no_other_batch_has_them(
+def test_a_long_round_trains_on_the_unfinished_prompts_and_no_other_batch_has_them(
     server: RunningServer,
 ) -> None:
     progress = Progress()
     learner, _ = run(server, Method("off", started=STARTED, long_rounds=True), progress)
-    # Each batch of six new prompts leaves two over, so each third one is of prompts of the two before.
+    # Each batch of six new prompts leaves two unfinished, so each third batch has the prompts of the two before.
     steps = learner.prompts()
     assert [sum(step.values()) for step in steps] == [4] * 6
     assert progress.drawn == 4 * 6
@@ -121,7 +121,7 @@ def test_a_long_round_trains_on_the_prompts_that_were_left_over_and_no_other_bat
     assert sorted(trained.values()) == sorted([epochs] * (RECIPE.pool - rest) + [epochs + 1] * rest)
 
 
-def test_what_was_resumed_is_trained_on_as_stale_tokens_with_the_logprobs_that_sampled_them(
+def test_resumed_tokens_are_trained_on_as_stale_tokens_with_the_logprobs_that_sampled_them(
     server: RunningServer,
 ) -> None:
     learner, _ = run(server, Method("off", started=STARTED, carry="resume"))
@@ -144,7 +144,7 @@ def test_staleness_1_trains_on_every_prompt_in_order_one_update_late(server: Run
     assert shares == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
-def test_a_run_with_staleness_that_is_interrupted_goes_on_with_the_prompts_that_it_was_not_trained_on(
+def test_an_interrupted_run_with_staleness_continues_with_the_untrained_prompts(
     server: RunningServer,
 ) -> None:
     progress, method = Progress(), Method("off", staleness=1)

@@ -12,7 +12,7 @@ from tests.group.oracle import Rule
 from tests.group.world import Case, Ending, Peek, Score, Truth
 
 thoroughly = settings(max_examples=3 * settings().max_examples)
-"""For the properties in which a mistake hides best."""
+"""For properties that few examples violate."""
 
 WITHOUT_FAILURES = [Ending.STOP, Ending.STOP, Ending.STOP, Ending.LENGTH]
 MANY_TRUNCATED = [Ending.LENGTH] * 4
@@ -58,9 +58,10 @@ def cases(
     max_replacements: int = 0,
     cut: bool = False,
 ) -> Case:
-    """``most``: the greatest number of candidates at first; ``surplus``: at least so many more than the size.
+    """Create cases.
 
-    ``cut``: set limits on the way.
+    ``most``: largest number of candidates at first. ``surplus``: smallest number of candidates beyond the size.
+    ``cut``: whether deadlines are set while candidates run.
     """
     rule = draw(of)
     candidates = draw(st.integers(rule.size + surplus, max(rule.size + surplus, most)))
@@ -89,7 +90,7 @@ def cases(
 
 @st.composite
 def scored(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
-    """Cases whose candidates are scored on their way, so that some of them are pruned; without a bound."""
+    """Cases whose candidates are scored while they run, so that some are pruned. They have no bound."""
     case = draw(of)
     count = len(case.truths)
     return replace(

@@ -1,6 +1,6 @@
-"""What the selection rules mean, by counting over known fates; slow, and shares no code with the rules.
+"""The definition of the selection rules, by counting over known fates. It is slow, and shares no code with the rules.
 
-The rule objects serve as data only: which rule, and how many places.
+Rule objects serve as data only: which rule, and how many places.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,10 +15,7 @@ from darts_server.types import SelectedAs
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How a candidate truly ends.
-
-    ``valid``: at a stop token, not at the length limit.
-    """
+    """The true end of a candidate. ``valid``: at a stop token, and not at the length limit."""
 
     length: int
     valid: bool
@@ -30,7 +27,7 @@ Rule = InOrder | DualEnd | SampledTail | CutTail | AllSurvivors | SampledSurvivo
 
 
 def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, SelectedAs]:
-    """The group that ``rule`` makes of candidates that all ended, none being cut."""
+    """Return the selection by ``rule`` if all candidates ended and none was cut."""
     match rule:
         case InOrder(size):
             return _first_by_index(fates, size)
@@ -58,7 +55,7 @@ def is_bounded(rule: Rule) -> bool:
 
 
 def bounded(rule: Rule, fates: Fates, bound: int | None, kept: Collection[int] = ()) -> Fates:
-    """The fates if ``bound`` had been everyone's length limit, but for those that are ``kept``."""
+    """Return the fates if ``bound`` had been the length limit of all candidates that are not ``kept``."""
     if bound is None or not is_bounded(rule):
         return fates
     return {
@@ -68,7 +65,7 @@ def bounded(rule: Rule, fates: Fates, bound: int | None, kept: Collection[int] =
 
 
 def cut_lengths(rule: Rule, fates: Fates, limit: int | None, bound: int | None = None) -> dict[int, int]:
-    """Who is cut, and at which length, under a limit and a bound that were there from the beginning."""
+    """Return the cut candidates with their lengths, if ``limit`` and ``bound`` were set from the beginning."""
     if not isinstance(rule, CutTail) or limit is None:
         return {}
     ends = (end for end in (deadline(fates, rule.completion_place, limit), bound) if end is not None)
@@ -80,7 +77,7 @@ def cut_lengths(rule: Rule, fates: Fates, limit: int | None, bound: int | None =
 
 
 def deadline(fates: Fates, size: int, limit: int | None) -> int | None:
-    """The limit or the length of the valid candidate that has exactly M - 1 before it, whichever is more."""
+    """Return the limit or the length of the M-th shortest valid candidate, whichever is more."""
     if limit is None:
         return None
     lasts = [fate.length for i, fate in fates.items() if fate.valid and _valid_before(i, fates) == size - 1]
@@ -101,7 +98,7 @@ def _both_ends(fates: Fates, short: int, longest: int) -> dict[int, SelectedAs]:
 
 
 def _valid_first(fates: Fates, *, short: int, size: int) -> dict[int, SelectedAs]:
-    """The first ``size`` valid ones, those after the first ``short`` of them as long; then invalid ones as fill."""
+    """Return the first ``size`` valid candidates, the first ``short`` of them as short, then invalid ones as fill."""
     left = size - _valid(fates)
     ends = {}
     for i, fate in fates.items():
@@ -127,19 +124,19 @@ def _precedes(j: int, i: int, fates: Fates) -> bool:
 # --- futures ----------------------------------------------------------------
 
 Known = tuple[tuple[int, Fate], ...]
-"""Fates of those that ended."""
+"""Fates of the candidates that ended."""
 Open = tuple[tuple[int, int, float], ...]
-"""Index, number of tokens generated for sure, and draw of those that did not."""
+"""Index, smallest number of tokens, and draw of each running candidate."""
 
 
 @cache
 def possible(
     rule: Rule, known: Known, running: Open, limit: int | None = None, bound: int | None = None
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Who is in the group in some future, and who in all of them.
+    """Return the candidates that are in the group in some future, and the candidates that are in it in all futures.
 
-    In a future each open candidate finishes with at least one more token than it has. With ``InOrder`` it may
-    drop out instead: lengths do not matter to that rule, so its surplus candidates only run as cover for the others.
+    In a future each running candidate finishes with at least one more token. With ``InOrder`` it may fail instead,
+    because its surplus candidates run only to replace failed candidates.
     """
     some: set[int] = set()
     everyone = frozenset(i for i, _ in known) | {i for i, _, _ in running}

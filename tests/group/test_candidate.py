@@ -1,4 +1,4 @@
-"""Which moves a candidate may make, and what it keeps of them."""
+"""The moves that a candidate may make, and the values that it keeps."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def candidate(state: State = State.RUNNING, tokens: int = 3) -> Candidate:
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
 @pytest.mark.parametrize("state", State)
-def test_a_move_leads_where_the_table_says_or_is_refused(state: State, event: CandidateEvent) -> None:
+def test_a_move_follows_the_table_or_is_refused(state: State, event: CandidateEvent) -> None:
     c = candidate(state)
     before = repr(c)
     following = LEGAL[state].get(type(event))
@@ -105,7 +105,7 @@ def test_a_failed_candidate_is_discarded_as_failed_or_aborted(
     assert (c.state, c.reason, c.alive, c.running) == (State.DISCARDED, reason, False, False)
 
 
-def test_a_cut_keeps_the_first_tokens_as_if_they_had_been_the_limit() -> None:
+def test_a_cut_keeps_the_first_tokens_like_a_length_limit() -> None:
     c = candidate(tokens=8)
     c.cut_at(5)
     assert (c.state, c.tokens, c.finish_reason, c.cut) == (State.FINISHED, 5, FinishReason.LENGTH, True)

@@ -1,4 +1,4 @@
-"""Single steps of a group: what it decides on which event, and what it refuses."""
+"""Single steps of a group: its decisions on events, and the events that it refuses."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def unopened(*, draws: tuple[float, ...] = (), replacements: int | None = 0, ear
 def opened(
     rule: SelectionRule, candidates: int, *, draws: tuple[float, ...] = (), replacements: int = 0, early: bool = False
 ) -> Group:
-    """A group all of whose first candidates run."""
+    """Return an open group whose candidates all run."""
     group = unopened(draws=draws, replacements=replacements, early=early)
     assert group.open(rule, candidates) == [Start(tuple(range(candidates)))]
     group.handle(*(Started(i) for i in range(candidates)))
@@ -43,7 +43,7 @@ def opened(
 
 
 def unopened_with(candidates: int, *, replacements: int | None = 0) -> Group:
-    """A group that is not open yet, with so many that run."""
+    """Return a group that is not open yet, with running candidates."""
     group = unopened(replacements=replacements)
     for i in range(candidates):
         assert group.add_candidate() == [Start((i,))]
@@ -75,7 +75,7 @@ def test_fewer_candidates_than_the_size_are_refused() -> None:
     assert (group.is_open, group.rule) == (True, DualEnd(3))
 
 
-def test_a_group_opens_once_and_takes_no_more_candidates() -> None:
+def test_an_open_group_takes_no_more_candidates() -> None:
     group = opened(DualEnd(1), 1)
     with pytest.raises(IllegalMove, match="open already"):
         group.open(DualEnd(1), 1)
@@ -135,7 +135,8 @@ def test_failures_before_the_opening_do_not_count_as_replacements() -> None:
 
 
 def test_a_failure_that_is_not_retryable_ends_a_group_that_is_not_open() -> None:
-    group, error = unopened_with(2), RuntimeError("the engine is dead")
+    group = unopened_with(2)
+    error = RuntimeError("the engine is dead")
     assert group.handle(Failed(0, error, retryable=False)) == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
     assert group.outcome is Outcome.FAILED
     assert reasons(group) == [DiscardReason.FAILED, DiscardReason.CANCELLED]
@@ -143,7 +144,7 @@ def test_a_failure_that_is_not_retryable_ends_a_group_that_is_not_open() -> None
     assert group.open(DualEnd(2), 2) == []
 
 
-def test_a_group_may_lose_all_that_it_returns_three_times_by_default() -> None:
+def test_a_group_may_lose_as_many_candidates_as_it_returns_three_times_by_default() -> None:
     group = unopened_with(1, replacements=None)
     assert group.open(DualEnd(2), 2) == [Start((1,))]
     for first in (0, 2, 4):
@@ -151,7 +152,7 @@ def test_a_group_may_lose_all_that_it_returns_three_times_by_default() -> None:
     assert isinstance(group.handle(Lost(6))[-1], GiveUp)
 
 
-def test_a_candidate_that_its_caller_aborts_is_replaced_if_the_group_needs_it_and_does_not_count() -> None:
+def test_a_candidate_that_its_caller_aborts_is_replaced_and_is_no_loss_of_the_engine() -> None:
     group = opened(DualEnd(2), 3, replacements=1)
     assert group.handle(Lost(0, by_caller=True)) == []
     assert group.handle(Lost(1, by_caller=True)) == [Start((3,))]
@@ -161,7 +162,7 @@ def test_a_candidate_that_its_caller_aborts_is_replaced_if_the_group_needs_it_an
     assert selection_weights(group) == {2: 1.0, 3: 1.0}
 
 
-def test_a_decided_group_is_what_was_delivered() -> None:
+def test_a_decided_group_has_the_delivered_trajectories() -> None:
     group = opened(InOrder(3), 3, early=True)
     assert group.handle(stop(1, 5)) == [Deliver(1)]
     assert group.end_decided() == [Stop(0, DiscardReason.DECIDED), Stop(2, DiscardReason.DECIDED)]
@@ -170,7 +171,7 @@ def test_a_decided_group_is_what_was_delivered() -> None:
     assert group.end_decided() == []
 
 
-def test_a_group_that_is_carried_over_stops_and_gives_that_reason_for_all_but_failed_candidates() -> None:
+def test_a_carried_group_discards_all_but_failed_candidates_as_carried() -> None:
     group = opened(DualEnd(1), 4, replacements=4)
     group.handle(Failed(0, RuntimeError(), retryable=True), Progress(1, 9))
     group.restart()
@@ -178,7 +179,9 @@ def test_a_group_that_is_carried_over_stops_and_gives_that_reason_for_all_but_fa
     group.handle(Started(4), Started(5), Lost(5))
     assert {stopped.index for stopped in group.carry() if isinstance(stopped, Stop)} == {4, 6, 7}
     assert group.outcome is Outcome.CANCELLED
-    carried, failed, restarted = DiscardReason.CARRIED, DiscardReason.FAILED, DiscardReason.RESTARTED
+    carried = DiscardReason.CARRIED
+    failed = DiscardReason.FAILED
+    restarted = DiscardReason.RESTARTED
     assert reasons(group) == [failed, restarted, restarted, restarted, carried, failed, carried, carried]
     assert group.carry() == []
 
@@ -190,13 +193,14 @@ def test_an_event_of_an_unknown_candidate_is_refused(index: int) -> None:
 
 
 def test_a_failure_before_an_illegal_event_counts_at_the_next_call() -> None:
-    group, error = opened(DualEnd(2), 2), RuntimeError()
+    group = opened(DualEnd(2), 2)
+    error = RuntimeError()
     with pytest.raises(IllegalMove):
         group.handle(Failed(0, error), Started(1))
     assert group.handle() == [Stop(1, DiscardReason.CANCELLED), GiveUp(error)]
 
 
-def test_the_shortest_complete_as_soon_as_the_others_are_longer() -> None:
+def test_the_group_is_complete_as_soon_as_the_other_candidates_are_longer() -> None:
     group = opened(DualEnd(2), 4)
     assert group.handle(stop(3, 2)) == []
     assert group.handle(stop(1, 5)) == []
@@ -227,7 +231,8 @@ def test_failures_are_replaced_until_the_replacements_are_used_up() -> None:
 
 
 def test_giving_up_does_not_report_a_candidate_that_the_group_stopped() -> None:
-    group, error = opened(SampledTail(1, 1), 3, draws=(0.9, 0.8, 0.1)), RuntimeError("no memory")
+    group = opened(SampledTail(1, 1), 3, draws=(0.9, 0.8, 0.1))
+    error = RuntimeError("no memory")
     assert group.handle(stop(0, 2), Progress(1, 2), Progress(2, 2)) == [Stop(1, DiscardReason.TAIL_PRUNED)]
     assert group.handle(Failed(2, error), Lost(1)) == [GiveUp(error)]
 
@@ -239,7 +244,7 @@ def test_no_candidate_is_started_after_a_failure_that_is_not_retryable() -> None
 
 
 @pytest.mark.parametrize(("by_caller", "who"), [(True, "caller"), (False, "engine")])
-def test_giving_up_after_an_abort_names_who_aborted_which_candidate(by_caller: bool, who: str) -> None:
+def test_the_error_after_an_abort_names_the_candidate_and_who_aborted_it(by_caller: bool, who: str) -> None:
     [gave_up] = opened(DualEnd(1), 1).handle(Lost(0, by_caller))
     assert isinstance(gave_up, GiveUp)
     assert isinstance(gave_up.error, GroupAborted)  # a 503: nothing is wrong with the request
@@ -262,7 +267,7 @@ def test_a_running_tail_is_cut_when_it_reaches_the_deadline() -> None:
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
 
 
-def test_a_tail_that_finished_beyond_the_bound_is_cut_there_at_once() -> None:
+def test_a_tail_that_finished_beyond_the_bound_is_cut_at_once() -> None:
     group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
     assert group.handle(DeadlineSet(3, 6), stop(1, 9)) == [Cut(1, 6)]
     assert group.handle(stop(0, 2), stop(2, 4)) == [
@@ -271,7 +276,7 @@ def test_a_tail_that_finished_beyond_the_bound_is_cut_there_at_once() -> None:
     ]
 
 
-def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
+def test_a_delivered_tail_is_not_cut() -> None:
     group = opened(CutTail(1, 2), 5, draws=(0.9, 0.1, 0.2, 0.8, 0.7), early=True)
     assert group.handle(stop(0, 2), stop(1, 9)) == [Deliver(1)]
     assert group.handle(DeadlineSet(5), Progress(2, 4), stop(3, 3), stop(4, 4)) == [Deliver(0)]
@@ -284,7 +289,7 @@ def test_a_tail_that_was_delivered_whole_is_not_cut() -> None:
 # --- cancelling -------------------------------------------------------------
 
 
-def test_a_cancelled_group_stops_what_runs_and_discards_all() -> None:
+def test_a_cancelled_group_stops_running_candidates_and_discards_all() -> None:
     group = opened(DualEnd(2), 3)
     group.handle(stop(0, 2), Lost(1))
     assert group.cancel() == [Stop(2, DiscardReason.CANCELLED)]

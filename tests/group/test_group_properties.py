@@ -1,4 +1,4 @@
-"""What holds for every group, in worlds that try everything an engine can do; against brute force."""
+"""Properties of every group, in worlds that try everything an engine can do, against brute force."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def is_small(case: Case) -> bool:
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES))
-def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
+def test_the_rule_selects_from_the_true_lengths(case: Case) -> None:
     world = case.world().run()
     assert world.selection == chosen(case.rule, world.fates())
     assert_ended_well(case, world)
@@ -57,7 +57,7 @@ def test_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) ->
 
 @thoroughly
 @given(cases(WITHOUT_FAILURES, of=WITH_DEADLINE, surplus=2, cut=True))
-def test_with_a_deadline_the_group_is_what_the_rule_selects_from_the_true_lengths(case: Case) -> None:
+def test_with_a_deadline_the_rule_selects_from_the_true_lengths(case: Case) -> None:
     world = case.world().run()
     assert_exact(case, world, world.fates())
     assert_ended_well(case, world)
@@ -76,13 +76,14 @@ def test_with_a_deadline_set_at_the_start_the_group_does_not_depend_on_timing(
     case: Case, other: Case, limit: int
 ) -> None:
     case = replace(case, limits={0: limit})
-    here, there = case.world().run(), at_another_time(case, other).world().run()
+    here = case.world().run()
+    there = at_another_time(case, other).world().run()
     assert (here.selection, here.cuts) == (there.selection, there.cuts)
     event("cut" if here.cuts else "not cut")
 
 
 def at_another_time(case: Case, other: Case) -> Case:
-    """The same truths, started, run and reported as in ``other``."""
+    """Return the same truths, started, run and reported as in ``other``."""
     truths = zip(case.truths, [*other.truths, *case.truths], strict=False)
     return replace(
         case,
@@ -109,7 +110,7 @@ def test_with_failures_the_rule_selects_from_the_remaining_candidates(case: Case
 
 
 def assert_exact(case: Case, world: World, fates: Fates) -> None:
-    """The group is the rule's choice. A cut candidate counts as truncated there, but is as long as the tail is."""
+    """Assert that the group is the rule's choice, where a cut candidate counts as truncated."""
     group = chosen(case.rule, fates, world.limit)
     cuts = {
         i: end for i, end in cut_lengths(case.rule, fates, world.limit, world.bound).items() if i not in world.whole
@@ -146,7 +147,7 @@ def test_with_a_deadline_no_candidate_is_stopped_that_some_future_selects(case: 
 
 @given(cases([Ending.STOP], most=5, max_length=5).filter(is_small))
 def test_a_trajectory_is_delivered_when_every_future_selects_it_and_not_before(case: Case) -> None:
-    """With a tail other than the longest some are delivered later than that; never sooner."""
+    """With a sampled tail some trajectories are delivered later, and never earlier."""
     world = replace(case, early=True, peek=Peek.EVERYTHING).world()
     for _ in world.moments():
         if world.selection is None and world.group.is_open:
@@ -165,7 +166,7 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
 
 @thoroughly
 @given(cases(WITH_THE_END_OF_THE_ENGINE, of=RULES, max_replacements=3), st.booleans())
-def test_reports_at_the_checks_alone_give_the_same_decisions(case: Case, cut: bool) -> None:
+def test_reports_only_at_the_checks_give_the_same_decisions(case: Case, cut: bool) -> None:
     case = replace(case, at_once=True, limits={2: 4} if cut else {})
     checked = replace(case, peek=Peek.CHECKS).world().run()
     all_reported = replace(case, peek=Peek.EVERYTHING).world().run()
@@ -173,7 +174,7 @@ def test_reports_at_the_checks_alone_give_the_same_decisions(case: Case, cut: bo
 
 
 def sights(world: World) -> object:
-    """Without deliveries of the last step: whether one comes before completion depends on how events are split up."""
+    """Leave out deliveries of the last step: whether they precede completion depends on how events are split up."""
     delivered = {i: step for i, step in world.delivered.items() if step < world.step}
     stopped = {i: (stop.step, stop.tokens, stop.reason) for i, stop in world.stopped.items()}
     return stopped, world.cuts, delivered, world.step, world.selection
@@ -248,7 +249,7 @@ def assert_given_up(case: Case, world: World) -> None:
 
 
 def assert_delivered_stay(case: Case, world: World) -> None:
-    """In a group that has none in the end, they count as what they are of those that finished."""
+    """Assert that delivered trajectories of an incomplete group are selected as among the finished candidates."""
     ends = chosen(case.rule, world.finished, world.limit) | dict.fromkeys(world.cuts, SelectedAs.LONG)
     selected = {c.index: c.selected_as for c in world.group.candidates if c.state is State.SELECTED}
     assert selected == {i: ends[i] for i in world.delivered}
@@ -303,27 +304,28 @@ def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> Non
         assert (candidate.tokens, candidate.finish_reason) == (tokens, FinishReason.LENGTH)
         if tokens != world.bound:
             assert candidate.selected_as is SelectedAs.LONG
-        else:  # cut at the bound before it was known to be in the group
+        else:
+            # It was cut at the bound before it was known to be in the group.
             assert candidate.selected_as is SelectedAs.LONG or candidate.reason is DiscardReason.TRUNCATED
 
 
 @thoroughly
 @given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_replacements=6), st.integers(1, 6), st.integers(0, 4))
-def test_no_candidate_runs_on_beyond_the_bound(case: Case, limit: int, slack: int) -> None:
+def test_no_candidate_runs_beyond_the_bound(case: Case, limit: int, slack: int) -> None:
     assume(is_bounded(case.rule))
     world = replace(case, peek=Peek.CHECKS, limits={0: limit}, slack=slack).world().run()
     for i, run in enumerate(world.runs):
-        # Until the group is open nothing is decided about its candidates.
+        # Nothing is decided before the group is open.
         most = max(limit + slack + run.truth.speed - 1, world.at_opening.get(i, 0))
         assert run.tokens <= most or run.born == world.step
         candidate = world.group.candidates[i]
         assert candidate.tokens <= limit + slack or candidate.selected_as is None or i in world.finished_before
     everyone = [c for c in world.group.candidates if c.selected_as is not None]
-    event("nothing but truncated ones" if everyone and not any(c.valid for c in everyone) else "with valid ones")
+    event("all truncated" if everyone and not any(c.valid for c in everyone) else "some valid")
 
 
 @given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE, max_replacements=6), st.integers(0, 20), st.integers(1, 8))
-def test_a_deadline_does_not_affect_a_rule_without_one(case: Case, moment: int, limit: int) -> None:
+def test_a_deadline_does_not_affect_a_rule_without_deadlines(case: Case, moment: int, limit: int) -> None:
     world = case.world()
     for passed, _ in enumerate(world.moments()):
         if passed == moment:
@@ -337,7 +339,8 @@ def test_a_deadline_does_not_affect_a_rule_without_one(case: Case, moment: int, 
     st.lists(st.integers(1, 8), max_size=3),
 )
 def test_only_the_first_deadline_counts(case: Case, first: int, others: list[int]) -> None:
-    world, same = case.world(), case.world()
+    world = case.world()
+    same = case.world()
     for limit in (first, *others):
         world.report(DeadlineSet(limit))
     same.report(DeadlineSet(first))
@@ -345,7 +348,7 @@ def test_only_the_first_deadline_counts(case: Case, first: int, others: list[int
 
 
 @given(cases(WITH_THE_END_OF_THE_ENGINE, max_replacements=3, cut=True))
-def test_the_completion_length_is_that_of_the_last_of_the_shortest_so_far(case: Case) -> None:
+def test_the_completion_length_is_the_length_at_the_completion_place(case: Case) -> None:
     world = case.world()
     for _ in world.moments():
         if world.group.is_open:

@@ -1,4 +1,4 @@
-"""Groups whose candidates are scored: who is pruned, who is kept, and what that does to each rule."""
+"""Groups with scored candidates: which candidates are pruned, and the selection of each rule."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_with_a_deadline_the_rule_selects_from_candidates_that_were_not_pruned(c
 
 
 @given(scored(cases(WITH_FAILURES, of=SURVIVORS, max_replacements=6)))
-def test_all_survivors_are_returned_and_one_is_always_left(case: Case) -> None:
+def test_all_survivors_are_returned_and_one_candidate_is_always_left(case: Case) -> None:
     world = case.world().run()
     if world.selection is not None:
         survivors = set(range(len(world.runs))) - world.pruned - world.failed.keys()
@@ -76,7 +76,7 @@ def test_all_survivors_are_returned_and_one_is_always_left(case: Case) -> None:
 
 
 @given(scored(cases(WITHOUT_FAILURES, of=SAMPLED_SURVIVORS)))
-def test_of_sampled_survivors_nothing_but_pruned_ones_is_stopped_and_weights_say_of_how_many(case: Case) -> None:
+def test_a_sample_of_survivors_stops_only_pruned_candidates_and_has_their_weights(case: Case) -> None:
     world = case.world().run()
     assert world.stopped.keys() == world.pruned
     assert not world.delivered
@@ -117,7 +117,7 @@ def test_every_group_ends_with_exactly_its_size_and_every_candidate_ends_once(ca
 
 @given(scored(cases(WITHOUT_FAILURES, of=WITHOUT_DEADLINE)), st.booleans())
 def test_without_pruning_scores_do_not_change_the_group(case: Case, draws: bool) -> None:
-    """Whether survival is 1 for all, or there is no generator for it."""
+    """Survival is 1 for all candidates, or there is no generator for it."""
     survivals = [[replace(score, survival=1.0) if draws else score for score in scores] for scores in case.scores]
     world = replace(case, scores=survivals, chances=0 if draws else None).world().run()
     unscored = replace(case, scores=(), chances=None).world().run()
@@ -133,7 +133,7 @@ def test_without_pruning_scores_do_not_change_the_group(case: Case, draws: bool)
     st.integers(0, 1000),
     st.booleans(),
 )
-def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_leave_the_size(
+def test_scores_are_decided_in_their_order_and_pruning_leaves_the_size(
     survivals: list[float], size: int, seed: int, at_once: bool
 ) -> None:
     size = min(size, len(survivals))
@@ -144,8 +144,9 @@ def test_scores_are_decided_in_their_order_and_no_more_are_pruned_than_leave_the
 
 
 def kept_or_pruned(survivals: list[float], size: int, seed: int) -> list[Decision]:
-    """Decide about each candidate in turn: no more are pruned than leave ``size``, and the rest is kept for certain."""
-    surplus, decisions = len(survivals) - size, list[Decision]()
+    """Decide about each candidate in turn. Pruning leaves ``size`` candidates, and the rest is kept for certain."""
+    surplus = len(survivals) - size
+    decisions = list[Decision]()
     for i, (survival, draw) in enumerate(
         zip(survivals, np.random.default_rng(seed).random(len(survivals)), strict=True)
     ):
@@ -171,7 +172,7 @@ def test_survival_multiplies_and_one_random_number_serves_all_scores() -> None:
     assert group.handle(Scored(0, 0.5, 0.7)) == [Stop(0, DiscardReason.PRUNED)]
 
 
-def test_truncated_candidates_are_no_reason_to_prune_one_that_may_be_valid() -> None:
+def test_truncated_candidates_do_not_allow_to_prune_a_candidate_that_may_be_valid() -> None:
     group = running(DualEnd(2), 4, Draws(0.9, 0.9, 0.9, 0.9))
     group.handle(Finished(0, 9, LENGTH), Finished(1, 9, LENGTH))
     assert group.handle(Scored(2, 0.2, 0.5)) == [Keep(2, 1.0)]

@@ -13,7 +13,7 @@ from tests.group.world import running
 STOP = FinishReason.STOP
 
 
-def test_all_are_discarded_and_as_many_as_were_allocated_are_started() -> None:
+def test_a_restart_discards_all_candidates_and_starts_the_allocated_number() -> None:
     group = running(DualEnd(2), 4)
     group.handle(Finished(3, 5, STOP))
     assert group.handle(Failed(0, RuntimeError("x"), retryable=True)) == []
@@ -43,7 +43,8 @@ def test_candidates_before_a_restart_do_not_count() -> None:
 
 
 def test_a_group_that_has_delivered_or_is_paused_cannot_be_restarted() -> None:
-    delivered, paused = running(DualEnd(2), 2, early=True), running(DualEnd(1), 1)
+    delivered = running(DualEnd(2), 2, early=True)
+    paused = running(DualEnd(1), 1)
     assert delivered.can_restart
     assert Deliver(0) in delivered.handle(Finished(0, 5, STOP))
     paused.restart()
@@ -53,7 +54,7 @@ def test_a_group_that_has_delivered_or_is_paused_cannot_be_restarted() -> None:
             group.restart()
 
 
-def test_an_unopened_group_restarts_its_candidates_and_those_added_meanwhile() -> None:
+def test_an_unopened_group_restarts_its_candidates_and_the_candidates_added_meanwhile() -> None:
     group = Group(rng=np.random.default_rng(0))
     group.add_candidate()
     group.add_candidate()
@@ -85,7 +86,7 @@ def test_a_group_may_be_opened_while_it_is_paused(added: int, granted: int, star
     assert group.resume() == [Start(tuple(range(added, added + started)))]
 
 
-def test_a_group_without_candidates_restarts_none() -> None:
+def test_a_group_without_candidates_restarts_no_candidate() -> None:
     group = Group(rng=np.random.default_rng(0))
     group.restart()
     assert group.resume() == []

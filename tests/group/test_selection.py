@@ -1,4 +1,4 @@
-"""The selection rules alone: what they select, how they label it, and what they hold for certain."""
+"""The selection rules alone: their selections, and their certain decisions."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ def running(index: int, tokens: int, *, tail_draw: float = 0.5) -> Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a selector says. ``certain``: its deliveries or, once nothing runs, its selection."""
+    """The answers of a selector. ``certain``: its deliveries or, once nothing runs, its selection."""
 
     certain: frozenset[int]
     stops: Mapping[int, DiscardReason] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def assess(
 
 @thoroughly
 @given(RULES, st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=10), LIMITS, RANDOMS)
-def test_a_rule_selects_what_its_definition_says(
+def test_a_rule_selects_as_its_definition_says(
     rule: Rule, ends: list[tuple[int, bool]], limit: int | None, random: Random
 ) -> None:
     draws = random.sample(range(100), len(ends))
@@ -116,7 +116,7 @@ FEW_VALID = [
     ],
     ids=str,
 )
-def test_small_groups(rule: Rule, finished: list[Candidate], selection: dict[int, SelectedAs]) -> None:
+def test_rules_select_in_small_groups(rule: Rule, finished: list[Candidate], selection: dict[int, SelectedAs]) -> None:
     assert selector_of(rule, finished).select() == selection
 
 
@@ -151,12 +151,14 @@ def test_a_candidate_that_reaches_the_threshold_is_stopped() -> None:
     assert assess(DualEnd(2), [running(0, 6), running(4, 1)], done).check_at == {0: 7, 4: 6}
     early = assess(DualEnd(2), [running(0, 6), running(4, 1)], done, early=True)
     assert early.check_at == {0: 7, 4: 4}, "then also where it falls behind the first"
+    assert assess(DualEnd(3), [running(0, 8), running(4, 1)], done, early=True).check_at == {4: 4}
 
 
 def test_falling_behind_any_of_the_shortest_can_decide_the_tail() -> None:
-    """Candidate 4 wins only if both 2 and 3 come in before both that finished."""
+    """Candidate 4 wins only if both 2 and 3 are shorter than both finished candidates."""
     done = [ended(0, 5, tail_draw=0.8), ended(1, 9, tail_draw=0.9)]
-    losing, third = running(4, 9, tail_draw=0.3), running(3, 0, tail_draw=0.2)
+    losing = running(4, 9, tail_draw=0.3)
+    third = running(3, 0, tail_draw=0.2)
     before, after = (
         assess(SampledTail(2, 1), [running(2, tokens, tail_draw=0.1), third, losing], done) for tokens in (3, 4)
     )
@@ -172,9 +174,10 @@ def test_without_places_for_the_shortest_every_candidate_competes_for_the_tail()
 
 
 def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_length_is_final() -> None:
-    """Candidate 1 is sampled. Where it ends depends on 3, which may still be shorter than the second shortest."""
+    """Candidate 1 is sampled. Its length depends on 3, which may still be shorter than the second shortest."""
     done = [ended(0, 2, tail_draw=0.9), ended(1, 9, tail_draw=0.1), ended(2, 6, tail_draw=0.8)]
-    rule, going = CutTail(1, 1), running(3, 4, tail_draw=0.2)
+    rule = CutTail(1, 1)
+    going = running(3, 4, tail_draw=0.2)
     assert assess(rule, [going], done, deadline=3) == Verdict(frozenset({0}), check_at={3: 5})
     certain = assess(rule, [replace(going, tokens=5)], done, deadline=3)
     assert certain == Verdict(frozenset({0, 1}), {3: DiscardReason.TAIL_PRUNED}, cuts={1: 6})
@@ -184,8 +187,9 @@ def test_a_sampled_candidate_beyond_the_deadline_is_cut_once_the_completion_leng
 
 @pytest.mark.parametrize(("deadline", "certain"), [(None, {0}), (9, {0}), (8, set())])
 def test_a_candidate_that_may_be_short_or_cut_is_not_certain(deadline: int | None, certain: set[int]) -> None:
-    """Candidate 0 belongs either way, but with its first tokens only if two others come in before it."""
-    going, drawn = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)], [ended(0, 9, tail_draw=0.1)]
+    """Candidate 0 is in the group in any case, but is cut if two others are shorter."""
+    going = [running(1, 0, tail_draw=0.5), running(2, 0, tail_draw=0.6)]
+    drawn = [ended(0, 9, tail_draw=0.1)]
     assert assess(CutTail(1, 1), going, drawn, early=True, deadline=deadline).certain == certain
     surely_short = assess(CutTail(1, 1), [running(1, 9), running(2, 9)], [ended(0, 9)], early=True, deadline=3)
     assert surely_short.certain == {0}
@@ -197,7 +201,7 @@ States = list[tuple[str, int]]
 def situations(
     of: st.SearchStrategy[RuleT], most: int = 5, max_tokens: int = 3, more: int = 0
 ) -> st.SearchStrategy[tuple[RuleT, States]]:
-    """A rule, and at most ``most`` candidates, enough for a group and ``more``."""
+    """Return a rule with at most ``most`` candidates, enough for a group and ``more``."""
     tokens = st.just(0) | st.integers(0, max_tokens)
     state = st.tuples(st.sampled_from(["running", "running", "stop", "stop", "length"]), tokens)
     return of.filter(lambda rule: rule.size <= most).flatmap(
@@ -206,8 +210,9 @@ def situations(
 
 
 def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that run and those that have finished, with random tail draws."""
-    going, done = [], []
+    """Return running and finished candidates with random tail draws."""
+    going = []
+    done = []
     draws = random.sample(range(100), len(states))
     for i, ((state, tokens), draw) in enumerate(zip(states, draws, strict=True)):
         if state == "running":
@@ -227,7 +232,8 @@ def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known,
 def test_candidates_are_stopped_if_no_future_selects_them(
     situation: tuple[Rule, States], early: bool, random: Random
 ) -> None:
-    rule, (going, done) = situation[0], candidates(situation[1], random)
+    rule = situation[0]
+    going, done = candidates(situation[1], random)
     some, every = possible(rule, *known(going, done))
     verdict = assess(rule, going, done, early)
     assert verdict.stops.keys() == {c.index for c in going} - some
@@ -239,17 +245,19 @@ def test_candidates_are_stopped_if_no_future_selects_them(
 def test_verdicts_of_a_cutting_rule_hold_in_every_future(
     situation: tuple[CutTail, States], early: bool, limit: int | None, random: Random
 ) -> None:
-    rule, (going, done) = situation[0], candidates(situation[1], random)
+    rule = situation[0]
+    going, done = candidates(situation[1], random)
     verdict = assess(rule, going, done, early, limit)
     outcomes: dict[object, object] = {}
     some: set[int] = set()
     for fates in futures(rule, *known(going, done), limit):
-        group, cuts = chosen(rule, fates).keys(), cut_lengths(rule, fates, limit)
+        group = chosen(rule, fates).keys()
+        cuts = cut_lengths(rule, fates, limit)
         some |= group
         assert verdict.certain <= group
         assert verdict.cuts.items() <= cuts.items()
         assert verdict.certain & cuts.keys() <= verdict.cuts.keys()
-        # No candidate is stopped whose length could change anything.
+        # The length of a stopped candidate changes nothing.
         others = tuple(fate.length for i, fate in sorted(fates.items()) if i not in verdict.stops)
         outcome = frozenset(group), frozenset(cuts.items())
         assert outcomes.setdefault(others, outcome) == outcome
@@ -265,7 +273,8 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
 def test_no_verdict_changes_before_its_check(
     situation: tuple[Rule, States], early: bool, limit: int | None, random: Random
 ) -> None:
-    rule, (going, done) = situation[0], candidates(situation[1], random)
+    rule = situation[0]
+    going, done = candidates(situation[1], random)
     now = assess(rule, going, done, early, limit)
     assert now.check_at.keys() <= {c.index for c in going}
     assert all(now.check_at[c.index] > c.tokens for c in going if c.index in now.check_at)
@@ -288,14 +297,16 @@ def test_a_running_candidate_sorts_with_one_token_more() -> None:
 
 
 @given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True)))
-def test_a_group_does_at_once_all_that_its_rule_says(case: Case) -> None:
-    world, early = case.world(), case.early
+def test_a_group_does_at_once_everything_that_its_rule_says(case: Case) -> None:
+    world = case.world()
+    early = case.early
     group = world.group
     for _ in world.moments():
         if not group.is_open or group.outcome is not None:
             continue
         alive = [c for c in group.candidates if c.alive]
-        running, finished = [c for c in alive if c.running], [c for c in alive if not c.running]
+        running = [c for c in alive if c.running]
+        finished = [c for c in alive if not c.running]
         verdict = assess(case.rule, running, finished, early, group.deadline, group.bound)
         assert not verdict.stops, "not stopped yet"
         assert group.check_at == verdict.check_at
@@ -304,7 +315,7 @@ def test_a_group_does_at_once_all_that_its_rule_says(case: Case) -> None:
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("rule", [SampledTail(1, 2), CutTail(1, 2)], ids=lambda rule: type(rule).__name__)
-def test_a_certain_candidate_is_not_certain_any_more_when_new_ones_can_come_before_it(
+def test_a_certain_candidate_becomes_uncertain_when_new_candidates_can_be_shorter(
     rule: SampledTail | CutTail, early: bool
 ) -> None:
     group = Group(rng=np.random.default_rng(0), max_replacements=2, deliver_early=early)
@@ -318,18 +329,18 @@ def test_a_certain_candidate_is_not_certain_any_more_when_new_ones_can_come_befo
     assert [c.selected_as is not None for c in group.candidates] == [True, False, True, True]
 
 
-def test_of_survivors_none_is_certain_before_the_last_has_finished() -> None:
+def test_no_survivor_is_certain_before_the_last_has_finished() -> None:
     assert not assess(AllSurvivors(2), [running(3, 3)], FEW_VALID, early=True).certain
 
 
-def test_in_order_extra_candidates_run_until_enough_earlier_ones_have_finished() -> None:
+def test_in_order_extra_candidates_run_until_enough_earlier_candidates_have_finished() -> None:
     assert not assess(InOrder(1), [running(0, 3), running(2, 3)], []).stops
     verdict = assess(InOrder(1), [running(0, 3), running(2, 3)], [ended(1, 9, valid=False)])
     assert verdict.stops == {2: DiscardReason.LONGER_THAN_NEEDED}
     assert verdict.certain == frozenset()
 
 
-def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are() -> None:
+def test_a_sampled_candidate_is_certain_if_it_is_valid_or_enough_others_are_valid() -> None:
     going = [running(3, 0, tail_draw=0.7), running(4, 0, tail_draw=0.8), running(5, 0, tail_draw=0.9)]
     valid = ended(0, 6, tail_draw=0.1)
     truncated = ended(1, 9, valid=False, tail_draw=0.1)

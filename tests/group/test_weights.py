@@ -21,7 +21,7 @@ from tests.group.world import Case, Draws
 def complete(
     rule: SelectionRule, lengths: Sequence[tuple[int, bool]], draws: Sequence[float], deadline: int | None = None
 ) -> Group:
-    """Run a group to its end: candidates finish in the order of their lengths, at a stop token or at the limit."""
+    """Run a group to its end. Candidates finish in the order of their lengths, at a stop token or at the limit."""
     group = Group(rng=Draws(*draws), max_replacements=0)
     group.open(rule, len(lengths))
     group.handle(*(Started(i) for i in range(len(lengths))))
@@ -40,12 +40,13 @@ def complete(
     st.lists(st.tuples(st.integers(1, 6), st.booleans()), min_size=4, max_size=4),
     st.lists(st.floats(-5, 5), min_size=4, max_size=4),
 )
-def test_over_all_orders_of_tail_draws_the_weighted_sum_is_that_of_all_candidates(
+def test_over_all_orders_of_tail_draws_the_weighted_sum_is_the_sum_of_all_candidates(
     rule: SelectionRule, lengths: list[tuple[int, bool]], values: list[float]
 ) -> None:
     assume(rule.size <= len(lengths))
     if isinstance(rule, InOrder):
-        lengths, values = lengths[: rule.size], values[: rule.size]
+        lengths = lengths[: rule.size]
+        values = values[: rule.size]
     orders = list(permutations([i / 10 for i in range(len(lengths))]))
     sums = []
     for draws in orders:
@@ -87,7 +88,7 @@ def test_rules_that_never_select_some_candidates_have_no_weights(rule: Selection
     assert selection_weights(complete(rule, [(3, True), (5, True)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}, "all are selected"
 
 
-def test_failed_candidates_and_those_before_a_restart_do_not_count() -> None:
+def test_failed_candidates_and_candidates_before_a_restart_do_not_count() -> None:
     group = Group(rng=Draws(*(0.1 * i for i in range(12))))
     group.open(SampledTail(1, 1), 4)
     group.restart()
@@ -109,12 +110,12 @@ def test_an_incomplete_group_has_no_weights() -> None:
     [(SampledTail(1, 1), 0.5), (SampledTail(1, 2), 1.0), (DualEnd(1, 1), 1.0), (SampledTail(2, 0), 1.0)],
     ids=str,
 )
-def test_the_share_of_the_tail_is_what_was_sampled_of_all_but_the_shortest(rule: SelectionRule, share: float) -> None:
+def test_the_share_of_the_tail_is_the_sampled_part_of_all_but_the_shortest(rule: SelectionRule, share: float) -> None:
     assert tail_share(complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3))) == share
 
 
 @pytest.mark.parametrize(("failures", "survival", "has_weights"), [(600, 0.9, True), (1000, 0.001, False)])
-def test_a_large_group_of_which_many_fail_after_a_score_ends_with_weights_in_range_or_without(
+def test_weights_of_a_large_group_with_many_failures_after_a_score_are_in_range_or_empty(
     failures: int, survival: float, has_weights: bool
 ) -> None:
     count = 1200
@@ -164,11 +165,11 @@ class TestPruning:
 
 
 CELLS = 4
-"""Random numbers for pruning, one in the middle of each equal part of [0, 1): probabilities are multiples of 1 / 4."""
+"""Random numbers for pruning, in the middle of equal parts of [0, 1). Probabilities are multiples of 1 / 4."""
 
 
 class Survival:
-    """Probabilities of a half or one: by candidate and score, and by who was pruned or has finished before."""
+    """Probabilities of a half or one, by candidate, score, and the candidates that were pruned or finished before."""
 
     def __init__(self, seed: int) -> None:
         self._table: dict[tuple[int, ...], float] = {}
@@ -189,7 +190,7 @@ def run_with_scores(
 ) -> Group:
     """Run a group whose candidates may be pruned after their first and after their second token.
 
-    ``failing``: candidates that fail, after so many tokens.
+    ``failing``: candidates that fail, and the number of tokens after which they fail.
     """
     group = Group(rng=Draws(*tail_draws), survival_rng=Draws(*survival_draws), max_replacements=0)
     group.open(rule, len(lengths))
@@ -215,18 +216,22 @@ def run_with_scores(
 def test_survivors_estimate_sums_over_candidates_and_over_pairs(
     lengths: list[tuple[int, bool]], seed: int, rule: AllSurvivors | SampledSurvivors
 ) -> None:
-    """Whatever survival depends on, and if some are kept because the group needs them.
+    """Survival may depend on anything, and candidates may be kept because the group needs them.
 
-    Of two that are returned, one weighs (S - 1) / (M - 1) in place of S / M, given the other.
+    Given another returned candidate, a candidate weighs (S - 1) / (M - 1) in place of S / M.
     """
-    survival, count = Survival(seed), len(lengths)
+    survival = Survival(seed)
+    count = len(lengths)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
-    singles, pairs, runs = [0.0] * count, dict.fromkeys(combinations(range(count), 2), 0.0), 0
+    singles = [0.0] * count
+    pairs = dict.fromkeys(combinations(range(count), 2), 0.0)
+    runs = 0
     for cells in product(range(CELLS), repeat=count):
         for order in orders:
             draws = [(cell + 0.5) / CELLS for cell in cells]
             group = run_with_scores(rule, lengths, order, draws, survival)
-            weights, runs = selection_weights(group), runs + 1
+            weights = selection_weights(group)
+            runs += 1
             returned = len(weights)
             for i, weight in weights.items():
                 singles[i] += weight
@@ -244,16 +249,19 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
 @pytest.mark.parametrize(
     ("lengths", "fails_at"), [((1, 2, 3), (1, 2, 3)), ((3, 3, 3), (2, 2, 3)), ((4, 2, 4), (3, 1, 1))], ids=str
 )
-def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
+def test_survivors_estimate_means_over_candidates_whichever_candidates_fail(
     rule: AllSurvivors | SampledSurvivors, doomed: int, lengths: Sequence[int], fails_at: Sequence[int]
 ) -> None:
-    """Over all sets of ``doomed`` candidates, with all draws; a group of which nothing is left counts as 0.
+    """The mean is over all sets of ``doomed`` candidates, with all draws. An empty group counts as 0.
 
-    ``fails_at``: after how many tokens each candidate fails, if it is to fail.
+    ``fails_at``: number of tokens after which each candidate fails if it is doomed.
     """
-    survival, count = Survival(7), len(lengths)
+    survival = Survival(7)
+    count = len(lengths)
     orders = list(permutations(range(count))) if isinstance(rule, SampledSurvivors) else [tuple(range(count))]
-    sums, runs, corrected = [0.0] * count, 0, 0
+    sums = [0.0] * count
+    runs = 0
+    corrected = 0
     for failed in combinations(range(count), doomed):
         failing = {i: fails_at[i] for i in failed}
         for cells in product(range(CELLS), repeat=count):
@@ -262,17 +270,18 @@ def test_survivors_estimate_means_over_candidates_whichever_of_them_fail(
                 ends = [(length, True) for length in lengths]
                 group = run_with_scores(rule, ends, order, draws, survival, failing=failing)
                 counted = sum(c.reason not in GONE for c in group.candidates)
-                weights, runs = selection_weights(group), runs + 1
+                weights = selection_weights(group)
+                runs += 1
                 corrected += bool(weights) and any(c.survival < 1 for c in group.candidates if c.reason in GONE)
                 for i, weight in weights.items():
                     sums[i] += weight / counted
     assert corrected
-    assert [each / runs for each in sums] == pytest.approx([1 / count] * count, abs=1e-9)
+    assert [total / runs for total in sums] == pytest.approx([1 / count] * count, abs=1e-9)
 
 
 def test_a_sampled_tail_without_places_has_no_weights() -> None:
     assert selection_weights(complete(SampledTail(1, 0), [(3, True), (5, True)], (0.1, 0.2))) == {}
 
 
-def test_the_first_in_order_are_a_plain_sample() -> None:
+def test_the_first_candidates_in_order_are_a_plain_sample() -> None:
     assert selection_weights(complete(InOrder(2), [(7, True), (5, False)], (0.1, 0.2))) == {0: 1.0, 1: 1.0}

@@ -1,6 +1,6 @@
-"""An engine whose candidates have known truths, and which reports them to a group in any order.
+"""An engine whose candidates have known truths, and that reports them to a group in any order.
 
-Whatever the group decides is checked for being possible at all, so every test that runs a world tests that too.
+Every test that runs a world also checks that the group's decisions are possible.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.group.oracle import Fate, Rule, bounded
 
 MAX_STEPS = 400
-"""Steps after which a group that still waits is taken to wait for ever; no truth takes a tenth of it."""
+"""Steps after which a group counts as waiting for ever. No truth takes a tenth of them."""
 
 
 class Draws:
@@ -48,7 +48,7 @@ class Draws:
 
 
 def running(rule: Rule, candidates: int, chances: UniformGenerator | None = None, *, early: bool = False) -> Group:
-    """Return a group all of whose first candidates run. ``chances``: random numbers for pruning."""
+    """Return an open group whose candidates all run. ``chances``: random numbers for pruning."""
     group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
     group.open(rule, candidates)
     group.handle(*(Started(i) for i in range(candidates)))
@@ -60,9 +60,9 @@ class Ending(Enum):
     LENGTH = auto()
     FAILED = auto()
     REFUSED = auto()
-    """Fails before it starts."""
+    """The candidate fails before it starts."""
     BROKEN = auto()
-    """Fails, and no other candidate could fare better."""
+    """The candidate fails, and all other candidates would fail too."""
     LOST = auto()
 
 
@@ -72,12 +72,12 @@ class Peek(Enum):
     EVERYTHING = auto()
     """Progress of every running candidate is reported in every step."""
     NOW_AND_THEN = auto()
-    """Progress is reported late, unasked, out of date, or never."""
+    """Progress is reported late, unnecessarily, out of date, or never."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """How a candidate runs: ``delay`` steps until it starts, ``speed`` tokens a step, the end at ``length`` tokens."""
+    """A candidate that starts after ``delay`` steps, gets ``speed`` tokens a step, and ends at ``length`` tokens."""
 
     length: int
     ending: Ending = Ending.STOP
@@ -87,7 +87,7 @@ class Truth:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What is said of a candidate when it has generated ``tokens``."""
+    """The score of a candidate when it has generated ``tokens``."""
 
     tokens: int
     quality: float
@@ -98,11 +98,10 @@ class Score:
 class Case:
     """Parameters of a world. ``seed`` determines the group's random numbers, ``order`` the order of events.
 
-    ``at_once``: the events of one step are reported in one call, instead of in calls of any size. ``limits`` maps a
-    step to the limit that is set in it, with a bound that is ``slack`` more. ``additions`` are steps in each of which
-    one candidate is added, and in the step ``opening`` the group is opened: in step 0 after both.
-    ``scores``: of each candidate, by index; empty if none is scored. ``chances``: seed for pruning; ``None`` for a
-    group that prunes nothing.
+    ``at_once``: whether the events of a step are reported in one call, and not in calls of any size. ``limits``:
+    deadlines by the step that sets them, with a bound that is ``slack`` more. ``additions``: steps that add one
+    candidate each. ``opening``: step that opens the group, after deadlines and additions of this step. ``scores``:
+    scores of each candidate by index, or empty. ``chances``: seed for pruning, or None to prune nothing.
     """
 
     rule: Rule
@@ -133,7 +132,7 @@ class Case:
 
 @dataclass(slots=True)
 class Run:
-    """One candidate in the engine."""
+    """A candidate in the engine."""
 
     truth: Truth
     born: int
@@ -144,7 +143,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """A decision to stop a candidate: when, how far it really was, and how far the group knew it to be."""
+    """A decision to stop a candidate: its step, and the candidate's tokens, true and ``known`` to the group."""
 
     step: int
     tokens: int
@@ -154,7 +153,7 @@ class Stopped:
 
 @dataclass(slots=True)
 class World:
-    """A group and the engine that it runs on. ``order``: of events."""
+    """A group and its engine. ``order``: generator of the order of events."""
 
     case: Case
     group: Group
@@ -164,30 +163,29 @@ class World:
     limit: int | None = None
     bound: int | None = None
     finished_before: set[int] = field(default_factory=set)
-    """Finished before the bound applied."""
+    """Candidates that finished before the bound applied."""
     at_opening: Mapping[int, int] = field(default_factory=dict)
-    """Candidate -> tokens that it had when the group was opened."""
+    """Tokens of each candidate when the group was opened."""
     whole: frozenset[int] = frozenset()
-    """Delivered before there was a limit."""
+    """Candidates that were delivered before there was a deadline."""
     in_all: int = 0
-    """Candidates that were started until the group was open, replacements not counted."""
+    """Number of candidates that were started until the group was open, without replacements."""
     runs: list[Run] = field(default_factory=list)
     known: dict[int, int] = field(default_factory=dict)
-    """Candidate the group takes to be running -> tokens that were reported."""
+    """Reported tokens of each candidate that runs according to the group."""
     finished: dict[int, Fate] = field(default_factory=dict)
-    """How many the group was reported to have finished."""
+    """Fates of the candidates that were reported as finished."""
     failed: dict[int, Event] = field(default_factory=dict)
     broken: bool = False
     """Whether a failure was reported that is not retryable."""
     stopped: dict[int, Stopped] = field(default_factory=dict)
     cuts: dict[int, int] = field(default_factory=dict)
     kept: dict[int, float] = field(default_factory=dict)
-    """Candidate -> product of the probabilities that it was kept with."""
+    """Product of the probabilities with which each candidate was kept."""
     delivered: dict[int, int] = field(default_factory=dict)
-    """Candidate -> step."""
+    """Step in which each candidate was delivered."""
     gone: frozenset[int] = frozenset()
-    """Failed or stopped when the last failure was reported, or the last one pruned: out, whatever the rule says about
-    those that remain."""
+    """Candidates that had failed or been stopped at the latest failure or pruning. They cannot be selected."""
     selection: Mapping[int, SelectedAs] | None = None
     gave_up: Exception | None = None
 
@@ -203,7 +201,7 @@ class World:
         return self
 
     def moments(self) -> Iterator[None]:
-        """Run until the group has ended, with a halt after each time it decided."""
+        """Run until the group has ended, and yield after each call of the group."""
         if 0 in self.case.limits:
             self.report(self._limit(self.case.limits[0]))
         yield from self._open()
@@ -245,11 +243,12 @@ class World:
         self.act(decisions)
 
     def _record(self, event: Event) -> None:
-        """Keep book of what the group knows. Of one that it has stopped only a failure of the engine is news."""
+        """Record what the group knows after an event."""
         self.broken |= isinstance(event, Failed) and not event.retryable
         if isinstance(event, DeadlineSet):
             if self.limit is None and self.group.outcome is None:
-                self.limit, self.bound = event.tokens, event.bound
+                self.limit = event.tokens
+                self.bound = event.bound
                 self.whole = frozenset(self.delivered)
         elif event.index in self.known:
             match event:
@@ -302,7 +301,7 @@ class World:
         return self._with_scores(i, before, events) if self.case.scores else events
 
     def _with_scores(self, i: int, before: int, events: list[Event]) -> list[Event]:
-        """Add the scores that are due since it had ``before`` tokens; of one that finishes they may come too late."""
+        """Add the scores that are due since it had ``before`` tokens. They may be later than the finish."""
         due = [score for score in self.case.scores[i] if before < score.tokens <= self.runs[i].tokens]
         scored = [Scored(i, score.quality, score.survival) for score in due]
         place = 1 if events and isinstance(events[0], Started) else 0
@@ -311,7 +310,7 @@ class World:
         return [*events[:place], *scored, *events[place:]]
 
     def _late_events(self, i: int, run: Run) -> list[Event]:
-        """The engine may or may not say how one ended that the group has stopped."""
+        """Return what the engine reports about a stopped candidate: its end, or nothing."""
         run.over = True
         started: list[Event] = [] if run.started else [Started(i)]
         words: list[Event] = [Progress(i, run.tokens), Lost(i), Finished(i, run.tokens + 1, FinishReason.LENGTH)]
@@ -374,7 +373,7 @@ class World:
         assert not is_whole or self.group.outcome is not None, "nothing runs once all are delivered"
 
     def _prune(self, decisions: Sequence[Decision]) -> None:
-        """Keep book of who was pruned and who was kept. Each decision comes before its consequences."""
+        """Record the candidates that were pruned and kept. Each decision precedes its consequences."""
         stopped = set(self.stopped)
         returnable = len(self.known) + sum(fate.valid for fate in self.finished.values())
         for decision in decisions:
@@ -414,10 +413,7 @@ class World:
         return self.group.candidates[i].tail_draw
 
     def fates(self) -> dict[int, Fate]:
-        """How every candidate that was started would end if none stopped it.
-
-        Under a bound all end there but those that finished before it applied.
-        """
+        """Return the end of every started candidate if the group stopped none. The bound applies."""
         ends = {
             i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i))
             for i, run in enumerate(self.runs)

@@ -1,4 +1,4 @@
-"""Our routes on an app of their own."""
+"""An app with our routes, for tests."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,13 +29,13 @@ from tests.rollout.learned.test_prompts import FINISHED, record
 HERE = "127.0.0.1"
 URL = "http://127.0.0.1:8000"
 LARGEST = 2**30
-"""Bytes of a body."""
+"""Limit of a body in bytes."""
 
 
 def our_routes(
     store: Store, statistics: Statistics, provenance: Provenance, reward_matcher: RewardMatcher, **more: Any
 ) -> APIRouter:
-    """Our routes over these and ``more``, and over mocks of what is not given."""
+    """Create our routes on the given objects, and on mocks of all others."""
     parts: dict[str, Any] = {name: Mock() for name in ("batches", "votes", "updates", "monitored")}
     parts |= {"control": Control(load({}, None)), "needs_key": False} | more
     return router(provenance, statistics, store, reward_matcher=reward_matcher, **parts)
@@ -45,17 +45,20 @@ def our_routes(
 def client(
     updates: Updates | None = None, known: Mapping[str, GroupRecord | None] = MappingProxyType({})
 ) -> Iterator[TestClient]:
-    """A caller of this machine. The prompts ``p`` and ``gsm8k/7`` are known, and the groups ``cmpl-a-…``.
+    """Open a client on this machine.
 
-    These are of ``p`` and have returned candidates 0 (tokens 0 to 9) and 1 (0 to 19) of a prompt that is their number.
+    The server has the prompts ``p`` and ``gsm8k/7``, and two groups ``cmpl-a-…`` of ``p``. Each group has returned
+    candidate 0 (tokens 0 to 9) and candidate 1 (tokens 0 to 19), and the prompt's only token is the group's number.
 
-    ``updates``: behind the routes of weights. ``known``: other prompts by key, each with its group; ``None`` for
-    statistics of an earlier version.
+    Args:
+        updates: behind the routes of weights.
+        known: groups of further prompts by key; ``None`` for a prompt with statistics of an earlier version.
     """
     with Store() as store:
-        statistics, provenance = Statistics(store), Provenance()
-        prompts, rewards = statistics.prompts, statistics.rewards
-        reward_matcher = RewardMatcher(rewards, Mock(), Mock())
+        statistics = Statistics(store)
+        provenance = Provenance()
+        prompts = statistics.prompts
+        reward_matcher = RewardMatcher(statistics.rewards, Mock(), Mock())
 
         def learn(key: str, ended: GroupRecord) -> None:
             observed = observations(ended)

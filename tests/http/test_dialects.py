@@ -34,10 +34,11 @@ OLD = dict.fromkeys(SHAPES, 0)
 
 
 class Trainer:
-    """A caller, and what its requests act on. ``paused``: by its own routes. ``updated``: what vLLM's route got."""
+    """A trainer, and the objects behind its requests. ``paused``: its pauses. ``updated``: calls of vLLM's route."""
 
     def __init__(self, folder: Path, *, vllm_has_route: bool = False) -> None:
-        self.model, self.turns = FakeModel(folder), Turns()
+        self.model = FakeModel(folder)
+        self.turns = Turns()
         self.paused: list[str] = []
         self.updated: list[Any] = []
         self.vllm_has_route = vllm_has_route
@@ -76,7 +77,8 @@ class Trainer:
                     return {"message": "Weights updated"}
 
             dialects.add_routes(app, names, Controls(self.updates, self, self.turns, dangerous))
-            access, limits = Access(Keys(keys), dangerous=dangerous), BodyLimits(LARGEST)
+            access = Access(Keys(keys), dangerous=dangerous)
+            limits = BodyLimits(LARGEST)
             opened = dialects.opened_routes(names)
             app.add_middleware(SecurityMiddleware, access=access, limits=limits, on_refusal=Mock(), opened=opened)
             yield TestClient(app, URL, client=(host, 1))
@@ -133,7 +135,8 @@ def test_without_a_pause_areals_update_aborts_what_runs_and_resumes(
     with trainer.calling(tmp_path, "areal") as caller:
         answer = caller.post(path, json=body)
     assert answer.status_code == (503 if fails else 200), answer.text
-    assert paused_at == [["abort"]]  # before the weights change
+    # The pause is before the change of the weights.
+    assert paused_at == [["abort"]]
     assert trainer.paused == ["abort", "resume"]
     assert trainer.updates.coordinator.version == (0 if fails else 1)
 
@@ -168,7 +171,7 @@ def test_bad_weights_of_areal_abort_nothing(trainer: Trainer, tmp_path: Path, pa
         ("/areal_update_weights_xccl", {}, 501, None),
     ],
 )
-def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
+def test_errors_name_the_trainers_fields_and_nothing_changes(
     trainer: Trainer, tmp_path: Path, path: str, body: dict[str, object], status: int, field: str | None
 ) -> None:
     with trainer.calling(tmp_path, *NAMES) as caller:
@@ -178,12 +181,14 @@ def test_bad_input_is_named_as_the_trainer_knows_it_and_changes_nothing(
         assert "pause" not in trainer.model.calls
 
 
-def test_prime_rl_brings_weights_from_a_folder_and_vllms_own_updates_still_reach_its_route(tmp_path: Path) -> None:
-    trainer, body = Trainer(tmp_path, vllm_has_route=True), {"update_info": {"names": ["a"]}}
+def test_prime_rl_loads_weights_from_a_folder_and_other_updates_reach_vllms_route(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, vllm_has_route=True)
+    body = {"update_info": {"names": ["a"]}}
     folder = write(tmp_path / "broadcasts" / "step_1" / "model.safetensors", 5).parent
     (folder / "NCCL_READY").touch()
     with trainer.calling(tmp_path, "prime-rl") as caller:
-        trainer.updates.coordinator.paused_by_trainer = True  # by /pause?mode=keep
+        # As after /pause?mode=keep.
+        trainer.updates.coordinator.paused_by_trainer = True
         assert caller.post("/update_weights", json=body).json() == {"message": "Weights updated"}
         answer = caller.post("/update_weights", json={"weight_dir": folder.as_posix()})
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
@@ -200,7 +205,7 @@ SKYRL = (
 )
 
 
-def test_skyrl_brings_full_weights_as_by_vllms_own_routes(trainer: Trainer, tmp_path: Path) -> None:
+def test_skyrl_sends_full_weights_as_through_vllms_own_routes(trainer: Trainer, tmp_path: Path) -> None:
     with trainer.calling(tmp_path, "skyrl") as caller:
         for body in SKYRL:
             answer = caller.post("/collective_rpc", json=body)
@@ -210,8 +215,9 @@ def test_skyrl_brings_full_weights_as_by_vllms_own_routes(trainer: Trainer, tmp_
 
 @pytest.mark.parametrize("path", ["/collective_rpc", "/collective_rpc/", "/%63ollective_rpc"])
 @pytest.mark.parametrize("dangerous", [True, False])
-def test_other_methods_of_workers_stay_as_closed_as_they_were(tmp_path: Path, path: str, dangerous: bool) -> None:
-    trainer, other = Trainer(tmp_path, vllm_has_route=True), {"method": "load_model", "args": []}
+def test_a_dialect_opens_no_other_method_of_the_workers(tmp_path: Path, path: str, dangerous: bool) -> None:
+    trainer = Trainer(tmp_path, vllm_has_route=True)
+    other = {"method": "load_model", "args": []}
     with trainer.calling(tmp_path, "skyrl", dangerous=dangerous) as caller:
         assert caller.post(path, json=other).status_code == (200 if dangerous else 403)
     assert trainer.updated == ([other] if dangerous else [])
@@ -222,7 +228,7 @@ def test_other_methods_of_workers_stay_as_closed_as_they_were(tmp_path: Path, pa
     assert trainer.updated == ([other] if dangerous else [])
 
 
-def test_a_session_is_finished_by_its_own_caller_alone_and_may_come_again(trainer: Trainer, tmp_path: Path) -> None:
+def test_only_its_own_caller_finishes_a_session_and_may_open_it_again(trainer: Trainer, tmp_path: Path) -> None:
     for caller_name in ("", "another"):
         trainer.turns.add_answer(Turn([1, 2], session="u_1", caller=caller_name), [3])
     again = Turn([7, 8], session="u_1")
@@ -248,13 +254,16 @@ def completion(**fields: Any) -> SimpleNamespace:
 
 
 def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() -> None:
-    extension, request = CompletionTokenIds(), completion()
+    extension = CompletionTokenIds()
+    request = completion()
     extension.before(request)
     assert request.return_token_ids is True
     answer = SimpleNamespace(choices=[SimpleNamespace(token_ids=[3, 4])])
     extension.after(request, answer)
     assert answer.nvext == {"completion_token_ids": [3, 4]}
-    plain, whole, error = completion(nvext=None), SimpleNamespace(choices=answer.choices), SimpleNamespace(error="x")
+    plain = completion(nvext=None)
+    whole = SimpleNamespace(choices=answer.choices)
+    error = SimpleNamespace(error="x")
     for other in (plain, SimpleNamespace()):
         extension.before(other)
     extension.after(plain, whole)
@@ -276,7 +285,7 @@ def test_nemo_rl_gets_the_token_ids_that_it_requests_and_nothing_else_changes() 
         {"stream": True},
     ],
 )
-def test_what_of_nvext_is_not_served_is_named(fields: dict[str, Any]) -> None:
+def test_unsupported_parts_of_nvext_are_refused(fields: dict[str, Any]) -> None:
     request = completion(**fields)
     with pytest.raises(InvalidRequest, match="nvext"):
         CompletionTokenIds().before(request)

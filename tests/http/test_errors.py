@@ -43,7 +43,7 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.mark.filterwarnings("ignore:Using `httpx`")
-def test_so_are_the_frameworks_own_refusals() -> None:
+def test_http_exceptions_have_openais_error_object_too() -> None:
     app = FastAPI()
     install(app)
 

@@ -19,20 +19,21 @@ NAMES = ("policy", "prompt_key", "group_id")
 def test_another_size_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(InvalidRequest, match="here: must be the group's size, a whole number from 1 to 1024, got"):
         checked_option("group_size", value, "here")
-    for size in (8, 8.0, "8", "08"):  # any kind of number
+    for size in (8, 8.0, "8", "08"):
         taken = checked_option("group_size", size, "here")
         assert (taken, type(taken)) == (8, int)
 
 
 @pytest.mark.parametrize("option", NAMES)
-def test_a_name_is_taken_as_it_is_and_what_is_none_is_refused(option: str) -> None:
+def test_valid_names_are_accepted_unchanged_and_others_are_refused(option: str) -> None:
     assert checked_option(option, "gsm8k/train 7 ä😀", "here") == "gsm8k/train 7 ä😀"
     for wrong in ("", "\ud800", "x" * (NAME_CHARS + 1), 3, None, ["a"]):
         with pytest.raises(InvalidRequest, match=r"here: must be .*1 to 256 printable characters, got") as caught:
             checked_option(option, wrong, "here")
         str(caught.value).encode()
     if option == "group_id":
-        with pytest.raises(InvalidRequest, match="without ';'"):  # no header could carry it
+        # No header can have it.
+        with pytest.raises(InvalidRequest, match="without ';'"):
             checked_option(option, "a;b", "here")
 
 
@@ -50,7 +51,7 @@ def test_a_name_is_taken_as_it_is_and_what_is_none_is_refused(option: str) -> No
         ),
     ],
 )
-def test_header_and_body_are_alike_and_add_up(
+def test_headers_and_vllm_xargs_accept_the_same_options_and_are_merged(
     header: RequestOptions, xargs: dict[str, Any], both: RequestOptions
 ) -> None:
     assert merge_options(header, xargs) == both
@@ -78,7 +79,8 @@ def test_contradictions_and_misspellings_are_refused(header: RequestOptions, xar
 # --- headers
 
 
-POLICY, KEY = "X-Darts-Policy", "X-Darts-Prompt-Key"
+POLICY = "X-Darts-Policy"
+KEY = "X-Darts-Prompt-Key"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_a_malformed_group_is_refused_by_the_headers_name(value: str) -> None:
     assert caught.value.field == GROUP
 
 
-def test_a_misspelt_header_and_one_that_contradicts_itself_are_refused() -> None:
+def test_misspelt_headers_and_repeated_headers_with_other_values_are_refused() -> None:
     for name in ("X-Darts-Polcy", "X-Darts-Group-Id", "X-Darts-"):
         with pytest.raises(InvalidRequest, match="x-darts-policy, x-darts-prompt-key, x-darts-group"):
             read_options({name: "off"})
@@ -136,7 +138,7 @@ groups = st.lists(st.tuples(parts, st.sampled_from(["=", ""]), printable | st.in
         max_size=3,
     )
 )
-def test_any_headers_give_possible_options_or_are_refused(headers: dict[str, str]) -> None:
+def test_any_headers_give_valid_options_or_are_refused(headers: dict[str, str]) -> None:
     try:
         options = read_options(headers)
     except InvalidRequest:

@@ -1,4 +1,4 @@
-"""The page as it is served."""
+"""The built-in page in its served form."""
 
 import re
 from typing import Any
@@ -20,7 +20,7 @@ def served() -> Any:
     return TestClient(app).get("/darts/")
 
 
-def test_it_is_one_document_with_all_its_parts(served: Any) -> None:
+def test_the_page_is_one_document_with_all_its_parts(served: Any) -> None:
     assert served.headers["content-type"].startswith("text/html")
     for part in page.PARTS.glob("*.*"):
         if part.suffix in (".js", ".css"):
@@ -28,40 +28,42 @@ def test_it_is_one_document_with_all_its_parts(served: Any) -> None:
     assert len(re.findall(r"<script|<style", served.text)) == 2
 
 
-def test_it_names_nothing_that_a_browser_would_fetch(served: Any) -> None:
+def test_the_page_loads_nothing_else(served: Any) -> None:
     assert not re.search(r"\b(src|srcset|action|poster)=|@import|url\(|<iframe|<object", served.text)
     assert re.findall(r'href="([^"]{5})', served.text) == ["data:"]
 
 
-def test_its_security_policy_lets_in_its_own_parts_alone(served: Any) -> None:
+def test_the_security_policy_allows_only_the_pages_own_parts(served: Any) -> None:
     policy = dict(part.split(" ", 1) for part in served.headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'"
     assert policy["connect-src"] == "'self'"
     for kind in ("script-src", "style-src"):
         assert re.fullmatch(r"'sha256-[A-Za-z0-9+/=]{44}'", policy[kind])
-    assert not re.search(r"\sstyle=|\son\w+=", served.text)  # these would be refused
+    # The security policy refuses these.
+    assert not re.search(r"\sstyle=|\son\w+=", served.text)
 
 
 @pytest.mark.parametrize("kind", [*SelectedAs, *DiscardReason])
-def test_it_knows_whatever_becomes_of_a_candidate(kind: str) -> None:
+def test_the_page_names_every_end_of_a_candidate(kind: str) -> None:
     assert f"\n  {kind}: " in (page.PARTS / "kinds.js").read_text("utf-8")
     assert (page.PARTS / "style.css").read_text("utf-8").count(f"--{kind}: #") == 2, "in light and in dark"
 
 
-def test_it_shows_ids_as_text() -> None:
-    """Whatever the server says reaches the page as text nodes and attributes that run nothing."""
+def test_the_page_shows_ids_as_text() -> None:
+    """The page puts all text of the server into text nodes and into attributes that run nothing."""
     scripts = {part.name: part.read_text("utf-8") for part in page.PARTS.glob("*.js")}
     forbidden = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|srcdoc|eval\(|Function\("
     for name, script in scripts.items():
         assert not re.search(forbidden, script), name
-    assert "made.append(...children" in scripts["kinds.js"]  # strings become text nodes
+    # Strings become text nodes.
+    assert "made.append(...children" in scripts["kinds.js"]
     tags = {tag for script in scripts.values() for tag in re.findall(r'\belement\("(\w+)"', script)}
     assert tags
     loading = "a|base|embed|form|frame|iframe|img|link|meta|object|script|style"
     assert not [tag for tag in tags if re.fullmatch(loading, tag)]
 
 
-def test_the_root_leads_a_browser_to_the_page_and_tells_others_where_it_is() -> None:
+def test_the_root_redirects_to_the_page_and_lists_the_pages() -> None:
     app = FastAPI()
     page.add_routes(app.router)
     client = TestClient(app)

@@ -31,11 +31,11 @@ VARIABLE = "DARTS_CHROMIUM"
 ARGUMENTS = ("--no-sandbox", "--disable-dev-shm-usage")
 """Root may not use the sandbox, and containers have little shared memory."""
 WAIT_MS = 120_000
-"""Before something that does not come is a failure; busy machines are slow."""
+"""Timeout for a change of the page. Busy machines are slow."""
 
 
 class Visit:
-    """A page that is open, and what it complained of and requested."""
+    """An open page, with its errors and requests."""
 
     def __init__(self, browser: Browser, url: str) -> None:
         context = browser.new_context(viewport={"width": 1280, "height": 720}, reduced_motion="reduce")
@@ -60,12 +60,12 @@ class Visit:
         )
 
     def colours(self, canvas: str) -> dict[str, int]:
-        """How many pixels of each colour a canvas has, as ``#rrggbb``."""
+        """Return the number of pixels of each colour of a canvas, by ``#rrggbb``."""
         counted: dict[str, int] = self.page.evaluate(COUNT_COLOURS, canvas)
         return counted
 
     def colour(self, name: str) -> str:
-        """A colour of the style sheet."""
+        """Return a colour of the style sheet."""
         read = "name => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim()"
         return str(self.page.evaluate(read, name))
 
@@ -92,7 +92,7 @@ STEP_SECONDS = 0.02
 
 
 def heavy_tail(request: str, index: int) -> Script:
-    """Lengths of 3 seconds and more: most are short, some much longer."""
+    """Return lengths of 3 seconds and more: most are short, some are much longer."""
     rng = Random(f"{request}/{index}")
     return Script(min(400, round(20 * rng.lognormvariate(0.4, 0.8)) + 150))
 
@@ -110,7 +110,8 @@ def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
             def ask(*names: str) -> None:
                 prompts = [{"text": str(number), "key": name} for number, name in enumerate(names)]
                 body = {"prompts": prompts, "group_size": 8, "stream": "groups"}
-                headers = {"Idempotency-Key": uuid4().hex}  # it goes on when nobody reads
+                # A batch with a key continues without readers.
+                headers = {"Idempotency-Key": uuid4().hex}
                 with httpx.stream("POST", f"{listener.url}/darts/v1/rollouts", json=body, headers=headers) as answer:
                     next(answer.iter_lines())
 
@@ -119,7 +120,7 @@ def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Skips the test where no Chromium is found: by `VARIABLE`, by its usual names, or as playwright installed it."""
+    """Open Chromium, found by `VARIABLE`, by its usual names, or in the place of playwright. Else skip the test."""
     with sync_playwright() as playwright:
         given = [os.environ.get(VARIABLE), *map(shutil.which, NAMES), playwright.chromium.executable_path]
         found = next((path for path in given if path and Path(path).exists()), None)
@@ -143,7 +144,7 @@ SIDEWAYS = """[...document.querySelectorAll('*')]
   .map(each => each.id || each.tagName)"""
 
 
-def test_the_legend_names_what_there_is_and_nothing_scrolls_sideways(browser: Browser) -> None:
+def test_the_legend_is_complete_and_nothing_scrolls_sideways(browser: Browser) -> None:
     with at_work() as (url, ask):
         visit = Visit(browser, url)
         page = visit.page
@@ -195,11 +196,12 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
         }
 
 
-def test_all_can_be_reached_and_heard_by_keyboard(browser: Browser) -> None:
+def test_everything_is_reachable_by_keyboard_and_named_for_screen_readers(browser: Browser) -> None:
     with at_work() as (url, ask):
         ask(*prompts(6))
         visit = Visit(browser, url)
-        press, page = visit.page.keyboard.press, visit.page
+        press = visit.page.keyboard.press
+        page = visit.page
         visit.reads("running", "0 groups")
         for _ in range(20):
             press("Tab")
@@ -228,7 +230,7 @@ def test_all_can_be_reached_and_heard_by_keyboard(browser: Browser) -> None:
         assert visit.complaints == []
 
 
-def test_a_key_is_asked_for_and_kept_in_the_page_alone(browser: Browser) -> None:
+def test_the_page_asks_for_a_key_and_stores_it_nowhere_else(browser: Browser) -> None:
     with at_work("user") as (url, _):
         visit = Visit(browser, url)
         page = visit.page
@@ -246,7 +248,7 @@ def test_a_key_is_asked_for_and_kept_in_the_page_alone(browser: Browser) -> None
         assert all(complaint.startswith(REFUSED) for complaint in visit.complaints)
 
 
-def test_a_lost_connection_is_said_and_what_was_seen_stays(browser: Browser) -> None:
+def test_a_lost_connection_is_shown_and_the_groups_stay(browser: Browser) -> None:
     with at_work() as (url, ask):
         visit = Visit(browser, url)
         ask(*prompts(2))
@@ -256,7 +258,7 @@ def test_a_lost_connection_is_said_and_what_was_seen_stays(browser: Browser) -> 
     assert not visit.page.is_visible("#empty")
 
 
-def test_what_others_send_is_shown_as_text_and_never_run(browser: Browser) -> None:
+def test_text_of_other_callers_is_shown_as_text_and_never_run(browser: Browser) -> None:
     nasty = "<img src=x onerror=alert(1)>"
     with at_work() as (url, ask):
         visit = Visit(browser, url)

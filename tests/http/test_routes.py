@@ -27,7 +27,7 @@ def opened() -> Iterator[TestClient]:
         yield opened
 
 
-def test_provenance_tells_every_candidates_length_fate_and_rank(opened: TestClient) -> None:
+def test_provenance_has_every_candidates_length_reason_and_rank(opened: TestClient) -> None:
     [group] = opened.get("/darts/v1/groups/cmpl-a-0").json()["groups"]
     assert (group["group_size"], group["outcome"], group["generated"], group["returned"]) == (2, "completed", 60, 30)
     assert [(c["length"], c["selected_as"], c["reason"], c["rank"]) for c in group["candidates"]] == [
@@ -43,14 +43,14 @@ def test_a_responses_id_gives_all_its_groups(opened: TestClient) -> None:
     assert [g["group_id"] for g in groups] == ["cmpl-a-0", "cmpl-a-1"]
 
 
-def test_a_prompts_statistics_are_found_by_the_key_that_its_groups_tell(opened: TestClient) -> None:
+def test_a_prompts_statistics_are_found_by_the_key_of_its_groups(opened: TestClient) -> None:
     key = opened.get("/darts/v1/groups/cmpl-a-0").json()["groups"][0]["prompt_key"]
     stats = opened.get(f"/darts/v1/prompts/{key}").json()
     assert (stats["estimated_mean_tokens"], stats["estimated_std_tokens"]) == (20, 10)
     assert (stats["groups"], stats["candidates"]) == (2, 6)
 
 
-def test_a_prompts_statistics_tell_what_was_seen_apart_from_what_is_estimated() -> None:
+def test_a_prompts_statistics_separate_counts_from_estimates() -> None:
     ended = [replace(FINISHED[0], index=i, tokens=96, finish_reason=FinishReason.LENGTH) for i in range(4)]
     with client(known={"truncated": replace(record(*ended), max_tokens=96, prompt_tokens=7)}) as opened:
         stats = opened.get("/darts/v1/prompts/truncated").json()
@@ -59,7 +59,7 @@ def test_a_prompts_statistics_tell_what_was_seen_apart_from_what_is_estimated() 
     assert (stats["finished"], stats["truncated"], stats["stopped"]) == (0, 4, 0)
 
 
-def test_what_an_earlier_version_has_not_kept_of_a_prompt_is_null() -> None:
+def test_counts_that_an_earlier_version_did_not_keep_are_null() -> None:
     with client(known={"old": None}) as opened:
         stats = opened.get("/darts/v1/prompts/old").json()
     assert stats["estimated_mean_tokens"] == 20
@@ -73,14 +73,14 @@ def test_a_callers_own_prompt_key_may_have_slashes(opened: TestClient, path: str
 
 
 @pytest.mark.parametrize("path", ["groups/none", "prompts/none", "prompts/none/of/them"])
-def test_what_is_not_there_is_not_found_in_openais_form(opened: TestClient, path: str) -> None:
+def test_missing_groups_and_prompts_are_404_in_openais_form(opened: TestClient, path: str) -> None:
     answer = opened.get(f"/darts/v1/{path}")
     assert answer.status_code == 404
     assert answer.json()["error"]["type"] == "NotFoundError"
     assert answer.json()["error"]["param"] in ("group_id", "prompt_key")
 
 
-def test_gauges_are_read_where_the_event_loop_changes_what_they_show() -> None:
+def test_gauges_are_read_in_the_event_loop() -> None:
     registry = CollectorRegistry()
     threads: list[int] = []
 
@@ -103,7 +103,7 @@ def test_gauges_are_read_where_the_event_loop_changes_what_they_show() -> None:
 
 
 class Counted:
-    """An app whose answer is the number of its answers. Each takes a moment of the event loop."""
+    """An app whose answer is the number of its answers. Each answer takes 5 ms of the event loop."""
 
     def __init__(self) -> None:
         self.answers = 0
@@ -122,7 +122,8 @@ async def ask(app: SharedAnswers, query: bytes = b"", **headers: str) -> str:
         for _, value in message.get("headers", []):
             assert value != b"of another"
         if "headers" in message:
-            message["headers"].append((b"x", b"of another"))  # as middleware does
+            # Middleware adds headers.
+            message["headers"].append((b"x", b"of another"))
         sent.append(message)
 
     async def never() -> Message:
@@ -135,7 +136,7 @@ async def ask(app: SharedAnswers, query: bytes = b"", **headers: str) -> str:
 
 
 @pytest.mark.anyio
-async def test_requests_that_wait_together_get_one_answer_and_each_later_one_a_new_one() -> None:
+async def test_requests_that_wait_together_share_an_answer_and_later_requests_get_new_answers() -> None:
     app = SharedAnswers(counted := Counted(), varies=False)
     asked = (ask(app, b"%d" % number, accept=str(number)) for number in range(100))
     assert set(await asyncio.gather(*asked)) == {"1"}, "neither query nor header makes a difference"
@@ -144,14 +145,14 @@ async def test_requests_that_wait_together_get_one_answer_and_each_later_one_a_n
 
 
 @pytest.mark.anyio
-async def test_answers_differ_by_what_their_requests_ask_for() -> None:
+async def test_requests_for_different_answers_share_none() -> None:
     app = SharedAnswers(Counted(), varies=True)
     asked = [ask(app), ask(app, b"name[]=a"), ask(app, accept="text/plain"), ask(app, accept_encoding="gzip")]
     assert sorted(await asyncio.gather(*asked, ask(app))) == ["1", "1", "2", "3", "4"]
 
 
 @pytest.mark.anyio
-async def test_many_requests_leave_most_of_the_time_to_others() -> None:
+async def test_many_requests_leave_most_of_the_time_to_other_work() -> None:
     app = SharedAnswers(Counted(), varies=True)
     begin = time.monotonic()
     await asyncio.gather(*(ask(app, b"%d" % number) for number in range(5)))
@@ -159,7 +160,7 @@ async def test_many_requests_leave_most_of_the_time_to_others() -> None:
 
 
 @pytest.mark.anyio
-async def test_few_different_answers_are_waited_for() -> None:
+async def test_the_number_of_pending_answers_is_limited() -> None:
     app = SharedAnswers(counted := Counted(), varies=True)
     asked = (ask(app, b"%d" % number) for number in range(100))
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -191,5 +192,6 @@ def test_the_description_is_rendered_once_and_outside_of_the_event_loop() -> Non
             assert shared.content == plain.content
             assert shared.headers == plain.headers
         assert client.head("/openapi.json").status_code == 200
-        assert len(threads) == 2  # FastAPI's own route, which is called once, reads what is kept then
+        # FastAPI's own route calls it again, and gets the cached result.
+        assert len(threads) == 2
         assert threads[0] != client.get("/loop").json()

@@ -60,7 +60,8 @@ async def test_a_quiet_stream_sends_comments() -> None:
 
 
 async def test_events_are_sent_in_order_to_the_end_and_do_not_queue_for_a_slow_reader() -> None:
-    reader, made = Reader(), list[int]()
+    reader = Reader()
+    made = list[int]()
     reader.may_read = anyio.Event()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(EventStream(numbers(made), nullcontext()), SCOPE, reader.receive, reader.send)
@@ -72,8 +73,10 @@ async def test_events_are_sent_in_order_to_the_end_and_do_not_queue_for_a_slow_r
 
 
 async def test_a_reader_that_accepts_nothing_is_dropped() -> None:
-    reader, left = Reader(), ExitStack()
-    reader.may_read, gone = anyio.Event(), list[bool]()
+    reader = Reader()
+    left = ExitStack()
+    reader.may_read = anyio.Event()
+    gone = list[bool]()
     left.callback(gone.append, True)
     with anyio.fail_after(10):
         await EventStream(stalled(), left, send_timeout=0.01)(SCOPE, reader.receive, reader.send)
@@ -81,7 +84,7 @@ async def test_a_reader_that_accepts_nothing_is_dropped() -> None:
 
 
 async def test_a_stop_of_the_web_server_does_not_cut_a_stream() -> None:
-    """Batches finish during a drain; only our own shutdown ends their streams."""
+    """Batches finish during a drain, and only our own shutdown ends their streams."""
     AppStatus.original_handler, original = None, AppStatus.original_handler
     try:
         AppStatus.handle_exit()
@@ -97,7 +100,7 @@ def test_line_separators_in_data_do_not_split_an_event() -> None:
     assert (event.event, json.loads(event.data)) == ("text", data)
 
 
-async def test_a_large_event_is_sent_in_slices_and_no_comment_comes_in_the_middle_of_it() -> None:
+async def test_a_large_event_is_sent_in_slices_without_a_comment_between_them() -> None:
     event = encode("large", "x" * (5 * SLICE_BYTES))
 
     async def events() -> AsyncGenerator[bytes, None]:

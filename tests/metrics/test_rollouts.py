@@ -70,7 +70,7 @@ def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
     assert value(registry, "darts_tail_wait_seconds_count") == 1, "it waited for no tail"
 
 
-def test_a_group_that_goes_on_from_an_earlier_batch_counts_the_tokens_that_it_did_not_generate() -> None:
+def test_resumed_tokens_are_counted() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", registry=registry)
     metrics.group_ended(record())
@@ -88,7 +88,7 @@ def test_no_series_shows_when_it_was_created() -> None:
     assert b"_created" not in generate_latest(registry)
 
 
-def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_with_use() -> None:
+def test_counters_exist_from_the_start_and_no_label_grows_with_use() -> None:
     registry = CollectorRegistry()
     metrics = RolloutMetrics("tiny", registry=registry)
     before = counted(registry)
@@ -104,7 +104,7 @@ def test_counters_are_there_from_the_start_and_no_metric_has_a_label_that_grows_
 
 
 def counted(registry: CollectorRegistry) -> set[tuple[str, ...]]:
-    """Names and labels, the model's aside, of all that counters show."""
+    """Return the names and labels of all counters, without the model's name."""
     counters = [family for family in registry.collect() if family.type == "counter"]
     return {
         (sample.name, *(value for name, value in sample.labels.items() if name != "model_name"))

@@ -26,7 +26,7 @@ from darts_server.policy.allocation import (
 )
 
 LOW, HIGH, TARGET = 8, 16, 12.0
-TARGETS = [8.3, *(pytest.param(each, marks=pytest.mark.nightly) for each in (8, 15.5))]
+TARGETS = [8.3, *(pytest.param(target, marks=pytest.mark.nightly) for target in (8, 15.5))]
 SMALL_WEIGHTS = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 WEIGHTS = st.lists(
     st.integers(1, 3).map(float) | st.floats(1e-9, 100) | st.floats(1e-100, 1e100), min_size=1, max_size=40
@@ -42,9 +42,7 @@ def cost(weights: Sequence[int], counts: Sequence[int]) -> Fraction:
 
 
 @given(SMALL_WEIGHTS, st.integers(1, 3), st.integers(0, 4), st.data())
-def test_no_other_way_to_share_the_budget_is_better(
-    weights: list[int], low: int, more: int, data: st.DataObject
-) -> None:
+def test_the_budget_is_shared_optimally(weights: list[int], low: int, more: int, data: st.DataObject) -> None:
     high = low + more
     budget = data.draw(st.integers(low * len(weights), high * len(weights)))
     ways = itertools.product(range(low, high + 1), repeat=len(weights))
@@ -64,7 +62,9 @@ def test_the_budget_is_met_exactly_or_clipped_to_the_bounds(
 
 
 @given(WEIGHTS, st.integers(0, 1000), BOUNDS)
-def test_a_larger_weight_never_gets_fewer(weights: list[float], budget: int, bounds: tuple[int, int]) -> None:
+def test_a_larger_weight_never_gets_fewer_candidates(
+    weights: list[float], budget: int, bounds: tuple[int, int]
+) -> None:
     counts = allocate(weights, budget, *bounds)
     for (w, m), (v, k) in itertools.combinations(zip(weights, counts, strict=True), 2):
         assert w <= v or m >= k
@@ -103,7 +103,7 @@ def test_an_empty_batch_gets_nothing() -> None:
         ([None] * 3, [1.0] * 3),
     ],
 )
-def test_weights_are_the_papers_and_an_unknown_std_is_the_mean_of_the_known_ones(
+def test_weights_are_the_formula_of_the_paper_and_an_unknown_std_is_the_mean_of_known_stds(
     stds: list[float | None], weights: list[float]
 ) -> None:
     for budget in range(LOW * len(stds), HIGH * len(stds) + 1):
@@ -111,8 +111,9 @@ def test_weights_are_the_papers_and_an_unknown_std_is_the_mean_of_the_known_ones
 
 
 @given(st.floats(1, 50), st.lists(st.integers(1, 30), min_size=1, max_size=5))
-def test_an_even_share_has_its_mean_over_all_cohorts(mean: float, cohorts: list[int]) -> None:
-    carried, counts = 0.0, list[int]()
+def test_even_shares_keep_their_mean_over_all_cohorts(mean: float, cohorts: list[int]) -> None:
+    carried = 0.0
+    counts = list[int]()
     for groups in cohorts:
         some, carried = allocate_evenly(mean, groups, carried)
         counts += some
@@ -162,7 +163,7 @@ def test_the_mean_is_at_the_target_throughout_the_stream(target: float) -> None:
         assert statistics.fmean(counts[begin : begin + WINDOW]) == pytest.approx(target, rel=0.05)
 
 
-def test_a_request_gets_what_the_batch_would_give() -> None:
+def test_a_request_gets_nearly_as_many_candidates_as_in_a_cohort() -> None:
     price = ShadowPrice()
     singles = [price.candidates(std, TARGET, LOW, HIGH) for std in STATIONARY[-3 * WINDOW :]]
     last = STATIONARY[-WINDOW:]
@@ -173,7 +174,7 @@ def test_a_request_gets_what_the_batch_would_give() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=30), st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_wider_prompt_gets_no_fewer_except_for_its_own_effect_on_the_price(
+def test_a_wider_prompt_gets_at_least_as_many_candidates_except_for_its_own_effect_on_the_price(
     before: list[float], one: float, two: float
 ) -> None:
     counts = []
@@ -185,8 +186,9 @@ def test_a_wider_prompt_gets_no_fewer_except_for_its_own_effect_on_the_price(
     assert counts[0] <= counts[1] + 1
 
 
-def test_a_request_without_std_is_allocated_like_an_average_one() -> None:
-    price, known = ShadowPrice([10.0, 50.0]), ShadowPrice([10.0, 50.0])
+def test_a_request_without_std_is_allocated_like_an_average_request() -> None:
+    price = ShadowPrice([10.0, 50.0])
+    known = ShadowPrice([10.0, 50.0])
     assert price.candidates(None, TARGET, LOW, HIGH) == known.candidates(30.0, TARGET, LOW, HIGH)
     assert price.recent == [10.0, 50.0]
 
@@ -221,31 +223,41 @@ def test_a_state_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
 
 
 START, END = 100, 300
-queues = st.lists(st.integers(0, 500), max_size=30)
+QUEUES = st.lists(st.integers(0, 500), max_size=30)
 
 
 def line(waiting: int, start: float = START) -> float:
     return min(max((END - (START - start) - waiting) / (END - START), 0), 1)
 
 
-@given(queues)
-def test_the_scale_stays_between_its_falling_and_its_rising_line(waiting: list[int]) -> None:
+@given(QUEUES)
+def test_the_scale_stays_between_its_falling_and_its_rising_line(queues: list[int]) -> None:
     brownout = Brownout(START, END)
-    for each in waiting:
-        assert line(each, start=START / 2) <= brownout.update(each) <= line(each)
+    for waiting in queues:
+        assert line(waiting, start=START / 2) <= brownout.update(waiting) <= line(waiting)
 
 
-@given(queues)
-def test_the_scale_changes_no_more_than_its_lines_require(waiting: list[int]) -> None:
+@given(QUEUES)
+def test_reading_the_scale_for_another_queue_changes_nothing(queues: list[int]) -> None:
     brownout = Brownout(START, END)
-    for each in waiting:
+    for count in queues:
         before = brownout.scale
-        after = brownout.update(each)
-        assert after in (before, line(each), line(each, start=START / 2))
-        assert before == after or not line(each, start=START / 2) <= before <= line(each)
+        assert brownout.scale_at(count) == brownout.scale_at(count)
+        assert brownout.scale == before
+        assert brownout.scale_at(count) == brownout.update(count) == brownout.scale
 
 
-def test_redundancy_falls_linearly_and_is_full_again_when_half_of_start_wait() -> None:
+@given(QUEUES)
+def test_the_scale_changes_no_more_than_its_lines_require(queues: list[int]) -> None:
+    brownout = Brownout(START, END)
+    for waiting in queues:
+        before = brownout.scale
+        after = brownout.update(waiting)
+        assert after in (before, line(waiting), line(waiting, start=START / 2))
+        assert before == after or not line(waiting, start=START / 2) <= before <= line(waiting)
+
+
+def test_redundancy_falls_linearly_and_is_full_again_at_half_of_start() -> None:
     brownout = Brownout(START, END)
     assert [brownout.update(waiting) for waiting in (100, 200, 300, 900)] == [1, 0.5, 0, 0]
     assert [brownout.update(waiting) for waiting in (300, 250, 150, 50)] == [0, 0, 0.5, 1]
@@ -256,11 +268,11 @@ def test_a_reduced_group_has_at_least_its_size_and_at_most_its_candidates(size: 
     assert size <= reduce_candidates(size + extra, size, scale) <= size + extra
 
 
-def test_brownout_starts_at_its_share_of_the_queue_but_not_below_the_capacity() -> None:
+def test_brownout_starts_at_half_of_the_queue_but_not_below_the_capacity() -> None:
     assert [Brownout.for_queue(400, 50).update(waiting) for waiting in (200, 300)] == [1, 0.5]
-    assert [Brownout.for_queue(400, 200, 0.25).update(waiting) for waiting in (200, 300)] == [1, 0.5]
-    assert Brownout.for_queue(400, 50, 1).update(10_000) == 1
-    assert Brownout.for_queue(400, 500, 0).update(10_000) == 1
+    assert [Brownout.for_queue(400, 300).update(waiting) for waiting in (300, 350)] == [1, 0.5]
+    assert Brownout.for_queue(400, 400).update(10_000) == 1
+    assert Brownout.for_queue(400, 500).update(10_000) == 1
 
 
 def test_cv_log_is_the_formula_of_the_public_code() -> None:

@@ -29,11 +29,11 @@ STATE = AheadState(40, 4, 0.5, True, True, ((38, 0.9), (40, 0.8)), ((37, 1.1),),
 
 @dataclass
 class Training:
-    """Batches of which 16 of 24 groups are needed, one after the other.
+    """Batches that need 16 of 24 groups, one after the other.
 
-    A batch that runs what it needs takes 1 second, and one that runs more ``ahead`` seconds. ``stale``: tokens of older
-    weights among those that are returned, for each prompt that ran ahead. ``alone``: seconds after which each returned
-    group is complete in the batch alone.
+    A batch that runs only the needed prompts takes 1 second, and a batch that runs more takes ``ahead`` seconds.
+    ``stale``: returned tokens of older weights for each prompt that ran ahead. ``alone``: seconds after which each
+    returned group is complete in the batch alone.
     """
 
     ahead: float
@@ -47,7 +47,7 @@ class Training:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def run(self, batches: int) -> str:
-        """Return which of the batches ran ahead, as 0 and 1."""
+        """Return whether each batch ran ahead, as 0 and 1."""
         self.choices.clear()
         for _ in range(batches):
             choice = choose_ahead(self.limits, self.state, NEEDED, self.offered)
@@ -79,7 +79,7 @@ def test_all_prompts_run_from_the_first_batch_on() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0.9, 1.1])
-def test_batches_that_are_not_clearly_faster_are_compared_with_measured_ones(ahead: float) -> None:
+def test_batches_that_are_not_clearly_faster_are_compared_with_measured_batches(ahead: float) -> None:
     training = Training(ahead)
     assert training.run(6) == "111100", "only the second batch of a test is measured"
     assert training.choices[-1].reason.endswith(", tested") == (ahead < 1)
@@ -94,7 +94,7 @@ def test_the_faster_kind_of_batch_runs_except_in_tests(ahead: float) -> None:
     assert training.run(60).count("0" if ahead < 1 else "1") <= 4
 
 
-def test_what_is_nearly_as_fast_is_tested_again_in_two_batches() -> None:
+def test_a_kind_that_is_nearly_as_fast_is_tested_again_in_two_batches() -> None:
     training = Training(1.05, AutoLimits(exploration=0.1), noise=0.02)
     training.run(10)
     tested = training.run(60)
@@ -104,7 +104,7 @@ def test_what_is_nearly_as_fast_is_tested_again_in_two_batches() -> None:
     assert training.state.ahead[-1][0] > 10
 
 
-def test_what_is_much_slower_is_tested_only_after_many_batches() -> None:
+def test_a_kind_that_is_much_slower_is_tested_only_after_many_batches() -> None:
     training = Training(1.5)
     training.run(10)
     tested = training.run(2 * LONGEST_UNMEASURED)
@@ -125,7 +125,7 @@ def test_near_the_edge_the_choice_does_not_go_back_and_forth() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0.7, 0.97, 1.03])
-def test_nothing_runs_ahead_where_groups_end_together_whatever_was_measured(ahead: float) -> None:
+def test_no_prompt_runs_ahead_if_groups_end_together_whatever_was_measured(ahead: float) -> None:
     training = Training(ahead, noise=0.03, alone=TOGETHER)
     assert training.run(60) == "1" + 59 * "0"
     assert training.choices[-1].reason == (
@@ -139,14 +139,14 @@ def test_nothing_runs_ahead_where_groups_end_together_whatever_was_measured(ahea
 
 
 @pytest.mark.parametrize(("last", "ahead"), [(5, "1"), (6, "0")])
-def test_groups_that_end_last_are_stragglers_while_enough_others_are_complete_before(last: int, ahead: str) -> None:
-    """Of 24 groups that run, 16 are needed: so at most a third may end last."""
+def test_groups_that_end_last_are_stragglers_if_enough_other_groups_are_complete_before(last: int, ahead: str) -> None:
+    """Of 24 running groups, 16 are needed, so at most a third may end last."""
     training = Training(0.5, alone=[0.5] * (16 - last) + [0.98] * (last - 1) + [1.0])
     training.run(12)
     assert training.run(4) == 4 * ahead
 
 
-def test_a_batch_whose_times_alone_are_not_known_says_nothing_about_stragglers() -> None:
+def test_a_batch_without_known_times_alone_shows_no_stragglers() -> None:
     state = replace(STATE, ending_last=0.5)
     assert learned(ALL, replace(OUTCOME, alone=()), state).ending_last == 0.5
     assert learned(ALL, OUTCOME, state).ending_last == pytest.approx((0.5 + 1 / 3) / 2)
@@ -182,7 +182,7 @@ def test_the_share_that_runs_ahead_follows_the_share_of_stale_tokens_to_the_limi
     assert training.state.share == 1.0
 
 
-def test_batches_that_run_what_they_need_say_nothing_about_the_stale_tokens_of_more() -> None:
+def test_batches_that_run_only_needed_prompts_do_not_change_the_share() -> None:
     training = Training(1.3, AutoLimits(most_stale=0.25), stale=400)
     training.run(4)
     share = training.state.share
@@ -213,7 +213,7 @@ def test_time_is_compared_per_generated_token_with_the_returned_tokens_alone() -
 
 
 def test_answers_that_end_together_at_their_length_limit_are_no_stragglers() -> None:
-    """Three batches of the same tokens and seconds. Running ahead helps most where a few answers are much longer."""
+    """Three batches have equal tokens and seconds. Running ahead helps most if a few answers are much longer."""
     curve = LatencyCurve((1.0, 64.0), (1.0, 8.0), 0.1)
     times = {}
     for name, lengths in {
@@ -254,7 +254,7 @@ def test_only_the_newest_measured_batches_are_kept() -> None:
     assert [batch for batch, _ in training.state.ahead] == [*range(21 - KEPT, 21)]
 
 
-def test_times_that_nobody_can_compare_are_kept_within_limits() -> None:
+def test_extreme_times_are_kept_within_limits() -> None:
     for seconds in (1e-300, 1e300):
         state = learned(ALL, replace(OUTCOME, seconds=seconds))
         assert AheadState(**asdict(state)) == state
@@ -281,6 +281,6 @@ def test_the_state_survives_json() -> None:
         {"means": []},
     ],
 )
-def test_a_state_that_cannot_be_is_refused(changed: dict[str, object]) -> None:
+def test_an_impossible_state_is_refused(changed: dict[str, object]) -> None:
     with pytest.raises((TypeError, ValueError)):
         AheadState(**{**asdict(STATE), **changed})

@@ -1,4 +1,4 @@
-"""Deadlines that bound every group, in worlds with runaways.
+"""Deadlines whose bound limits every group, in worlds with runaways.
 
 All candidates of a cohort start together and get one token a step.
 """
@@ -28,7 +28,7 @@ BOUNDED = ["darts_cut", "cap"]
 
 
 def group(lengths: Iterable[int], rng: Generator) -> list[Candidate]:
-    """Candidates with these lengths, of which `CAP` is the limit."""
+    """Return candidates with these lengths and the length limit `CAP`."""
     return [
         Candidate(
             i,
@@ -44,7 +44,7 @@ Cohort = Sequence[Sequence[Candidate]]
 
 
 def cohort(runaways: Sequence[float]) -> Cohort:
-    """64 prompts with lengths around 300, and the ``runaways`` as shares of their 12 candidates that never end."""
+    """Return 64 prompts with lengths around 300. ``runaways``: share of each prompt's 12 candidates that never end."""
     rng = default_rng(0)
     means = 300 * rng.lognormal(0, 0.3, len(runaways))
     return [
@@ -59,14 +59,15 @@ def completion_length(rule: SelectionRule, candidates: Sequence[Candidate]) -> i
 
 
 def deadline_of(rule: SelectionRule, groups: Cohort, how: Deadline) -> tuple[int, int] | None:
-    """The deadline and the step in which it becomes known: the first in which what has happened determines it."""
+    """Return the deadline, and the first step in which it is known."""
     lengths = [completion_length(rule, candidates) for candidates in groups]
     needs = sorted(length for length in lengths if length is not None)
     reported = [how.without_others(needs[:count], len(groups) - count) for count in range(len(needs) + 1)]
     ends = sorted({*needs, CAP, *(how.bound_of(tokens) for tokens in reported if tokens is not None)})
     for step in ends:
         known = [length for length in lengths if length is not None and length <= step]
-        others = len(lengths) - len(known) if step < CAP else 0  # those that have ended without one do not count
+        # Groups that have ended without a completion length do not count.
+        others = len(lengths) - len(known) if step < CAP else 0
         if (tokens := of_cohort(how, known, [step + 1] * others)) is not None:
             return tokens, step
     return None
@@ -84,7 +85,7 @@ def of_cohort(how: Deadline, needs: Sequence[int], minimums: Sequence[int | None
 def steps_of(policy: str, groups: Cohort, how: Deadline = RULE) -> int:
     """Return the steps until the last group is complete.
 
-    As if the deadline had been known from the start: it comes in time for all that is longer than the bound.
+    The deadline counts as known from the start, because it is known before any candidate reaches the bound.
     """
     rule = POLICIES[policy].selection_rule(SIZE)
     started = [candidates[: POLICIES[policy].candidates(SIZE)] for candidates in groups]
@@ -105,7 +106,8 @@ def is_bounded(result: Replay, limit: int) -> bool:
 @pytest.mark.parametrize("policy", BOUNDED)
 def test_a_group_with_seven_valid_and_five_runaways_ends_at_the_bound(policy: str) -> None:
     lengths = [*range(300, 510, 30), *[CAP] * 5]
-    candidates = group(lengths, default_rng(0))[-POLICIES[policy].candidates(SIZE) :]  # of eight three are valid
+    # If there are eight candidates, three are valid.
+    candidates = group(lengths, default_rng(0))[-POLICIES[policy].candidates(SIZE) :]
     rule = POLICIES[policy].selection_rule(SIZE)
     result = replay(rule, candidates, 600, 1200)
     assert is_bounded(result, 1200)
@@ -117,7 +119,7 @@ def test_a_group_with_seven_valid_and_five_runaways_ends_at_the_bound(policy: st
 
 
 @pytest.mark.parametrize("policy", BOUNDED)
-def test_a_group_may_be_nothing_but_truncated_ones(policy: str) -> None:
+def test_a_group_may_have_only_truncated_candidates(policy: str) -> None:
     candidates = group([CAP] * POLICIES[policy].candidates(SIZE), default_rng(0))
     assert replay(POLICIES[policy].selection_rule(SIZE), candidates, 600, 1200).generated == 1200 * len(candidates)
 
@@ -129,15 +131,16 @@ def test_a_cohort_with_runaways_ends_at_the_bound_of_its_own_deadline(policy: st
 
 @pytest.mark.parametrize("policy", BOUNDED)
 @pytest.mark.parametrize(("without", "most"), [(17, 0.3), (32, 0.8), (64, 0.9)])
-def test_with_more_than_a_quarter_without_one_later_cohorts_are_bounded(policy: str, without: int, most: float) -> None:
-    """By what those before them needed, and the later the more groups have no completion length."""
+def test_earlier_groups_set_the_deadline_if_over_a_quarter_has_no_completion_length(
+    policy: str, without: int, most: float
+) -> None:
     how = replace(RULE, recent=400)
     assert steps_of(policy, cohort([1.0] * without + [0.0] * (64 - without)), how) < most * CAP
 
 
 @pytest.mark.parametrize("policy", BOUNDED)
 def test_half_the_prompts_may_need_answers_several_times_as_long(policy: str) -> None:
-    """With a deadline from a time when none did, and no rewards: all that end do."""
+    """Earlier groups had short answers, and there are no rewards. The bound is beyond all completion lengths."""
     rng = default_rng(0)
     groups = [group((m * rng.lognormal(0, 0.3, 12)).astype(int), rng) for m in [300] * 32 + [1500] * 32]
     rule = POLICIES[policy].selection_rule(SIZE)
@@ -158,7 +161,7 @@ def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completio
     assert RULE.without_others([50] * 5, 3) is None
 
 
-def test_the_least_that_a_group_can_need_comes_from_what_runs() -> None:
+def test_the_least_that_a_group_can_need_follows_from_running_candidates() -> None:
     started = Group(rng=default_rng(0))
     started.open(POLICIES["cap"].selection_rule(4), 4)
     started.handle(*(Started(i) for i in range(4)), Finished(0, 5, FinishReason.STOP), Progress(1, 7))

@@ -17,9 +17,7 @@ from darts_server.policy.deadline import (
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=80), st.floats(0.1, 1.0))
-def test_the_deadline_is_the_smallest_length_that_the_quantiles_share_does_not_exceed(
-    needed: list[int], quantile: float
-) -> None:
+def test_the_deadline_is_the_quantile_of_the_lengths(needed: list[int], quantile: float) -> None:
     deadline = Deadline(quantile=quantile).from_lengths(needed, len(needed))
     enough = [n for n in needed if sum(m <= n for m in needed) >= math.ceil(quantile * len(needed) - 1e-9)]
     assert deadline == min(enough)
@@ -47,7 +45,7 @@ def test_the_deadline_is_stretched_and_never_0() -> None:
 # --- a cohort ----------------------------------------------------------------
 
 
-def test_a_deadline_that_does_not_depend_on_lengths_is_known_from_the_start_and_stays() -> None:
+def test_a_given_deadline_is_known_from_the_start_and_stays() -> None:
     cohort = CohortDeadline(None, 10, tokens=70)
     assert cohort.tokens == 70
     for group in range(10):
@@ -66,7 +64,7 @@ def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
     assert cohort.tokens == 20
 
 
-def test_a_deadline_of_earlier_groups_bounds_a_cohort_in_which_no_group_has_a_need() -> None:
+def test_earlier_groups_set_the_deadline_of_a_cohort_without_needs() -> None:
     cohort = CohortDeadline(Deadline(recent=20), 10)
     assert cohort.pending_bound == 160
     for group in range(10):
@@ -75,7 +73,7 @@ def test_a_deadline_of_earlier_groups_bounds_a_cohort_in_which_no_group_has_a_ne
     assert [cohort.tokens, cohort.pending_bound] == [80, None]
 
 
-def test_a_group_that_ends_without_a_need_does_not_count_and_one_with_a_need_does() -> None:
+def test_a_removed_group_counts_only_if_it_has_reported_its_need() -> None:
     cohort = CohortDeadline(Deadline(), 10)
     for group in range(8):
         cohort.report_need(group, 20)
@@ -95,13 +93,14 @@ def test_a_group_that_ends_without_a_need_does_not_count_and_one_with_a_need_doe
     st.sampled_from([0.3, 0.5, 0.75, 0.9, 1.0]),
     st.sampled_from([None, 4]),
 )
-def test_what_is_known_follows_from_the_reports(
+def test_the_deadline_follows_from_the_reports(
     reports: list[tuple[str, int, int]], quantile: float, recent: int | None
 ) -> None:
     rule = Deadline(quantile, recent=recent)
     cohort = CohortDeadline(rule, 10)
     needs: list[int] = []
-    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)  # of the groups that still may report
+    # Minimums of the groups that still may report.
+    minimums: dict[int, int | None] = dict.fromkeys(range(10), 0)
     reported: set[int] = set()
     for what, group, tokens in reports:
         if what == "need" and group in minimums:
@@ -119,7 +118,8 @@ def test_what_is_known_follows_from_the_reports(
         others = None if expected is not None else rule.without_others(needs, len(minimums))
         bound = None if others is None else rule.bound_of(others)
         if bound is not None and all(minimum is None or minimum > bound for minimum in minimums.values()):
-            expected, bound = others, None
+            expected = others
+            bound = None
         assert [cohort.tokens, cohort.pending_bound] == [expected, bound]
         if expected is not None:
             return
@@ -157,13 +157,13 @@ def test_recent_groups_stand_in_for_a_cohort_once_there_are_enough() -> None:
         ([0] * 50 + [10] * 7, None),
     ],
 )
-def test_groups_that_were_cut_count_as_longer_and_if_many_were_the_deadline_is_later(
+def test_cut_groups_count_as_longer_and_make_the_deadline_later_if_they_are_many(
     lengths: list[int], tokens: int | None
 ) -> None:
     assert RecentCompletionLengths(lengths).deadline(Deadline()) == tokens
 
 
-def test_if_hardly_any_group_is_complete_before_its_bound_all_show_their_lengths_again() -> None:
+def test_if_hardly_any_group_is_complete_before_its_bound_there_is_no_deadline() -> None:
     recent = RecentCompletionLengths([10] * WINDOW)
     bounds = []
     while (tokens := recent.deadline(Deadline())) is not None:
@@ -174,6 +174,6 @@ def test_if_hardly_any_group_is_complete_before_its_bound_all_show_their_lengths
     assert len(bounds) == WINDOW - MIN_GROUPS + 1
 
 
-def test_what_groups_needed_is_known_without_those_that_were_cut() -> None:
+def test_the_quantile_leaves_out_cut_groups() -> None:
     assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0] * 50).quantile(Deadline(stretch=2.0)) == 40
     assert RecentCompletionLengths([10] * 7 + [0] * 50).quantile(Deadline()) is None

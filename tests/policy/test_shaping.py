@@ -39,11 +39,11 @@ def test_the_options_determine_the_rule(shaping: Shaping, rule: SelectionRule) -
 ADAPTIVE = Shaping(adaptive=True, max_redundancy=2.0)
 
 
-def test_a_saturated_prompt_keeps_the_shortest_alone_whoever_gets_the_tail_of_others() -> None:
+def test_a_saturated_prompt_keeps_only_the_shortest_whatever_the_tail_of_other_prompts() -> None:
     assert replace(ADAPTIVE, tail=Tail.LONGEST).selection_rule(8, saturated=True) == DualEnd(8)
 
 
-def test_a_prompt_is_saturated_with_the_most_it_may_get_unless_all_get_the_same_or_none_more_than_its_size() -> None:
+def test_a_prompt_is_saturated_with_the_maximum_of_an_adaptive_policy() -> None:
     assert [ADAPTIVE.is_saturated(8, candidates) for candidates in (8, 15, 16)] == [False, False, True]
     assert not Shaping(redundancy=2.0).is_saturated(8, 16)
     assert not replace(ADAPTIVE, max_redundancy=1.0).is_saturated(8, 8)
@@ -54,14 +54,14 @@ def test_a_prompt_gets_between_its_size_and_the_maximum_redundancy(redundancy: f
     assert Shaping(adaptive=True, max_redundancy=redundancy).bounds(8) == (8, most)
 
 
-def test_only_what_is_chosen_by_prompt_or_budget_is_bound_by_the_maximum_redundancy() -> None:
+def test_the_maximum_redundancy_limits_only_adaptive_policies_and_budgets() -> None:
     fixed = Shaping(redundancy=3.0, max_redundancy=2.0)
     assert fixed.bounds(8) == (8, 24)
     assert replace(fixed, budget=BudgetKind.CV_LOG).bounds(8) == (8, 16)
     assert replace(fixed, adaptive=True).bounds(8) == (8, 16)
 
 
-def test_the_mean_follows_the_papers_formula_once_the_spread_of_lengths_is_known() -> None:
+def test_the_mean_follows_the_formula_of_the_paper_once_the_spread_of_lengths_is_known() -> None:
     auto = Shaping(adaptive=True, budget=BudgetKind.CV_LOG)
     assert [auto.mean_candidates(3, None, None), auto.mean_candidates(3, 100.0, None)] == [4.5, 4.5]
     assert auto.mean_candidates(8, 75.0, 300.0) == cv_log_mean(75.0, 300.0, 8)
@@ -70,7 +70,7 @@ def test_the_mean_follows_the_papers_formula_once_the_spread_of_lengths_is_known
     assert Shaping(adaptive=True).mean_candidates(8, 300.0, 300.0) == 12
 
 
-def test_groups_use_cohorts_if_what_each_gets_depends_on_the_others() -> None:
+def test_groups_use_cohorts_if_they_depend_on_each_other() -> None:
     cohorts = (Shaping(adaptive=True), Shaping(deadline=Deadline()), Shaping(budget=BudgetKind.CV_LOG))
     assert [shaping.uses_cohort for shaping in (Shaping(), *cohorts)] == [False, True, True, True]
 
@@ -115,7 +115,9 @@ def test_the_names_stand_for_rules(name: str, rule: object, saturated: object) -
 @pytest.mark.parametrize(
     ("keep_ratio", "size", "candidates"), [(0.5, 8, 16), (0.25, 8, 32), (0.75, 8, 11), (0.3, 3, 10)]
 )
-def test_arrol_starts_enough_that_its_size_is_left_after_pruning(keep_ratio: float, size: int, candidates: int) -> None:
+def test_arrol_starts_enough_candidates_to_keep_its_size_after_pruning(
+    keep_ratio: float, size: int, candidates: int
+) -> None:
     arrol = build_policies(BASE, Deadline(), Pruning(keep_ratio=keep_ratio))["arrol"]
     assert arrol.candidates(size) == candidates
     assert not arrol.uses_cohort
@@ -123,7 +125,9 @@ def test_arrol_starts_enough_that_its_size_is_left_after_pruning(keep_ratio: flo
 
 
 @pytest.mark.parametrize(("redundancy", "place"), [(1.0, 8), (1.25, 7), (1.5, 6), (1.6, 5), (2.0, 4), (16.0, 1)])
-def test_cap_starts_no_more_than_it_returns_and_waits_for_a_share_of_them(redundancy: float, place: int) -> None:
+def test_cap_starts_as_many_candidates_as_it_returns_and_waits_for_a_share_of_them(
+    redundancy: float, place: int
+) -> None:
     cap = build_policies(replace(BASE, redundancy=redundancy, budget=BudgetKind.CV_LOG), Deadline())["cap"]
     assert cap.candidates(8) == cap.selection_rule(8).size == 8
     assert cap.selection_rule(8).completion_place == place
@@ -147,7 +151,7 @@ def test_a_group_without_a_candidate_to_prune_is_refused() -> None:
     assert policies["arrol"].selection_rule(8) == SampledSurvivors(8)
 
 
-def test_arrol_returns_all_survivors_where_callers_take_groups_of_any_size() -> None:
+def test_only_arrol_returns_all_survivors_to_callers_that_take_groups_of_any_size() -> None:
     assert [name for name, shaping in POLICIES.items() if shaping.may_return_survivors] == ["arrol"]
 
 

@@ -1,4 +1,4 @@
-r"""Votes: finding answers, in time whatever the pattern and the text; weighing, counting and deciding early."""
+"""Votes: extract answers in time from any text, weigh and count them, and decide early."""
 
 import math
 import time
@@ -70,14 +70,14 @@ def test_a_pattern_that_cannot_be_used_is_refused(pattern: str, complaint: str) 
 
 @pytest.mark.parametrize("pattern", [r"((?:a+)+)$", r"((?:a|aa)+b)", r"(a.*b|a)", r"(?:a?){50}(a{50})b"])
 def test_no_pattern_is_slow(pattern: str) -> None:
-    """Backtracking would take longer than the universe has been there for the first two."""
+    """Backtracking would take for ever with the first two patterns."""
     began = time.process_time()
     extract(pattern, "a" * 16_384 + "!")
     assert time.process_time() - began < 5
 
 
 def test_a_match_of_the_largest_pattern_takes_seconds_at_most() -> None:
-    """RE2 follows its 7,200 instructions at each byte, and nothing can end a match."""
+    """RE2 follows 7,200 instructions at each byte, and no match can be interrupted."""
     began = time.process_time()
     next(create_extractor("((?:[^ab]?.?){400}~)")("\U0001f600" * 4_096), None)
     assert time.process_time() - began < 8
@@ -157,8 +157,9 @@ KINDS = st.sampled_from(WEIGHTINGS)
 
 @st.composite
 def elections(draw: st.DrawFn, most: int = 5, left: int = 2) -> tuple[list[Vote], list[int]]:
-    """Votes that were cast and candidates that remain, with their indices mixed."""
-    cast, remain = draw(st.integers(0, most)), draw(st.integers(0, left))
+    """Create votes and remaining candidates, with mixed indices."""
+    cast = draw(st.integers(0, most))
+    remain = draw(st.integers(0, left))
     indices = draw(st.permutations(range(cast + remain)))
     votes = [Vote(i, draw(st.sampled_from("abc")), draw(SCORES)) for i in indices[:cast]]
     return votes, list(indices[cast:])
@@ -174,14 +175,14 @@ def test_ranks_are_linear_from_worst_to_best_and_ties_share(election: tuple[list
         assert weight == (mean / (len(votes) - 1) if len(votes) > 1 else 1)
 
 
-def test_rank_weights_are_the_papers() -> None:
+def test_rank_weights_are_the_formula_of_the_paper() -> None:
     votes = [Vote(0, "a", 0.2), Vote(1, "b", 0.9), Vote(2, "a", 0.4)]
     expected = Tally("b", {"b": 1.0, "a": 0.5}, {"b": 1, "a": 2}, {0: 0.0, 1: 1.0, 2: 0.5})
     assert count_votes(votes, RankWeighting()) == expected
 
 
-def test_log_odds_weights_are_those_of_naive_bayes() -> None:
-    """Three votes, W = 4 wrong answers: the posterior of each answer, worked out from the chances."""
+def test_log_odds_weights_agree_with_naive_bayes() -> None:
+    """Compare with the posterior of each answer, for three votes and W = 4 wrong answers."""
     votes = [Vote(0, "a", 0.7), Vote(1, "b", 0.4), Vote(2, "b", 0.3)]
     wrong = 4
     likelihood = {
@@ -208,7 +209,7 @@ def test_listed_choices_set_the_number_of_wrong_answers() -> None:
 
 
 @given(elections(left=0), KINDS)
-def test_the_heaviest_answer_wins_and_of_equals_the_earliest(
+def test_the_heaviest_answer_wins_and_of_equal_answers_the_earliest(
     election: tuple[list[Vote], list[int]], weighting: Weighting
 ) -> None:
     votes, _ = election
@@ -221,7 +222,7 @@ def test_the_heaviest_answer_wins_and_of_equals_the_earliest(
 
 
 def completions(votes: Sequence[Vote], remaining: Sequence[int], marks: Sequence[float]) -> Iterator[list[Vote]]:
-    """All ways the rest could vote: nothing, any known answer or one of two others, with any of the scores."""
+    """Yield all ways to vote of the others: no vote, any known answer or one of two others, with any score."""
     answers = [*sorted({v.answer for v in votes}), "x", "y"]
     ballots = [None, *product(answers, marks)]
     for cast in product(ballots, repeat=len(remaining)):
@@ -247,8 +248,8 @@ def test_a_single_vote_wins_and_without_votes_nothing_is_decided_until_none_rema
     assert is_decided([], [], MajorityWeighting())
 
 
-def test_a_lead_that_two_more_can_equal_holds_for_the_earlier_answer_only() -> None:
-    """Ranks 0 to 6: the rival has 3, the leader 18 in all. Two more on top bring 7 + 8."""
+def test_a_lead_that_two_votes_can_equal_decides_only_for_the_earlier_answer() -> None:
+    """Of the ranks 0 to 6, the rival has 3 and the leader has 18 in all. Two more votes add 7 + 8."""
 
     def votes(rival: int) -> list[Vote]:
         others = [i for i in range(7) if i != rival]
@@ -259,9 +260,10 @@ def test_a_lead_that_two_more_can_equal_holds_for_the_earlier_answer_only() -> N
 
 
 def test_a_negative_vote_for_the_leader_may_still_make_it_the_earlier_answer() -> None:
-    """A vote of low q for the leader can only make both equally heavy. With index 0 the leader is then the earlier."""
+    """A vote of low q for the leader can make both answers equally heavy. With index 0 the leader is the earlier."""
     rule = LogOddsWeighting(wrong_answers=1, max_chance=0.8)
-    leader, rival = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)], [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
+    leader = [Vote(4, "a", 0.8), Vote(5, "a", 0.8)]
+    rival = [Vote(1, "b", 0.8), Vote(2, "b", 0.8), Vote(3, "b", 0.0)]
     assert is_decided(leader + rival, [0], rule)
     assert not is_decided(leader + rival, [6], rule)
 

@@ -19,11 +19,10 @@ from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.batches.run import AnswerFormat
-from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
 from darts_server.serving.admission import Bounds
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
@@ -237,5 +236,5 @@ async def play(requests: Sequence[Request], seed: int) -> None:
     ],
     0,
 )
-def test_no_key_and_no_queue_ever_gets_more_than_its_bound(requests: list[Request], seed: int) -> None:
+def test_no_key_and_no_queue_ever_exceeds_its_limit(requests: list[Request], seed: int) -> None:
     asyncio.run(play(requests, seed))

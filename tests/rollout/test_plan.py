@@ -3,6 +3,8 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.group.sampled_tail import SampledTail
+from darts_server.group.selection import DualEnd, InOrder
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
@@ -19,6 +21,36 @@ LIMITS = AutoLimits()
 
 def planner(group_size: int | None = None, default: str = "uniform") -> Planner:
     return Planner(POLICIES, default, Limits(64, group_size))
+
+
+# --- the selection rule -----------------------------------------------------------
+
+
+def test_a_plan_has_the_rule_of_its_policy_and_of_its_size() -> None:
+    plan = Plan("uniform", POLICIES["uniform"], 8)
+    assert plan.rule is plan.rule_for(saturated=False)
+    assert plan.rule == POLICIES["uniform"].selection_rule(8)
+    assert plan.shrunk(3).rule == POLICIES["uniform"].selection_rule(3)
+    assert plan.shrunk(1).rule == InOrder(1)
+
+
+def test_a_group_of_a_saturated_prompt_has_the_rule_that_returns_the_shortest() -> None:
+    plan = Plan("darts", Shaping(adaptive=True), 8)
+    assert plan.rule == SampledTail(7, 1)
+    assert plan.rule_for(saturated=True) == DualEnd(8)
+
+
+def test_a_plan_cannot_have_a_size_that_its_policy_does_not_support() -> None:
+    with pytest.raises(InvalidRequest, match="the tail alone takes num_longest = 6"):
+        Plan("six tails", POLICIES["six tails"], 6)
+
+
+# --- the number of candidates -----------------------------------------------------
+
+
+def test_a_plan_gives_up_redundancy_but_never_a_trajectory() -> None:
+    plan = Plan("uniform", Shaping(redundancy=2.0), 8)
+    assert [plan.candidates(scale) for scale in (1.0, 0.5, 0.0)] == [16, 12, 8]
 
 
 # --- groups of one request --------------------------------------------------------
@@ -106,8 +138,8 @@ def test_contradictory_options_are_refused_under_every_policy(
 @pytest.mark.parametrize(
     ("group_size", "n", "options", "field", "message"),
     [
-        (8, 4, RequestOptions(), "n", r"shapes groups of 8 \(--group-size\), got 4; ask for that many, or use"),
-        (8, 1, RequestOptions(group_size=4), "group size", r"shapes groups of 8 \(--group-size\), got 4"),
+        (8, 4, RequestOptions(), "n", r"must be 8, the size of .* \(--group-size\), got 4; request that many, or use"),
+        (8, 1, RequestOptions(group_size=4), "group size", r"must be 8, the size of .* \(--group-size\), got 4"),
         (None, 4, RequestOptions("six tails"), "n", "n must be larger than that, got 4"),
         (None, 8, RequestOptions("sideways"), "policy", "'sideways' is unknown; choose one of off, uniform, six tails"),
         (None, 1, RequestOptions("sideways"), "policy", "'sideways' is unknown"),

@@ -23,7 +23,7 @@ from tests.rollout.joining.joining import by_caller, finish
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_poller_stops_while_nothing_runs_and_restarts_for_the_next_group() -> None:
+async def test_the_poller_stops_while_no_group_runs_and_restarts_for_the_next_group() -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     for _ in range(2):
         assert len(await harness.group(harness.run(4))) == 4
@@ -31,7 +31,7 @@ async def test_the_poller_stops_while_nothing_runs_and_restarts_for_the_next_gro
         assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-poller"] == []
 
 
-async def test_a_groups_pass_rate_is_of_the_rewards_before_it_started() -> None:
+async def test_the_pass_rate_of_a_group_counts_rewards_from_before_its_start() -> None:
     """So it is a baseline that does not depend on the group, and keeps a gradient exact."""
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     right, wrong = RewardStats(right=single_length(5, 3.0)), RewardStats(wrong=single_length(9, 1.0))
@@ -54,7 +54,7 @@ async def test_a_groups_pass_rate_is_of_the_rewards_before_it_started() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "abort_all", "fail_all"])
-async def test_groups_with_one_id_are_all_stopped(end: str) -> None:
+async def test_all_groups_with_the_same_id_are_stopped(end: str) -> None:
     """Callers choose ids: two concurrent requests with the same X-Request-Id."""
     harness = Harness(lengths(9))
     waiting = [await harness.begin(harness.run(2), steps=1) for _ in range(2)]
@@ -72,7 +72,7 @@ async def test_groups_with_one_id_are_all_stopped(end: str) -> None:
 async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:
     harness = Harness(lengths(5), {"uniform": Shaping(redundancy=2.0, num_longest=0)})
     harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, 4, Bounds(max_waiting=16))
-    harness.rollouts._brownout = Brownout.for_queue(16, 4, 0.0)
+    harness.rollouts._brownout = Brownout(4, 16)
     runs, candidates = [], []
     for number in range(5):
         plan = harness.plan(4, "uniform")
@@ -87,6 +87,27 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
         run.cancel()
     await settle()
     assert harness.rollouts.redundancy_scale() == 1
+
+
+async def test_redundancy_rises_later_than_it_falls_and_reading_it_changes_nothing() -> None:
+    harness = Harness(lengths(5))
+    waiting = 0
+    harness.rollouts.admission = Admission(lambda: waiting, 0, Bounds(max_waiting=100))
+    harness.rollouts._brownout = Brownout(20, 100)
+    run = harness.run(2)
+    waiting = 100
+    assert harness.rollouts.redundancy_scale() == 0
+    waiting = 20
+    assert harness.rollouts.redundancy_scale() == 1, "no poll has seen the longer queue"
+    waiting = 100
+    await settle()
+    waiting = 20
+    assert harness.rollouts.redundancy_scale() == pytest.approx(70 / 80)
+    waiting = 10
+    run.cancel()
+    await settle()
+    waiting = 20
+    assert harness.rollouts.redundancy_scale() == 1, "the last poll has seen the shorter queue"
 
 
 async def test_a_batch_that_needs_more_candidates_than_a_key_may_have_is_refused() -> None:
@@ -166,7 +187,7 @@ async def test_a_suspended_group_restarts_and_has_one_version() -> None:
     assert record.tail_wait is None or record.tail_wait >= 0
 
 
-async def test_weights_stand_for_the_candidates_since_the_restart_although_some_were_stopped_before() -> None:
+async def test_weights_count_the_candidates_since_the_restart() -> None:
     harness = Harness(lengths(1, 1, 1, 9, 9, 9, 4, 5, 6, 9))
     waiting = await harness.begin(harness.run(4, "uniform"), steps=3)
     await update(harness)
@@ -177,7 +198,7 @@ async def test_weights_stand_for_the_candidates_since_the_restart_although_some_
     assert record.counted == sum(c.weight or 0.0 for c in record.candidates) == 6
 
 
-async def test_nothing_runs_while_suspended_even_if_groups_begin() -> None:
+async def test_no_candidate_starts_while_the_server_is_suspended() -> None:
     harness = Harness(lengths(5))
     runs = [harness.run(2, group_id="a")]
     await settle()
@@ -193,7 +214,7 @@ async def test_nothing_runs_while_suspended_even_if_groups_begin() -> None:
         assert {c.weight_version_start for c in harness.record(name).selected} == {1}
 
 
-async def test_a_caller_that_leaves_a_suspended_group_leaves_nothing_running() -> None:
+async def test_no_candidate_runs_after_a_caller_has_left_a_suspended_group() -> None:
     harness = Harness(lengths(5))
     waiting = await harness.begin(harness.run(2))
     await harness.rollouts.suspend()

@@ -10,7 +10,7 @@ from tests.rollout.helpers import Harness, collect, lengths
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_shortest_are_returned_and_others_stopped_once_they_cannot_win() -> None:
+async def test_the_shortest_are_returned_and_other_candidates_are_stopped_once_they_are_too_long() -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     trajectories = await harness.group(harness.run(4))
     assert sorted(t.index for t in trajectories) == [0, 1, 2, 4]
@@ -80,7 +80,7 @@ async def test_candidates_that_are_being_started_when_cancelled_are_stopped_afte
     assert harness.engine.running == []
 
 
-async def test_a_group_over_which_weights_were_changed_there_and_back_is_marked() -> None:
+async def test_a_group_is_marked_if_weights_were_changed_and_changed_back_meanwhile() -> None:
     harness = Harness(lengths(8, 8, 8, 8, 8, 8))
     waiting = await harness.begin(harness.run(6, "longest"))
     for version in (1, 0):
@@ -95,7 +95,7 @@ async def test_a_group_over_which_weights_were_changed_there_and_back_is_marked(
     assert record.mixed_versions
 
 
-async def test_a_bug_ends_its_own_group_with_the_error_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_ends_its_own_group_and_no_other_group(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
 
     def fail(*_: object, **__: object) -> None:
@@ -112,7 +112,7 @@ async def test_a_bug_ends_its_own_group_with_the_error_and_no_other(caplog: pyte
     assert "group bad failed" in caplog.text
 
 
-async def test_a_bug_while_a_group_is_polled_ends_that_group_and_the_others_are_polled_on(
+async def test_a_bug_in_the_poll_of_a_group_ends_that_group_and_no_other_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))

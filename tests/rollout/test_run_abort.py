@@ -29,7 +29,7 @@ def start(harness: Harness, size: int, policy: str = "shortest", *, early: bool 
     return harness.rollouts.start(spec, Allocation(plan.shaping.candidates(size)))
 
 
-async def test_the_callers_get_the_tokens_so_far_of_the_candidates_that_were_started_first() -> None:
+async def test_an_abort_returns_partial_outputs_of_the_candidates_that_started_first() -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     waiting = await harness.begin(start(harness, 4), steps=4)
     harness.rollouts.abort_all("an update")
@@ -48,7 +48,7 @@ async def test_the_callers_get_the_tokens_so_far_of_the_candidates_that_were_sta
     harness.rollouts.abort("g")
 
 
-async def test_candidates_that_have_not_reached_the_engine_have_generated_nothing_and_never_reach_it() -> None:
+async def test_aborted_candidates_that_have_not_reached_the_engine_are_empty_and_never_reach_it() -> None:
     harness = Harness(lengths(50))
     run = start(harness, 4)
     run.abort()
@@ -58,7 +58,7 @@ async def test_candidates_that_have_not_reached_the_engine_have_generated_nothin
     assert harness.engine.started == []
 
 
-async def test_a_candidate_that_fails_while_it_is_aborted_has_generated_nothing() -> None:
+async def test_a_candidate_that_fails_during_an_abort_is_empty() -> None:
     harness = Harness(lengths(50))
     run = start(harness, 2)
     harness.engine.start_error = CandidateFailed("no memory")
@@ -67,7 +67,7 @@ async def test_a_candidate_that_fails_while_it_is_aborted_has_generated_nothing(
     assert [t.output for t in await collect(run)] == [[], []]
 
 
-async def test_trajectories_that_were_delivered_stay_and_the_others_are_returned_as_they_are() -> None:
+async def test_an_abort_keeps_delivered_trajectories_and_returns_the_other_candidates_partially() -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     run = start(harness, 4, early=True)
     waiting = await harness.begin(run, steps=6)
@@ -77,7 +77,7 @@ async def test_trajectories_that_were_delivered_stay_and_the_others_are_returned
     assert {c.index for c in record.candidates if c.selected_as} == {0, 2, 4}
 
 
-async def test_a_group_that_waits_for_its_restart_has_nothing_to_return() -> None:
+async def test_an_aborted_group_that_waits_for_its_restart_returns_no_output() -> None:
     harness = Harness(lengths(50))
     waiting = await harness.begin(start(harness, 2))
     await harness.rollouts.suspend()
@@ -100,7 +100,7 @@ async def test_a_group_can_be_aborted_after_its_restart() -> None:
     assert [(t.index, len(t.output)) for t in await waiting] == [(3, 2), (4, 2)]
 
 
-async def test_the_candidate_of_one_request_is_returned_and_its_group_goes_on() -> None:
+async def test_an_aborted_request_gets_its_candidate_and_its_group_continues() -> None:
     harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
     callers = await harness.send_all(4)
     await harness.steps(3)
@@ -117,7 +117,7 @@ async def test_the_candidate_of_one_request_is_returned_and_its_group_goes_on() 
     await harness.assert_empty()
 
 
-async def test_a_request_whose_candidate_has_not_started_has_generated_nothing_and_never_starts() -> None:
+async def test_an_aborted_request_whose_candidate_has_not_started_gets_an_empty_output() -> None:
     harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
     callers = [harness.send(f"c{number}") for number in range(4)]
     while not harness.rollouts.running:
@@ -130,7 +130,7 @@ async def test_a_request_whose_candidate_has_not_started_has_generated_nothing_a
     await harness.assert_empty()
 
 
-async def test_a_request_whose_candidate_finishes_as_it_is_aborted_has_generated_nothing(
+async def test_a_request_whose_candidate_finishes_during_the_abort_gets_an_empty_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = JoiningHarness(lambda *_: Script(4), POLICIES["shortest"])

@@ -75,7 +75,7 @@ async def test_every_group_ends_at_the_bound(policy: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", BOUNDED)
-async def test_a_cohort_of_which_half_run_away_is_bounded_by_what_the_one_before_needed(policy: str) -> None:
+async def test_a_cohort_with_many_endless_groups_is_cut_by_the_needs_of_the_cohort_before(policy: str) -> None:
     def script(prompt: str, index: int) -> Script:
         random = Random(f"{prompt} {index}")
         runs_away = int(prompt[1:]) % 2 == 1
@@ -116,7 +116,7 @@ async def eight(script: dict[str, Script]) -> tuple[Harness, Runs, list[asyncio.
     return harness, runs, tasks, cohort
 
 
-async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
+async def test_the_deadline_waits_again_for_a_restarted_group() -> None:
     script = {name: Script(10) for name in GROUPS[:7]} | {GROUPS[7]: Script(CAP)}
     harness, runs, tasks, cohort = await eight(script)
     await harness.steps(15)
@@ -132,7 +132,7 @@ async def test_a_group_that_is_restarted_is_waited_for_again() -> None:
     assert cohort.deadline.tokens == 13
 
 
-async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> None:
+async def test_the_deadline_waits_again_for_a_group_with_replaced_candidates() -> None:
     script = {name: Script(10) for name in GROUPS[:6]} | {GROUPS[6]: Script(CAP, delay=8), GROUPS[7]: Script(CAP)}
     harness, _, tasks, cohort = await eight(script)
     await harness.steps(25)
@@ -150,7 +150,9 @@ async def test_a_group_whose_candidates_are_replaced_is_waited_for_again() -> No
     assert cohort.deadline.tokens == 13
 
 
-async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_group_reports_once_that_it_is_beyond_the_limit_of_the_other_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each report sorts what all groups of the cohort need, and the others may take long."""
     script = {name: Script(10) for name in GROUPS[:6]} | {name: Script(CAP) for name in GROUPS[6:8]}
     harness, runs, tasks, cohort = await eight(script)
@@ -166,7 +168,7 @@ async def test_a_group_reports_once_that_it_is_beyond_what_the_others_allow(monk
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_candidate_cut_at_the_bound_is_cut_again_when_a_late_one_is_short() -> None:
+async def test_a_candidate_cut_at_the_bound_is_cut_again_when_a_late_candidate_is_short() -> None:
     # 0 and 1 reach the bound of 8 while 2 and 3, which began late, may still bring the deadline down to 5.
     script = {0: Script(90), 1: Script(90), 2: Script(2, delay=20), 3: Script(3, delay=20)}
     harness = Harness(lambda _, index: script[index])

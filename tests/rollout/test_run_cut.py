@@ -64,7 +64,7 @@ def the_tail(record: GroupRecord) -> CandidateRecord:
     return tail
 
 
-async def test_a_candidate_that_is_lost_when_it_was_cut_is_generated_again() -> None:
+async def test_a_cut_candidate_that_the_engine_loses_is_generated_again() -> None:
     engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
     run, waiting = await begun(engine, Recorder(), len(CUT_RUNNING), limit=7)

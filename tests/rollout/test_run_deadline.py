@@ -89,7 +89,7 @@ def tails(record: GroupRecord) -> list[CandidateRecord]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_a_group_is_what_its_rule_selects_of_all_candidates_under_the_deadline(seed: int) -> None:
+async def test_a_group_has_the_candidates_that_its_rule_selects_under_the_deadline(seed: int) -> None:
     played = await play(long_tails(seed), "sampled")
     deadline, cut = played.batch.deadline, 0
     assert deadline == sorted(map(played.reported, GROUPS))[ceil(QUANTILE * len(GROUPS)) - 1]

@@ -131,7 +131,7 @@ json_values = st.recursive(
 )
 
 
-def test_what_was_learned_under_policies_that_are_gone_is_read_and_left_alone() -> None:
+def test_documents_of_removed_policies_are_read_and_kept() -> None:
     documents, gone = stored(), {}
     for (kind, key), document in list(documents.kept.items()):
         if key.partition("/")[0] == BudgetKind.FIXED:
@@ -154,7 +154,7 @@ def test_what_was_learned_under_policies_that_are_gone_is_read_and_left_alone() 
     assert {name: documents.kept[name] for name in gone} == gone
 
 
-def test_what_is_learned_has_every_kind_and_can_be_used() -> None:
+def test_every_kind_of_document_is_learned_and_can_be_used() -> None:
     kinds = {kind for kind, _ in learned()}
     assert kinds == {kind for kind in KINDS if not kind.startswith(("quality", "vote"))}
     check_all(stored())
@@ -166,7 +166,7 @@ def test_what_is_learned_has_every_kind_and_can_be_used() -> None:
     policy=st.sampled_from([*POLICIES]),
 )
 @example(place=(("prompt", "p"), ("std_ema",)), value=10**400, policy="fixed")
-def test_no_document_reaches_a_group_whatever_it_holds(
+def test_no_document_disturbs_a_group_whatever_it_contains(
     place: tuple[tuple[str, str], Path], value: Any, policy: str
 ) -> None:
     (kind, key), path = place
@@ -182,7 +182,7 @@ def test_no_document_reaches_a_group_whatever_it_holds(
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 2**53, -1, 1e308, True, "1"], ids=repr)
 @pytest.mark.parametrize("field", ["std_ema", "mean_ema", "groups", "candidates", "weight_version"])
-def test_the_field_of_a_prompt_that_cannot_be_used_is_named(field: str, value: Any) -> None:
+def test_the_unusable_field_of_a_prompt_is_named(field: str, value: Any) -> None:
     right = {"std_ema": 1.0, "mean_ema": 2.0, "groups": 1, "candidates": 8, "weight_version": None}
     with pytest.raises(ValueError, match=rf"{field} must be a ") as error:
         check_document("prompt", right | {field: value})
@@ -207,5 +207,5 @@ def test_documents_of_every_kind_are_checked(kind: str, document: dict[str, Any]
         check_document(kind, document)
 
 
-def test_documents_that_nothing_uses_are_kept() -> None:
+def test_documents_of_unknown_kinds_are_kept() -> None:
     check_document("of_the_future", {"x": 10**400})

@@ -60,7 +60,7 @@ async def test_a_few_candidates_start_at_once_and_the_others_in_later_turns_in_t
     assert starts.order == [str(i) for i in range(count)]
 
 
-async def test_nothing_waits_that_comes_alone() -> None:
+async def test_a_start_without_others_does_not_wait() -> None:
     queue = StartQueue()
     for _ in range(3 * A_TURN):
         await asyncio.wait_for(queue.wait(), 5)
@@ -76,7 +76,7 @@ async def test_a_group_starts_when_no_candidate_waits() -> None:
     assert starts.order.index("c") > starts.order.index(f"b{TURN - 1}") > starts.order.index("b")
 
 
-async def test_one_that_is_cancelled_while_it_waits_takes_no_turn() -> None:
+async def test_a_cancelled_start_takes_no_turn() -> None:
     starts = Starts()
     tasks = [asyncio.create_task(starts.candidate(str(i))) for i in range(3 * A_TURN)]
     groups = [asyncio.create_task(starts.group(name, 2)) for name in "ab"]
@@ -116,13 +116,13 @@ def started(harness: Harness) -> list[str]:
     return [c.request for c in sorted(harness.engine.started, key=lambda candidate: candidate.started_at)]
 
 
-async def test_the_longest_expected_start_first() -> None:
+async def test_candidates_that_are_expected_to_be_longest_start_first() -> None:
     harness = new_harness({"10": 10, "200": 200, "50": 50}, slots=2)
     await run_all(harness, ["10", "50", "200"])
     assert started(harness) == ["200", "200", "50", "50", "10", "10"]
 
 
-async def test_a_rollout_is_over_sooner_and_its_groups_are_the_same() -> None:
+async def test_the_order_shortens_a_rollout_and_does_not_change_its_groups() -> None:
     rng = Random(4)
     texts = [str(rng.choice([5, 8, 13, 20]) * 10 + number) for number in range(15)] + ["400"]
     expected = {text: float(text) for text in texts}
@@ -135,7 +135,7 @@ async def test_a_rollout_is_over_sooner_and_its_groups_are_the_same() -> None:
     assert steps[True] < 0.9 * steps[False], steps
 
 
-async def test_what_has_waited_long_goes_before_what_is_longer() -> None:
+async def test_a_request_that_has_waited_long_starts_before_a_longer_request() -> None:
     harness = new_harness({"60": 60, "10": 10, "100": 100}, slots=2)
     running = [await harness.begin(harness.run(SIZE, "two", group_id=text)) for text in ("60", "10")]
     await harness.steps(int(90 * TOKEN_SECONDS) + 1)
@@ -153,13 +153,13 @@ def start(harness: Harness, text: str, *carried: CarriedCandidate[list[int]]) ->
     return harness.rollouts.start(spec, Allocation(SIZE), carried=carried)
 
 
-async def test_stragglers_that_go_on_start_first() -> None:
+async def test_resumed_stragglers_start_first() -> None:
     harness = new_harness({"90": 20, "50": 50}, slots=2)
     await harness.groups([start(harness, "50"), start(harness, "90", STRAGGLER, STRAGGLER)])
     assert started(harness) == ["90", "90", "50", "50"]
 
 
-async def test_what_takes_the_place_of_a_lost_straggler_goes_on_from_the_same_tokens() -> None:
+async def test_the_replacement_of_a_lost_straggler_resumes_from_the_same_tokens() -> None:
     harness = new_harness({"90": 90}, slots=8)
     waiting = await harness.begin(start(harness, "90", STRAGGLER, CarriedCandidate()))
     for candidate in harness.engine.running:

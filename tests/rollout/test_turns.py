@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.plan import Limits
-from darts_server.rollout.turns import Known, TokenIndex, Turn, Turns
+from darts_server.rollout.turns import StoredSequence, TokenIndex, Turn, Turns
 from darts_server.types import RequestOptions, TurnKind
 from tests.rollout.helpers import Harness
 
@@ -32,7 +32,7 @@ def test_requests_that_extend_a_prompt_and_its_answer_continue_a_trajectory() ->
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_prompt_that_begins_with_the_answer_but_for_its_last_tokens_goes_on_with_it(named: bool) -> None:
+def test_a_prompt_that_begins_with_an_answer_except_its_last_tokens_continues_it(named: bool) -> None:
     turns, answer = Turns(), list(range(100, 120))
     turns.add_answer(turn(PROMPT), answer)
     for kept, kind in ((20, TOKENS), (19, TOKENS), (16, TOKENS), (15, PROMPT_KIND)):
@@ -41,7 +41,7 @@ def test_a_prompt_that_begins_with_the_answer_but_for_its_last_tokens_goes_on_wi
         assert turns.classify(turn([*PROMPT, *rendered], names_group=named)) is expected
 
 
-def test_a_prompt_that_begins_with_a_whole_prompt_that_was_answered_goes_on_from_it_unless_it_names_a_group() -> None:
+def test_a_prompt_that_begins_with_an_answered_prompt_continues_it_unless_it_names_a_group() -> None:
     turns = Turns()
     later = [*PROMPT, 100, 101]
     assert turns.classify(turn(later)) is OPENING
@@ -51,7 +51,7 @@ def test_a_prompt_that_begins_with_a_whole_prompt_that_was_answered_goes_on_from
     assert turns.classify(turn(PROMPT)) is OPENING, "another group of the same prompt"
 
 
-def test_the_end_of_a_prompt_that_templates_render_otherwise_does_not_count() -> None:
+def test_the_end_of_a_prompt_that_templates_change_does_not_count() -> None:
     turns = Turns()
     turns.add_answer(turn([*PROMPT, 30, 31], stable_tokens=3), ANSWER)
     assert turns.classify(turn([*PROMPT, 8, 9, 30, 31], stable_tokens=5)) is PROMPT_KIND
@@ -59,7 +59,7 @@ def test_the_end_of_a_prompt_that_templates_render_otherwise_does_not_count() ->
         assert turns.classify(turn(again, stable_tokens=3)) is OPENING
 
 
-def test_a_prompt_of_one_token_which_may_begin_them_all_says_nothing() -> None:
+def test_a_prompt_of_one_token_continues_no_trajectory() -> None:
     turns = Turns()
     turns.add_answer(turn([5]), ANSWER)
     assert turns.classify(turn(PROMPT)) is OPENING
@@ -74,7 +74,7 @@ def kinds(turns: Turns, count: int, **more: Any) -> list[TurnKind]:
     return [turns.classify(turn(PROMPT, **more)) for _ in range(count)]
 
 
-def test_those_of_a_group_that_were_aborted_without_a_token_go_on_alone_when_they_are_sent_again() -> None:
+def test_requests_that_were_aborted_without_a_token_are_not_joined_when_they_are_sent_again() -> None:
     """As a partial rollout does: the others of the group go on from their tokens, or were finished."""
     turns = Turns()
     turns.add_answer(turn(PROMPT, group_size=8), ANSWER, aborted=True)
@@ -91,7 +91,7 @@ def test_a_group_that_was_aborted_as_a_whole_without_a_token_is_formed_again() -
     assert kinds(turns, 11) == [TOKENS] * 3 + [OPENING] * 8
 
 
-def test_a_request_that_starts_again_may_be_aborted_once_more() -> None:
+def test_a_request_may_be_aborted_without_a_token_twice() -> None:
     turns = Turns()
     abort_without_tokens(turns, 1)
     again = turn(PROMPT)
@@ -100,7 +100,7 @@ def test_a_request_that_starts_again_may_be_aborted_once_more() -> None:
     assert kinds(turns, 2) == [TOKENS, OPENING]
 
 
-def test_only_members_of_groups_are_expected_again_and_not_for_ever() -> None:
+def test_only_members_of_groups_are_expected_again_and_only_for_a_while() -> None:
     now = 0.0
     turns = Turns(clock=lambda: now)
     abort_without_tokens(turns, 3, group_size=None)
@@ -113,7 +113,7 @@ def test_only_members_of_groups_are_expected_again_and_not_for_ever() -> None:
     assert kinds(turns, 1) == [OPENING]
 
 
-def test_a_session_that_was_aborted_without_a_token_goes_on_alone_but_a_new_one_of_ours_opens() -> None:
+def test_a_session_that_was_aborted_without_a_token_is_not_joined_unless_it_opens_by_our_option() -> None:
     turns = Turns()
     abort_without_tokens(turns, 2, session="a", opens_session=True)
     assert kinds(turns, 1, session="b", opens_session=True) == [OPENING]
@@ -150,7 +150,7 @@ def test_a_session_with_an_answer_is_continued_by_other_prompts() -> None:
     assert turns.classify(opening) is OPENING
 
 
-def test_a_new_session_of_our_own_option_opens_a_trajectory_whatever_its_tokens() -> None:
+def test_a_new_session_by_our_option_opens_a_trajectory_whatever_its_tokens() -> None:
     turns = Turns()
     turns.add_answer(turn(PROMPT), ANSWER)
     branch = [*PROMPT, *ANSWER]
@@ -160,7 +160,7 @@ def test_a_new_session_of_our_own_option_opens_a_trajectory_whatever_its_tokens(
     assert turns.classify(turn([*branch, 3, 4], "s", opens_session=True)) is TurnKind.SESSION
 
 
-def test_scoring_is_no_turn_and_greedy_answers_are() -> None:
+def test_a_scored_request_is_no_turn_and_a_greedy_answer_is() -> None:
     turns = Turns()
     assert turns.classify(turn(PROMPT, scoring=True, greedy=True)) is TurnKind.SCORING
     assert turns.classify(turn(PROMPT, greedy=True)) is TurnKind.GREEDY
@@ -192,13 +192,13 @@ def test_an_idle_session_is_forgotten_so_that_a_later_run_may_use_its_name() -> 
     assert turns.classify(turn([2], "0_0")) is OPENING
 
 
-def test_memory_is_bounded_and_a_caller_with_many_answers_takes_none_from_one_with_fewer() -> None:
+def test_memory_is_bounded_and_a_caller_with_many_answers_does_not_displace_other_callers() -> None:
     turns = Turns(kept=10)
     for caller, answers in (("few", 3), ("many", 100)):
         for i in range(answers):
             turns.add_answer(turn([5, i], session=str(i), caller=caller), [1])
             turns.add_answer(turn([6, i], group_size=8, caller=caller), [], aborted=True)
-    assert (turns._sequences._known.size, turns._sessions.size, turns._restarts.size) == (20, 10, 10)
+    assert (turns._sequences._stored.size, turns._sessions.size, turns._restarts.size) == (20, 10, 10)
     for i in range(3):
         assert turns.classify(turn([5, i, 1], caller="few")) is TOKENS
         assert turns.classify(turn([9], session=str(i), caller="few")) is TurnKind.SESSION
@@ -231,7 +231,7 @@ SEQUENCES = st.lists(st.integers(0, 3), max_size=6)
 
 
 @given(SEQUENCES, SEQUENCES.filter(bool))
-def test_what_follows_a_sequence_has_the_hashes_of_the_whole(begin: list[int], end: list[int]) -> None:
+def test_hashes_after_a_sequence_are_the_hashes_of_the_whole_sequence(begin: list[int], end: list[int]) -> None:
     index = TokenIndex(1)
     whole = index.prefix_hashes([*begin, *end])
     known = int(index.prefix_hashes(begin)[-1]) if begin else 0
@@ -246,16 +246,16 @@ def hash_of(index: TokenIndex, tokens: list[int]) -> int:
     return int(index.prefix_hashes(tokens)[-1])
 
 
-def known_prefixes(index: TokenIndex, tokens: list[int], caller: str = "") -> list[tuple[int, Known]]:
-    return list(index.known_prefixes(caller, index.prefix_hashes(tokens)))
+def find_prefixes(index: TokenIndex, tokens: list[int], caller: str = "") -> list[tuple[int, StoredSequence]]:
+    return list(index.find_prefixes(caller, index.prefix_hashes(tokens)))
 
 
 def holds_prefix(index: TokenIndex, tokens: list[int]) -> bool:
-    return bool(known_prefixes(index, tokens))
+    return bool(find_prefixes(index, tokens))
 
 
 @given(st.lists(st.tuples(SEQUENCES, SEQUENCES.filter(bool))), SEQUENCES)
-def test_exactly_the_known_prefixes_come_the_longest_first_and_say_which_engine_has_them(
+def test_exactly_the_stored_prefixes_are_found_the_longest_first_with_their_engine(
     known: list[tuple[list[int], list[int]]], prompt: list[int]
 ) -> None:
     index = TokenIndex(100)
@@ -263,19 +263,19 @@ def test_exactly_the_known_prefixes_come_the_longest_first_and_say_which_engine_
         add(index, *parts, rank)
     sequences = {(*begin, *answer): rank for rank, (begin, answer) in enumerate(known)}
     begun = sorted((each for each in sequences if tuple(prompt[: len(each)]) == each), key=len, reverse=True)
-    found = known_prefixes(index, prompt)
-    assert found == [(len(each), Known(is_answer=False, rank=sequences[each])) for each in begun]
+    found = find_prefixes(index, prompt)
+    assert found == [(len(each), StoredSequence(is_answer=False, rank=sequences[each])) for each in begun]
 
 
-def test_an_answer_stays_one_when_it_comes_again_as_a_prompt() -> None:
+def test_an_answer_stays_an_answer_when_it_is_stored_again_as_a_prompt() -> None:
     index = TokenIndex(100)
     key = hash_of(index, [3, 4])
     index.add("", key, 1, is_answer=True)
     index.add("", key, 2)
-    assert known_prefixes(index, [3, 4]) == [(2, Known(is_answer=True, rank=2))]
+    assert find_prefixes(index, [3, 4]) == [(2, StoredSequence(is_answer=True, rank=2))]
 
 
-def test_several_sequences_with_the_same_highest_bits_are_told_apart() -> None:
+def test_sequences_in_the_same_bucket_are_distinguished() -> None:
     index, random = TokenIndex(kept=8_000), Random(0)
     answers = [random.choices(range(1000), k=4) for _ in range(8_000)]
     for answer in answers:
@@ -285,7 +285,7 @@ def test_several_sequences_with_the_same_highest_bits_are_told_apart() -> None:
     assert not any(holds_prefix(index, [2, *answer, 5]) for answer in answers[::7])
 
 
-def test_what_stands_for_an_image_may_be_negative() -> None:
+def test_placeholders_for_images_may_be_negative() -> None:
     index = TokenIndex(10)
     add(index, [-1, 5], [6])
     assert holds_prefix(index, [-1, 5, 6, 7])
@@ -297,7 +297,7 @@ def test_the_oldest_sequences_are_dropped() -> None:
     later = [9] * 6000
     for token in (1, 2, 3, 1, 4):
         add(index, [token], [9] * 5000)
-    assert index._known.size == 3
+    assert index._stored.size == 3
     assert [holds_prefix(index, [token, *later]) for token in (1, 2, 3, 4)] == [True, False, True, True]
     for token in (5, 6, 7):
         add(index, [token], [9])

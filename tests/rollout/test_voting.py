@@ -102,7 +102,7 @@ def voters(answers: str, logprob: float = -1.0) -> list[Voter]:
 # --- stopping ---------------------------------------------------------------
 
 
-async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None:
+async def test_candidates_are_stopped_once_the_leader_cannot_be_overtaken() -> None:
     election = Election(*voters("abaaabbb"))
     result = await election.run(create_vote(8))
     assert (result.tally.winner, dict(result.tally.votes)) == ("a", {"a": 4, "b": 1})
@@ -118,7 +118,7 @@ async def test_the_rest_is_stopped_once_the_leader_cannot_be_overtaken() -> None
     assert election.harness.rollouts.gate.inside == 0
 
 
-async def test_without_any_answer_the_vote_has_none() -> None:
+async def test_a_vote_without_answers_has_no_winner() -> None:
     election = Election(*voters("---"))
     result = await election.run(create_vote(3))
     assert (result.tally.winner, result.tally.vote_weights, result.decided_early) == (None, {}, False)
@@ -174,7 +174,7 @@ SLOW: list[Extractor] = [
 
 
 @pytest.mark.parametrize("extract", SLOW)
-async def test_a_search_that_takes_too_long_ends_and_the_event_loop_is_served_meanwhile(extract: Extractor) -> None:
+async def test_a_search_that_takes_too_long_ends_and_does_not_block_the_event_loop(extract: Extractor) -> None:
     began, text = time.process_time(), f"x{'a' * TEXT_CHARS}x"
     with ThreadPoolExecutor(1) as searches:
         search = asyncio.get_running_loop().run_in_executor(searches, find_answer, extract, text)
@@ -288,7 +288,7 @@ async def test_scores_of_the_newest_votes_are_remembered() -> None:
     assert len(confidence.points["logprob"].calibrator.labels) == 2
 
 
-async def test_votes_of_one_caller_push_out_no_scores_of_another() -> None:
+async def test_votes_of_a_caller_do_not_displace_scores_of_another_caller() -> None:
     confidence = Confidence(Documents(), kept=3)
     for owner, name in (("victim", "vote"), *(("flooder", f"vote-{number}") for number in range(9))):
         confidence.remember((owner, name), {0: {"logprob": 0.5}})
@@ -320,7 +320,7 @@ async def test_candidates_that_a_decided_vote_stops_are_dropped_from_the_scorer(
     ]
 
 
-async def test_a_score_that_comes_after_the_candidates_end_counts() -> None:
+async def test_a_score_that_arrives_after_its_candidate_has_finished_counts() -> None:
     election = Election(scored_voter(6, "a", 0.25, lag=9), scored_voter(30, "b", 0.5))
     result = await election.run(create_vote(2, weights="rank", score="head"))
     assert [b.score for b in result.ballots] == [0.25, 0.5]
@@ -340,7 +340,7 @@ async def test_a_score_that_comes_after_the_candidates_end_counts() -> None:
         ({"prompt": PromptSpec(text="bad")}, "prompt"),
     ],
 )
-async def test_an_invalid_vote_is_refused_naming_the_field_and_starts_nothing(
+async def test_the_refusal_of_an_invalid_vote_names_the_field_and_no_candidate_starts(
     change: dict[str, Any], field: str
 ) -> None:
     election = Election(*voters("a"))

@@ -21,7 +21,7 @@ SHORT_TIMEOUT = UpdateSettings(step_timeout=1.0)
 
 
 class Harness:
-    """Updates of a fake model, and all that takes part in them."""
+    """Updates of a fake model, with all objects that take part in them."""
 
     def __init__(self, folder: Path, settings: UpdateSettings | None = None) -> None:
         self.root = folder / "root"
@@ -49,7 +49,7 @@ class Harness:
         await self.updates.push(body, **options)
 
     def check_serves(self, version: int, **values: float) -> None:
-        """Check that this version is served. ``values``: by the last part but one of tensor names, or ``all``."""
+        """Check that this version is served. ``values``: by the last but one part of tensor names, or ``all``."""
         assert self.updates.coordinator.state is State.SERVING
         assert self.updates.coordinator.version == self.model.weight_version == version
         expected = {name: values.get(name.split(".")[-2], values.get("all")) for name in SHAPES}

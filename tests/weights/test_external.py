@@ -72,7 +72,7 @@ async def test_a_resume_cancels_a_pause_that_waits(harness: Harness) -> None:
 
 
 async def test_a_resume_cancels_a_pause_that_the_engine_is_carrying_out(harness: Harness) -> None:
-    """In the case of ``keep`` too: the call that came last counts."""
+    """With ``keep`` too: the last call counts."""
 
     async def pause() -> None:
         await harness.model.step("pause")
@@ -96,7 +96,7 @@ async def test_an_update_that_ends_while_the_trainer_pauses_leaves_the_pause_in_
 
 
 async def test_an_update_does_not_begin_before_the_trainers_pause_is_carried_out(harness: Harness) -> None:
-    """The engine would still run while the model has no weights, and die."""
+    """Otherwise the engine would run while the model has no weights, and die."""
 
     async def pause() -> None:
         with pytest.raises(Conflict, match="engine: is being paused; begin the update when"):
@@ -190,7 +190,7 @@ async def test_a_trainers_update_excludes_ours_and_leaves_no_files_to_complete_p
 
 
 async def test_a_start_while_the_update_before_ends_does_not_reach_the_engine(harness: Harness) -> None:
-    """The engine would begin it, and then be resumed at the end of the update before, with a model without weights."""
+    """Otherwise the engine would begin it, and be resumed by the previous update with a model without weights."""
     await harness.trainer.start()
     finish = asyncio.create_task(harness.trainer.finish())
     await asyncio.sleep(0)
@@ -221,7 +221,8 @@ async def test_steps_outside_of_an_update_are_the_engines_to_refuse(harness: Har
 @pytest.mark.parametrize("step", [*STEPS, "clear_caches"])
 async def test_a_failure_at_any_step_restores_the_old_weights(harness: Harness, step: str) -> None:
     await harness.push(5)
-    if step == "clear_caches":  # only of a pause by the trainer
+    # Caches are cleared only after a pause by the trainer.
+    if step == "clear_caches":
         await harness.trainer.pause("keep")
     harness.model.fail[step] = [RuntimeError("broken")]
     with pytest.raises(RuntimeError, match="broken"):

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 def served(harness: Harness) -> Mapping[str, float]:
-    """The adapters that the engine has. Checks that they are the reported ones, and that no other files exist."""
+    """Return the engine's adapters. Check that they are the reported ones, and that no other files exist."""
     assert harness.model.loras is not None
     names = set(harness.updates.loras.served)
     assert set(harness.model.loras.served) == names

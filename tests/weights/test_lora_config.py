@@ -90,8 +90,8 @@ def named(name: str) -> TensorSet:
         (LoraConfig(3, 1), ONE, r"layers.0.lora_A.weight is F32 of shape \[2, 2\]"),
         (LoraConfig(2, 1), tensors_of("layers.0", dtype="I32"), "must have floats"),
         (LoraConfig(2, 1), {UP: ONE[UP]}, r"lora_A\.weight is missing"),
-        (LoraConfig(2, 1), named("layers.0.lora_A.weight"), "is not one of a LoRA adapter's"),
-        (LoraConfig(2, 1), named("base_model.model.layers.0.lora_magnitude_vector"), "is not one of a LoRA adapter's"),
+        (LoraConfig(2, 1), named("layers.0.lora_A.weight"), "is not of a LoRA adapter"),
+        (LoraConfig(2, 1), named("base_model.model.layers.0.lora_magnitude_vector"), "is not of a LoRA adapter"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(

@@ -16,7 +16,8 @@ async def test_new_requests_wait_until_all_of_the_engine_is_awake(harness: Harne
     await harness.trainer.sleep("keep")
     assert harness.gate.closed
     await harness.trainer.wake_up("weights")
-    await harness.trainer.wake_up("unknown", "kv_cache")  # does nothing in vLLM
+    # vLLM does nothing for unknown parts.
+    await harness.trainer.wake_up("unknown", "kv_cache")
     assert harness.gate.closed
     await harness.trainer.wake_up("kv_cache")
     assert not harness.gate.closed
@@ -143,5 +144,6 @@ async def test_everything_is_aborted_with_its_groups_also_while_an_update_waits_
     await update
     await harness.trainer.pause("keep")
     await harness.trainer.start()
-    await harness.trainer.abort()  # the trainer paused the engine, and not the update
+    # Allowed, because the trainer paused the engine, and not the update.
+    await harness.trainer.abort()
     assert harness.model.calls.count("abort") == 3

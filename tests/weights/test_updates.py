@@ -175,7 +175,8 @@ async def test_an_update_completes_if_the_caller_disconnects_after_sending(harne
 
 
 async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harness: Harness) -> None:
-    single, passed = asyncio.Event(), asyncio.Event()
+    single = asyncio.Event()
+    passed = asyncio.Event()
 
     async def alone() -> None:
         async with harness.gate.enter(unshaped=True):
@@ -184,7 +185,8 @@ async def test_restart_halts_groups_at_once_and_waits_for_unshaped_requests(harn
 
     waiting = asyncio.create_task(alone())
     await passed.wait()
-    harness.gate.let_in()  # a group that is halted
+    # A group that is halted.
+    harness.gate.let_in()
     update = asyncio.create_task(harness.push(5, rule=Rule.RESTART))
     await until(harness, State.ANNOUNCED)
     await settle()

@@ -1,1 +1,1 @@
-"""Integrations with trainers, each a module and an extra of its own."""
+"""Integrations with trainers. Each trainer has a module and an extra of its own."""

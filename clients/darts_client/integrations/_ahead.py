@@ -1,4 +1,4 @@
-"""Prompts that are started ahead of the step that trains on them."""
+"""Prompts that are started before the training step that uses them."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +19,17 @@ from ._server import UPDATE_TIMEOUT, Server
 TokenIds = Sequence[int]
 
 POSITION_FILE = "darts-prompts.json"
-"""The file in a checkpoint's folder."""
+"""File name in a checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far training is in the order of its prompts: how many were drawn, and which of these are not trained on."""
+    """Progress of training through the order of its prompts."""
 
     drawn: int = 0
+    """Number of prompts that were drawn from the order."""
     pending: tuple[int, ...] = ()
+    """Numbers of drawn prompts that were not trained on yet."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -40,33 +42,30 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Prompts to train on, by their numbers in the data set, with tokens and group of each; and the position after."""
+    """Prompts to train on, by their numbers in the data set, with the tokens and the group of each prompt."""
 
     prompts: Sequence[int]
     token_ids: Sequence[TokenIds]
     groups: Sequence[Group]
     position: Position
+    """Position after this batch."""
 
 
 Carry = Literal["restart", "resume"]
 Request = Callable[[Sequence[TokenIds], int], Sequence[Group]]
-"""Requests groups of prompts, and returns the first so many that are complete; of an earlier server a few more."""
+"""Requests groups of prompts, and returns at least the given number of complete groups."""
 
 
 class BatchesAhead:
-    """Draw prompts in their order, and return the groups that are complete first; every prompt is returned once.
+    """Draws prompts in their order, and returns the groups that are complete first. Every prompt is returned once.
 
     Args:
-        order: numbers of prompts, from the first that is not drawn yet; long enough for ``batches``.
-        position: before the first batch.
-        size: groups of a batch.
-        ahead: more prompts are started, as a share of ``size``.
-        batches: how many there will be. Their prompts are the next ``size`` times as many: towards the end fewer are
-            started ahead, and nothing is left over.
-        long_rounds: prompts that are left over wait until they fill a batch of their own, which has no others. By
-            default they are in the next batch.
-        tokenize: returns the tokens of prompts.
-        request: called in another thread for batches that are prefetched.
+        order: numbers of prompts after ``position``.
+        size: number of groups in a batch.
+        ahead: additional prompts that are started, as a share of ``size``.
+        batches: number of batches. Towards the end fewer prompts are started, so that none is left.
+        request: requests a batch, in another thread if the batch is prefetched.
+        long_rounds: whether unfinished prompts wait until they fill a batch of their own.
     """
 
     def __init__(
@@ -82,11 +81,13 @@ class BatchesAhead:
         long_rounds: bool = False,
     ) -> None:
         self._order = order
-        self._drawn, self._pending = position.drawn, position.pending
-        self._spare: list[tuple[int, TokenIds, Group]] = []  # more than were needed, of an earlier server
+        self._drawn = position.drawn
+        self._pending = position.pending
+        # Groups that an earlier server returned beyond the wanted number.
+        self._spare: list[tuple[int, TokenIds, Group]] = []
         self._size = size
-        self._most = ceil(size * (1 + ahead))
-        self._batches = batches
+        self._max_started = ceil(size * (1 + ahead))
+        self._batches_left = batches
         self._long_rounds = long_rounds
         self._tokenize = tokenize
         self._request = request
@@ -94,13 +95,16 @@ class BatchesAhead:
         self._next: Future[Batch] | None = None
 
     def next(self) -> Batch:
-        """Return the next batch: the one that was prefetched, or else one that is requested now."""
-        following, self._next = self._next, None
-        return self._start()() if following is None else following.result()
+        """Return the prefetched batch, or else request a batch now."""
+        prefetched = self._next
+        self._next = None
+        if prefetched is None:
+            return self._start()()
+        return prefetched.result()
 
     def prefetch(self) -> None:
-        """Request the batch after the one that `next` has returned, in the background; nothing after the last."""
-        if self._batches:
+        """Request the next batch in the background, unless the last batch was returned."""
+        if self._batches_left:
             self._next = self._background.submit(self._start())
 
     @property
@@ -109,49 +113,52 @@ class BatchesAhead:
         return self._next is not None
 
     def close(self) -> None:
-        """Start nothing more. A request that still runs goes on until it is cancelled."""
+        """Start no more batches. A running request continues until it is cancelled."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> Callable[[], Batch]:
         """Draw prompts, and return a function that requests and returns their batch."""
-        again, waiting, count = self._choose(self._pending)
-        new = tuple(islice(self._order, count))
-        started = again + new
-        self._batches -= 1
+        restarted, waiting, num_new = self._choose(self._pending)
+        new = tuple(islice(self._order, num_new))
+        self._batches_left -= 1
+        started = restarted + new
         return partial(self._finish, started, self._tokenize(started), self._drawn + len(new), waiting)
 
     def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return which prompts that were left over start again, which wait, and how many new ones start."""
-        undrawn = self._batches * self._size - len(pending) - len(self._spare)
+        """Return the pending prompts that start again, those that wait, and the number of new prompts."""
+        num_undrawn = self._batches_left * self._size - len(pending) - len(self._spare)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0
-        if self._long_rounds and undrawn >= self._size:
-            return (), pending, min(self._most, undrawn)
-        return pending, (), min(max(0, self._most - len(pending) - len(self._spare)), undrawn)
+        if self._long_rounds and num_undrawn >= self._size:
+            return (), pending, min(self._max_started, num_undrawn)
+        num_new = max(0, self._max_started - len(pending) - len(self._spare))
+        return pending, (), min(num_new, num_undrawn)
 
     def _finish(
-        self, started: Sequence[int], token_ids: Sequence[TokenIds], drawn: int, waiting: tuple[int, ...]
+        self,
+        started: Sequence[int],
+        token_ids: Sequence[TokenIds],
+        drawn: int,
+        waiting: tuple[int, ...],
     ) -> Batch:
         wanted = max(0, self._size - len(self._spare))
         groups = self._request(token_ids, wanted) if wanted else ()
         places = [group.number for group in groups]
-        if len(set(places)) != len(places) or len(places) < wanted:
+        complete = set(places)
+        if len(complete) != len(places) or len(places) < wanted:
             raise ProtocolError(f"the batch has groups {places}, not {wanted} different ones of {len(started)}")
-        found = [*self._spare, *((started[group.number], token_ids[group.number], group) for group in groups)]
-        chosen, self._spare = found[: self._size], found[self._size :]
-        decided = set(places)
+
+        results = self._spare + [(started[group.number], token_ids[group.number], group) for group in groups]
+        self._spare = results[self._size :]
         self._drawn = drawn
-        self._pending = waiting + tuple(number for place, number in enumerate(started) if place not in decided)
-        position = Position(drawn, (*self._pending, *(number for number, _, _ in self._spare)))
-        prompts, tokens, of_prompts = map(list, zip(*chosen, strict=True))
-        return Batch(prompts, tokens, of_prompts, position)
+        self._pending = waiting + tuple(number for place, number in enumerate(started) if place not in complete)
+        spare = tuple(number for number, _, _ in self._spare)
+        prompts, prompt_tokens, prompt_groups = map(list, zip(*results[: self._size], strict=True))
+        return Batch(prompts, prompt_tokens, prompt_groups, Position(drawn, self._pending + spare))
 
 
 class GroupRequests:
-    """Request groups by `POST /darts/v1/rollouts`; undecided prompts are kept by the server, and start first later.
-
-    ``carry``: whether they start again or go on from what they have.
-    """
+    """Requests groups by `POST /darts/v1/rollouts`. The server keeps unfinished prompts."""
 
     def __init__(self, server: Server, group_size: int, options: Mapping[str, Any], carry: Carry = "restart") -> None:
         self._server = server
@@ -164,7 +171,7 @@ class GroupRequests:
         """Return the first ``wanted`` groups that are complete, in the order of their prompts.
 
         Raises:
-            DartsError: a group failed, or the request.
+            DartsError: a group failed, or the request failed.
         """
         with self._server.client(UPDATE_TIMEOUT) as client:
             batch = client.rollouts(
@@ -183,7 +190,8 @@ class GroupRequests:
                 assert failed.error is not None
                 raise failed.error
             for prompt in batch.unfinished:
-                if prompt.error is not None and len(groups) < wanted:  # it was aborted
+                # The prompt was aborted.
+                if prompt.error is not None and len(groups) < wanted:
                     raise error_from_object(prompt.error)
         return sorted(groups, key=lambda group: group.number)
 
@@ -195,7 +203,7 @@ class GroupRequests:
 
 
 def rollout_options(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of `Client.rollouts` for sampling parameters as TRL's client gets them.
+    """Return the options of `Client.rollouts` for the sampling parameters of TRL's client.
 
     Raises:
         ValueError: `vllm_xargs` has more than the policy's name.
@@ -208,4 +216,6 @@ def rollout_options(sampling: Mapping[str, Any]) -> dict[str, Any]:
             f"generation_kwargs' vllm_xargs has {', '.join(sorted(xargs))}: with prompts_ahead or max_staleness only "
             "darts_policy can be chosen there; leave the others out"
         )
-    return options if policy is None else options | {"policy": policy}
+    if policy is not None:
+        options["policy"] = policy
+    return options

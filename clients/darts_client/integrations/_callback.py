@@ -1,17 +1,18 @@
-"""A Trainer's callback that saves the server's state with checkpoints and adds its metrics to the logs."""
+"""A callback of transformers' Trainer that saves the server's state with checkpoints and logs the server's metrics."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .._errors import DartsError
+from .._prompts import drop_none
 from ._server import Server
 
 STATE_FILE = "darts-state"
-"""The file in a checkpoint's folder."""
+"""File name in a checkpoint's folder."""
 
 COUNTERS = {
     "darts/candidates_started": "darts_candidates_started_total",
@@ -21,10 +22,10 @@ COUNTERS = {
     "darts/rewards_matched": 'darts_rewards_total matched="true"',
     "darts/rewards_unmatched": 'darts_rewards_total matched="false"',
 }
-"""Logged as the increase since the last log. Values: the metric's name, and a label that it must have."""
+"""Metrics that are logged as the increase since the last log. A value may name a label that samples must have."""
 
 GAUGES = {"darts/weight_version": "darts_weight_version", "darts/pass_rate": "darts_pass_rate"}
-"""Logged as they are."""
+"""Metrics that are logged as they are."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +33,28 @@ logger = logging.getLogger(__name__)
 class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # Any without trl
     """Saves and restores the server's state with checkpoints, and adds its metrics to the logs of training steps.
 
-    `DartsGRPOTrainer` has one. Another trainer can use it too: pass it the server's `url`, and put it before the
-    reporters (`trainer.callback_handler.callbacks.insert(0, callback)`) if they should see the metrics.
+    `DartsGRPOTrainer` has one. For another trainer, put it before the reporters, so that they see the metrics:
 
-    If the server is unavailable, one warning is logged and training continues. `checkpoint`: the folder that training
-    resumes from, if it is not in `output_dir`.
+    ```python
+    trainer.callback_handler.callbacks.insert(0, DartsCallback("http://127.0.0.1:8000"))
+    ```
+
+    If the server is unavailable, one warning is logged and training continues.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.checkpoint: Path | None = None
+        """Folder from which training resumes, if it is not in `output_dir`."""
         self._server = Server(url, api_key)
         self._counts: dict[str, float] = {}
         self._has_warned = False
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         if not state.is_world_process_zero:
             return
@@ -56,7 +64,8 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._attempt("save the server's state", lambda: self._save(_checkpoint_folder(args, state) / STATE_FILE))
+            path = _checkpoint_folder(args, state) / STATE_FILE
+            self._attempt("save the server's state", lambda: self._save(path))
 
     def on_log(
         self,
@@ -66,11 +75,12 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        # Logs of an evaluation have "eval_loss", those at the end of training "train_loss".
+        # Logs of an evaluation have "eval_loss", and logs at the end of training "train_loss".
         if state.is_world_process_zero and logs is not None and "loss" in logs:
             metrics = self._attempt("read the server's metrics", self._read_metrics) or {}
             logs.update(metrics)
-            state.log_history[-1].update(metrics)  # transformers has copied the logs there before
+            # transformers has already copied the logs into the history.
+            state.log_history[-1].update(metrics)
 
     def _save(self, path: Path) -> None:
         with self._server.client() as client:
@@ -88,15 +98,14 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
     def _read_metrics(self) -> dict[str, float]:
         with self._server.client() as client:
             text = client.metrics()
-        counts = {name: value for name, metric in COUNTERS.items() if (value := sum_samples(text, metric)) is not None}
-        # A counter that decreased is that of a restarted server.
-        increases = {
-            name: value - last if value >= (last := self._counts.get(name, 0.0)) else value
-            for name, value in counts.items()
-        }
+        counts = _read_samples(text, COUNTERS)
+        increases = {}
+        for name, count in counts.items():
+            last = self._counts.get(name, 0.0)
+            # A counter that decreased belongs to a restarted server.
+            increases[name] = count - last if count >= last else count
         self._counts = counts
-        gauges = {name: value for name, metric in GAUGES.items() if (value := sum_samples(text, metric)) is not None}
-        return increases | gauges
+        return increases | _read_samples(text, GAUGES)
 
     def _attempt(self, what: str, action: Callable[[], Any]) -> Any:
         try:
@@ -109,15 +118,21 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
 
 
 def sum_samples(text: str, metric: str) -> float | None:
-    """Return the sum of a metric's samples in Prometheus' text format; None if there are none.
+    """Return the sum of a metric's samples in Prometheus' text format, or None without samples.
 
     >>> sum_samples('a_total{kind="x"} 1.0\\na_total{kind="y"} 2.0', 'a_total kind="y"')
     2.0
     """
     name, _, label = metric.partition(" ")
-    lines = (line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} ")) and label in line)
-    values = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    values = []
+    for line in text.splitlines():
+        if line.startswith((f"{name}{{", f"{name} ")) and label in line:
+            values.append(float(line.rsplit(" ", 1)[1]))
     return sum(values) if values else None
+
+
+def _read_samples(text: str, metrics: Mapping[str, str]) -> dict[str, float]:
+    return drop_none({name: sum_samples(text, metric) for name, metric in metrics.items()})
 
 
 def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -1,4 +1,4 @@
-"""A trainer with several processes, of which the main one alone calls the server."""
+"""Calls of the server by the main process of a trainer that has several processes."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,21 +10,22 @@ T = TypeVar("T")
 
 
 def run_on_main(call: Callable[[], T]) -> T:
-    """Return the result of a call on the main process, on all of them.
+    """Run a call on the main process, and return its result on all processes.
 
-    Its error is raised on all of them too, which would wait for the result: by itself on the main process, elsewhere as
-    a RuntimeError with its text, since not every exception can be unpickled.
+    The main process raises the call's error. The other processes raise a RuntimeError with its text.
     """
-    sent: list[Any] = [None, None]
+    # The other processes wait for the result, so an error is broadcast, too. Its text is sent because not every
+    # exception can be unpickled.
+    message: list[Any] = [None, None]
     if PartialState().is_main_process:
         try:
-            result = call()
+            message = [call(), None]
         except BaseException as error:
             broadcast_object_list([None, f"{type(error).__name__}: {error}"])
             raise
-        sent = [result, None]
-    broadcast_object_list(sent)
-    if sent[1] is not None:
-        raise RuntimeError(f"the main process failed: {sent[1]}")
-    value: T = sent[0]
+    broadcast_object_list(message)
+    result, error_text = message
+    if error_text is not None:
+        raise RuntimeError(f"the main process failed: {error_text}")
+    value: T = result
     return value

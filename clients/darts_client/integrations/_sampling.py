@@ -11,37 +11,48 @@ from .._async_transport import AsyncTransport
 from .._completions import NEUTRAL, ChoiceLogprobs, first_model, parse_models
 from .._errors import ProtocolError
 from .._models import WireModel, parse_response
+from .._prompts import drop_none
 from .._requests import TransportOptions
 
 TIMEOUT = 7200.0
-"""Seconds for one trajectory: it may wait for its group, and for new weights."""
+"""Seconds for one trajectory. It may wait for its group, and for new weights."""
 
 SAMPLING = frozenset(NEUTRAL) | {
-    *("temperature", "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids"),
-    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-    *("logit_bias", "vllm_xargs"),
+    "temperature",
+    "max_tokens",
+    "min_tokens",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "bad_words",
+    "allowed_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "vllm_xargs",
 }
-"""vLLM's names of what a trainer may set. The server ignores names that it does not know."""
+"""vLLM's sampling parameters that a trainer may set. The server ignores unknown names."""
 
 
 class Sampled(WireModel):
-    """An answer. `finish_reason`: `stop`, `length`, or `abort` for the tokens so far of an aborted request.
-
-    `prompt_tokens`: as the server counts them, also those of a text.
-    """
+    """An answer."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    """`stop`, `length`, or `abort` if the request was aborted and the tokens are a beginning."""
     logprobs: ChoiceLogprobs | None = None
     prompt_tokens: int = 0
+    """Number of tokens of the prompt, as the server counts."""
 
     @property
     def token_logprobs(self) -> list[float]:
         return [] if self.logprobs is None else list(self.logprobs.token_logprobs)
 
     def check_finished(self) -> None:
-        """Raise ProtocolError for the beginning of an answer, which must not be trained on as a whole one."""
+        """Raise ProtocolError for the beginning of an answer, because a trainer must not use it as a whole answer."""
         if self.finish_reason not in ("stop", "length"):
             raise ProtocolError(f"the answer has finish reason {self.finish_reason!r}, not stop or length")
 
@@ -57,9 +68,9 @@ class _Completion(WireModel):
 
 @dataclass
 class Sampler:
-    """Samples from the server at `url`. It can be pickled: connections are opened where it is used.
+    """Samples from the server at `url`. It can be pickled, because connections are opened at the first request.
 
-    `model`: default is the first that the server lists. `transport`: for tests.
+    The default `model` is the first model that the server lists. `transport` replaces the network in tests.
     """
 
     url: str
@@ -84,54 +95,58 @@ class Sampler:
     ) -> Sampled:
         """Sample one trajectory, or one turn of it.
 
-        `sampling`: by vLLM's names, with `max_tokens`; None stands for vLLM's neutral value. `session`: the
-        trajectory's name.
+        Args:
+            sampling: vLLM's parameters, with `max_tokens`. None means vLLM's neutral value.
+            session: name of the trajectory.
 
         Raises:
-            ValueError: a parameter is unknown.
-            DartsError
+            ValueError: a parameter is unknown, or `max_tokens` is missing.
+            DartsError: the request failed.
         """
-        given = {name: value for name, value in sampling.items() if value is not None}
-        if unknown := sorted(given.keys() - SAMPLING):
+        sampling = drop_none(sampling)
+        if unknown := sorted(sampling.keys() - SAMPLING):
             raise ValueError(f"sampling has {', '.join(unknown)}, which is not served; remove it")
-        if "max_tokens" not in given:
+        if "max_tokens" not in sampling:
             raise ValueError("sampling needs max_tokens")
-        body: dict[str, Any] = {
-            "model": await self._model(),
+        if not self.model:
+            self.model = first_model(parse_models(await self.request("GET", "/v1/models")))
+        body = {
+            "model": self.model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "n": 1,
             "return_token_ids": True,
             **NEUTRAL,
-            **given,
+            **sampling,
         }
-        body |= {"logprobs": 0} if logprobs else {}
-        body |= {} if request_id is None else {"request_id": request_id}
+        if logprobs:
+            # 0 requests the log-probs of the sampled tokens alone.
+            body["logprobs"] = 0
+        if request_id is not None:
+            body["request_id"] = request_id
         headers = {} if session is None else {"X-Session-ID": session}
+
         response = await self.request("POST", "/v1/completions", json=body, headers=headers)
         completion = parse_response(_Completion, response)
-        choices = completion.choices
-        if len(choices) != 1:
-            raise ProtocolError(f"expected one choice, got {len(choices)}")
-        if logprobs and len(choices[0].token_logprobs) != len(choices[0].token_ids):
-            raise ProtocolError(
-                f"the answer has {len(choices[0].token_ids)} tokens but {len(choices[0].token_logprobs)} log-probs"
-            )
-        return choices[0].model_copy(update={"prompt_tokens": completion.usage.prompt_tokens})
+        if len(completion.choices) != 1:
+            raise ProtocolError(f"expected one choice, got {len(completion.choices)}")
+        answer = completion.choices[0]
+        num_tokens = len(answer.token_ids)
+        num_logprobs = len(answer.token_logprobs)
+        if logprobs and num_logprobs != num_tokens:
+            raise ProtocolError(f"the answer has {num_tokens} tokens but {num_logprobs} log-probs")
+        return answer.model_copy(update={"prompt_tokens": completion.usage.prompt_tokens})
 
     async def aclose(self) -> None:
-        """Close the connections. The next request opens others."""
+        """Close the connections. The next request opens new connections."""
         if self._open is not None:
             await self._open[1].aclose()
             self._open = None
 
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Send any request. Raises DartsError."""
+        """Send any request, and raise a DartsError if it fails."""
         loop = asyncio.get_running_loop()
-        if self._open is None or self._open[0] is not loop:  # connections belong to the loop that opened them
-            options_of_all = TransportOptions(timeout=TIMEOUT)
-            self._open = loop, AsyncTransport(self.url, self.api_key, options_of_all, self.transport)
+        # Connections belong to the event loop that opened them.
+        if self._open is None or self._open[0] is not loop:
+            transport = AsyncTransport(self.url, self.api_key, TransportOptions(timeout=TIMEOUT), self.transport)
+            self._open = loop, transport
         return await self._open[1].request(method, path, idempotent=method == "GET", **options)
-
-    async def _model(self) -> str:
-        self.model = self.model or first_model(parse_models(await self.request("GET", "/v1/models")))
-        return self.model

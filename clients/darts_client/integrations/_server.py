@@ -1,4 +1,4 @@
-"""The server that a trainer samples from: short calls, and weights that are sent while the trainer gathers them."""
+"""The server of a trainer: short calls, and weights that are sent while the trainer gathers them."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from .._sync_resources import Rule
 
 UPDATE_TIMEOUT = 3600.0
 """Seconds for an update of the weights. The server's own limits are shorter (600 s for running groups, 300 s for each
-other phase), and its error says which was exceeded."""
+other phase), and its error names the limit that was exceeded."""
 SHORT_TIMEOUT = 10.0
 """Seconds for calls that training can do without."""
 
@@ -27,7 +27,7 @@ _SAFETENSORS_TYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server. Connections are opened for each call: there are few in a step, and none is left open."""
+    """The address of a server. Each call opens its own connection, because a training step makes only a few calls."""
 
     url: str
     api_key: str | None = None
@@ -40,8 +40,8 @@ class Server:
         """Check that the server accepts weights.
 
         Raises:
-            NotFound: it is not a darts-server.
-            DartsError
+            NotFound: the server is not a darts-server.
+            DartsError: the request failed.
         """
         try:
             with self.client() as client:
@@ -50,39 +50,48 @@ class Server:
             raise NotFound(f"{self.url} has no /darts/v1/weights: is it a darts-server?") from error
 
     def push(self, tensors: "TensorStream", rule: Rule | None = None) -> WeightsRecord:
-        """Send new weights. The stream can be read only once, so there is no retry."""
+        """Send new weights. There is no retry, because the stream can be read only once."""
         with self.client(UPDATE_TIMEOUT) as client:
             return client.weights.push_stream(tensors, tensors.size, rule=rule)
 
 
 class TensorStream:
-    """A safetensors file of known size, written while its tensors are gathered: one at a time is in memory.
+    """A safetensors file of known size, written while its tensors are gathered. One tensor at a time is in memory.
 
     Raises:
-        ValueError: a tensor has a type that the server does not accept, or does not match its specification.
+        ValueError: the server does not accept the type of a tensor, or a tensor does not match its specification.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._specs = specs
         self._tensors = tensors
-        header, end = {}, 0
+        fields = {}
+        start = 0
         for name, dtype, shape in specs:
             if dtype not in _SAFETENSORS_TYPES:
                 accepted = ", ".join(_SAFETENSORS_TYPES)
                 raise ValueError(f"{name} is {dtype}, but weights are sent as {accepted}; use weight_sync='nccl'")
-            start, (code, width) = end, _SAFETENSORS_TYPES[dtype]
-            end += width * prod(shape)
-            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # safetensors aligns the tensors to 8 bytes
-        self._head = len(text).to_bytes(8, "little") + text
-        self.size = len(self._head) + end
+            code, width = _SAFETENSORS_TYPES[dtype]
+            end = start + width * prod(shape)
+            fields[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+            start = end
+        header = json.dumps(fields).encode()
+        # safetensors aligns the tensors to 8 bytes.
+        header += b" " * (-len(header) % 8)
+        self._head = len(header).to_bytes(8, "little") + header
+        self.size = len(self._head) + start
 
     def __iter__(self) -> Iterator[bytes]:
         yield self._head
         for (name, dtype, shape), (actual_name, tensor) in zip(self._specs, self._tensors, strict=True):
-            actual = (actual_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-            if (name, dtype, list(shape)) != actual:
+            actual = specify(actual_name, tensor)
+            if actual != (name, dtype, list(shape)):
                 raise ValueError(f"expected {name}, {dtype} of shape {list(shape)}, got {actual}")
             data = tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy()
-            yield from (data[start : start + PIECE_SIZE].tobytes() for start in range(0, len(data), PIECE_SIZE))
+            for start in range(0, len(data), PIECE_SIZE):
+                yield data[start : start + PIECE_SIZE].tobytes()
+
+
+def specify(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Return the specification of a tensor."""
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

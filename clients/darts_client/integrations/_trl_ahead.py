@@ -1,4 +1,4 @@
-"""Prompts ahead of their step for TRL's GRPOTrainer: what `DartsGRPOTrainer` does before TRL samples."""
+"""Prompts ahead of their step for TRL's GRPOTrainer: the part of `DartsGRPOTrainer` that runs before TRL samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from ._server import Server
 
 @dataclass(frozen=True, slots=True)
 class AheadOptions:
-    """`prompts_ahead`, `max_staleness`, `long_rounds`, `carry` and `rollouts` of a `DartsGRPOTrainer`."""
+    """The options of a `DartsGRPOTrainer` that start prompts ahead of their step."""
 
     prompts_ahead: float = 0.0
     max_staleness: int = 0
@@ -28,11 +28,17 @@ class AheadOptions:
 
     @classmethod
     def of(
-        cls, rollouts: str | None, prompts_ahead: float, max_staleness: int, long_rounds: bool, carry: Carry
+        cls,
+        rollouts: str | None,
+        prompts_ahead: float,
+        max_staleness: int,
+        long_rounds: bool,
+        carry: Carry,
     ) -> "AheadOptions":
-        """
+        """Return the given options, or the options that `rollouts` stands for.
+
         Raises:
-            ValueError: `rollouts` is not known, or others are given beside it.
+            ValueError: `rollouts` is unknown, or other options are given beside it.
         """
         given = cls(prompts_ahead, max_staleness, long_rounds, carry)
         if rollouts is None:
@@ -47,10 +53,7 @@ class AheadOptions:
         return bool(self.prompts_ahead or self.max_staleness)
 
     def check(self, args: GRPOConfig, advantages: str) -> None:
-        """
-        Raises:
-            ValueError: a value is impossible, or does not go with TRL's arguments.
-        """
+        """Raise ValueError if a value is impossible, or conflicts with TRL's arguments."""
         if self.prompts_ahead < 0:
             raise ValueError(f"prompts_ahead must be at least 0, got {self.prompts_ahead}")
         if self.max_staleness not in (0, 1):
@@ -74,24 +77,18 @@ class AheadOptions:
         rollout_options(generation_kwargs)
 
     def check_trainer(self, trainer: Any) -> None:
-        """
-        Raises:
-            ValueError: it samples in another way than by one request for each batch.
-        """
-        others = {
+        """Raise ValueError if the trainer does not sample by one request for each batch."""
+        samplers = {
             "rollout_func": trainer.rollout_func,
             "environment_factory": trainer.environment_factories,
             "tools": trainer.tools,
         }
-        for name, value in others.items():
-            if self and value:
+        for name, sampler in samplers.items():
+            if self and sampler:
                 raise ValueError(f"prompts_ahead and max_staleness do not work with {name}, which samples in turns")
 
     def check_data(self, dataset: Any, size: int) -> None:
-        """
-        Raises:
-            ValueError: prompts cannot be drawn from this data set ahead of their step.
-        """
+        """Raise ValueError if prompts cannot be drawn from this data set ahead of their step."""
         if isinstance(dataset, IterableDataset):
             raise ValueError("prompts_ahead and max_staleness need a train_dataset with a length, not a stream")
         if len(dataset) < size:
@@ -101,30 +98,35 @@ class AheadOptions:
 
 
 class PromptsAhead:
-    """Sample the batches of a trainer.
+    """Samples the batches of a trainer.
 
-    Prompts are those that TRL would draw, in its order: at the end of training the same have been trained on, each as
-    often.
+    The prompts are TRL's, in TRL's order. At the end of training each prompt was trained on as often as without this
+    class.
     """
 
     def __init__(self, trainer: Any, options: AheadOptions, server: Server, position: Position | None) -> None:
         self._trainer = trainer
         self._options = options
-        args, state = trainer.args, trainer.state
+        args = trainer.args
+        state = trainer.state
         size = args.generation_batch_size // trainer.num_generations
         options.check_data(trainer.train_dataset, size)
-        every = args.steps_per_generation * trainer.num_iterations
-        if position is None:  # no checkpoint, or that of a training without prompts ahead
-            position = Position(state.global_step * args.gradient_accumulation_steps // every * size)
-        batches = ceil((state.max_steps - state.global_step) * args.gradient_accumulation_steps / every)
+
+        # TRL counts optimizer steps. One batch of prompts serves this number of forward passes.
+        passes = args.steps_per_generation * trainer.num_iterations
+        # There is no checkpoint, or it is from a training without prompts ahead.
+        if position is None:
+            position = Position(state.global_step * args.gradient_accumulation_steps // passes * size)
+        batches = ceil((state.max_steps - state.global_step) * args.gradient_accumulation_steps / passes)
         self.position = position
-        """After the batch that is trained on now."""
-        requested = {"policy": options.policy} if options.policy is not None else {}
-        requested |= rollout_options(sampling_of(trainer))
+        """Position after the batch that is trained on now."""
+
+        requested = rollout_options(sampling_of(trainer))
+        if options.policy is not None:
+            requested.setdefault("policy", options.policy)
         self._requests = GroupRequests(server, trainer.num_generations, requested, options.carry)
-        order = islice(prompt_order(trainer, size), position.drawn, None)
         self._batches = BatchesAhead(
-            order,
+            islice(prompt_order(trainer, size), position.drawn, None),
             position,
             size=size,
             ahead=options.prompts_ahead,
@@ -135,9 +137,10 @@ class PromptsAhead:
         )
 
     def next(self) -> Batch:
-        """Return the next batch, with new weights on the server before anything else is sampled."""
+        """Return the next batch. New weights reach the server before anything else is sampled."""
         trainer = self._trainer
-        batch = self._batches.next() if self._batches.is_prefetched else None  # before the weights change
+        # A prefetched batch was sampled with the old weights, so it must end before they change.
+        batch = self._batches.next() if self._batches.is_prefetched else None
         if trainer.state.global_step != trainer._last_loaded_step:
             trainer.vllm_generation.sync_weights()
             trainer._last_loaded_step = trainer.state.global_step
@@ -149,12 +152,12 @@ class PromptsAhead:
         return batch
 
     def rows(self, batch: Batch) -> list[dict[str, Any]]:
-        """Return the rows of the data set, each as often as its group has completions."""
+        """Return the data set's row of each completion."""
         rows = [self._trainer.train_dataset[number] for number in batch.prompts]
         return [row for row in rows for _ in range(self._trainer.num_generations)]
 
     def close(self) -> None:
-        """Cancel what is sampled ahead."""
+        """Cancel the batch that is sampled ahead."""
         self._batches.close()
         self._requests.cancel()
 
@@ -165,7 +168,7 @@ class PromptsAhead:
 
 
 class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # Any without trl
-    """Saves with each checkpoint which prompts are still to be trained on."""
+    """Saves the position in the order of prompts with each checkpoint."""
 
     def __init__(self) -> None:
         self.prompts: PromptsAhead | None = None
@@ -177,21 +180,27 @@ class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
 
 
 def load_position(folder: Path) -> Position | None:
-    """Return the position of a checkpoint; `None` if it has none."""
+    """Return the position of a checkpoint, or `None` if it has no position."""
     path = folder / POSITION_FILE
     return Position.load(path) if path.is_file() else None
 
 
 def prompt_order(trainer: Any, size: int) -> Iterator[int]:
     """Yield the numbers of prompts as TRL draws them, epoch after epoch, without repetitions of a prompt in a batch."""
-    dataset, seed = trainer.train_dataset, trainer.args.seed
-    sampler = RepeatSampler(dataset, 1, batch_size=size, repeat_count=1, shuffle=trainer.shuffle_dataset, seed=seed)
+    sampler = RepeatSampler(
+        trainer.train_dataset,
+        1,
+        batch_size=size,
+        repeat_count=1,
+        shuffle=trainer.shuffle_dataset,
+        seed=trainer.args.seed,
+    )
     while True:
         yield from sampler
 
 
 def sampling_of(trainer: Any) -> dict[str, Any]:
-    """Return the sampling parameters of a trainer, as TRL passes them to its client."""
+    """Return the sampling parameters that TRL passes to its client."""
     generation = trainer.vllm_generation
     sampling = {
         "repetition_penalty": generation.repetition_penalty,
@@ -207,11 +216,11 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
 
 
 def as_answer(batch: Batch) -> dict[str, Any]:
-    """Return a batch as TRL's client returns one."""
+    """Return a batch in the form of an answer of TRL's client."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     return {
         "prompt_ids": [list(ids) for ids in batch.token_ids],
-        "completion_ids": [list(each.token_ids) for each in trajectories],
-        "logprobs": [[[value] for value in each.logprobs or ()] for each in trajectories],
-        "logprob_token_ids": [[[token] for token in each.token_ids] for each in trajectories],
+        "completion_ids": [list(trajectory.token_ids) for trajectory in trajectories],
+        "logprobs": [[[value] for value in trajectory.logprobs or ()] for trajectory in trajectories],
+        "logprob_token_ids": [[[token] for token in trajectory.token_ids] for trajectory in trajectories],
     }

@@ -1,4 +1,4 @@
-"""Advantages with an unbiased gradient for a batch that TRL sampled, from the weights in the server's records."""
+"""Advantages with an unbiased gradient for a batch of TRL's, from the weights in the server's records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,13 @@ from ._server import Server
 
 @dataclass(frozen=True, slots=True)
 class SampledGroups:
-    """An answer to a request for completions: its id, and the tokens of each choice."""
+    """The id of an answer to a request for completions, and the number of tokens of each choice."""
 
     response_id: str
     lengths: Sequence[int]
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> Self:
-        """Take them from an answer that has its choices' tokens."""
         return cls(str(answer.get("id")), [len(choice["token_ids"]) for choice in answer["choices"]])
 
     def records(self, server: Server) -> list[GroupRecord]:
@@ -28,7 +27,7 @@ class SampledGroups:
 
         Raises:
             DartsError: the server has no records of the answer.
-            ValueError: they are not of these choices.
+            ValueError: the records are not of these choices.
         """
         try:
             with server.client() as client:
@@ -48,27 +47,41 @@ class SampledGroups:
 
 
 def weighted_advantages(
-    records: Sequence[GroupRecord], rewards: Sequence[float], *, scale: bool, by_pass_rate: bool = False
+    records: Sequence[GroupRecord],
+    rewards: Sequence[float],
+    *,
+    scale: bool,
+    by_pass_rate: bool = False,
 ) -> list[float]:
     """Return the advantage of each completion, group after group.
 
-    ``rewards``: NaN for a completion without any; a group of nothing else has advantages of 0. ``scale``: divide all by
-    their root mean square, one number for the whole batch, which changes no direction of the gradient.
-    ``by_pass_rate``: the baseline is the prompt's pass rate before the group, where it is known.
+    Args:
+        rewards: NaN for a completion without a reward. A group without any reward has advantages of 0.
+        scale: whether to divide all advantages by their root mean square. It is one number for the whole batch, so the
+            gradient keeps its direction.
+        by_pass_rate: whether the baseline is the prompt's pass rate before the group, where it is known.
 
     Raises:
-        ValueError: a group has no weights, or rewards for some of its completions only.
+        ValueError: a group has no weights, or only some of its completions have rewards.
     """
     advantages: list[float] = []
     for record in records:
-        earned = rewards[len(advantages) :][: len(record.selected)]
+        start = len(advantages)
+        earned = rewards[start : start + len(record.selected)]
         missing = sum(map(isnan, earned))
         if 0 < missing < len(earned):
             raise ValueError(
                 f"{missing} of {len(earned)} completions of group {record.group_id} have no reward, so its gradient "
                 "cannot be unbiased: let the reward function return a number for each of them"
             )
-        baseline = record.earlier_pass_rate if by_pass_rate else None
-        advantages += [0.0] * missing if missing else unbiased_advantages(record, earned, baseline)
-    size = sqrt(sum(value**2 for value in advantages) / len(advantages)) if scale else 1.0
-    return [value / size for value in advantages] if size else advantages
+        if missing:
+            advantages += [0.0] * missing
+        else:
+            baseline = record.earlier_pass_rate if by_pass_rate else None
+            advantages += unbiased_advantages(record, earned, baseline)
+    if not scale:
+        return advantages
+    root_mean_square = sqrt(sum(value**2 for value in advantages) / len(advantages))
+    if root_mean_square == 0:
+        return advantages
+    return [value / root_mean_square for value in advantages]

@@ -12,7 +12,7 @@ class Agent(SingleTurnAgentExecutor):
 AgentExecutor = served(Agent, "http://127.0.0.1:8000")
 ```
 
-Read from OpenRLHF 0.11.0, whose package is not needed to import this module.
+Written for OpenRLHF 0.11.0. Its package is not needed to import this module.
 """
 
 from dataclasses import dataclass
@@ -27,32 +27,33 @@ T = TypeVar("T", bound=type)
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token."""
+    """vLLM's `Logprob` of one token, with the field that executors read."""
 
     logprob: float
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What executors read of vLLM's `CompletionOutput`. `logprobs`: for each token, by its id."""
+    """vLLM's `CompletionOutput`, with the fields that executors read."""
 
     token_ids: list[int]
     text: str
     finish_reason: str
     logprobs: list[dict[int, Logprob]] | None
+    """For each token, a dictionary from its id to its log-prob."""
     index: int = 0
 
 
 @dataclass(frozen=True)
 class Output:
-    """What executors read of vLLM's `RequestOutput`."""
+    """vLLM's `RequestOutput`, with the fields that executors read."""
 
     prompt_token_ids: list[int]
     outputs: list[Completion]
 
 
 class HttpEngine:
-    """Stands for the `llm_engine` of executors: `generate` has its arguments and its result."""
+    """A stand-in for the `llm_engine` of executors. `generate` has its arguments and its result."""
 
     def __init__(
         self,
@@ -65,24 +66,28 @@ class HttpEngine:
         self._sampler = Sampler(url, api_key, model, transport)
 
     async def generate(self, prompt_token_ids: list[int], sampling_params: Any, multi_modal_data: Any = None) -> Output:
-        """Sample one turn of a trajectory. `sampling_params`: vLLM's.
+        """Sample one turn of a trajectory. `sampling_params` is vLLM's object.
 
         Raises:
             ValueError: an argument is not served, such as images.
-            DartsError
+            DartsError: the request failed.
         """
         if multi_modal_data:
             raise ValueError("multi_modal_data: only prompts of token ids are served")
         if (getattr(sampling_params, "n", None) or 1) != 1:
             raise ValueError(f"sampling_params.n must be 1, got {sampling_params.n}")
         with_logprobs = getattr(sampling_params, "logprobs", None) is not None
-        sampling = {name: getattr(sampling_params, name, None) for name in SAMPLING}
-        answer = await self._sampler.sample(
-            prompt_token_ids, {name: value for name, value in sampling.items() if value != []}, logprobs=with_logprobs
-        )
-        answer.check_finished()  # executors do not read the reason
-        pairs = zip(answer.token_ids, answer.token_logprobs, strict=with_logprobs)
-        logprobs = [{token: Logprob(value)} for token, value in pairs] if with_logprobs else None
+        values = {name: getattr(sampling_params, name, None) for name in SAMPLING}
+        # vLLM's object has empty lists for parameters that are not set.
+        sampling = {name: value for name, value in values.items() if value != []}
+
+        answer = await self._sampler.sample(prompt_token_ids, sampling, logprobs=with_logprobs)
+        # Executors do not read the finish reason.
+        answer.check_finished()
+        logprobs = None
+        if with_logprobs:
+            pairs = zip(answer.token_ids, answer.token_logprobs, strict=True)
+            logprobs = [{token: Logprob(value)} for token, value in pairs]
         completion = Completion(list(answer.token_ids), answer.text, answer.finish_reason, logprobs)
         return Output(list(prompt_token_ids), [completion])
 
@@ -92,9 +97,10 @@ def served(executor: T, url: str, api_key: str | None = None, model: str | None 
     engine = HttpEngine(url, api_key, model)
 
     class Served(executor):  # type: ignore[misc, valid-type]  # a class that only the caller has
-        async def execute(self, *args: Any, **more: Any) -> Any:
-            if "llm_engine" not in more:
+        async def execute(self, *args: Any, **named: Any) -> Any:
+            if "llm_engine" not in named:
                 raise TypeError("execute() needs llm_engine as a keyword, as OpenRLHF's actor passes it")
-            return await super().execute(*args, **(more | {"llm_engine": engine}))
+            named["llm_engine"] = engine
+            return await super().execute(*args, **named)
 
     return Served  # type: ignore[return-value]  # a subclass of it

@@ -5,9 +5,9 @@ DARTS_URL=http://127.0.0.1:8000 uvicorn --factory darts_client.integrations.slim
 # slime: --sglang-router-ip 127.0.0.1 --sglang-router-port 30000
 ```
 
-It answers to its addresses, `localhost`, and the names in DARTS_FACADE_HOSTS, separated by commas.
+The facade answers to its addresses, to `localhost`, and to the names in DARTS_FACADE_HOSTS, separated by commas.
 
-Read from slime 0.3.1 and miles 0.1.0 (August 2026), whose packages are not needed.
+Written for slime 0.3.1 and miles 0.1.0 (August 2026). Their packages are not needed.
 """
 
 import json
@@ -25,20 +25,27 @@ from ._sampling import Sampler
 
 Json = dict[str, Any]
 Route = Callable[[Json, Mapping[str, str]], Awaitable[Json]]
-"""Takes a request's body and headers."""
+"""Answers a request from its body and headers."""
 
-NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
-NAMES |= {"no_stop_trim": "include_stop_str_in_output"}
-"""SGLang's names of sampling parameters, where they are not vLLM's."""
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+"""vLLM's name of each sampling parameter that has another name in SGLang."""
 UNSERVED = ("stream", "image_data", "return_routed_experts", "return_indexer_topk", "lora_path")
 PAUSES = {"abort": "abort", "retract": "keep", "in_place": "keep"}
+"""vLLM's mode of `/pause` for each mode of SGLang's."""
 WEIGHTS = "/darts/v1/weights"
 
 
 class Facade:
-    """SGLang's routes in front of the server at `url`; its key needs admin rights for aborts, pauses and weights.
+    """SGLang's routes in front of the server at `url`, as an ASGI app that is closed to web pages.
 
-    An ASGI app, closed to web pages: it answers at its addresses, at `localhost`, and at the names `hosts`.
+    Args:
+        api_key: key with admin rights, which aborts, pauses and weights need.
+        hosts: names to which the app answers, beside its addresses and `localhost`.
     """
 
     def __init__(
@@ -52,12 +59,14 @@ class Facade:
         self._running = 0
         self._last_version: Json = {}
         self._hosts = {"localhost", *(host.strip().lower() for host in hosts)}
+        # These routes change nothing, and take any method.
         safe: dict[str, Route] = {
             "/get_weight_version": self._version,
             "/workers": self._workers,
             "/list_workers": self._workers,
             "/v1/loads": self._loads,
-            "/flush_cache": self._loads,  # nothing to do: an update clears the caches
+            # Nothing to do, because an update clears the caches.
+            "/flush_cache": self._loads,
             "/health": self._version,
             "/health_generate": self._version,
         }
@@ -68,42 +77,51 @@ class Facade:
             "/continue_generation": lambda *_: self._forward("/resume"),
             "/update_weights_from_disk": self._load,
         }
-        self._routes, self._safe = changing | safe, safe.keys()  # safe ones change nothing, and take any method
+        self._routes = changing | safe
+        self._safe = safe.keys()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            status, answer = await self._answer(scope, receive)
-            headers = [(b"content-type", b"application/json")] + [(b"allow", b"POST")] * (status == 405)
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+        if scope["type"] != "http":
+            return
+        status, answer = await self._answer(scope, receive)
+        headers = [(b"content-type", b"application/json")]
+        if status == 405:
+            headers.append((b"allow", b"POST"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
     async def _answer(self, scope: Any, receive: Any) -> tuple[int, Json]:
+        path = scope["path"]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if reason := self._refusal(headers):
             return 403, {"error": reason}
-        if (route := self._routes.get(scope["path"])) is None:
-            return 404, {"error": f"{scope['path']} is not served; there are {', '.join(self._routes)}"}
-        if scope["method"] != "POST" and scope["path"] not in self._safe:
-            return 405, {"error": f"{scope['path']} takes POST only"}
-        body, is_open = b"", True
+        route = self._routes.get(path)
+        if route is None:
+            return 404, {"error": f"{path} is not served; there are {', '.join(self._routes)}"}
+        if scope["method"] != "POST" and path not in self._safe:
+            return 405, {"error": f"{path} takes POST only"}
+
+        body = b""
+        is_open = True
         while is_open:
             message = await receive()
-            body, is_open = body + message.get("body", b""), message.get("more_body", False)
+            body += message.get("body", b"")
+            is_open = message.get("more_body", False)
         try:
             return 200, await route(json.loads(body or b"{}"), headers)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             return 400, {"error": f"{type(error).__name__}: {error}"}
+        except StatusError as error:
+            return error.status_code, {"error": str(error)}
         except DartsError as error:
-            return (error.status_code if isinstance(error, StatusError) else 502), {"error": str(error)}
+            return 502, {"error": str(error)}
 
     def _refusal(self, headers: Mapping[str, str]) -> str | None:
-        """Return why a request is refused that a web page may have sent.
-
-        Browsers name the page in `Origin` or `Sec-Fetch-Site`, but not in a GET of a page whose own name points to this
-        machine (DNS rebinding). That name is in `Host`.
-        """
+        """Return the reason to refuse a request that a web page may have sent, or None."""
         if "origin" in headers or "sec-fetch-site" in headers:
             return "web pages may not call this: it may have an admin key"
+        # Browsers send neither header in a GET of a page whose own name points to this machine (DNS rebinding). The
+        # page's name is in `Host`.
         host = headers.get("host")
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -114,37 +132,52 @@ class Facade:
         return f"this does not answer to the name {str(host)[:100]!r}; use its address, or add the name to its hosts"
 
     async def _generate(self, body: Json, headers: Mapping[str, str]) -> Json:
-        if unserved := [name for name in UNSERVED if body.get(name)]:
+        unserved = [name for name in UNSERVED if body.get(name)]
+        if unserved:
             raise ValueError(f"{', '.join(unserved)}: not served; remove it")
-        params = {NAMES.get(name, name): value for name, value in body["sampling_params"].items()}
-        prompt, session = body.get("input_ids") or body["text"], headers.get("x-smg-routing-key")
+        sampling = {NAMES.get(name, name): value for name, value in body["sampling_params"].items()}
+        prompt = body.get("input_ids") or body["text"]
+        session = headers.get("x-smg-routing-key")
+        request_id = body.get("rid")
         self._running += 1
         try:
-            answer = await self._sampler.sample(prompt, params, session=session, request_id=body.get("rid"))
+            answer = await self._sampler.sample(prompt, sampling, session=session, request_id=request_id)
         finally:
             self._running -= 1
-        logprobs = zip(answer.token_logprobs, answer.token_ids, strict=True)
-        meta = {"id": body.get("rid"), "finish_reason": {"type": answer.finish_reason}}
-        meta |= {"prompt_tokens": answer.prompt_tokens, "completion_tokens": len(answer.token_ids), "cached_tokens": 0}
-        with suppress(DartsError):  # no reason to lose the trajectory
+
+        # A failure here is no reason to lose the trajectory. SGLang, too, reports the version at the end of an answer.
+        with suppress(DartsError):
             self._last_version = await self._version()
-        meta |= self._last_version  # of the end of the answer, as SGLang's
-        meta["output_token_logprobs"] = [[value, token, None] for value, token in logprobs]
+        logprobs = zip(answer.token_logprobs, answer.token_ids, strict=True)
+        meta = {
+            "id": request_id,
+            "finish_reason": {"type": answer.finish_reason},
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": len(answer.token_ids),
+            "cached_tokens": 0,
+            **self._last_version,
+            "output_token_logprobs": [[value, token, None] for value, token in logprobs],
+        }
         return {"text": answer.text, "output_ids": list(answer.token_ids), "meta_info": meta}
 
     async def _abort(self, body: Json, _: Any) -> Json:
-        ids = {} if body.get("abort_all") else {"request_ids": [f"cmpl-{body['rid']}-0"]}
-        return await self._forward("/abort_requests", ids)
+        if body.get("abort_all"):
+            return await self._forward("/abort_requests")
+        # vLLM's name of the request of a completion's first prompt.
+        return await self._forward("/abort_requests", {"request_ids": [f"cmpl-{body['rid']}-0"]})
 
     async def _pause(self, body: Json, _: Any) -> Json:
         return await self._forward(f"/pause?mode={PAUSES[body.get('mode', 'abort')]}")
 
     async def _load(self, body: Json, _: Any) -> Json:
-        version = {"version": int(body["weight_version"])} if body.get("weight_version") else {}
-        return await self._forward(WEIGHTS, {"path": body["model_path"], "rule": "keep", **version}) | {"success": True}
+        update = {"path": body["model_path"], "rule": "keep"}
+        if body.get("weight_version"):
+            update["version"] = int(body["weight_version"])
+        return await self._forward(WEIGHTS, update) | {"success": True}
 
     async def _version(self, *_: Any) -> Json:
-        return {"weight_version": str((await self._sampler.request("GET", WEIGHTS)).json()["version"])}
+        response = await self._sampler.request("GET", WEIGHTS)
+        return {"weight_version": str(response.json()["version"])}
 
     async def _workers(self, _: Json, headers: Mapping[str, str]) -> Json:
         url = f"http://{headers['host']}"
@@ -154,7 +187,8 @@ class Facade:
         return {"loads": [{"num_reqs": self._running}]}
 
     async def _forward(self, path: str, body: Json | None = None) -> Json:
-        return dict((await self._sampler.request("POST", path, json=body or {})).json())
+        response = await self._sampler.request("POST", path, json=body or {})
+        return dict(response.json())
 
 
 def facade() -> Facade:

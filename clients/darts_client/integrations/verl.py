@@ -8,7 +8,7 @@ from darts_client.integrations.verl import served
 Manager = served(AgentLoopManager, "http://127.0.0.1:8000")
 ```
 
-Read from veRL 0.10.0.dev (August 2026), whose package is not needed to import this module.
+Written for veRL 0.10.0.dev (August 2026). Its package is not needed to import this module.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ T = TypeVar("T", bound=type)
 
 @dataclass
 class TokenOutput:
-    """veRL's type of this name, where veRL is not installed."""
+    """A stand-in for veRL's `TokenOutput` where veRL is not installed."""
 
     token_ids: list[int]
     log_probs: list[float] | None = None
@@ -35,11 +35,11 @@ class TokenOutput:
 
 
 class LLMServerClient:
-    """Stands for veRL's class of this name: `generate` has its arguments and its result.
+    """A stand-in for veRL's `LLMServerClient`. `generate` has its arguments and its result.
 
     Args:
-        config: veRL's; without one, every request needs `max_tokens`.
-        resumes: whether an answer that was aborted is continued, as by veRL's `FullyAsyncLLMServerClient`.
+        config: veRL's configuration. Without it, every request needs `max_tokens`.
+        resumes: whether an aborted answer is continued, as by veRL's `FullyAsyncLLMServerClient`.
     """
 
     def __init__(
@@ -69,21 +69,29 @@ class LLMServerClient:
 
         Raises:
             ValueError: an argument is not served, such as images.
-            DartsError
+            DartsError: the request failed.
         """
         if unserved := sorted(name for name, value in other.items() if value):
             raise ValueError(f"{', '.join(unserved)}: only prompts of token ids are served")
-        with_logprobs = bool((sampling := dict(sampling_params)).pop("logprobs", False))
-        limits = [sampling.pop(name, None) for name in ("max_tokens", "max_new_tokens")]  # veRL takes either
-        left = limits[0] or limits[1] or self._max_tokens(len(prompt_ids))
-        tokens, logprobs = list[int](), list[float]()
-        while not tokens or len(tokens) < left:
-            turn, params = [*prompt_ids, *tokens], sampling | {"max_tokens": left - len(tokens)}
-            answer = await self._sampler.sample(turn, params, logprobs=with_logprobs, session=str(request_id))
+        sampling = dict(sampling_params)
+        with_logprobs = bool(sampling.pop("logprobs", False))
+        # veRL uses either name.
+        max_tokens = sampling.pop("max_tokens", None)
+        max_new_tokens = sampling.pop("max_new_tokens", None)
+        limit = max_tokens or max_new_tokens or self._max_tokens(len(prompt_ids))
+
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        while not tokens or len(tokens) < limit:
+            sampling["max_tokens"] = limit - len(tokens)
+            answer = await self._sampler.sample(
+                [*prompt_ids, *tokens], sampling, logprobs=with_logprobs, session=str(request_id)
+            )
             tokens += answer.token_ids
             logprobs += answer.token_logprobs
             if not self._resumes or answer.finish_reason != "abort":
-                answer.check_finished()  # veRL's loops do not read the reason
+                # veRL's loops do not read the finish reason.
+                answer.check_finished()
                 break
         return _output_class()(
             token_ids=tokens,
@@ -93,20 +101,21 @@ class LLMServerClient:
         )
 
     def _max_tokens(self, prompt_tokens: int) -> int:
-        """As veRL's server: a whole response, or what a longer prompt than expected leaves of it."""
+        """Return a whole response, less if the prompt is longer than expected. veRL's server does the same."""
         rollout = self.config.actor_rollout_ref.rollout
-        response, prompt = int(rollout.response_length), int(rollout.prompt_length)
-        return max(1, min(response, prompt + response - prompt_tokens))
+        response = int(rollout.response_length)
+        total = int(rollout.prompt_length) + response
+        return max(1, min(response, total - prompt_tokens))
 
 
 def served(manager: T, url: str, api_key: str | None = None, model: str | None = None) -> T:
     """Return a subclass of veRL's `AgentLoopManager` (or `AgentLoopManagerTQ`) whose agent loops use the server."""
 
     class Served(manager):  # type: ignore[misc, valid-type]  # a class that only the caller has
-        def __init__(self, config: Any, llm_client: Any, *args: Any, **more: Any) -> None:
+        def __init__(self, config: Any, llm_client: Any, *args: Any, **named: Any) -> None:
             resumes = type(llm_client).__name__.startswith("FullyAsync")
             client = LLMServerClient(config, url, api_key, model, resumes=resumes)
-            super().__init__(config, client, *args, **more)
+            super().__init__(config, client, *args, **named)
 
     return Served  # type: ignore[return-value]  # a subclass of it
 

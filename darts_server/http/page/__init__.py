@@ -15,13 +15,15 @@ INLINE = re.compile(r"<(script|style)[^>]*>(.*?)</\1>", re.DOTALL)
 
 
 def add_routes(api: APIRouter) -> None:
-    """Add the page. It needs no key: it asks its user for one, and sends it with its requests."""
+    """Add the page. The page needs no key: it asks its user for a key, and sends the key with its requests."""
     document = (PARTS / "page.html").read_text("utf-8")
     document = MARK.sub(lambda mark: (PARTS / mark[1]).read_text("utf-8"), document)
+
     # Only the document's own scripts and styles are allowed, and only requests to this server.
     allowed = {"script": "script-src", "style": "style-src"}
     for kind, text in INLINE.findall(document):
-        allowed[kind] += f" 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        allowed[kind] += f" 'sha256-{digest}'"
     headers = {
         "Content-Security-Policy": f"default-src 'none'; {'; '.join(allowed.values())}; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -33,16 +35,16 @@ def add_routes(api: APIRouter) -> None:
 
     @api.get("/darts/", include_in_schema=False)
     async def page() -> Response:
-        """The built-in page."""
         return Response(document, media_type="text/html", headers=headers)
 
     @api.get("/", include_in_schema=False)
     async def root() -> Response:
-        """Send a browser to the page, and say to any other client where it and the API's description are."""
+        """Redirect a browser to the page, and list the server's pages for other clients."""
         places = {"page": "darts/", "openapi": "openapi.json", "health": "health"}
         return JSONResponse(places, status_code=307, headers={"Location": "darts/"})
 
     @api.get("/darts", include_in_schema=False)
     async def slashless() -> Response:
-        """Redirect to the page; relative, so that it works behind a proxy that adds a path prefix."""
+        """Redirect to the page."""
+        # A relative address works behind a proxy that adds a prefix to the path.
         return RedirectResponse("darts/")

@@ -1,4 +1,4 @@
-"""``/darts/v1/groups`` and ``/darts/v1/prompts``: how candidates ended, and what prompts were like."""
+"""``/darts/v1/groups`` and ``/darts/v1/prompts``: how candidates ended, and statistics of prompts."""
 
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from darts_server.caller import caller
 from darts_server.exceptions import NotFound
-from darts_server.http.answers import JSON, SLICE_BYTES, HeldResponse, Readers, in_thread
+from darts_server.http.answers import JSON, SLICE_BYTES, ClosingResponse, Readers, in_thread
 from darts_server.http.resources.trajectories import (
     Cut,
     GroupFacts,
@@ -31,9 +31,9 @@ from darts_server.rollout.observers.reward_matching import GroupRewards, RewardM
 from darts_server.types import FinishReason, Outcome
 
 LISTED_GROUPS = 100
-"""As many as a reader looks through. Each can be looked up by its id."""
+"""Limit of groups in the list. Every kept group can be read by its id."""
 INLINE_CANDIDATES = 256
-"""Candidates that are encoded in the event loop: they take five milliseconds."""
+"""Limit of candidates that are encoded in the event loop: they take 5 ms."""
 
 
 class CandidateAnswer(BaseModel):
@@ -41,11 +41,11 @@ class CandidateAnswer(BaseModel):
 
     trajectory_id: TrajectoryId
     index: int
-    length: int = Field(description="Generated tokens; of a stopped candidate, until it was stopped.")
+    length: int = Field(description="Generated tokens. A stopped candidate has its tokens until the stop.")
     finish_reason: FinishReason | None = Field(description="Null for a candidate that was stopped or failed.")
     selected_as: SelectedAs
     reason: Reason
-    rank: int | None = Field(description="Place by length among the selected ones, 0 for the shortest.")
+    rank: int | None = Field(description="Place by length among the selected candidates, 0 for the shortest.")
     cut: Cut
     quality: Quality
     survival: float = Field(
@@ -56,8 +56,8 @@ class CandidateAnswer(BaseModel):
     stop: float | None = Field(description="Seconds from the group's start to the candidate's end.")
     weight_version_start: int | None
     weight_version_end: int | None
-    reward: float | None = Field(description="As reported; null until then.")
-    correct: bool | None = Field(description="Whether it is correct, as reported.")
+    reward: float | None = Field(description="The reported reward; null until then.")
+    correct: bool | None = Field(description="Whether the trajectory is correct, as reported.")
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
@@ -88,20 +88,23 @@ class GroupAnswer(GroupFacts):
         description="Seconds from the finish of the K-th shortest trajectory to the group's end."
     )
     generated: int = Field(description="Tokens of all candidates.")
-    returned: int = Field(description="Tokens of the selected ones.")
+    returned: int = Field(description="Tokens of the selected candidates.")
     bound: int | None = Field(
-        description="Tokens at which every candidate was cut or, if explored, would have been; null without a deadline."
+        description="Length in tokens at which every candidate was cut, or would have been cut if the group had not "
+        "explored its deadline. Null without a deadline."
     )
-    all_truncated: bool = Field(description="Whether no returned trajectory has an end of its own.")
-    explored: bool = Field(description="Whether it ran past its deadline, to measure what that discards.")
+    all_truncated: bool = Field(description="Whether every returned trajectory was truncated or cut.")
+    explored: bool = Field(
+        description="Whether the group ran past its deadline, to measure what the deadline discards."
+    )
     members: list[str] = Field(
-        description="For a group of single requests: their ids, and the caller's name of the group."
+        description="For a group of single requests: the ids of the requests, and the caller's name of the group."
     )
     chosen: str | None = Field(
         description='Under auto, in a batch with `"carry": "resume"`: how many prompts of the batch have run, and why.'
     )
     zero_variance: bool | None = Field(
-        description="Whether all its rewards are equal; null until all returned trajectories have one."
+        description="Whether all rewards are equal; null until all returned trajectories have a reward."
     )
     candidates: list[CandidateAnswer]
 
@@ -123,12 +126,15 @@ class GroupAnswer(GroupFacts):
 def encoded_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
     """Yield a group's answer as JSON, in parts of about `SLICE_BYTES`."""
     head, place, tail = GroupAnswer.of(record, rewards).model_dump_json().encode().rpartition(b'"candidates":[')
-    ranked = sorted(record.selected, key=lambda c: (c.tokens, c.index))
-    ranks = {c.index: rank for rank, c in enumerate(ranked)}
+    by_length = sorted(record.selected, key=lambda candidate: (candidate.tokens, candidate.index))
+    ranks = {candidate.index: rank for rank, candidate in enumerate(by_length)}
+
     part = bytearray(head + place)
     for number, candidate in enumerate(record.candidates):
         answer = CandidateAnswer.of(record, candidate, ranks.get(candidate.index), rewards)
-        part += b"," * (number > 0) + answer.model_dump_json().encode()
+        if number:
+            part += b","
+        part += answer.model_dump_json().encode()
         if len(part) >= SLICE_BYTES:
             yield bytes(part)
             part.clear()
@@ -142,7 +148,7 @@ class GroupsAnswer(BaseModel):
 
 
 class ListedGroup(BaseModel):
-    """A group in short."""
+    """A summary of a group."""
 
     group_id: str
     prompt_key: str | None
@@ -181,15 +187,15 @@ class PromptRewardsAnswer(BaseModel):
     zero_variance_groups: int = Field(description="Groups whose rewards are all equal.")
     rewarded_groups: int = Field(description="Groups whose returned trajectories all have rewards.")
     difference: float | None = Field(
-        description="Mean length of correct minus incorrect ones, in tokens: above 0, long answers are worth their "
-        "tokens. Null before there are ten of each."
+        description="Mean length of correct trajectories minus that of incorrect trajectories, in tokens. Above 0, "
+        "long answers are worth their tokens. Null until there are ten of each kind."
     )
 
 
 class PromptAnswer(BaseModel):
-    """Statistics of a prompt's lengths in tokens: estimates over its groups, and what was seen in the last group.
+    """Statistics of a prompt's lengths in tokens: estimates over its groups, and counts of the last group.
 
-    A server that has restored the state of an earlier version has seen nothing of the last group.
+    The counts of the last group are null after a restore of the state of an earlier version.
     """
 
     prompt_key: str
@@ -220,11 +226,12 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     readers = Readers("provenance of many candidates")
 
     async def parts_of(records: Sequence[GroupRecord]) -> AsyncIterator[bytes]:
-        """Encode groups in a thread, each when those before it were sent. Rewards change in the event loop alone."""
+        """Encode one group after the other in a thread, when the earlier groups were sent."""
         yield b'{"groups":['
         for number, record in enumerate(records):
             if number:
                 yield b","
+            # The rewards are read here, because they change in the event loop.
             parts = encoded_group(record, reward_matcher.group_rewards(record))
             while (part := await in_thread(partial(next, parts, None))) is not None:
                 yield part
@@ -232,28 +239,32 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
 
     @api.get("/groups")
     async def newest() -> ListedGroups:
-        """List your newest 100 groups that have ended, the newest first. Admins get those of all callers."""
-        now = time.monotonic()  # the clock of the records
+        """List your newest 100 groups that have ended, the newest first. Admins get the groups of all callers."""
+        # The clock of the records.
+        now = time.monotonic()
         records = provenance.newest(caller.get().may_see, LISTED_GROUPS)
         return ListedGroups(groups=[ListedGroup.of(record, now) for record in records])
 
-    @api.get("/groups/{group_id:path}", response_model=GroupsAnswer)  # callers' own request ids may have slashes
+    # Callers' own request ids may have slashes.
+    @api.get("/groups/{group_id:path}", response_model=GroupsAnswer)
     async def groups(group_id: str) -> Response:
         """Return the provenance of a group, or of all groups of a response: how every candidate ended."""
         may_see = caller.get().may_see
         records = provenance.find(group_id, may_see) or provenance.find(from_header(group_id), may_see)
         if not records:
             raise NotFound("group_id", f"there is no group {group_id!r} of yours; only the latest groups are kept")
+
         if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
-            with ExitStack() as held:
-                held.enter_context(readers.counted())
-                return HeldResponse(parts_of(records), JSON, None, held.pop_all())
-        encoded = (b"".join(encoded_group(each, reward_matcher.group_rewards(each))) for each in records)
+            with ExitStack() as cleanup:
+                cleanup.enter_context(readers.counted())
+                return ClosingResponse(parts_of(records), JSON, None, cleanup.pop_all())
+        encoded = [b"".join(encoded_group(record, reward_matcher.group_rewards(record))) for record in records]
         return Response(b'{"groups":[' + b",".join(encoded) + b"]}", media_type=JSON)
 
-    @api.get("/prompts/{prompt_key:path}")  # callers' own keys may have slashes
+    # Callers' own keys may have slashes.
+    @api.get("/prompts/{prompt_key:path}")
     async def prompt(prompt_key: str) -> PromptAnswer:
-        """Return statistics of a prompt's lengths and rewards. Its groups have its key."""
+        """Return statistics of a prompt's lengths and rewards. The answer for each of its groups has its key."""
         stats = statistics.prompts.load(prompt_key)
         if stats is None:
             raise NotFound(
@@ -261,5 +272,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
         reward_stats = summarize(statistics.rewards.prompts.load(prompt_key))
-        answer = None if reward_stats is None else PromptRewardsAnswer(**reward_stats)
-        return PromptAnswer(prompt_key=prompt_key, **summarize_lengths(stats), rewards=answer)
+        rewards = None
+        if reward_stats is not None:
+            rewards = PromptRewardsAnswer(**reward_stats)
+        return PromptAnswer(prompt_key=prompt_key, **summarize_lengths(stats), rewards=rewards)

@@ -1,9 +1,7 @@
-"""``/darts/v1/live``, the monitor: running and recently ended groups, as one answer or as events."""
+"""``/darts/v1/live``, the live monitor: running and recently ended groups, as one answer or as events."""
 
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from darts_server.caller import caller
-from darts_server.exceptions import RETRY_SECONDS, QuotaReached
+from darts_server.http.answers import Readers
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
@@ -24,13 +22,13 @@ from darts_server.weights.coordinator import Coordinator
 
 INTERVAL_SECONDS = 0.25
 MAX_CPU_SHARE = 0.05
-"""Of one core, for all streams together: where an event takes longer to make, events become rarer."""
+"""Share of one core for all streams together. If events take longer to make, they become rarer."""
 QUIET_SECONDS = 2.0
-"""Maximum time between events, even without changes, unless making them takes longer than that share."""
+"""Maximum time between events without changes, unless `MAX_CPU_SHARE` makes events rarer."""
 MAX_VIEWERS = 32
-"""Streams of one key: each takes time and memory."""
+"""Limit of streams of one key."""
 STALL_SECONDS = 60.0
-"""A viewer that accepts nothing for so long is dropped."""
+"""Timeout for a viewer that accepts nothing."""
 TIME = "Seconds on the clock of `now`."
 
 
@@ -49,7 +47,7 @@ class MonitorCandidate(BaseModel):
     selected_as: SelectedAs = None
     reason: Reason = None
     cut: Cut | None = None
-    resumed: int | None = Field(None, description="Tokens that an earlier batch has generated, from which it went on.")
+    resumed: int | None = Field(None, description="Tokens of an earlier batch that the candidate has continued.")
     quality: Quality = None
 
 
@@ -64,11 +62,11 @@ class MonitorGroup(BaseModel):
     policy: str | None = None
     size: int | None = Field(None, description="Number of trajectories that it returns.")
     started: int | None = Field(
-        None, description="Number of started candidates. Of a very large group only the first are listed."
+        None, description="Number of started candidates. Only the first candidates of a very large group are listed."
     )
     ended: float | None = Field(None, description=TIME)
     outcome: Outcome | None = None
-    deadline: int | None = Field(None, description="Tokens at which its tail was cut.")
+    deadline: int | None = Field(None, description="Length in tokens at which its tail was cut.")
     error: str | None = None
     candidates: list[MonitorCandidate]
 
@@ -105,52 +103,39 @@ class MonitorAnswer(BaseModel):
     running: int = Field(description="Number of running groups, of all callers.")
     candidates: int = Field(description="Number of candidates of running groups, of all callers.")
     groups: list[MonitorGroup] = Field(
-        description="Recently ended groups, then running ones, the newest of these first."
+        description="Recently ended groups, then running groups, the newest running group first."
     )
     left: list[str] = Field(
-        description="`update`: running groups that get no more updates, because newer ones took their place."
+        description="`update`: running groups that get no more updates, because newer groups took their places."
     )
     health: MonitorHealth
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorSources:
-    """Objects that the monitor reads, and the number of streams, by the caller's name and whether it is an admin.
-
-    ``fault``: of the store. ``stopping``: whether streams should end.
-    """
+    """Objects that the monitor reads."""
 
     monitor: Monitor
     rewards: Rewards
     updates: Coordinator
     fault: Callable[[], str | None]
+    """Returns the fault of the store."""
     stopping: Callable[[], bool] = lambda: False
-    streams: Counter[tuple[str | None, bool]] = field(default_factory=Counter)
+    """Returns whether streams should end."""
+    streams: Readers = field(default_factory=lambda: Readers("the live monitor", MAX_VIEWERS))
 
     def health(self) -> dict[str, Any]:
         """Return a `MonitorHealth` as JSON values."""
-        updates, learned = self.updates, summarize(self.rewards.dataset)
-        last = None if updates.last is None else UpdateAnswer.model_validate(updates.last)
-        rewards = None if learned is None else MonitorRewards.model_validate(learned)
-        weights = MonitorWeights(version=updates.version, state=updates.state.value, last=last)
+        weights = MonitorWeights(
+            version=self.updates.version,
+            state=self.updates.state.value,
+            last=UpdateAnswer.of(self.updates.last),
+        )
+        rewards = None
+        learned = summarize(self.rewards.dataset)
+        if learned is not None:
+            rewards = MonitorRewards.model_validate(learned)
         return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
-
-    @contextmanager
-    def count_stream(self, name: str | None, is_admin: bool) -> Iterator[None]:
-        """Count a stream of that caller.
-
-        Raises:
-            QuotaReached
-        """
-        if (open_now := self.streams[name, is_admin]) >= MAX_VIEWERS:
-            raise QuotaReached(
-                f"this key has {open_now} streams of the monitor, and may have no more; close some", RETRY_SECONDS
-            )
-        self.streams[name, is_admin] += 1
-        try:
-            yield
-        finally:
-            self.streams[name, is_admin] -= 1
 
 
 def add_routes(api: APIRouter, sources: MonitorSources) -> None:
@@ -164,29 +149,50 @@ def add_routes(api: APIRouter, sources: MonitorSources) -> None:
         """
         who = caller.get()
         if MEDIA_TYPE in request.headers.get("accept", ""):
-            counted = sources.count_stream(who.name, who.is_admin)
-            return EventStream(events(sources, who.may_see), counted, ping_seconds=0, send_timeout=STALL_SECONDS)
+            return EventStream(
+                events(sources, who.may_see),
+                sources.streams.counted(),
+                ping_seconds=0,
+                send_timeout=STALL_SECONDS,
+            )
         return JSONResponse(Viewer(sources.monitor, who.may_see).next_update() | {"health": sources.health()})
 
 
 async def events(
-    sources: MonitorSources, may_see: MaySee, interval: float = INTERVAL_SECONDS, quiet: float = QUIET_SECONDS
+    sources: MonitorSources,
+    may_see: MaySee,
+    interval: float = INTERVAL_SECONDS,
+    quiet: float = QUIET_SECONDS,
 ) -> AsyncGenerator[bytes, None]:
     """Yield a ``snapshot`` for one viewer, and then an ``update`` for changes, at most every ``interval`` seconds.
 
-    The next one is made when the previous one was sent: a slow reader gets all changes in one, and none are queued.
-    ``quiet``: seconds after which an update is sent in any case.
+    The next event is made when the previous event was sent. So a slow reader gets all changes in one event.
+
+    Args:
+        quiet: seconds after which an update is sent in any case.
     """
-    viewer, health, due, sent_at = Viewer(sources.monitor, may_see), None, 0.0, 0.0
+    viewer = Viewer(sources.monitor, may_see)
+    sent_health = None
+    due = 0.0
+    sent_at = 0.0
     while not sources.stopping():
-        if (now := time.monotonic()) >= due:
-            cpu, event = time.thread_time(), None
-            update, previous, health = viewer.next_update(), health, sources.health()
-            if previous is None or update["groups"] or update["left"] or health != previous or now - sent_at >= quiet:
-                event = encode("snapshot" if previous is None else "update", update | {"health": health})
-            due = now + max(interval, (time.thread_time() - cpu) * sources.streams.total() / MAX_CPU_SHARE)
+        now = time.monotonic()
+        if now >= due:
+            # The thread's time, because the machine may be busy with the engine.
+            cpu_begin = time.thread_time()
+            update = viewer.next_update()
+            health = sources.health()
+            # The first event is a snapshot: no health was sent yet.
+            has_changes = update["groups"] or update["left"] or health != sent_health
+            event = None
+            if has_changes or now - sent_at >= quiet:
+                event = encode("snapshot" if sent_health is None else "update", update | {"health": health})
+                sent_health = health
+            cpu_seconds = time.thread_time() - cpu_begin
+            due = now + max(interval, cpu_seconds * sources.streams.total / MAX_CPU_SHARE)
             if event is not None:
                 sent_at = now
                 yield event
-        # Not longer, as the server may be stopping meanwhile.
+
+        # At most `quiet` seconds, because the server may be stopping meanwhile.
         await anyio.sleep(min(quiet, max(0.0, due - time.monotonic())))

@@ -10,19 +10,24 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import read_body
 
 MAX_PATCH_BYTES = 16 * 1024
-"""All settings together have some hundred bytes."""
+"""Limit of a patch in bytes. All settings together have some hundred."""
 
 
 class PolicyControl(Protocol):
-    """Holds the runtime settings, and describes them by a JSON schema.
+    """The runtime settings."""
 
-    ``current`` has in ``policies`` the names that a request may use. ``change`` applies the whole patch or nothing, and
-    returns what is current then; it raises `InvalidRequest`, which names the invalid key.
-    """
+    def current(self) -> dict[str, object]:
+        """Return the settings, and in ``policies`` the names that a request may use."""
 
-    def current(self) -> dict[str, object]: ...
-    def schema(self) -> dict[str, Any]: ...
-    def change(self, patch: Mapping[str, object]) -> dict[str, object]: ...
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the settings."""
+
+    def change(self, patch: Mapping[str, object]) -> dict[str, object]:
+        """Apply the whole patch or nothing, and return the new settings.
+
+        Raises:
+            InvalidRequest: names the invalid key.
+        """
 
 
 def add_routes(api: APIRouter, control: PolicyControl) -> None:
@@ -30,9 +35,9 @@ def add_routes(api: APIRouter, control: PolicyControl) -> None:
     names = {"type": "array", "items": {"type": "string"}, "description": "Policies that a request may use."}
     properties = {**schema["properties"], "policies": names}
     answer = {**schema, "properties": properties, "required": list(properties)}
-    in_force: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": answer}}}}
+    current_settings: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {"schema": answer}}}}
 
-    @api.get("/policy", response_model=None, responses=in_force)
+    @api.get("/policy", response_model=None, responses=current_settings)
     async def read() -> dict[str, object]:
         """Return the runtime settings, and the policies that a request may use."""
         return control.current()
@@ -45,7 +50,7 @@ def add_routes(api: APIRouter, control: PolicyControl) -> None:
     @api.patch(
         "/policy",
         response_model=None,
-        responses=in_force,
+        responses=current_settings,
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
     )
     async def change(request: Request) -> dict[str, object]:
@@ -53,6 +58,7 @@ def add_routes(api: APIRouter, control: PolicyControl) -> None:
         body = await read_body(request, MAX_PATCH_BYTES)
         try:
             patch = msgspec.json.decode(body, type=dict[str, Any])
+        # msgspec raises RecursionError for deeply nested values.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest("body", "must be a JSON object with the settings to change") from error
         return control.change(patch)

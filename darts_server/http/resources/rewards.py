@@ -13,13 +13,14 @@ from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """Enough for 1,024 trajectories named by 8,192 tokens each."""
 MAX_REWARDS = 100_000
+# vLLM's token ids are 32-bit integers.
 MAX_TOKEN_ID = 2**31 - 1
 
-TokenIds = list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True)]
 
 
 class RewardIn(Body):
-    """The reward of a trajectory, identified by its id or by its tokens."""
+    """The reward of a trajectory, which is named by its id or by its tokens."""
 
     trajectory_id: str | None = Field(None, min_length=1, description="The group's id, a colon, the candidate's index.")
     prompt_token_ids: TokenIds | None = None
@@ -27,35 +28,44 @@ class RewardIn(Body):
         None, description="With prompt_token_ids: all returned trajectories with exactly these tokens."
     )
     reward: float = Field(allow_inf_nan=False)
-    correct: bool | None = Field(None, description="Whether it is correct; by default, if the reward is above 0.")
+    correct: bool | None = Field(
+        None, description="Whether the trajectory is correct. By default, whether the reward is above 0."
+    )
 
     @model_validator(mode="after")
     def _check_trajectory(self) -> Self:
-        parts = (self.trajectory_id, self.prompt_token_ids, self.completion_token_ids)
-        if [part is not None for part in parts] not in ([True, False, False], [False, True, True]):
+        has_id = self.trajectory_id is not None
+        has_prompt = self.prompt_token_ids is not None
+        has_completion = self.completion_token_ids is not None
+        if has_prompt != has_completion or has_id == has_prompt:
             raise ValueError("give either trajectory_id, or prompt_token_ids and completion_token_ids")
         return self
 
     @property
     def reward_report(self) -> Reward:
         correct = self.reward > 0 if self.correct is None else self.correct
-        tokens = self.prompt_token_ids or (), self.completion_token_ids or ()
-        return Reward(self.reward, correct, self.trajectory_id, *tokens)
+        return Reward(
+            self.reward,
+            correct,
+            self.trajectory_id,
+            self.prompt_token_ids or (),
+            self.completion_token_ids or (),
+        )
 
 
 class RewardsIn(Body):
     """Rewards of trajectories of any groups, in any order."""
 
-    rewards: list[RewardIn] = Field(max_length=MAX_REWARDS)
+    rewards: list[RewardIn] = Field(max_length=MAX_REWARDS, fail_fast=True)
 
 
 class RewardsOut(BaseModel):
-    """The number of rewards by result."""
+    """Numbers of rewards by result."""
 
-    matched: int = Field(description="Rewards of trajectories that had none.")
-    repeated: int = Field(description="Rewards of trajectories that already had one, and keep it.")
+    matched: int = Field(description="Rewards of trajectories that had no reward.")
+    repeated: int = Field(description="Rewards of trajectories that already had a reward, and keep it.")
     unknown: int = Field(description="Rewards of trajectories that are unshaped, too old, or were never returned.")
-    unknown_indices: list[int] = Field(description="Indices of the first 100 unknown ones in the request.")
+    unknown_indices: list[int] = Field(description="Indices of the first 100 unknown rewards in the request.")
 
 
 EXAMPLE = {
@@ -72,5 +82,9 @@ def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
         """Record rewards of returned trajectories. A trajectory keeps its first reward, so sending twice is safe."""
         raw = await read_body(request, MAX_BODY_BYTES)
         body = await parse_body(RewardsIn, raw, "rewards")
-        reports = await converted(lambda body: [reward.reward_report for reward in body.rewards], body, raw)
+
+        def reports_of(body: RewardsIn) -> list[Reward]:
+            return [reward.reward_report for reward in body.rewards]
+
+        reports = await converted(reports_of, body, raw)
         return RewardsOut(**asdict(await reward_matcher.report(reports)))

@@ -1,7 +1,6 @@
 """``/darts/v1/rollouts``: groups for a batch of prompts, as one answer or as events.
 
-The answer is JSON, or tensors with the rest as JSON. Arrays of tokens are written as they are, without an object for
-each value.
+The answer is JSON, or tensors together with JSON. Arrays of tokens are encoded without an object for each value.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from reprlib import repr as shortened
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 from msgspec import Raw
@@ -54,10 +53,10 @@ from darts_server.rollout.batches.registry import KEY_HEADER, BatchRegistry, Ide
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
-"""Enough for 1,024 prompts of 8,192 tokens, which are read in a second. Larger batches are sent in several requests."""
+"""Enough for 1,024 prompts of 8,192 tokens, which are parsed in a second."""
 LAST_EVENT_HEADER = "Last-Event-ID"
 MAX_EVENT_DIGITS = 18
-"""No batch has so many events."""
+"""Digits of an event's number. No batch has so many events."""
 KEY = Header(
     alias=KEY_HEADER,
     description="A name of your choice. The same name returns the same batch.",
@@ -65,17 +64,16 @@ KEY = Header(
 )
 LAST = Header(
     alias=LAST_EVENT_HEADER,
-    description="Of a stream: the number of the last event that was received.",
+    description="For a stream: the number of the last event that was received.",
     json_schema_extra={"pattern": f"^[0-9]{{1,{MAX_EVENT_DIGITS}}}$"},
 )
 TOKEN_LISTS = ("aborted", "trajectories")
-"""Fields of a group, and of an unfinished prompt, whose items have tokens."""
+"""Fields of a group or an unfinished prompt whose items have tokens."""
 INLINE_VALUES = 8192
-"""Tokens, with or without log-probs, that are encoded in the event loop: they take two milliseconds."""
+"""Limit of tokens that are encoded in the event loop: they take 2 ms, with or without log-probs."""
 VALUES_PER_CANDIDATE = 32
-"""Tokens that take as long as a candidate without its tokens."""
+"""Number of tokens that take as long to encode as a candidate without its tokens."""
 SENT_IN_DELTAS = {"trajectories": {"__all__": {"token_ids", "logprobs"}}}
-T = TypeVar("T")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 _RANGE = re.compile(r"\s*([^\s;,/]+/[^\s;,/]+)\s*((?:;[^,]*)?)$")
 _WEIGHT = re.compile(r";\s*q\s*=\s*(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)\s*(?:;|$)", re.IGNORECASE)
@@ -100,26 +98,25 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What connections that read batches share.
-
-    ``answers``: the whole answers, and ``events``: the large events, that are being sent.
-    """
+    """State that connections share when they read batches."""
 
     readers: Readers = field(default_factory=lambda: Readers("finished or shared batches"))
     answers: SharedEncodings[bytes | TokenTensors] = field(default_factory=SharedEncodings)
+    """Encodings of whole answers that are being sent."""
     events: SharedEncodings[bytes] = field(default_factory=SharedEncodings)
+    """Encodings of large events that are being sent."""
 
     @contextmanager
     def listen(self, batch: BatchRun) -> Iterator[None]:
         """Listen to a batch while the block runs.
 
-        The first connection that reads a running batch is not counted: the batch counts by its candidates.
-
         Raises:
             QuotaReached
         """
+        # The candidates of a running batch count already, so its first connection does not.
         is_counted = batch.end is not None or batch.listeners > 0
-        with self.readers.counted() if is_counted else nullcontext(), batch.listen():
+        counted = self.readers.counted() if is_counted else nullcontext()
+        with counted, batch.listen():
             yield
 
 
@@ -130,25 +127,30 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
     async def rollouts(request: Request, idempotency_key: Annotated[str | None, KEY] = None) -> Response:
         """Generate a shaped group for each prompt; with ``stream`` as server-sent events."""
         raw = await read_body(request, MAX_BODY_BYTES)
+
         key = None
         if idempotency_key is not None:
             if not is_name(idempotency_key):
                 raise InvalidRequest(KEY_HEADER, f"must be {RULE}, if it is sent")
             digest = (await asyncio.to_thread(hashlib.sha256, raw)).digest()
             key = IdempotencyKey(caller.get().name, idempotency_key, digest, len(raw))
+
         body = await parse_body(RolloutsIn, raw, "prompts")
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
         media_type = choose_form(request.headers, streams=answer_format.stream is not StreamMode.OFF)
-        batch = await batches.open(await converted(RolloutsIn.request, body, raw), answer_format, key)
+        batch_request = await converted(RolloutsIn.request, body, raw)
+        batch = await batches.open(batch_request, answer_format, key)
         return await _respond(request, batch, 0, media_type, reading)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(batch_id: str, request: Request, last_event_id: Annotated[str | None, LAST] = None) -> Response:
         """Reconnect to a batch that was sent with an Idempotency-Key, while it runs or is kept."""
         text = "0" if last_event_id is None else last_event_id
-        if not (text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS):
+        is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_EVENT_DIGITS
+        if not is_number:
             raise InvalidRequest(LAST_EVENT_HEADER, f"must be the number of an event, got {shortened(text)}")
         after = int(text)
+
         batch = batches.find(batch_id)
         media_type = choose_form(request.headers, streams=batch.feed is not None)
         if batch.feed is not None and after > batch.feed.last_number:
@@ -164,33 +166,40 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
 
 
 def choose_form(headers: Headers, *, streams: bool) -> str:
-    """Return the media type of a batch's answer: the one that the ``Accept`` header prefers, the first of equal ones.
+    """Return the media type of a batch's answer that the ``Accept`` header prefers.
 
-    Without the header all are accepted. Of the ranges that a type is in, the narrowest counts (RFC 9110, 12.5.1).
+    Without the header, every type is accepted. Ties go to the type that stands first in our offers.
 
     Raises:
         NotAcceptable
     """
-    # OpenAI's clients accept JSON alone, also of answers that they request as a stream.
+    # OpenAI's clients accept only JSON, even for answers that they request as a stream.
     offers = (MEDIA_TYPE, JSON) if streams else (JSON, SAFETENSORS)
-    lines = headers.getlist("accept")
-    if not "".join(lines).strip():
+    accepted = ",".join(headers.getlist("accept"))
+    if not accepted.strip(", \t"):
         return offers[0]
+
     weights: dict[str, float] = {}
-    for part in ",".join(lines).split(","):
-        if found := _RANGE.match(part):
+    for part in accepted.split(","):
+        found = _RANGE.match(part)
+        if found is not None:
             weight = _WEIGHT.search(found[2])
             weights[found[1].lower()] = float(weight[1]) if weight else 1.0
 
     def weight_of(offer: str) -> float:
-        ranges = (offer, offer.split("/")[0] + "/*", "*/*")
-        return next((weights[one] for one in ranges if one in weights), 0.0)
+        # The narrowest range that contains the type counts (RFC 9110, 12.5.1).
+        main_type = offer.partition("/")[0]
+        for media_range in (offer, f"{main_type}/*", "*/*"):
+            if media_range in weights:
+                return weights[media_range]
+        return 0.0
 
-    best = max(offers, key=weight_of)  # the first of the largest
+    best = max(offers, key=weight_of)
     if weight_of(best) > 0:
         return best
-    forms, other = (MEDIA_TYPE, "without") if streams else (f"{JSON} or {SAFETENSORS}", "with")
-    raise NotAcceptable("Accept", f'this answer can be {forms}; {other} "stream" in the request it has another form')
+    if streams:
+        raise NotAcceptable("Accept", f'accept {MEDIA_TYPE}, or send a request without "stream" for another form')
+    raise NotAcceptable("Accept", f'accept {JSON} or {SAFETENSORS}, or send a request with "stream" for another form')
 
 
 async def _respond(request: Request, batch: BatchRun, after: int, media_type: str, reading: Reading) -> Response:
@@ -198,11 +207,12 @@ async def _respond(request: Request, batch: BatchRun, after: int, media_type: st
         events = event_chunks(batch.feed, after, batch.answer_format.stream, reading.events)
         return EventStream(events, reading.listen(batch))
 
-    with ExitStack() as held:
-        held.enter_context(reading.listen(batch))
+    with ExitStack() as cleanup:
+        cleanup.enter_context(reading.listen(batch))
         done = await while_connected(request, batch.wait())
         errors = [result.error for result in done.results if result.error is not None and not result.has_tokens]
-        if errors and len(errors) == len(done.results) and not done.unfinished:  # nothing to return
+        has_nothing = len(errors) == len(done.results) and not done.unfinished
+        if errors and has_nothing:
             raise errors[0]
 
         def encode() -> bytes | TokenTensors:
@@ -212,20 +222,19 @@ async def _respond(request: Request, batch: BatchRun, after: int, media_type: st
             tensors.answer = encode_answer(batch, done, tensors)
             return tensors
 
-        # In a thread: a large answer takes long. The interpreter is free for the event loop between two trajectories.
-        encoding = held.enter_context(reading.answers.use((batch, media_type), encode))
-        answer = await while_connected(request, _result_of(encoding))
-        # The encoding is kept until the answer was sent.
-        kept = held.pop_all()
-    return answer.response(kept) if isinstance(answer, TokenTensors) else respond(answer, JSON, kept)
+        # Between two trajectories, the encoding thread leaves the interpreter to the event loop.
+        encoding = cleanup.enter_context(reading.answers.use((batch, media_type), encode))
+        answer = await while_connected(request, encoding)
+        # Other connections may use the encoding until the answer was sent.
+        until_sent = cleanup.pop_all()
 
-
-async def _result_of(future: asyncio.Future[T]) -> T:
-    return await future
+    if isinstance(answer, TokenTensors):
+        return answer.response(until_sent)
+    return respond(answer, JSON, until_sent)
 
 
 def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None = None) -> bytes:
-    """Encode the answer as JSON; with ``tensors``, which take its tokens, it has the numbers of their rows in place."""
+    """Encode the answer as JSON. If ``tensors`` are given, they take the tokens, and the JSON has numbers of rows."""
     head = RolloutsOut(
         id=batch.batch_id,
         policy=batch.plan.policy,
@@ -236,42 +245,55 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         carried=done.carried,
         usage=usage_of(done),
     ).model_dump()
-    # Callers choose its numbers, which may be any that JSON has.
+    # Callers choose the numbers in it, which may have more digits than msgspec encodes.
     head["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
+    groups = sorted(done.results, key=lambda result: result.number)
     lists = {
-        "groups": (GroupOut.of(group).model_dump() for group in sorted(done.results, key=lambda result: result.number)),
-        "unfinished": (UnfinishedOut.of(each).model_dump() for each in done.unfinished),
+        "groups": (GroupOut.of(group).model_dump() for group in groups),
+        "unfinished": (UnfinishedOut.of(prompt).model_dump() for prompt in done.unfinished),
     }
-    answer = BytesIO()  # it does not copy the whole answer at once, for which the event loop would have to wait
-    for place, (name, value) in enumerate(head.items()):
-        answer.write((b"," if place else b"{") + encode_json(name) + b":")
+
+    # BytesIO does not copy the whole answer at once: the event loop would have to wait for the copy.
+    answer = BytesIO()
+    separator = b"{"
+    for name, value in head.items():
+        answer.write(separator + encode_json(name) + b":")
+        separator = b","
         if name not in lists:
             answer.write(encode_json(value))
             continue
+
         answer.write(b"[")
         for number, fields in enumerate(lists[name]):
             if tensors is not None:
                 take_tokens(fields, tensors)
-            answer.write(b"," * (number > 0) + encode_json(fields))
+            if number:
+                answer.write(b",")
+            answer.write(encode_json(fields))
         answer.write(b"]")
     answer.write(b"}")
     return answer.getvalue()
 
 
 def take_tokens(fields: dict[str, Any], tensors: TokenTensors) -> None:
-    """Put the tokens of a group or an unfinished prompt into rows, and the rows' numbers in their places."""
+    """Move the tokens of a group or an unfinished prompt to rows, and put the rows' numbers in their places."""
     for name in TOKEN_LISTS:
         for item in fields.get(name) or ():
             row = tensors.add(item["token_ids"], item["logprobs"])
-            item["token_ids"], item["logprobs"] = row, None if item["logprobs"] is None else row
+            item["token_ids"] = row
+            if item["logprobs"] is not None:
+                item["logprobs"] = row
 
 
 async def event_chunks(
-    feed: EventFeed, number: int, stream: StreamMode, shared: SharedEncodings[bytes]
+    feed: EventFeed,
+    number: int,
+    stream: StreamMode,
+    shared: SharedEncodings[bytes],
 ) -> AsyncGenerator[bytes, None]:
-    """Encode the events of a batch after event ``number``; those that came while a chunk was sent go out together.
+    """Encode the events of a batch after event ``number``. Events that come while a chunk is sent are sent together.
 
-    Large events are encoded in a thread, once for all that read them at the time, and sent by themselves.
+    A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
     """
     while (found := await feed.next(number)) is not None:
         chunk = b""
@@ -282,60 +304,89 @@ async def event_chunks(
         if found is None:
             yield chunk
             continue
+
         number = found[0]
         with shared.use((feed, number), partial(encode_event, *found, stream)) as encoding:
-            found = None  # a reader that does not read keeps no tokens of its own
+            # A slow reader must not keep the tokens of the event alive.
+            found = None
             if chunk:
                 yield chunk
             yield await encoding
 
 
 def is_large(event: Event) -> bool:
-    """Whether it takes too long to encode an event in the event loop."""
+    """Return whether an event takes too long to be encoded in the event loop."""
     match event:
         case TokenDelta():
             return len(event.token_ids) > INLINE_VALUES
         case GroupResult():
             candidates = 0 if event.record is None else len(event.record.candidates)
-            samples = [*event.samples.values(), *(each.sample for each in (event.aborted or {}).values())]
-            return VALUES_PER_CANDIDATE * candidates + sum(len(each.token_ids) for each in samples) > INLINE_VALUES
+            tokens = sum(len(sample.token_ids) for sample in event.samples.values())
+            tokens += sum(len(aborted.sample.token_ids) for aborted in (event.aborted or {}).values())
+            return VALUES_PER_CANDIDATE * candidates + tokens > INLINE_VALUES
         case BatchDone():
-            groups = [prompt.group for prompt in event.unfinished if prompt.group is not None]
-            return bool(groups) or VALUES_PER_CANDIDATE * len(event.unfinished) > INLINE_VALUES
+            has_groups = any(prompt.group is not None for prompt in event.unfinished)
+            return has_groups or VALUES_PER_CANDIDATE * len(event.unfinished) > INLINE_VALUES
         case _:
             return False
 
 
 def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
-    """Encode an event; ``number`` is its id, for Last-Event-ID."""
-    data: dict[str, Any]
-    match event:  # those with tokens first, and without the standard library's JSON: fast
-        case TokenDelta(trajectory_id, group, start, token_ids, logprobs):
-            data = {"trajectory_id": trajectory_id, "number": group, "start": start}
-            return encode_text("delta", encode_ascii({**data, "token_ids": token_ids, "logprobs": logprobs}), number)
-        case GroupResult():
-            left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
-            return encode_text("group", encode_ascii(GroupOut.of(event).model_dump(exclude=left_out)), number)
-        case TrajectorySelected(trajectory_id, group, sample, cut):
-            name, data = "trajectory", {"trajectory_id": trajectory_id, "number": group}
-            data |= {"length": len(sample.token_ids), "finish_reason": sample.finish_reason, "text": sample.text}
-            data["cut"] = cut
-        case CandidateDiscarded(trajectory_id, group, length, reason):
-            name = "discard"
-            data = {"trajectory_id": trajectory_id, "number": group, "length": length, "reason": reason}
-        case BatchStarted(batch_id, policy, groups, survivors, sampling):
-            name, data = "batch", {"id": batch_id, "policy": policy, "groups": groups}
-            data |= {"survivors": survivors, "sampling": sampling}
-        case BatchDone():
-            usage = usage_of(event).model_dump(mode="json")
-            left = [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished]
-            name, data = "done", {"id": event.batch_id, "usage": usage, "unfinished": left, "carried": event.carried}
-        case BatchFailed(error):
-            name, data = "error", {"error": error_object(error)}
+    """Encode an event. ``number`` is its id for Last-Event-ID."""
+    # Events with tokens are encoded by msgspec, which is faster than the standard library.
+    if isinstance(event, TokenDelta):
+        delta = {
+            "trajectory_id": event.trajectory_id,
+            "number": event.number,
+            "start": event.start,
+            "token_ids": event.token_ids,
+            "logprobs": event.logprobs,
+        }
+        return encode_text("delta", encode_ascii(delta), number)
+    if isinstance(event, GroupResult):
+        left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
+        return encode_text("group", encode_ascii(GroupOut.of(event).model_dump(exclude=left_out)), number)
+    name, data = _small_event(event)
     return encode(name, data, number)
 
 
+def _small_event(event: Event) -> tuple[str, dict[str, Any]]:
+    """Return the name and the data of an event that has no token ids."""
+    match event:
+        case TrajectorySelected(trajectory_id, group, sample, cut):
+            return "trajectory", {
+                "trajectory_id": trajectory_id,
+                "number": group,
+                "length": len(sample.token_ids),
+                "finish_reason": sample.finish_reason,
+                "text": sample.text,
+                "cut": cut,
+            }
+        case CandidateDiscarded(trajectory_id, group, length, reason):
+            return "discard", {"trajectory_id": trajectory_id, "number": group, "length": length, "reason": reason}
+        case BatchStarted(batch_id, policy, groups, survivors, sampling):
+            return "batch", {
+                "id": batch_id,
+                "policy": policy,
+                "groups": groups,
+                "survivors": survivors,
+                "sampling": sampling,
+            }
+        case BatchDone():
+            return "done", {
+                "id": event.batch_id,
+                "usage": usage_of(event).model_dump(mode="json"),
+                "unfinished": [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished],
+                "carried": event.carried,
+            }
+        case BatchFailed(error):
+            return "error", {"error": error_object(error)}
+    raise AssertionError(event)
+
+
 def encode_ascii(value: Any) -> str:
-    """Encode a value as `encode_json` does, with all other characters escaped."""
+    """Encode a value as `encode_json` does, with other than ASCII characters escaped."""
     text = encode_json(value).decode()
-    return text if text.isascii() else _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
+    if text.isascii():
+        return text
+    return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)

@@ -33,6 +33,7 @@ from darts_server.http.resources.trajectories import (
     SelectedAs,
     UsageOut,
     Weight,
+    discarded_out,
     shared_fields,
     trajectory_fields,
 )
@@ -44,17 +45,18 @@ from darts_server.types import FinishReason, PromptSpec
 
 MAX_PROMPTS = 100_000
 MAX_OPTION_BYTES = 256 * 1024
-"""Of a prompt's tools, and of its template's arguments: more than a hundred tools with their descriptions have less."""
+"""Limit of a prompt's tools, and of its template's arguments. A hundred tools with their descriptions have less."""
 MAX_TOOLS = 1024
-"""vLLM validates all of them before it names the first that is wrong: some milliseconds."""
+"""Limit of a prompt's tools. vLLM validates all tools before it names the first wrong tool: some milliseconds."""
 MAX_SHARED_BYTES = 64 * 1024 * 1024
-"""Of a batch's chat options, times the chats that are rendered with them: as much as a body may have."""
+"""Limit of the bytes of a batch's chat options, times the chats that are rendered with them."""
 
 
 def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
-    """Validate a field as of that type, and keep it as JSON, which takes a fraction of the memory of the objects."""
+    """Validate a field as ``kind``, and keep it as JSON, which takes a fraction of the memory of the objects."""
 
     def encode(value: object) -> bytes:
+        # The standard library, because msgspec refuses integers of more than 64 bits.
         encoded = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
         if max_bytes is not None and len(encoded) > max_bytes:
             raise ValueError(f"must have at most {max_bytes} bytes as JSON, got {len(encoded)}; send less")
@@ -66,66 +68,75 @@ def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
 def _dump_metadata(metadata: bytes | None, info: SerializationInfo) -> Any:
     if metadata is None:
         return None
-    return json.loads(metadata) if info.mode_is_json() else Raw(metadata)
+    if info.mode_is_json():
+        return json.loads(metadata)
+    # As it was encoded: msgspec does not encode numbers of more than 64 bits.
+    return Raw(metadata)
 
 
-# Returned as it was encoded, whatever numbers it has.
 Metadata = Annotated[
     Any,
     PlainSerializer(_dump_metadata),
     WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "null"}]}),
 ]
-TokenIds = list[Annotated[StrictInt, Field(ge=0)]]
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
 JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
-Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1)])]
-
-
+Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)])]
 Tools = Annotated[
-    bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS)], MAX_OPTION_BYTES)
+    bytes,
+    _as_json(
+        Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)], MAX_OPTION_BYTES
+    ),
 ]
 TemplateKwargs = Annotated[bytes, _as_json(dict[str, Any], MAX_OPTION_BYTES)]
 
 
 class ChatOptionsIn(Body):
-    """How messages become tokens, by fields of vLLM's chat route."""
+    """Options of the chat template, by the names of vLLM's chat route."""
 
     chat_template_kwargs: TemplateKwargs | None = Field(
         None, description="Arguments of the chat template, such as `enable_thinking`."
     )
     tools: Tools | None = Field(None, description="Functions that the chat template shows, in OpenAI's form.")
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the prompt ends with what begins an answer. Default: true."
+        None, description="Whether the prompt ends with the beginning of an answer. Default: true."
     )
     continue_final_message: bool | None = Field(
         None,
-        description="Whether the answer goes on with the last message. Needs `add_generation_prompt` to be false.",
+        description="Whether the answer continues the last message. Needs `add_generation_prompt` to be false.",
     )
 
     def chat_options(self) -> dict[str, Raw]:
-        """Return the options that were sent, by name, as JSON."""
-        given = {name: getattr(self, name) for name in ChatOptionsIn.model_fields}
-        return {
-            name: Raw(value if isinstance(value, bytes) else msgspec.json.encode(value))
-            for name, value in given.items()
-            if value is not None
-        }
+        """Return the options in the request as JSON, by name."""
+        options = {}
+        for name in ChatOptionsIn.model_fields:
+            value = getattr(self, name)
+            if isinstance(value, bytes):
+                options[name] = Raw(value)
+            elif value is not None:
+                options[name] = Raw(msgspec.json.encode(value))
+        return options
 
     def check_messages(self, messages: bytes | None) -> None:
         """
         Raises:
-            ValueError: there are options, and no messages for them.
+            ValueError: the request has options, and no messages.
         """
-        if messages is None and (options := self.chat_options()):
+        if messages is not None:
+            return
+        options = self.chat_options()
+        if options:
             raise ValueError(f"{next(iter(options))} is for messages alone; leave it out, or send messages")
 
 
 def merge_chat_options(common: dict[str, Raw], own: dict[str, Raw]) -> dict[str, Raw]:
-    """Return the options of one prompt: its own before those of the batch, and of template arguments each by itself."""
-    name = "chat_template_kwargs"
+    """Return the options of one prompt. Its own options and template arguments override those of the batch."""
     merged = common | own
+    name = "chat_template_kwargs"
     if name in common and name in own:
-        both = [msgspec.json.decode(options[name], type=dict[str, Raw]) for options in (common, own)]
-        merged[name] = Raw(msgspec.json.encode(both[0] | both[1]))
+        common_arguments = msgspec.json.decode(common[name], type=dict[str, Raw])
+        own_arguments = msgspec.json.decode(own[name], type=dict[str, Raw])
+        merged[name] = Raw(msgspec.json.encode(common_arguments | own_arguments))
     return merged
 
 
@@ -135,22 +146,24 @@ class PromptIn(ChatOptionsIn):
     token_ids: TokenIds | None = Field(None, min_length=1)
     messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
     text: str | None = Field(None, min_length=1)
-    key: Name | None = Field(None, description="Name under which its statistics are kept; its tokens by default.")
+    key: Name | None = Field(None, description="Name of the prompt in statistics. By default its tokens are the name.")
     metadata: JsonObject | None = Field(None, description="Returned with the group unchanged.")
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        if (self.token_ids is not None) + (self.messages is not None) + (self.text is not None) != 1:
-            given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
+        given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
+        if len(given) != 1:
             raise ValueError(f"give exactly one of token_ids, messages and text, got {given or 'none'}")
         self.check_messages(self.messages)
         return self
 
 
 class RolloutsIn(ChatOptionsIn):
-    """A batch of prompts. Its chat options are those of all its messages, where a prompt has no others."""
+    """A batch of prompts. Its chat options hold for all messages; the options of a prompt override them."""
 
-    prompts: list[PromptIn] = Field(max_length=MAX_PROMPTS, description='At least one, unless "carried" has some.')
+    prompts: list[PromptIn] = Field(
+        max_length=MAX_PROMPTS, fail_fast=True, description='At least one, unless "carried" has some.'
+    )
     group_size: int = Field(ge=1, description="Trajectories returned per prompt.")
     sampling: dict[str, Any] = Field({}, description="vLLM's sampling parameters, by their names.")
     policy: dict[str, Any] = Field(
@@ -160,7 +173,7 @@ class RolloutsIn(ChatOptionsIn):
     num_groups: int | None = Field(
         None,
         ge=1,
-        description="Number of groups that are enough: the others are stopped when it is reached. Default: all.",
+        description="Number of groups to return. When so many are complete, the others are stopped. Default: all.",
     )
     survivors: bool | None = Field(
         None,
@@ -169,9 +182,9 @@ class RolloutsIn(ChatOptionsIn):
     )
     carry: Carry = Field(
         Carry.DROP,
-        description="With `num_groups`, what happens to prompts that are not decided. `restart`: they "
-        "are kept, and start first in a later batch that has them, or that asks for `carried` ones. `resume`: so is "
-        "what their candidates have generated, and these go on from there.",
+        description="With `num_groups`, what happens to prompts whose groups were stopped. `restart`: the prompts are "
+        "kept, and start first in a later batch that has them, or that has `carried`. `resume`: the "
+        "tokens of their candidates are kept too, and the candidates continue.",
     )
     carried: bool = Field(False, description="Add all other prompts that were carried over from your earlier batches.")
     stream: Literal[False, "groups", "tokens"] = Field(
@@ -197,29 +210,21 @@ class RolloutsIn(ChatOptionsIn):
         return value
 
     def request(self) -> BatchRequest:
-        """Return the batch that runs: all fields but those of the answer's form.
+        """Return the batch that runs.
 
         Raises:
             InvalidRequest: the batch has chat options, and no messages.
-            TooLarge: its chat options would be rendered too often.
+            TooLarge: the chat options would be rendered too often.
         """
         common = self.chat_options()
-        shared = msgspec.json.encode(common) if common else None
-        if shared is not None:
-            chats = sum(prompt.messages is not None for prompt in self.prompts)
-            name = next(iter(common))
-            if not chats:
-                raise InvalidRequest(
-                    name, "is for prompts with messages alone, and there is none (carried prompts keep their own)"
-                )
-            if len(shared) * chats > MAX_SHARED_BYTES:
-                raise TooLarge(
-                    max(common, key=lambda name: len(bytes(common[name]))),
-                    f"is rendered with each of {chats} prompts: the batch's chat options may have at most "
-                    f"{MAX_SHARED_BYTES // chats} bytes together; send fewer prompts per request",
-                )
+        shared = None
+        if common:
+            shared = msgspec.json.encode(common)
+            self._check_chat_options(common, len(shared))
+
         prompts = []
         for prompt in self.prompts:
+            # Prompts without options of their own share one object, because a batch may have 100,000 chats.
             options = None
             if prompt.messages is not None:
                 own = prompt.chat_options()
@@ -227,8 +232,24 @@ class RolloutsIn(ChatOptionsIn):
             prompts.append(
                 PromptSpec(prompt.token_ids, prompt.messages, prompt.text, prompt.key, prompt.metadata, options)
             )
-        others = {"prompts", "stream", "chunk_tokens", *ChatOptionsIn.model_fields}
-        return BatchRequest(prompts, **self.model_dump(exclude=others))
+        form_of_answer = {"stream", "chunk_tokens"}
+        others = self.model_dump(exclude={"prompts", *form_of_answer, *ChatOptionsIn.model_fields})
+        return BatchRequest(prompts, **others)
+
+    def _check_chat_options(self, options: dict[str, Raw], size: int) -> None:
+        chats = sum(prompt.messages is not None for prompt in self.prompts)
+        if not chats:
+            raise InvalidRequest(
+                next(iter(options)),
+                "is for prompts with messages alone, and there is none (carried prompts keep their own)",
+            )
+        if size * chats > MAX_SHARED_BYTES:
+            largest = max(options, key=lambda name: len(bytes(options[name])))
+            raise TooLarge(
+                largest,
+                f"is rendered with each of {chats} prompts: the batch's chat options may have at most "
+                f"{MAX_SHARED_BYTES // chats} bytes together; send fewer prompts per request",
+            )
 
 
 class TrajectoryOut(SampleOut):
@@ -242,24 +263,26 @@ class TrajectoryOut(SampleOut):
 
 
 class AbortedCandidateOut(GeneratedOut):
-    """What a candidate had generated when its group was aborted."""
+    """The output of a candidate whose group was aborted."""
 
-    finish_reason: FinishReason | Literal["abort"] = Field(description="`abort` unless it had finished.")
+    finish_reason: FinishReason | Literal["abort"] = Field(description="`abort` unless the candidate had finished.")
     cut: Cut
 
 
 class GroupOut(GroupFacts):
     """The group of one prompt, or its error."""
 
-    number: int = Field(description="Index of its prompt in the request; prompts of `carried` follow after these.")
+    number: int = Field(
+        description="Index of its prompt in the request. Prompts of `carried` follow the request's prompts."
+    )
     group_id: str
     prompt_key: str
     metadata: Metadata
     candidates: int
     mask: list[bool] = Field(description="For each started candidate, by index, whether it was returned.")
     aborted: list[AbortedCandidateOut] | None = Field(
-        description="Of a group that was aborted, what its candidates had generated: they are no group, and none of "
-        "them was selected. Null if it was not aborted."
+        description="Output of the candidates of an aborted group. None of them was selected. Null if the group was "
+        "not aborted."
     )
     trajectories: list[TrajectoryOut]
     discarded: list[DiscardedOut]
@@ -269,12 +292,26 @@ class GroupOut(GroupFacts):
     @classmethod
     def of(cls, result: GroupResult) -> Self:
         record = result.record
-        candidates = {c.index: c for c in record.candidates} if record is not None else {}
+        candidates = {}
+        seconds = None
+        if record is not None:
+            candidates = {candidate.index: candidate for candidate in record.candidates}
+            seconds = record.ended_at - record.started_at
+
         facts: dict[str, Any] = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
         facts["mixed_versions"] = record is not None and record.mixed_versions
+        # The candidates of a failed group have no weights.
         if result.error is not None:
             facts["counted"] = None
-        order = sorted(result.samples, key=lambda i: (len(result.samples[i].token_ids), i))
+
+        # Ties go to the lower index.
+        by_length = sorted(result.samples, key=lambda index: (len(result.samples[index].token_ids), index))
+        ranks = {index: rank for rank, index in enumerate(by_length)}
+        trajectories = []
+        for index, sample in sorted(result.samples.items()):
+            fields = trajectory_fields(TrajectoryOut, f"{result.group_id}:{index}", sample, candidates[index])
+            trajectories.append(TrajectoryOut(**fields, rank=ranks[index]))
+
         return cls(
             number=result.number,
             group_id=result.group_id,
@@ -284,26 +321,16 @@ class GroupOut(GroupFacts):
             **facts,
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_all_aborted(result),
-            trajectories=[
-                TrajectoryOut(
-                    **trajectory_fields(TrajectoryOut, f"{result.group_id}:{i}", sample, candidates[i]),
-                    rank=order.index(i),
-                )
-                for i, sample in sorted(result.samples.items())
-            ],
-            discarded=[
-                DiscardedOut(trajectory_id=f"{result.group_id}:{c.index}", length=c.tokens, reason=c.reason)
-                for c in candidates.values()
-                if c.reason is not None and c.index not in (result.aborted or ())
-            ],
-            seconds=None if record is None else record.ended_at - record.started_at,
+            trajectories=trajectories,
+            discarded=discarded_out(result.group_id, candidates.values(), result.aborted or ()),
+            seconds=seconds,
             error=None if result.error is None else error_object(result.error),
         )
 
 
 def usage_of(done: BatchDone) -> UsageOut:
     """Sum up the tokens of a batch."""
-    returned = sum(len(sample.token_ids) for g in done.results for sample in g.samples.values())
+    returned = sum(len(sample.token_ids) for group in done.results for sample in group.samples.values())
     return UsageOut.of(done.generated, returned, done.seconds)
 
 
@@ -315,20 +342,17 @@ class UnfinishedOut(BaseModel):
     metadata: Metadata
     carry: Carry = Field(description="How it is kept for later batches.")
     error: dict[str, Any] | None = Field(
-        description="Why its group was aborted; null if it was stopped because enough others were decided."
+        description="Why its group was aborted; null if it was stopped because enough other groups were complete."
     )
     aborted: list[AbortedCandidateOut] | None = Field(
-        description="What its candidates had generated, if the server stops and the next one cannot go on with it; "
-        "else null."
+        description="Output of its candidates, if the server stops and the next server cannot continue them; else null."
     )
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
-        others = {
-            "error": None if unfinished.error is None else error_object(unfinished.error),
-            "aborted": None if unfinished.group is None else _all_aborted(unfinished.group),
-        }
-        return cls(**shared_fields(cls, unfinished) | others)
+        error = None if unfinished.error is None else error_object(unfinished.error)
+        aborted = None if unfinished.group is None else _all_aborted(unfinished.group)
+        return cls(**shared_fields(cls, unfinished) | {"error": error, "aborted": aborted})
 
 
 class RolloutsOut(BaseModel):
@@ -337,10 +361,12 @@ class RolloutsOut(BaseModel):
     id: str
     policy: str
     groups: list[GroupOut]
-    survivors: bool = Field(description="Whether groups have all trajectories not pruned, in place of `group_size`.")
+    survivors: bool = Field(
+        description="Whether groups have all trajectories that were not pruned, in place of `group_size`."
+    )
     sampling: Sampling
     unfinished: list[UnfinishedOut]
-    carried: int = Field(description="Number of prompts of yours that are kept for later batches.")
+    carried: int = Field(description="Number of your prompts that are kept for later batches.")
     usage: UsageOut
 
 
@@ -354,19 +380,25 @@ class CancelledOut(BaseModel):
 def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
     if result.aborted is None:
         return None
-    candidates = {} if result.record is None else {candidate.index: candidate for candidate in result.record.candidates}
-    aborted = []
-    for index, each in result.aborted.items():
-        fields = trajectory_fields(AbortedCandidateOut, f"{result.group_id}:{index}", each.sample, candidates[index])
-        fields["finish_reason"] = each.sample.finish_reason or "abort"
-        fields["version_spans"] = spans = list(each.version_spans)
-        fields["weight_version_start"], fields["weight_version_end"] = (
-            (spans[0][0], spans[-1][0]) if spans else (None, None)
-        )
-        aborted.append(AbortedCandidateOut(**fields))
-    return aborted
+    candidates = {}
+    if result.record is not None:
+        candidates = {candidate.index: candidate for candidate in result.record.candidates}
+
+    answers = []
+    for index, aborted in result.aborted.items():
+        trajectory_id = f"{result.group_id}:{index}"
+        fields = trajectory_fields(AbortedCandidateOut, trajectory_id, aborted.sample, candidates[index])
+        spans = list(aborted.version_spans)
+        fields["finish_reason"] = aborted.sample.finish_reason or "abort"
+        fields["version_spans"] = spans
+        fields["weight_version_start"] = spans[0][0] if spans else None
+        fields["weight_version_end"] = spans[-1][0] if spans else None
+        answers.append(AbortedCandidateOut(**fields))
+    return answers
 
 
 def error_object(error: Exception) -> dict[str, Any]:
     """Return OpenAI's error object."""
-    return fields_of(error if isinstance(error, DartsError) else DartsError(f"{type(error).__name__}: {error}"))
+    if not isinstance(error, DartsError):
+        error = DartsError(f"{type(error).__name__}: {error}")
+    return fields_of(error)

@@ -1,4 +1,4 @@
-"""``/darts/v1/state``: learned state as one file, to save and restore with a training checkpoint."""
+"""``/darts/v1/state``: save and restore learned state with a training checkpoint, as one file."""
 
 from contextlib import ExitStack
 
@@ -15,11 +15,9 @@ from darts_server.rollout.learned.statistics import KIND, Statistics
 from darts_server.store import Store
 
 MAX_FILE_BYTES = 1024**3
-"""The store's own limit for decompressed files, so no valid file is larger."""
-
-
+"""Limit of a saved file. The store's own limit for decompressed files is the same, so no valid file is larger."""
 MAX_STATE_READERS = 4
-"""Of one key: each has a copy of the whole state until it was sent. A trainer needs one at a time."""
+"""Limit of connections of one key. Each has a copy of the whole state until it was sent; a trainer needs one."""
 
 
 class StateAnswer(BaseModel):
@@ -30,7 +28,9 @@ class StateAnswer(BaseModel):
 
 def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: int = MAX_FILE_BYTES) -> None:
     readers = Readers("the learned state", MAX_STATE_READERS)
-    restoring, exporting = anyio.Lock(), anyio.Lock()  # each request holds a whole file in memory
+    # One request of each kind at a time, because it has a whole file in memory.
+    restoring = anyio.Lock()
+    exporting = anyio.Lock()
 
     def replace(data: bytes) -> int:
         try:
@@ -42,12 +42,12 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
     @api.get("/state", response_class=Response, responses={200: {"content": BYTES}})
     async def save() -> Response:
         """Return learned state as one file."""
-        with ExitStack() as held:
-            held.enter_context(readers.counted())
+        with ExitStack() as cleanup:
+            cleanup.enter_context(readers.counted())
             async with exporting:
                 statistics.flush()
                 data = await run_sync(store.export)
-            response = respond(data, "application/octet-stream", held.pop_all())
+            response = respond(data, "application/octet-stream", cleanup.pop_all())
         response.headers["Content-Disposition"] = 'attachment; filename="darts-state"'
         return response
 
@@ -56,4 +56,5 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
         """Replace learned state by a saved file, or change nothing."""
         async with restoring:
             data = await read_body(request, max_bytes)
-            return StateAnswer(prompts=await run_sync(replace, data))
+            prompts = await run_sync(replace, data)
+        return StateAnswer(prompts=prompts)

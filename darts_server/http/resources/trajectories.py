@@ -1,6 +1,6 @@
 """Fields of trajectories, candidates and token counts, shared by the answers of several routes."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, PlainSerializer, SerializationInfo, SkipValidation, WithJsonSchema
@@ -14,7 +14,7 @@ def _dump_values(values: Sequence[Any], info: SerializationInfo) -> Sequence[Any
     return list(values) if info.mode_is_json() else values
 
 
-# Neither checked nor copied: arrays stay as the engine's side made them, until `encode_json` writes them.
+# pydantic neither checks nor copies the arrays: `encode_json` encodes them.
 TokenIds = Annotated[
     Sequence[int],
     SkipValidation,
@@ -30,9 +30,12 @@ Logprobs = Annotated[
 TrajectoryId = Annotated[str, Field(description="The group's id, a colon, the candidate's index.")]
 SelectedAs = Annotated[
     Selection | None,
-    Field(description="End of the length order from which it was selected; null if it was not, or if that is unknown."),
+    Field(
+        description="End of the length order from which it was selected; null if it was not selected, or if it is "
+        "unknown."
+    ),
 ]
-Reason = Annotated[DiscardReason | None, Field(description="Why it was discarded; null if it was not.")]
+Reason = Annotated[DiscardReason | None, Field(description="Why it was discarded; null if it was not discarded.")]
 Cut = Annotated[bool, Field(description="Whether it was cut at the group's token limit.")]
 Quality = Annotated[
     float | None, Field(description="Probability of being correct, by its latest score; null without a score.")
@@ -40,52 +43,54 @@ Quality = Annotated[
 Weight = Annotated[
     float | None,
     Field(
-        description="1 / (its probability to be returned, given all candidates of the group); null where it was not "
-        "returned, or where some candidates can never be returned."
+        description="1 / (its probability to be returned, given all candidates of the group). Null if it was not "
+        "returned, or if some candidates can never be returned."
     ),
 ]
 Sampling = Annotated[
     dict[str, Any],
-    Field(description="The sampling parameters in force, by vLLM's names; those that are null or empty are left out."),
+    Field(description="The sampling parameters, by vLLM's names. Parameters that are null or empty are left out."),
 ]
 
 
 class GroupFacts(BaseModel):
-    """What a group's record says of how its trajectories were chosen."""
+    """Facts of a group's record about how its trajectories were chosen."""
 
     counted: int | None = Field(
-        description="N: candidates that the weights stand for: not those that failed or ran before a restart."
+        description="N: number of candidates behind the weights, without candidates that failed or ran before a "
+        "restart."
     )
     num_shortest: int | None = Field(
-        description="K, where the K shortest are returned and the other places sampled from the rest; else null."
+        description="K, if the K shortest are returned and the other places are sampled from the rest; else null."
     )
     sampled_from: int | None = Field(
-        description="S, where the trajectories are a sample of S candidates that were not pruned; else null."
+        description="S, if the trajectories are a sample of S candidates that were not pruned; else null."
     )
     earlier_pass_rate: float | None = Field(
-        description="Share of right ones among the prompt's trajectories that had rewards when the group started, with "
-        "their weights: a baseline that does not depend on the group. Null without any."
+        description="Weighted share of correct trajectories among the prompt's trajectories with rewards when the "
+        "group started: a baseline that does not depend on the group. Null without rewards."
     )
     deadline: int | None = Field(
-        description="Tokens at which its tail was cut or, if explored, would have been cut; null without a deadline."
+        description="Length in tokens at which the tail was cut, or would have been cut if the group had not explored "
+        "its deadline. Null without a deadline."
     )
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
 
 
 class GeneratedOut(BaseModel):
-    """What a candidate has generated."""
+    """The output of a candidate."""
 
     trajectory_id: TrajectoryId
     token_ids: TokenIds
     logprobs: Logprobs | None = Field(
-        description="Log-probs of these tokens; null unless sampling.logprobs requests them."
+        description="Log-probs of the tokens; null unless sampling.logprobs requests them."
     )
     text: str
     length: int
     weight_version_start: int | None
     weight_version_end: int | None
     version_spans: list[tuple[int, int]] = Field(
-        description="The weight versions that sampled its tokens, in their order, each with its number of tokens."
+        description="Weight versions that sampled the tokens, in order, each with its number of tokens."
     )
 
 
@@ -103,8 +108,24 @@ class DiscardedOut(BaseModel):
     reason: DiscardReason
 
 
+def discarded_out(
+    group_id: str,
+    candidates: Iterable[CandidateRecord],
+    excluded: Container[int],
+) -> list[DiscardedOut]:
+    """Return the discarded candidates of a group, without the indices in ``excluded``."""
+    discarded = []
+    for candidate in candidates:
+        if candidate.reason is not None and candidate.index not in excluded:
+            trajectory_id = f"{group_id}:{candidate.index}"
+            discarded.append(
+                DiscardedOut(trajectory_id=trajectory_id, length=candidate.tokens, reason=candidate.reason)
+            )
+    return discarded
+
+
 class UsageOut(BaseModel):
-    """Tokens that were generated, returned and wasted, and the duration."""
+    """Numbers of tokens, and the duration in seconds."""
 
     generated: int
     returned: int
@@ -122,9 +143,12 @@ def shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:
 
 
 def trajectory_fields(
-    model: type[BaseModel], trajectory_id: str, sample: Sample, candidate: CandidateRecord
+    model: type[BaseModel],
+    trajectory_id: str,
+    sample: Sample,
+    candidate: CandidateRecord,
 ) -> dict[str, Any]:
-    """Return the fields of an answer's trajectory: those that the record has under the same names, and the sample."""
+    """Return the fields of an answer's trajectory, from its record and its sample."""
     return shared_fields(model, candidate) | {
         "trajectory_id": trajectory_id,
         "token_ids": sample.token_ids,

@@ -14,7 +14,14 @@ from darts_server.http.answers import JSON, encode_json, in_thread, respond
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import ChatOptionsIn, Messages, TokenIds
-from darts_server.http.resources.trajectories import DiscardedOut, SampleOut, Sampling, UsageOut, trajectory_fields
+from darts_server.http.resources.trajectories import (
+    DiscardedOut,
+    SampleOut,
+    Sampling,
+    UsageOut,
+    discarded_out,
+    trajectory_fields,
+)
 from darts_server.identifiers import Name
 from darts_server.rollout.voting import Score, VoteRequest, VoteResult, VoteRunner
 from darts_server.types import PromptSpec, VoteWeights
@@ -34,32 +41,43 @@ EXAMPLES = (
 
 
 class ChoicesIn(Body):
-    """The possible answers. The one that occurs last in a text is its answer."""
+    """The possible answers. The answer of a text is the choice that occurs last in it."""
 
-    choices: list[str] = Field(min_length=1)
+    choices: list[str] = Field(min_length=1, fail_fast=True)
 
 
-def _text_or(kind: type) -> Discriminator:
-    """Accept a string or a value of that type. The tag of the latter is empty, so that errors name no tag."""
+def _text_or(*kinds: type, name: str) -> Discriminator:
+    """Accept a string, or a value of other types that errors call ``name``."""
+
+    def tag_of(value: object) -> str | None:
+        if isinstance(value, str):
+            return "text"
+        # An empty tag does not appear in the place of an error.
+        return "" if isinstance(value, kinds) else None
+
     return Discriminator(
-        lambda value: "text" if isinstance(value, str) else "" if isinstance(value, kind | ChoicesIn) else None,
+        tag_of,
         custom_error_type="type",
-        custom_error_message="must be a string, or " + ("an array of integers" if kind is list else "an object"),
+        custom_error_message=f"must be a string, or {name}",
     )
 
 
-Prompt = Annotated[Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("")], _text_or(list)]
-PatternIn = Annotated[Annotated[str, Tag("text")] | Annotated[ChoicesIn, Tag("")], _text_or(dict)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("")],
+    _text_or(list, name="an array of integers"),
+]
+PatternIn = Annotated[
+    Annotated[str, Tag("text")] | Annotated[ChoicesIn, Tag("")],
+    _text_or(dict, ChoicesIn, name="an object"),
+]
 
 
 class VoteIn(ChatOptionsIn):
-    """A question, as exactly one of prompt and messages, and how answers are found and weighted."""
+    """A question, as either prompt or messages, and how answers are found and weighted."""
 
     prompt: Prompt | None = Field(None, description="Text or token ids.")
     messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
-    key: Name | None = Field(
-        None, description="Name under which the prompt's statistics are kept; its tokens by default."
-    )
+    key: Name | None = Field(None, description="Name of the prompt in statistics. By default its tokens are the name.")
     n: int = Field(ge=1, description="Number of trajectories that may vote.")
     sampling: dict[str, Any] = Field({}, description="vLLM's sampling parameters, by their names.")
     pattern: PatternIn = Field(
@@ -90,10 +108,10 @@ class VoteIn(ChatOptionsIn):
     def question(self) -> VoteRequest:
         text = self.prompt if isinstance(self.prompt, str) else None
         tokens = self.prompt if isinstance(self.prompt, list) else None
-        own = self.chat_options()
-        options = msgspec.json.encode(own) if own else None
+        options = self.chat_options()
+        encoded_options = msgspec.json.encode(options) if options else None
         return VoteRequest(
-            prompt=PromptSpec(tokens, self.messages, text, self.key, chat_options=options),
+            prompt=PromptSpec(tokens, self.messages, text, self.key, chat_options=encoded_options),
             n=self.n,
             pattern=self.pattern if isinstance(self.pattern, str) else self.pattern.choices,
             weights=self.weights,
@@ -105,7 +123,7 @@ class VoteIn(ChatOptionsIn):
 class VoterOut(SampleOut):
     """A finished trajectory of a vote."""
 
-    answer: str | None = Field(description="Null if none was found; such a trajectory has no vote.")
+    answer: str | None = Field(description="Null if the text has no answer. Then the trajectory has no vote.")
     score: float | None = Field(description="Score from which its weight was computed; null if unknown.")
     weight: float | None = Field(description="Weight of its vote.")
 
@@ -128,39 +146,39 @@ class VoteOut(BaseModel):
 
     @classmethod
     def of(cls, result: VoteResult) -> Self:
-        tally, vote_id = result.tally, result.vote_id
+        tally = result.tally
         ballots = {ballot.index: ballot for ballot in result.ballots}
         candidates = {candidate.index: candidate for candidate in result.record.candidates}
         returned = sum(len(ballot.sample.token_ids) for ballot in result.ballots)
+
+        trajectories = []
+        for index, ballot in ballots.items():
+            fields = trajectory_fields(VoterOut, f"{result.vote_id}:{index}", ballot.sample, candidates[index])
+            fields["answer"] = ballot.answer
+            fields["score"] = ballot.score
+            fields["weight"] = tally.vote_weights.get(index)
+            if not result.request.wants_logprobs:
+                fields["logprobs"] = None
+            trajectories.append(VoterOut(**fields))
+
         return cls(
-            id=vote_id,
+            id=result.vote_id,
             sampling=dict(result.sampling),
             answer=tally.winner,
             weights=dict(tally.weights),
             votes=dict(tally.votes),
             decided_early=result.decided_early,
             calibration=result.calibration,
-            trajectories=[
-                VoterOut(
-                    **trajectory_fields(VoterOut, f"{vote_id}:{index}", ballot.sample, candidates[index])
-                    | ({} if result.request.wants_logprobs else {"logprobs": None})
-                    | {"answer": ballot.answer, "score": ballot.score, "weight": tally.vote_weights.get(index)}
-                )
-                for index, ballot in ballots.items()
-            ],
-            discarded=[
-                DiscardedOut(trajectory_id=f"{vote_id}:{index}", length=candidate.tokens, reason=candidate.reason)
-                for index, candidate in candidates.items()
-                if index not in ballots and candidate.reason is not None
-            ],
+            trajectories=trajectories,
+            discarded=discarded_out(result.vote_id, candidates.values(), ballots),
             usage=UsageOut.of(result.record.generated_tokens, returned, result.seconds),
         )
 
 
 def encode_vote(result: VoteResult) -> bytes:
-    """Encode the result of a vote, its arrays of tokens as they are."""
+    """Encode the result of a vote as JSON."""
     fields = VoteOut.of(result).model_dump()
-    # Callers choose its numbers, which may be any that JSON has.
+    # Callers choose the numbers in it, which may have more digits than msgspec encodes.
     fields["sampling"] = Raw(json.dumps(fields["sampling"], separators=(",", ":")).encode())
     return encode_json(fields)
 
@@ -171,5 +189,6 @@ def add_routes(api: APIRouter, votes: VoteRunner[Any, Any]) -> None:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
         result = await while_connected(request, votes.run(body.question))
-        # In a thread: with many trajectories it takes long.
-        return respond(await while_connected(request, in_thread(partial(encode_vote, result))), JSON)
+        # In a thread, because many trajectories take long.
+        answer = await while_connected(request, in_thread(partial(encode_vote, result)))
+        return respond(answer, JSON)

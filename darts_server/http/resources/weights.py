@@ -1,6 +1,6 @@
-"""``/darts/v1/weights``: update the model's weights and its LoRA adapters, pushed or from a folder of the machine."""
+"""``/darts/v1/weights``: update the model's weights and LoRA adapters, from a request's body or from a folder."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -8,16 +8,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
+from darts_server.records import UpdateRecord
 from darts_server.weights.port import Rule, RuleName
 from darts_server.weights.updates import Updates
 
 MAX_REQUEST_BYTES = 64 * 1024
-"""Of the JSON that names a path."""
+"""Limit of a JSON body that names a path."""
 MAX_VERSION = 2**53 - 1
 """The largest whole number that every JSON parser keeps exact."""
 RULE = "What happens to running groups; --weights-rule by default."
 VERSION = "Version of the new weights; the next number by default."
-PARTIAL = "Whether tensors may be missing; missing ones keep their values."
+PARTIAL = "Whether tensors may be missing. Missing tensors keep their values."
 CHECK_FINITE = "Whether the update is refused if a tensor has NaN or infinity."
 LoraName = Annotated[str, Path(pattern=LORA_NAME, description="Model name in requests.")]
 
@@ -39,7 +40,7 @@ class WeightsIn(LoraIn):
 
 
 class UpdateAnswer(BaseModel):
-    """The result of an update: an `UpdateRecord`."""
+    """The result of an update, with the fields of `UpdateRecord`."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -53,6 +54,12 @@ class UpdateAnswer(BaseModel):
         description="By phase: `transfer`, `check`, `wait` for groups, `pause`, `load`, `restore`, `resume`."
     )
     error: str | None
+
+    @classmethod
+    def of(cls, record: UpdateRecord | None) -> Self | None:
+        if record is None:
+            return None
+        return cls.model_validate(record)
 
 
 class LoraAnswer(BaseModel):
@@ -70,7 +77,7 @@ class WeightsAnswer(BaseModel):
     version: int
     state: str = Field(description="`serving`, or the state of the running update.")
     intact: bool = Field(description="Whether all weights have this version. If not, send a full set.")
-    rule: str = Field(description="Rule for updates that name none.")
+    rule: str = Field(description="Rule for updates without `rule`.")
     loras: list[LoraAnswer]
     last: UpdateAnswer | None = Field(description="The last update, successful or not.")
     last_error: str | None = Field(description="Error of the last failed update.")
@@ -90,7 +97,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         partial: Annotated[bool, Query(description=PARTIAL)] = False,
         check_finite: Annotated[bool, Query(description=CHECK_FINITE)] = True,
     ) -> WeightsAnswer:
-        """Replace the weights by those in the body, or change nothing. Responds when they are served."""
+        """Replace the weights by the body's, or change nothing. Responds when the new weights are served."""
         await updates.push(
             lambda limit: chunks_of(request, limit),
             rule and Rule(rule),
@@ -102,7 +109,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
-        """Replace the weights by those at a path, or change nothing. Responds when they are served."""
+        """Replace the weights by a path's, or change nothing. Responds when the new weights are served."""
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         await updates.load(
             body.path,
@@ -124,7 +131,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         version: Annotated[int | None, Query(ge=0, le=MAX_VERSION, description=VERSION)] = None,
         check_finite: Annotated[bool, Query(description=CHECK_FINITE)] = True,
     ) -> WeightsAnswer:
-        """Serve this adapter under that name, replacing an earlier one, or change nothing."""
+        """Serve the adapter in the body under a name, in place of an earlier adapter, or change nothing."""
         await updates.loras.push(
             name,
             config,
@@ -137,7 +144,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load_lora(name: LoraName, request: Request) -> WeightsAnswer:
-        """Serve the adapter in that folder under that name, or change nothing."""
+        """Serve the adapter in a folder under a name, or change nothing."""
         body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await updates.loras.load(
             name,
@@ -156,17 +163,17 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
 
 
 def answer(updates: Updates) -> WeightsAnswer:
-    """Return the weights that are served now."""
-    served = updates.coordinator
+    coordinator = updates.coordinator
+    loras = [
+        LoraAnswer(name=name, version=lora.version, rank=lora.config.rank, scale=lora.config.scale)
+        for name, lora in updates.loras.served.items()
+    ]
     return WeightsAnswer(
-        version=served.version,
-        state=served.state.value,
+        version=coordinator.version,
+        state=coordinator.state.value,
         intact=updates.loaded.intact,
-        rule=served.settings.rule.value,
-        loras=[
-            LoraAnswer(name=name, version=one.version, rank=one.config.rank, scale=one.config.scale)
-            for name, one in updates.loras.served.items()
-        ],
-        last=None if served.last is None else UpdateAnswer.model_validate(served.last),
-        last_error=served.last_error,
+        rule=coordinator.settings.rule.value,
+        loras=loras,
+        last=UpdateAnswer.of(coordinator.last),
+        last_error=coordinator.last_error,
     )

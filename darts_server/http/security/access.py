@@ -1,6 +1,6 @@
-"""Decide who may call which route: by API key, or by address for callers on this machine.
+"""Decide who may call which route, by API key or by address.
 
-Also which host names stand for this server, and whose web pages may send it requests without a key.
+For requests without a key, also check the host name of the server, and the web page that sends the request.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ SEND_A_KEY = "send the header Authorization: Bearer KEY, with a key of this serv
 LOCAL_NAME = "localhost"
 ANY = "*"
 LONGEST_SHOWN = 100
-"""Characters of a header in a message."""
+"""Limit of characters of a header in an error message."""
 
 
 class RouteAccess(Enum):
@@ -35,36 +35,38 @@ class RouteAccess(Enum):
     PUBLIC = "public"
     """Everyone."""
     USE = "use"
-    """Callers with a key; everyone if there are no keys."""
+    """Callers with a key, or everyone if the server has no keys."""
     ADMIN = "admin"
-    """It changes the server. Callers with an admin key; if there are none, callers on this machine."""
+    """Callers with an admin key, or callers on this machine if the server has no admin keys. For routes that change the
+    server."""
     DANGEROUS = "dangerous"
-    """It runs code or writes files that the caller chooses, or bypasses weight updates. Off by default; if enabled, as
-    `ADMIN`."""
+    """Nobody by default; if enabled, as `ADMIN`. For routes that run code or write files of the caller's choice, or
+    bypass weight updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Where a request comes from.
-
-    ``address``: of the caller; empty if unknown, as on a Unix socket. ``host``, ``origin``: the headers of these names.
-    ``is_forwarded``: whether a proxy has sent it, so that the address is the proxy's, or one that anyone can claim.
-    """
+    """Origin of a request."""
 
     address: str
+    """Address of the caller; empty if unknown, as on a Unix socket."""
     host: str | None = None
+    """The header ``Host``."""
     origin: str | None = None
+    """The header ``Origin``."""
     is_forwarded: bool = False
+    """Whether a proxy has sent the request. Then the address is the proxy's, or anyone could have chosen it."""
 
     @property
     def is_here(self) -> bool:
-        """Whether a program on this machine, or a web page of this machine, has sent the request."""
-        is_page_of_others = self.origin is not None and not is_loopback(hostname(self.origin))
-        return is_loopback(self.address) and not self.is_forwarded and not is_page_of_others
+        """Whether a program or a web page of this machine has sent the request."""
+        if self.origin is not None and not is_loopback(hostname(self.origin)):
+            return False
+        return is_loopback(self.address) and not self.is_forwarded
 
 
 class Keys:
-    """API keys: those given at start, and those in a file, one per line. Lines that begin with ``#`` are comments."""
+    """API keys from arguments and from a file, one per line. Lines that begin with ``#`` are comments."""
 
     def __init__(self, keys: Sequence[str] = (), file: Path | None = None) -> None:
         """
@@ -76,34 +78,39 @@ class Keys:
         self._digests = self._read()
 
     def _read(self) -> list[bytes]:
-        keys = []
-        if self.file is not None:
-            try:
-                lines = [line.strip() for line in read_file(self.file, MAX_KEY_FILE_BYTES).splitlines()]
-            except OSError as error:
-                raise InvalidSetting(f"key file {self.file} cannot be read: {error.strerror}") from error
-            if not (keys := [line for line in lines if line and not line.startswith(b"#")]):
-                rule = "must have keys, one per line; lines that begin with # are comments"
-                raise InvalidSetting(f"key file {self.file} {rule}")
-        return [*self._fixed, *map(_digest, keys)]
+        if self.file is None:
+            return self._fixed
+        try:
+            text = read_file(self.file, MAX_KEY_FILE_BYTES)
+        except OSError as error:
+            raise InvalidSetting(f"key file {self.file} cannot be read: {error.strerror}") from error
+
+        lines = [line.strip() for line in text.splitlines()]
+        keys = [line for line in lines if line and not line.startswith(b"#")]
+        if not keys:
+            rule = "must have keys, one per line; lines that begin with # are comments"
+            raise InvalidSetting(f"key file {self.file} {rule}")
+        return self._fixed + [_digest(key) for key in keys]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def find(self, key: bytes | None) -> str | None:
-        """Return a name for the key if it is valid. Takes the same time for every key."""
+        """Return the name of a valid key, else None."""
         if key is None:
             return None
         wanted = _digest(key)
+        # Every digest is compared, so that the time tells nothing about a key.
         found = [digest for digest in self._digests if secrets.compare_digest(wanted, digest)]
-        return found[0].hex() if found else None
+        if not found:
+            return None
+        return found[0].hex()
 
     def has_name(self, name: str) -> bool:
-        """Whether it is the name of a valid key."""
         return any(digest.hex() == name for digest in self._digests)
 
     def reload(self) -> None:
-        """Read the file again, if there is one. If that fails, the keys stay as they are."""
+        """Read the file again. If that fails, the keys stay as they are."""
         if self.file is None:
             return
         try:
@@ -117,15 +124,11 @@ class Keys:
 class Sites:
     """Check the headers that browsers set: ``Host``, which names the server, and ``Origin``, which names the web page.
 
-    A browser sends requests for every page that it shows, and these come from its own machine. A page is read by the
-    page's own site alone, but a name that its owner lets point at this server (DNS rebinding) makes the server that
-    site. So a server has to know its names. Addresses need no check: no DNS record changes what they point at.
-
     Args:
-        hosts: names of this server, in addition to ``localhost`` and the machine's own: exact ones, ``*.example.com``
-            for all below a domain, or ``*`` for every name.
-        origins: of web pages, such as ``https://example.com``, or ``*``, in addition to the server's own and those of
-            the machine that the browser runs on.
+        hosts: names of this server, besides ``localhost`` and the machine's own names. ``*.example.com`` stands for all
+            names below a domain, and ``*`` for every name.
+        origins: origins of allowed web pages, such as ``https://example.com``, or ``*``. Pages of the server itself and
+            of the browser's machine are always allowed.
     """
 
     def __init__(self, hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> None:
@@ -135,11 +138,15 @@ class Sites:
         self._origins = set(origins)
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Check a request. Without these headers it was not sent by a browser.
+        """Check a request. A request without the headers does not come from a browser.
 
         Raises:
             Forbidden
         """
+
+        # A browser sends requests for every page that it shows, but only a page's own site may read the answers. If the
+        # owner of a name lets the name point at this server (DNS rebinding), the server is that site. So only the
+        # server's own names are allowed. An IP address needs no check, because no DNS record changes its target.
         if host is not None and ANY not in self._hosts:
             name = hostname(f"//{host}")
             if name not in self._hosts and not name.endswith(self._domains) and _address_of(name) is None:
@@ -147,6 +154,8 @@ class Sites:
                     f"without an API key this server does not answer to the name {host[:LONGEST_SHOWN]!r}; use its IP "
                     "address, or start it with --allowed-hosts NAME"
                 )
+
+        # A page of this machine, or of the server itself, may call.
         if origin is None or ANY in self._origins or origin in self._origins or is_loopback(hostname(origin)):
             return
         if host is None or origin.partition("://")[2].lower() != host.lower():
@@ -158,36 +167,33 @@ class Sites:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Check callers against the kind of the route.
-
-    ``keys``: for routes that do not change the server; without any, these need no key. ``admin_keys``: for every route.
-    ``dangerous``: whether admins may call dangerous routes. ``sites``: for callers without a key, whose requests a web
-    page may have sent: what these may name.
-    """
+    """Check callers against the access of the route."""
 
     keys: Keys = field(default_factory=Keys)
+    """Keys for routes that do not change the server. If there are none, these routes need no key."""
     admin_keys: Keys = field(default_factory=Keys)
+    """Keys for every route."""
     dangerous: bool = False
+    """Whether admins may call dangerous routes."""
     sites: Sites = field(default_factory=Sites)
+    """Checks callers without a key, because a web page may have sent their requests."""
 
     @property
     def needs_key(self) -> bool:
-        """Whether any route needs a key."""
         return bool(self.keys or self.admin_keys)
 
     def may_call(self, name: str | None) -> bool:
-        """Whether a caller of that name can still send requests; ``None`` for those without a key."""
+        """Return whether a caller can still send requests. ``name`` is ``None`` for callers without a key."""
         if name is None:
             return not self.keys
         return self.keys.has_name(name) or self.admin_keys.has_name(name)
 
     def reload_keys(self) -> None:
-        """Read the key files again."""
         self.keys.reload()
         self.admin_keys.reload()
 
     def check(self, access: RouteAccess, what: str, key: bytes | None, sender: Sender) -> Caller:
-        """Check a request, and return its caller. ``what``: method and path, for messages. ``key``: as sent.
+        """Check a request, and return its caller. ``what``: method and path, for messages.
 
         Raises:
             Unauthorized, Forbidden
@@ -199,8 +205,10 @@ class Access:
                 f"{what} is disabled because it runs code or writes files that its caller chooses; to enable it, start "
                 "the server with --allow-dangerous-routes"
             )
-        if (admin := self.admin_keys.find(key)) is not None:
-            return Caller(admin, is_admin=True)
+
+        admin_name = self.admin_keys.find(key)
+        if admin_name is not None:
+            return Caller(admin_name, is_admin=True)
         name = self.keys.find(key)
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
@@ -208,7 +216,8 @@ class Access:
             self.sites.check(sender.host, sender.origin)
         if access is RouteAccess.USE:
             return Caller(name)
-        # The caller has no valid admin key.
+
+        # The route changes the server, and the caller has no valid admin key.
         if self.admin_keys:
             if key is None:
                 raise Unauthorized(f"{what} changes the server; {SEND_A_KEY.replace('a key', 'an admin key')}")
@@ -222,7 +231,7 @@ class Access:
 
 
 def check_listening(host: str, access: Access, allow_unauthenticated: bool) -> None:
-    """Check that a server without API keys listens on loopback only, unless that is allowed.
+    """Check that a server without API keys listens on loopback only, unless the operator allows more.
 
     Raises:
         InvalidSetting
@@ -242,7 +251,8 @@ def hostname(url: str) -> str:
     """Return the host of a URL in lower case, without port; empty if it has none or an invalid port."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises ValueError
+        # Raises ValueError if the port is invalid.
+        _ = parts.port
         return parts.hostname or ""
     except ValueError:
         return ""
@@ -250,8 +260,10 @@ def hostname(url: str) -> str:
 
 def is_loopback(host: str) -> bool:
     """Return whether an address or name stands for this machine."""
-    if (address := _address_of(host)) is None:
+    address = _address_of(host)
+    if address is None:
         return host == LOCAL_NAME
+    # A socket for both protocols gives IPv4 addresses as ::ffff:127.0.0.1.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 

@@ -1,4 +1,4 @@
-"""Limit the heads of requests, and the requests that wait on one connection, before any of our code sees a request."""
+"""Limit the heads of requests, and the requests that wait on one connection, in the HTTP parser."""
 
 import json
 from asyncio import TimerHandle
@@ -10,13 +10,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from darts_server.http.body import STALL_SECONDS
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Limit of a URL and all headers of its request together. Clients and proxies send some kilobytes at most."""
+"""Limit of a URL and all headers together. Clients and proxies send some kilobytes at most."""
 MAX_HEADERS = 256
 """vLLM's default for its flag ``--h11-max-header-count``, which this server's parser ignores."""
 MAX_PIPELINED = 32
-"""Limit of pipelined requests per connection. A queued request takes kilobytes of memory, and only 30 bytes to send."""
+"""Limit of pipelined requests per connection. A queued request takes kilobytes, and only 30 bytes to send."""
 SLICE_BYTES = 64 * 1024
-"""Bytes that the parser gets at once. It joins the pieces of a header by itself, and has no limit for that."""
+"""Bytes that the parser gets at once. The parser joins the pieces of a header without a limit."""
 
 _MESSAGES = {
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: (
@@ -35,15 +35,15 @@ class _Refused(Exception):
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """uvicorn's faster HTTP protocol with limits, which uvicorn has for h11 alone.
+    """uvicorn's faster HTTP protocol with limits. uvicorn itself has limits only for h11.
 
-    It holds at most three times `MAX_HEAD_BYTES` of a head. A refused connection is closed.
+    At most three times `MAX_HEAD_BYTES` of a head are in memory. A refused connection is closed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
-        # Bytes since the parser has last reported a part of a request: it keeps them, if they are of a header.
+        # Bytes since the parser has last reported a part of a request. The parser keeps the bytes of a header.
         self._unreported = 0
         self._in_head = False
         self._head_timer: TimerHandle | None = None
@@ -55,13 +55,15 @@ class LimitedHttp(HttpToolsProtocol):
             part = data[begin : begin + SLICE_BYTES]
             self._unreported += len(part)
             super().data_received(part)
-            if self.transport.is_closing() or self.transport.get_protocol() is not self:  # refused, or a WebSocket
+            # Refused, or upgraded to a WebSocket.
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 return
             if self._unreported > MAX_HEAD_BYTES:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
                 return
-        # Most heads arrive in one piece and need no timer. A head that waits for an earlier answer has none either:
-        # after that answer uvicorn's own timer ends the connection.
+
+        # Most heads arrive in one piece and need no timer. A head behind an unfinished answer has no timer either:
+        # after that answer, uvicorn's own timer ends the connection.
         is_waiting = any(not cycle.response_complete for cycle in self._unanswered)
         if self._in_head and self._head_timer is None and not is_waiting:
             self._head_timer = self.loop.call_later(STALL_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
@@ -80,7 +82,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Also of a trailer, a header after a body in chunks.
+        # Called for a trailer too, a header after a body in chunks.
         self._add_to_head(len(name) + len(value))
         super().on_header(name, value)
 
@@ -96,7 +98,9 @@ class LimitedHttp(HttpToolsProtocol):
         self._in_head = False
         self._cancel_timer()
         super().on_headers_complete()
-        self._unanswered = [cycle for cycle in (*self._unanswered, self.cycle) if cycle and not cycle.response_complete]
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        if self.cycle and not self.cycle.response_complete:
+            self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._unreported = 0
@@ -108,14 +112,14 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
-        # uvicorn does this for the last request alone; the others would be generated, and written to a closed socket.
+        # uvicorn cancels only the last request. Answers to the others would be written to a closed socket.
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser does not take: uvicorn's answer, or our refusal if that is why it stopped."""
+        """Answer a request that the parser has rejected: by our refusal if it is the reason, or as uvicorn does."""
         if self._refusal is HTTPStatus.BAD_REQUEST:
             super().send_400_response(msg)
         else:
@@ -123,7 +127,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus) -> None:
         if any(cycle.response_started and not cycle.response_complete for cycle in self._unanswered):
-            # An error in the middle of an earlier answer would be taken for a part of it.
+            # The client would take an error in the middle of an earlier answer for a part of that answer.
             self.transport.close()
             return
         error = {"message": _MESSAGES[status], "type": status.phrase, "param": None, "code": status.value}

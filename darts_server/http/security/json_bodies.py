@@ -1,4 +1,4 @@
-"""Limit the structure of the JSON bodies of vLLM's routes, which FastAPI would parse at once in the event loop."""
+"""Limit the structure of the JSON bodies of vLLM's routes, which FastAPI would parse in the event loop."""
 
 import json
 from functools import partial
@@ -13,49 +13,47 @@ from darts_server.caller import caller
 from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import (
     INLINE_BYTES,
-    MAX_JSON_PARTS,
     MAX_PARTS_AT_ONCE,
-    check_at_once,
+    MAX_VALUES_AT_ONCE,
     check_structure,
     one_at_a_time,
+    raw_values,
+    split_list,
 )
 from darts_server.http.security.access import RouteAccess
 from darts_server.http.security.middleware import find_route
 
+MAX_ADMIN_PARTS = 600_000
+"""Limit of strings, arrays and objects on routes for admins: a model has 100,000 names, types and shapes and more."""
 MAX_NUMBERS = 8 * 1024 * 1024
 """Limit of numbers in a body: 512 prompts of 8,192 token ids have half as many. pydantic needs 30 ns for each."""
 
 
-class _AnyArray(msgspec.Struct, array_like=True, gc=False):
-    """Any JSON array; its items are skipped."""
+class AnyArray(msgspec.Struct, array_like=True, gc=False):
+    """Any JSON array. Its items are skipped."""
 
 
 class _LimitedRequest(Request):
-    """A request whose JSON is limited, and parsed in a thread if it is large.
+    """A request whose JSON is limited, and parsed in a thread if it is large."""
 
-    ``most_parts``: limit of strings, arrays and objects. pydantic needs 2 to 4 µs for each.
-    """
-
-    most_parts = MAX_PARTS_AT_ONCE
+    def __init__(self, request: Request, max_parts: int) -> None:
+        super().__init__(request.scope, request.receive, request._send)
+        self._max_parts = max_parts
 
     async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            try:
-                if len(body) <= INLINE_BYTES:
-                    self._json = loaded(body, self.most_parts)
-                else:
-                    self._json = await anyio.to_thread.run_sync(loaded, body, self.most_parts, limiter=one_at_a_time)
-            except InvalidRequest as error:
-                caller.get().refused = error  # FastAPI answers all errors here alike
-                raise
+        if hasattr(self, "_json"):
+            return self._json
+        body = await self.body()
+        try:
+            if len(body) <= INLINE_BYTES:
+                self._json = loaded(body, self._max_parts)
+            else:
+                self._json = await anyio.to_thread.run_sync(loaded, body, self._max_parts, limiter=one_at_a_time)
+        except InvalidRequest as error:
+            # FastAPI gives all errors in this method the same answer; the middleware gives ours.
+            caller.get().refused = error
+            raise
         return self._json
-
-
-class _ControlRequest(_LimitedRequest):
-    """A request of a route for admins. Names, types and shapes of a model's weights are 100,000 parts and more."""
-
-    most_parts = MAX_JSON_PARTS
 
 
 def limit_json(application: FastAPI) -> None:
@@ -63,47 +61,49 @@ def limit_json(application: FastAPI) -> None:
     for route in application.routes:
         if isinstance(route, APIRoute):
             accesses = {find_route(method, route.path)[0] for method in route.methods}
-            request_class = _LimitedRequest if RouteAccess.USE in accesses else _ControlRequest
-            route.app = request_response(partial(_handle, route.get_route_handler(), request_class))
+            # pydantic needs 2 to 4 µs for each part, in the event loop.
+            max_parts = MAX_PARTS_AT_ONCE if RouteAccess.USE in accesses else MAX_ADMIN_PARTS
+            route.app = request_response(partial(_handle, route.get_route_handler(), max_parts))
 
 
-async def _handle(handler: Any, request_class: type[_LimitedRequest], request: Request) -> Response:
-    response: Response = await handler(request_class(request.scope, request.receive, request._send))
+async def _handle(handler: Any, max_parts: int, request: Request) -> Response:
+    response: Response = await handler(_LimitedRequest(request, max_parts))
     return response
 
 
-def loaded(body: bytes, most_parts: int) -> Any:
-    """Parse a JSON text as ``json.loads`` does, a list of arrays one by one: other threads run between two.
+def loaded(body: bytes, max_parts: int) -> Any:
+    """Parse a JSON text as ``json.loads`` does. Other threads run between two arrays of a list of arrays.
 
     Raises:
-        InvalidRequest: it is not UTF-8, or has a number of too many digits.
-        TooLarge: more than ``most_parts`` or `MAX_NUMBERS`; or more than `MAX_VALUES_AT_ONCE` numbers in one array of
-            a list of arrays, or in a field that is no such list.
-        ValueError: it is no JSON.
+        InvalidRequest: the text is not UTF-8.
+        TooLarge: the text has more than ``max_parts`` or `MAX_NUMBERS`, or too many numbers in one prompt.
+        ValueError: the text is no JSON.
     """
+    # In other encodings the byte of a quote is not always a quote.
     if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
-        raise InvalidRequest("body", "must be UTF-8")  # in other encodings a quote is not always a quote
-    check_structure(body, most_parts, MAX_NUMBERS, len(body), "in all")
+        raise InvalidRequest("body", "must be UTF-8")
+    check_structure(body, max_parts, MAX_NUMBERS, "in all")
     if len(body) <= INLINE_BYTES:
         return json.loads(body)
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        check_at_once(body, most_parts)
-        return json.loads(body)
-    return {name: _loaded_field(bytes(text), most_parts) for name, text in fields.items()}
 
-
-def _loaded_field(text: bytes, most_parts: int) -> Any:
     try:
-        msgspec.json.decode(text, type=list[_AnyArray])  # so that there are as many items as parts at most
-        items = msgspec.json.decode(text, type=list[msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        check_at_once(text, most_parts)
-        return json.loads(text)
-    values = []
-    for item in items:
-        part = bytes(item)
-        check_at_once(part, most_parts)
-        values.append(json.loads(part))
+        fields = raw_values(body, dict[str, msgspec.Raw])
+    except InvalidRequest:
+        # NaN and Infinity, which json.loads accepts, or no JSON.
+        fields = None
+    if fields is None:
+        return _loaded_at_once(body, max_parts)
+    values: dict[str, Any] = {}
+    for name, raw in fields.items():
+        text = bytes(raw)
+        arrays = split_list(text, AnyArray)
+        if arrays is None:
+            values[name] = _loaded_at_once(text, max_parts)
+        else:
+            values[name] = [_loaded_at_once(array, max_parts) for array in arrays]
     return values
+
+
+def _loaded_at_once(text: bytes, max_parts: int) -> Any:
+    check_structure(text, max_parts, MAX_VALUES_AT_ONCE, "in one prompt, or in a field that is no list of prompts")
+    return json.loads(text)

@@ -1,6 +1,6 @@
-"""Who may call each route, vLLM's and ours.
+"""Access of each route, vLLM's and ours.
 
-A test builds the whole app and fails for a route that is missing here. At run time such a route is for admins only.
+A route that is missing here is for admins only. A test builds the whole app, and fails for such a route.
 """
 
 from darts_server.http.security.access import RouteAccess
@@ -9,15 +9,18 @@ ANY = "*"
 """Any method."""
 
 PUBLIC = {
-    "/health": "GET",  # probes send no key
-    "/ping": "GET POST",  # the same for SageMaker
-    "/version": "GET",  # the source shows it too
-    "/metrics": "GET",  # scrapers mostly send no key; it contains no prompt or caller
-    "/metrics{rest:path}": ANY,  # as vLLM mounts it
-    "/": "GET",  # redirects to /darts/
-    "/darts": "GET",  # the same
-    "/darts/": "GET",  # only the page: it asks for a key and sends it with its requests
-    # The API's description, the same for everyone who has the source.
+    # Probes send no key. SageMaker calls /ping.
+    "/health": "GET",
+    "/ping": "GET POST",
+    "/version": "GET",
+    # Scrapers mostly send no key, and metrics name no prompt or caller. vLLM mounts all paths that begin so.
+    "/metrics": "GET",
+    "/metrics{rest:path}": ANY,
+    # The page, and redirects to it. The page asks for a key, and sends the key with its requests.
+    "/": "GET",
+    "/darts": "GET",
+    "/darts/": "GET",
+    # The description of the API, which is the same as in the source.
     "/openapi.json": "GET",
     "/docs": "GET",
     "/docs/oauth2-redirect": "GET",
@@ -45,7 +48,8 @@ USE = {
     "/darts/v1/live": "GET",
     "/v1/realtime": "WEBSOCKET",
     "/v1/responses/{response_id}": "GET",
-    "/finish_session": "POST",  # of --dialect; the caller's own
+    # Of --dialect. It forgets a session of the caller.
+    "/finish_session": "POST",
     **_routes(
         "POST",
         """
@@ -72,11 +76,14 @@ ADMIN = {
     "/darts/v1/policy": "PATCH",
     "/darts/v1/weights": "PUT POST",
     "/darts/v1/weights/lora/{name}": "PUT POST DELETE",
-    "/abort_requests": "POST",  # without ids it aborts all requests
-    "/inference/v1/abort_requests": "POST",  # by ids, which may be others'
-    "/server_info": "GET",  # shows all flags and the environment
+    # They abort the requests of any caller.
+    "/abort_requests": "POST",
+    "/inference/v1/abort_requests": "POST",
+    # It shows all flags and the environment.
+    "/server_info": "GET",
     "/adapters/{adapter_name}": "DELETE",
-    # Some load a LoRA adapter from a path given by the caller. From /load_lora_adapter on they are of --dialect.
+    # Some load a LoRA adapter from a path of the caller's choice. From /load_lora_adapter on, the routes are of
+    # --dialect.
     **_routes(
         "POST",
         """
@@ -92,9 +99,12 @@ ADMIN = {
     ),
 }
 DANGEROUS = {
-    "/collective_rpc": "POST",  # calls any method of the workers with any arguments
-    "/weight_checker": "POST",  # one of its actions sets all weights to zero, while groups run
-    "/start_profile": "POST",  # writes traces without limit, and slows all requests
+    # It calls any method of the workers with any arguments.
+    "/collective_rpc": "POST",
+    # One of its actions sets all weights to zero while groups run.
+    "/weight_checker": "POST",
+    # They write traces without limit, and slow all requests.
+    "/start_profile": "POST",
     "/stop_profile": "POST",
 }
 TABLE = {RouteAccess.PUBLIC: PUBLIC, RouteAccess.USE: USE, RouteAccess.ADMIN: ADMIN, RouteAccess.DANGEROUS: DANGEROUS}
@@ -104,4 +114,4 @@ OWN_LIMITS = {
     ("PUT", "/darts/v1/weights/lora/{name}"),
     ("PUT", "/darts/v1/state"),
 }
-"""Routes that limit their large bodies themselves, by the size of the model or of the state."""
+"""Routes that limit their bodies themselves, by the size of the model or the state."""

@@ -1,9 +1,9 @@
-"""Allocate candidates to groups, from the statistics of their prompts and of the groups that start with them."""
+"""Allocate candidates to groups, from statistics of their prompts and of the groups that start together."""
 
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -28,24 +28,16 @@ logger = logging.getLogger(__name__)
 PRICE = json_kind("price", ShadowPrice)
 
 
-@dataclass(slots=True)
-class _WaitingGroup:
-    prompt_key: str
-    allocation: asyncio.Future[Allocation]
-
-
 class Allocator:
     """Allocate candidates over the groups that arrive within ``window`` seconds (DARTS, section 2b in PAPERS.md).
 
-    The mean over all groups of one policy and size stays at the budget. What it learns is kept with ``statistics``.
+    The mean over all groups of one policy and size stays at the budget.
 
     Args:
-        statistics: of prompts, data set and engine.
-        window: seconds within which groups are allocated together.
         on_cohort_end: called with the record of each cohort that has ended.
         clock: monotonic seconds.
-        rng: decides which cohorts explore; ``None`` for a fresh one.
-        scale: share of the redundancy that there is room for now, 0 to 1; requested budgets are not scaled.
+        rng: decides which cohorts explore.
+        scale: returns the share of the redundancy that the load leaves room for, 0 to 1.
         opening: see `Gate.opening`.
     """
 
@@ -67,45 +59,44 @@ class Allocator:
         self._on_cohort_end = on_cohort_end
         self._clock = clock
         self._scale = scale
-        # By policy and group size: groups that are allocated together must be comparable.
-        self._waiting: dict[str, list[_WaitingGroup]] = {}
+        # Prompt keys and results of waiting groups, by policy and size: groups of a cohort must be comparable.
+        self._waiting: dict[str, list[tuple[str, asyncio.Future[Allocation]]]] = {}
         self._remainders: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
-        """Allocate candidates to one group, at least its size. Most policies wait ``window`` seconds for others."""
+        """Allocate candidates to one group. Most policies wait ``window`` seconds for other groups."""
         if not plan.shaping.uses_cohort:
-            return Allocation(reduce_candidates(plan.shaping.candidates(plan.size), plan.size, self._scale()))
-        name = f"{plan.policy}/{plan.size}"
+            return Allocation(plan.candidates(self._scale()))
+        name = _name(plan)
         if name not in self._waiting:
             self._waiting[name] = []
             task = asyncio.create_task(self._allocate_waiting(name, plan))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        allocation: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
-        self._waiting[name].append(_WaitingGroup(prompt_key, allocation))
+        result: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
+        self._waiting[name].append((prompt_key, result))
         try:
-            return await allocation
+            return await result
         except asyncio.CancelledError:
-            if allocation.done() and not allocation.cancelled() and allocation.exception() is None:
-                allocation.result().drop()
+            # A group may be cancelled after its allocation, in the same turn. Its cohort must not wait for it.
+            if result.done() and not result.cancelled() and result.exception() is None:
+                result.result().drop()
             raise
 
     async def _allocate_waiting(self, name: str, plan: Plan) -> None:
-        """Allocate candidates to all groups that have come within the window, and still wait."""
         await asyncio.sleep(self._window)
-        groups = self._waiting.pop(name)
-        try:
-            groups = [group for group in groups if not group.allocation.cancelled()]
-            keys = [group.prompt_key for group in groups]
-            allocations = self.allocate_cohort(plan, keys) if groups else []
-        except Exception as error:  # raised in every caller that waits
-            for group in groups:
-                if not group.allocation.cancelled():
-                    group.allocation.set_exception(error)
+        waiting = [(key, result) for key, result in self._waiting.pop(name) if not result.cancelled()]
+        if not waiting:
             return
-        for group, allocation in zip(groups, allocations, strict=True):
-            group.allocation.set_result(allocation)
+        try:
+            allocations = self.allocate_cohort(plan, [key for key, _ in waiting])
+        except Exception as error:
+            for _, result in waiting:
+                result.set_exception(error)
+            return
+        for (_, result), allocation in zip(waiting, allocations, strict=True):
+            result.set_result(allocation)
 
     def allocate_cohort(
         self,
@@ -116,26 +107,28 @@ class Allocator:
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
-        ``budget``: candidates in all. ``auto``: what `auto` has chosen for their batch.
+        ``budget``: number of candidates in all. ``auto``: the batch whose number of prompts `auto` has chosen.
         """
         groups = len(prompt_keys)
         size = plan.size
-        shaping = plan.shaping
         stds: list[float | None] = []
         for key in prompt_keys:
             stats = self._statistics.prompts.load(key)
             stds.append(None if stats is None else stats.std_ema)
         scale = 1.0 if budget is not None else self._scale()
         counts, mean = self._counts(plan, stds, budget)
-        rule = self.deadlines.current_rule(shaping, plan.policy)
+
+        # A few groups say little about the tokens that groups need. Recent groups decide instead.
+        is_small = groups < MIN_COHORT
+        rule = self.deadlines.current_rule(plan.shaping, plan.policy)
         tokens_from_recent = None
-        few = groups < MIN_COHORT  # a few groups alone say little about how many tokens groups need
         if rule is not None:
-            recent = self.deadlines.recent_lengths(f"{plan.policy}/{size}")
-            if few:
+            recent = self.deadlines.recent_lengths(_name(plan))
+            if is_small:
                 tokens_from_recent = recent.deadline(rule)
             else:
                 rule = replace(rule, recent=recent.quantile(rule))
+
         record = CohortRecord(
             policy=plan.policy,
             groups=groups,
@@ -150,39 +143,51 @@ class Allocator:
                 return
             try:
                 auto.end(record)
-            except Exception:  # it must not fail the group that ends last, whose trajectories are not delivered yet
+            except Exception:
+                # An error must not fail the group that ends last: its trajectories are not delivered yet.
                 logger.exception("nothing was learned from a batch of %d groups under auto", groups)
 
-        start = None if auto is None else auto.start
-        cohort = Cohort(record, rule, end, self._clock, start, tokens=tokens_from_recent, few=few)
-        # Whether a prompt is saturated is decided before the load reduces its candidates: it says that its lengths are
-        # spread, which the load does not change.
+        cohort = Cohort(
+            record,
+            rule,
+            end,
+            self._clock,
+            None if auto is None else auto.start,
+            tokens=tokens_from_recent,
+            few=is_small,
+        )
+        # Whether a prompt is saturated depends on the spread of its lengths, and not on the load.
         return [
-            Allocation(reduce_candidates(count, size, scale), cohort, shaping.is_saturated(size, count))
+            Allocation(reduce_candidates(count, size, scale), cohort, plan.shaping.is_saturated(size, count))
             for count in counts
         ]
 
     def _counts(self, plan: Plan, stds: Sequence[float | None], budget: int | None) -> tuple[Sequence[int], float]:
-        """Return how many candidates each group of a cohort gets, before the load reduces them, and M'.
-
-        M' is the mean candidates of a group, at most M_up: a request may name a policy that allows less than the
-        server's.
-        """
-        shaping, size, name = plan.shaping, plan.size, f"{plan.policy}/{plan.size}"
-        low, high = shaping.bounds(size)
+        """Return the candidates of each group before the load reduces them, and their mean M'."""
+        shaping = plan.shaping
+        low, high = shaping.bounds(plan.size)
         if budget is not None:
-            # Exactly the budget is spent. Without statistics all prompts are equal and share evenly.
+            # Without statistics all prompts are equal, and share the budget evenly.
             spreads = stds if shaping.adaptive else [None] * len(stds)
             return allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds)
-        stats = self._statistics.dataset.stats if shaping.budget is BudgetKind.CV_LOG else DatasetStats()
-        mean = shaping.mean_candidates(size, stats.std, stats.mean)
+
+        stats = DatasetStats()
+        if shaping.budget is BudgetKind.CV_LOG:
+            stats = self._statistics.dataset.stats
+        mean = shaping.mean_candidates(plan.size, stats.std, stats.mean)
+        name = _name(plan)
         if shaping.adaptive and len(stds) < MIN_COHORT:
             price = self._prices.load(name) or ShadowPrice()
             counts = [price.candidates(std, mean, low, high) for std in stds]
             self._prices.save(name, asdict(price))
             return counts, mean
-        # Whole numbers with M' as their mean, over this cohort and those before it.
+
+        # Whole numbers whose mean over all cohorts is M'.
         counts, self._remainders[name] = allocate_evenly(mean, len(stds), self._remainders.get(name, 0.0))
         if shaping.adaptive:
-            return allocate_by_std(stds, budget=sum(counts), low=low, high=high), mean
+            counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
         return counts, mean
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.policy}/{plan.size}"

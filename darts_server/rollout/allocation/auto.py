@@ -1,6 +1,6 @@
-"""`auto` on the server: choose how many prompts of a batch run, and learn from the batch when it has ended."""
+"""Choose how many prompts of a batch run at once under policy `auto`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from darts_server.policy.auto import AheadChoice, AheadOutcome, AheadState, AutoLimits, choose_ahead, learn_ahead
@@ -12,10 +12,7 @@ STATE = json_kind("ahead", AheadState)
 
 
 class Auto:
-    """Choose for batches that resume prompts, and learn from them by group size.
-
-    ``opening``: see `Gate.opening`.
-    """
+    """Choose for batches that resume prompts, and learn by group size. ``opening``: see `Gate.opening`."""
 
     def __init__(self, statistics: Statistics, opening: Callable[[], int | None]) -> None:
         self.statistics = statistics
@@ -23,13 +20,19 @@ class Auto:
         self.states = StoredValues(statistics.documents, STATE)
 
     def state(self, size: int) -> AheadState:
-        """Return what was learned about batches of groups of ``size``."""
         return self.states.load(str(size)) or AheadState()
 
-    def choose(self, limits: AutoLimits, size: int, needed: int, offered: int, lost: int) -> "AutoBatch":
+    def choose(
+        self,
+        limits: AutoLimits,
+        size: int,
+        needed: int,
+        offered: int,
+        lost: int,
+    ) -> "AutoBatch":
         """Choose how many of the ``offered`` prompts run in a batch that ends with ``needed`` complete groups.
 
-        ``lost``: tokens that earlier batches have generated for these prompts, and that cannot be used.
+        ``lost``: number of tokens of earlier batches for these prompts that cannot be used.
         """
         choice = choose_ahead(limits, self.state(size), needed, offered)
         return AutoBatch(self, limits, size, choice, lost)
@@ -39,8 +42,8 @@ class Auto:
 class AutoBatch:
     """A batch whose number of prompts `auto` has chosen.
 
-    ``opening``: of the gate when the batch has started; ``None`` if the gate was closed. ``generation``: of the learned
-    state at that time; ``None`` before.
+    ``opening``: the gate's opening when the batch started, or None if the gate was closed.
+    ``generation``: the documents' generation when the batch started, or None before.
     """
 
     auto: Auto
@@ -52,26 +55,30 @@ class AutoBatch:
     generation: int | None = None
 
     def start(self) -> None:
-        """Note under which conditions the first group starts."""
         self.opening = self.auto.opening()
         self.generation = self.auto.statistics.documents.generation
 
     def end(self, record: CohortRecord) -> None:
         """Learn from the batch after its last group has ended."""
         statistics = self.auto.statistics
+        # Otherwise no group has started, or the learned state was restored meanwhile.
         if self.generation != statistics.documents.generation:
-            return  # no group has started, or the learned state was restored meanwhile
-        # While the gate is closed, the engines are paused or run empty.
-        was_open = self.opening is not None and self.auto.opening() == self.opening
-        is_complete = record.completed >= self.choice.needed
-        # The longest groups first, as they are started.
+            return
         groups = sorted(record.returned_lengths, key=sum, reverse=True)
+        seconds = None
+        alone: Sequence[float] = ()
+        if record.completed >= self.choice.needed:
+            # While the gate is closed, engines are paused or run empty, so the time says nothing.
+            if self.opening is not None and self.auto.opening() == self.opening:
+                seconds = record.measured_seconds
+            # The longest groups start first.
+            alone = statistics.latency.completion_seconds(groups)
         outcome = AheadOutcome(
             returned=sum(map(sum, groups)),
             stale=record.stale_tokens,
             generated=record.new_tokens - self.lost,
-            seconds=record.measured_seconds if was_open and is_complete else None,
-            alone=statistics.latency.completion_seconds(groups) if is_complete else (),
+            seconds=seconds,
+            alone=alone,
         )
         state = learn_ahead(self.limits, self.auto.state(self.size), self.choice, outcome)
         self.auto.states.save(str(self.size), asdict(state))

@@ -1,4 +1,4 @@
-"""Groups that were allocated together: they share a deadline, and a training step waits for the last of them."""
+"""Groups that were allocated together, and share a deadline."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,19 +9,16 @@ from darts_server.records import CohortRecord, GroupRecord
 
 
 class Cohort:
-    """Set the deadline of its groups once enough of them have reported how many tokens they need.
-
-    Groups may be any values that can be keys.
+    """Set the deadline of its groups when enough groups have reported the tokens that they need.
 
     Args:
-        record: what is known from the start; filled as groups end.
-        rule: how the deadline is computed; ``None`` if the policy has none. Groups of a cohort that is ``explored`` run
-            past it, to measure what the deadline costs.
-        on_end: called with the record when the last group has ended or was dropped.
+        record: completed as groups end. Groups of an explored cohort run past the deadline, to measure its cost.
+        rule: None for a policy without deadlines.
+        on_end: called when the last group has ended or was dropped.
         clock: monotonic seconds.
-        on_start: called when the first group starts, if anything.
-        tokens: the deadline where it is known from the start.
-        few: whether these groups are too few to determine a deadline: then it is ``tokens``, or there is none.
+        on_start: called when the first group starts.
+        tokens: a deadline that is known from the start.
+        few: whether there are too few groups to determine a deadline.
     """
 
     def __init__(
@@ -35,18 +32,22 @@ class Cohort:
         tokens: int | None = None,
         few: bool = False,
     ) -> None:
-        self.record, self.rule = record, rule
+        self.record = record
+        self.rule = rule
         self.deadline = CohortDeadline(None if few else rule, record.groups, tokens)
-        """Change it by the methods below alone: they pass it on."""
+        """Changed only by the methods below, which pass the deadline on."""
         self.started_at: float | None = None
-        """When its first group has started; ``None`` before."""
-        self._on_start, self._on_end, self._clock = on_start, on_end, clock
+        """Start of the first group, in seconds of the clock."""
+        self._on_start = on_start
+        self._on_end = on_end
+        self._clock = clock
         self._unfinished = record.groups
-        self._members: dict[object, Callable[[int, int], None]] = {}  # in the order in which they started
+        # In starting order.
+        self._members: dict[object, Callable[[int, int], None]] = {}
         self._is_passed_on = self.deadline.tokens is not None
 
     def join(self, group: object, set_deadline: Callable[[int, int], None]) -> None:
-        """Add a group that has started. ``set_deadline``: gets the deadline, and the length at which all are cut."""
+        """Add a group that has started. ``set_deadline``: called with the deadline and the bound, in tokens."""
         self._members[group] = set_deadline
         if self.started_at is None:
             self.started_at = self._clock()
@@ -56,17 +57,15 @@ class Cohort:
             asyncio.get_running_loop().call_soon(self._set_deadline, group)
 
     def report_need(self, group: object, tokens: int) -> None:
-        """See `CohortDeadline.report_need`."""
         self.deadline.report_need(group, tokens)
         self._pass_on()
 
     def report_minimum(self, group: object, tokens: int | None) -> None:
-        """See `CohortDeadline.report_minimum`."""
         self.deadline.report_minimum(group, tokens)
         self._pass_on()
 
     def end_group(self, group: object = None, record: GroupRecord | None = None) -> None:
-        """Remove a group that has ended, with any outcome; ``None`` for one that never started."""
+        """Remove a group that has ended, or None for a group that never started."""
         if record is not None:
             self.record.add(record)
         self._members.pop(group, None)
@@ -75,15 +74,15 @@ class Cohort:
         self._pass_on()
         if self._unfinished == 0:
             self.record.deadline = self.deadline.tokens
-            self.record.measured_seconds = 0.0 if self.started_at is None else self._clock() - self.started_at
+            if self.started_at is not None:
+                self.record.measured_seconds = self._clock() - self.started_at
             self._on_end(self.record)
 
     def _pass_on(self) -> None:
-        """Pass the deadline to all members once it is known."""
         if self.deadline.tokens is not None and not self._is_passed_on:
             self._is_passed_on = True
             for group in self._members:
-                # In a later turn of the loop: the group that has just reported has not acted on its event yet.
+                # In a later turn of the event loop: the group that has just reported has not acted on its event yet.
                 asyncio.get_running_loop().call_soon(self._set_deadline, group)
 
     def _set_deadline(self, group: object) -> None:
@@ -95,9 +94,9 @@ class Cohort:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """How many candidates one group gets, and its cohort, if its policy allocates groups together.
+    """The candidates of one group, and its cohort, if the policy allocates groups together.
 
-    ``saturated``: whether its prompt was allocated the maximum, also if it gets fewer candidates because of the load.
+    ``saturated``: whether the prompt was allocated the maximum, before the load reduced it.
     """
 
     candidates: int
@@ -105,6 +104,6 @@ class Allocation:
     saturated: bool = False
 
     def drop(self) -> None:
-        """Give it back unused, so that its cohort does not wait for the group."""
+        """Return the allocation unused, so that the cohort does not wait for the group."""
         if self.cohort is not None:
             self.cohort.end_group()

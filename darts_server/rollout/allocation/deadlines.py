@@ -1,4 +1,4 @@
-"""Deadlines of cohorts: learned from earlier groups, and stretched where they cost too many correct answers."""
+"""Deadlines of cohorts: learned from earlier groups, and stretched if they cost too many correct answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,10 +28,9 @@ KINDS: Sequence[Kind[Any]] = (LENGTHS, LOSSES, LOST_GROUPS)
 
 
 class Deadlines:
-    """Learn from groups what is needed for deadlines, and keep it in ``documents``.
+    """Learn completion lengths by policy and group size, and losses by policy.
 
-    Completion lengths are learned by policy and group size. What deadlines take away is learned by policy: lengths are
-    compared with a deadline, and each policy's is at another length of the same answers.
+    Losses depend on the policy, because each policy has its deadline at another length of the same answers.
     """
 
     def __init__(self, documents: DocumentStore, rng: np.random.Generator) -> None:
@@ -41,39 +40,40 @@ class Deadlines:
         self._rng = rng
 
     def losses(self, policy: str) -> DeadlineLosses:
-        """Return what the policy's deadlines take away, as far as rewards were reported."""
+        """Return the answers that the policy's deadlines discard."""
         return self._losses.load(policy) or DeadlineLosses()
 
     def lost_groups(self, policy: str) -> GroupLosses:
-        """Return how many groups the policy's deadlines take all right answers from."""
+        """Return the groups that lose all correct answers to the policy's deadlines."""
         return self._lost_groups.load(policy) or GroupLosses()
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
-        """Share of correct answers that the deadline discards; ``None`` while too few are known."""
+        """Return the share of correct answers that is lost, or None if too few are known."""
         return self.losses(policy).share(self.stretch(policy, max_lost))
 
     def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
-        """Share of the groups with correct answers that lose all of them; ``None`` while too few are known."""
+        """Return the share of groups that lose all correct answers, or None if too few are known."""
         return self.lost_groups(policy).share(self.stretch(policy, max_lost))
 
     def stretch(self, policy: str, max_lost: MaxLost) -> float:
-        """Factor on the policy's deadlines, at least 1."""
+        """Return the factor on the policy's deadlines, at least 1."""
         return max(self.losses(policy).stretch(max_lost.answers), self.lost_groups(policy).stretch(max_lost.groups))
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
-        """The policy's deadline rule with the present stretch; ``None`` if the policy has no deadlines."""
+        """Return the policy's deadline rule with the present stretch."""
         rule = shaping.deadline
-        return None if rule is None else replace(rule, stretch=self.stretch(policy, rule.max_lost))
+        if rule is None:
+            return None
+        return replace(rule, stretch=self.stretch(policy, rule.max_lost))
 
     def recent_lengths(self, name: str) -> RecentCompletionLengths:
-        """Completion lengths of recent groups, by policy and group size."""
         return self._lengths.load(name) or RecentCompletionLengths()
 
     def should_explore(self, rule: Deadline, policy: str, groups: int) -> bool:
-        """Decide whether a cohort of ``groups`` runs past its deadline: at random, and once rewards are reported.
+        """Decide whether a cohort runs past its deadline: at random, and when rewards are first reported.
 
-        Whole cohorts explore, not single groups: one group past the deadline makes its whole cohort wait, so that the
-        same share of single groups would delay nearly every cohort.
+        Whole cohorts explore. The same share of single groups would delay nearly every cohort, as a cohort waits for
+        its last group.
         """
         losses = self.losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
@@ -83,59 +83,77 @@ class Deadlines:
         return self._rng.random() < rule.exploration
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn how many tokens the group needed, or that it was cut at the bound before that was known.
-
-        Only if its policy has deadlines.
-        """
-        if record.max_lost is None:
+        """Learn how many tokens a group needed, or that it was cut at the bound before."""
+        # Only policies with deadlines have `max_lost`.
+        if record.max_lost is None or record.outcome is not Outcome.COMPLETED:
             return
-        was_cut = any(c.cut for c in record.candidates)
-        if record.outcome is Outcome.COMPLETED and (was_cut or record.tokens_needed is not None):
+        if record.tokens_needed is not None or any(c.cut for c in record.candidates):
             name = f"{record.policy}/{record.size}"
             lengths = self.recent_lengths(name)
             lengths.add(record.tokens_needed or 0)
             self._lengths.save(name, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn from a group which of its candidates, by index, were correct.
-
-        From one that was not explored only if its trajectories have weights: else some candidates can never be
-        returned, and what the deadline took away does not show.
-        """
-        if (max_lost := record.max_lost) is None:
+        """Learn the correctness of a group's candidates, by index."""
+        max_lost = record.max_lost
+        if max_lost is None:
             return
-        policy, bound, deadline = record.policy, record.bound, record.cohort_deadline
-        before = losses = self.losses(policy)
-        if not losses.is_rewarded and (record.explored or deadline is not None):
+        policy = record.policy
+        before = self.losses(policy)
+        losses = before
+        if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
+        # Without weights some candidates can never be returned, so that the deadline's losses do not show unless the
+        # group was explored.
         if record.explored or all(c.weight is not None for c in record.selected):
-            answers = []
-            for c in record.selected:
-                if not c.cut and c.index not in correct:
-                    continue
-                # Its length relative to what discards it without a stretch: the bound for an answer that its group
-                # would wait for, and 0 without a deadline. What was cut had become longer than its group would wait
-                # for, unless it was cut at the bound.
-                relative_length = 0.0
-                if deadline is not None and bound is not None:  # these two are known together
-                    needed = record.completion_length
-                    is_needed = needed is None or (c.tokens <= needed and not c.cut)
-                    relative_length = c.tokens * record.stretch / (bound if is_needed else deadline)
-                answers.append(Answer(relative_length, correct.get(c.index, False), c.cut, c.weight or 1.0))
-            losses = losses.with_answers(answers, record.explored, max_lost.answers)
-            # Of a group its shortest right answer counts or, without one, its longest once all rewards are there:
-            # relative to the bound, which no candidate may exceed whatever its group waits for.
-            right = [c.tokens for c in record.selected if correct.get(c.index, False)]
-            is_known = record.selected and all(c.cut or c.index in correct for c in record.selected)
-            if right or is_known:
-                tokens = min(right) if right else max(c.tokens for c in record.selected)
-                relative_length = 0.0 if bound is None else tokens * record.stretch / bound
-                group = Answer(relative_length, is_right=bool(right), cut=any(c.cut for c in record.selected))
+            losses = losses.with_answers(_answers(record, correct), record.explored, max_lost.answers)
+            group = _shortest_answer(record, correct)
+            if group is not None:
                 self._lost_groups.save(policy, _values(self.lost_groups(policy).with_group(group)))
         if losses != before:
             self._losses.save(policy, _values(losses))
 
 
+def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
+    """Return rewarded or cut answers, with lengths relative to the limit that discards them, without a stretch.
+
+    The limit is the bound for an answer that the group would wait for, and otherwise the deadline. A cut candidate had
+    become longer than its group would wait for, unless it was cut at the bound.
+    """
+    answers = []
+    for c in record.selected:
+        if not c.cut and c.index not in correct:
+            continue
+        relative_length = 0.0
+        # Bound and deadline are known together.
+        if record.cohort_deadline is not None and record.bound is not None:
+            needed = record.completion_length
+            is_needed = needed is None or (c.tokens <= needed and not c.cut)
+            limit = record.bound if is_needed else record.cohort_deadline
+            relative_length = c.tokens * record.stretch / limit
+        answers.append(Answer(relative_length, correct.get(c.index, False), c.cut, c.weight or 1.0))
+    return answers
+
+
+def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
+    """Return the shortest correct answer, or the longest answer if all are known to be wrong.
+
+    Its length is relative to the bound, which no candidate may exceed.
+    """
+    selected = record.selected
+    right = [c.tokens for c in selected if correct.get(c.index, False)]
+    if right:
+        tokens = min(right)
+    elif selected and all(c.cut or c.index in correct for c in selected):
+        tokens = max(c.tokens for c in selected)
+    else:
+        return None
+    relative_length = 0.0
+    if record.bound is not None:
+        relative_length = tokens * record.stretch / record.bound
+    return Answer(relative_length, is_right=bool(right), cut=any(c.cut for c in selected))
+
+
 def _values(losses: DeadlineLosses | GroupLosses) -> dict[str, Any]:
-    # Not by `asdict`, which copies every number: this is done for each rewarded group.
+    # `asdict` would copy every number, and this is done for each rewarded group.
     return {name: getattr(losses, name) for name in losses.__slots__}

@@ -1,15 +1,16 @@
-"""A batch as its caller submits it, and the checks and the allocation of it before anything starts."""
+"""Check a batch and allocate its candidates, before anything of it starts."""
 
 import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic
+from typing import Any
 
 from darts_server.caller import caller
-from darts_server.engine.port import OutputT, PromptRenderer, RequestT
+from darts_server.engine.port import PromptRenderer
 from darts_server.exceptions import DartsError, InvalidRequest
+from darts_server.rollout.allocation.auto import AutoBatch
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, CarriedPrompts, Carry, Identity
 from darts_server.rollout.batches.events import GroupResult
@@ -22,29 +23,25 @@ from darts_server.types import OFF, PromptSpec, RequestOptions
 logger = logging.getLogger(__name__)
 
 NewPlanner = Callable[[Mapping[str, object]], Planner]
-"""Creates the planner under a caller's policy overrides; raises ``InvalidRequest`` for an impossible one."""
-
+"""Creates a planner with a caller's policy overrides, or raises ``InvalidRequest``."""
 
 SHORTEST: Mapping[str, object] = {"max_tokens": 1}
-"""Sampling parameters of the shortest answer: a prompt that is too long for them is too long for all others."""
+"""Sampling parameters of the shortest answer. A prompt that is too long for this answer is too long for any."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A batch as its caller submits it: a group of ``group_size`` for each prompt.
+    """A batch as its caller submits it.
 
-    Args:
-        prompts: at least one, or ``carried``.
-        group_size: M, trajectories per group.
-        sampling: the engine's sampling parameters by name.
-        policy: overrides of the server's policy settings by name, and under ``name`` which policy.
-        budget: candidates in all; ``None`` leaves it to the policy.
-        num_groups: complete groups that are enough, the first to be decided; ``None`` for all.
-        survivors: return all trajectories that are not pruned, more or fewer than ``group_size``; ``None`` leaves it to
-            the policy.
-        carry: what happens to prompts that are not decided. Unless they are dropped, prompts of this batch that were
-            carried over from earlier ones start first.
-        carried: all other prompts of the caller that were carried over are part of this batch, after ``prompts``.
+    ``prompts``: at least one, unless ``carried`` is set.
+    ``group_size``: M, trajectories per group.
+    ``sampling``: the engine's sampling parameters by name.
+    ``policy``: overrides of the policy settings by name, with the policy under ``name``.
+    ``budget``: number of candidates in all, or None to leave it to the policy.
+    ``num_groups``: the batch ends after this number of complete groups, or after all if None.
+    ``survivors``: whether to return all trajectories that are not pruned, or None to leave it to the policy.
+    ``carry``: treatment of undecided prompts. Unless they are dropped, prompts of earlier batches start first.
+    ``carried``: whether to add all other prompts that were carried over for the caller.
     """
 
     prompts: Sequence[PromptSpec]
@@ -59,30 +56,30 @@ class BatchRequest:
 
 
 @dataclass(slots=True, eq=False)
-class BatchGroup(Generic[RequestT, OutputT]):
-    """A checked prompt of a batch with its allocation, and what has become of its group.
+class BatchGroup:
+    """A checked prompt of a batch, and the state of its group.
 
-    ``content_key``: of what the model sees. ``carried``: what was kept of it since an earlier batch. ``resumed``: what
-    its candidates go on from, or those of a later batch once it was stopped.
+    ``content_key``: hash of everything that the model sees.
+    ``carried``: the prompt as an earlier batch kept it.
+    ``resumed``: tokens from which the candidates continue, here or after a stop in a later batch.
     """
 
     number: int
     prompt: PromptSpec
-    request: RequestT
+    request: Any
     prompt_key: str
     content_key: str
     carried: CarriedPrompt | None = None
-    resumed: CarriedGroup[OutputT] | None = None
+    resumed: CarriedGroup[Any] | None = None
     allocation: Allocation = field(default=Allocation(0))
     has_started: bool = False
     is_decided: bool = False
-    """Whether its caller gets its outcome."""
-    run: GroupRun[RequestT, OutputT] | None = None
-    """``None`` before it has started and once it is decided."""
+    """Whether the caller gets an outcome."""
+    run: GroupRun[Any, Any] | None = None
+    """None before the group starts and after it is decided."""
     interrupted: DartsError | None = None
-    """Why it was aborted and is not decided."""
     handed_back: GroupResult | None = None
-    """What was generated for one that is not decided, if that is not kept."""
+    """Tokens of an undecided group that are returned instead of kept."""
 
     @property
     def identity(self) -> Identity:
@@ -90,162 +87,253 @@ class BatchGroup(Generic[RequestT, OutputT]):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedBatch(Generic[RequestT, OutputT]):
-    """A batch that was checked and allocated, of which nothing has started.
+class PreparedBatch:
+    """A batch that is ready to start.
 
-    ``sampling``: in force. ``terms``: see `terms_of`, if it resumes. ``ticket``: holds its candidates. ``enough``:
-    complete groups with which it ends. ``begun``: groups that run at once, others start where one of them fails.
+    ``sampling``: the sampling parameters in force.
+    ``terms``: see `terms_of`; empty unless the batch resumes prompts.
+    ``needed``: number of complete groups after which the batch ends.
+    ``places``: number of groups that run at once. A failed group gives its place to another.
     """
 
     batch_id: str
     plan: Plan
     sampling: Mapping[str, object]
     terms: str
-    groups: Sequence[BatchGroup[RequestT, OutputT]]
+    groups: Sequence[BatchGroup]
     ticket: Ticket
-    enough: int
-    begun: int
+    needed: int
+    places: int
     carry: Carry
 
 
 async def prepare_batch(
     batch: BatchRequest,
-    rollouts: Rollouts[RequestT, OutputT],
-    renderer: PromptRenderer[RequestT, OutputT],
+    rollouts: Rollouts[Any, Any],
+    renderer: PromptRenderer[Any, Any],
     new_planner: NewPlanner,
     kept: CarriedPrompts,
-) -> PreparedBatch[RequestT, OutputT]:
+) -> PreparedBatch:
     """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
 
-    One that this server cannot render with any sampling parameters is dropped: it must not refuse all later batches.
-
     Raises:
-        InvalidRequest: names the field; for a prompt, its number too.
+        InvalidRequest: names the field, and the number of the prompt.
         Overloaded, QuotaReached
     """
-    batch_id = f"batch-{uuid.uuid4().hex}"
+    owner = caller.get().name
     plan = check_terms(batch, rollouts, new_planner)
     sampling = renderer.effective_sampling(batch.sampling)
     usual = len(batch.prompts) * rollouts.usual_candidates(plan)
     ticket = rollouts.admission.admit(batch.budget or usual, "prompts")
-    groups: list[BatchGroup[RequestT, OutputT]] = []
     taken: list[CarriedPrompt] = []
-
-    async def add(field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
-        number = len(groups)
-        try:
-            request = await renderer.make_request(prompt, batch.sampling, batch.group_size, f"{batch_id}-{number}")
-        except InvalidRequest as error:
-            if error.field.startswith("sampling"):
-                raise
-            raise InvalidRequest(f"{field}[{number}].{error.field}", error.message) from error
-        content_key = renderer.prompt_key(request)
-        groups.append(BatchGroup(number, prompt, request, prompt.key or content_key, content_key, carried))
-
     try:
-        # Its own prompts, and those that follow them.
+        # Render the caller's prompts, then prompts that were carried over.
+        builder = GroupBuilder(batch, renderer)
         for prompt in batch.prompts:
-            await add("prompts", prompt)
+            await builder.add("prompts", prompt)
+        groups = builder.groups
         if batch.carried or batch.carry is not Carry.DROP:
-            found = kept.take(caller.get().name, [group.identity for group in groups], others=batch.carried)
-            taken = [old for _, old in found]
-            lost: list[tuple[CarriedPrompt, InvalidRequest]] = []
-            for place, old in found:
-                if place is not None:
-                    groups[place].carried = old
-                    continue
-                try:
-                    await add("carried", old.prompt, old)
-                except InvalidRequest as error:
-                    try:
-                        await renderer.make_request(old.prompt, SHORTEST, 1, batch_id)
-                    except InvalidRequest:  # its server had another chat template or a longer context
-                        lost.append((old, error))
-                    else:
-                        raise
-            if lost:
-                gone = {id(old) for old, _ in lost}
-                taken = [old for old in taken if id(old) not in gone]
-                logger.error(
-                    "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: "
-                    "%.200s)",
-                    *(len(lost), lost[0][0].identity[0], lost[0][1].message),
-                )
+            found = kept.take(owner, [group.identity for group in groups], others=batch.carried)
+            taken = [prompt for _, prompt in found]
+            taken = await builder.add_carried(found)
         check_numbers(batch, plan, len(groups))
 
-        # What their candidates go on from.
-        resumes = batch.carry is Carry.RESUME
-        if resumes:
+        # Choose the groups that continue from generated tokens.
+        terms = ""
+        lost_tokens = 0
+        if batch.carry is Carry.RESUME:
             if plan.shaping.prunes:
                 raise InvalidRequest(
                     "carry",
                     f"'resume' does not work under policy {plan.policy!r}, whose decisions depend on more than "
                     "lengths; use 'restart'",
                 )
-            rollouts.engine.check_resumable(groups[0].request)  # all have the same sampling parameters
-        terms, version = terms_of(plan, sampling) if resumes else "", rollouts.engine.weight_version
-        unusable = 0  # tokens
-        for group in groups:
-            if resumes and group.carried is not None and (earlier := group.carried.group) is not None:
-                # As rendered now: its server may have had another chat template.
-                is_same = earlier.terms == terms and group.carried.identity == group.identity
-                is_whole = len(earlier.candidates) >= batch.group_size
-                if is_same and is_whole and earlier.staleness(version) <= kept.limits.staleness:
-                    group.resumed = earlier
-                else:
-                    unusable += earlier.tokens
+            # All groups have the same sampling parameters.
+            rollouts.engine.check_resumable(groups[0].request)
+            terms = terms_of(plan, sampling)
+            lost_tokens = choose_resumed(
+                groups,
+                terms,
+                batch.group_size,
+                rollouts.engine.weight_version,
+                kept.limits.staleness,
+            )
 
-        # Their candidates.
+        # Choose how many groups run at once, and allocate candidates to all groups.
         needed = batch.num_groups or len(groups)
-        begun = len(groups)
+        places = len(groups)
         auto = None
-        if plan.auto is not None and resumes:
-            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), unusable)
-            begun = auto.choice.begun
-        held = ticket.candidates
-        ticket.resize(0)  # a batch must not reduce its own redundancy by waiting
-        keys = [group.prompt_key for group in groups]
-        allocations = rollouts.allocator.allocate_cohort(plan, keys, batch.budget, auto)
-        candidates = 0
-        for group, allocation in zip(groups, allocations, strict=True):
-            if (resumed := group.resumed) is not None:  # it keeps them
-                allocation = replace(allocation, candidates=len(resumed.candidates), saturated=resumed.saturated)
-            group.allocation = allocation
-            candidates += allocation.candidates
-        ticket.resize(held)  # in the same turn of the loop, so there is still room
-        try:
-            ticket.resize(candidates, "prompts")
-        except DartsError:  # there are more than usual, and these are not admitted
-            for group in groups:
-                group.allocation.drop()
-            raise
+        if plan.auto is not None and batch.carry is Carry.RESUME:
+            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), lost_tokens)
+            places = auto.choice.begun
+        allocate(groups, plan, batch.budget, rollouts, ticket, auto)
     except BaseException:
         ticket.release()
-        kept.put(caller.get().name, (), taken)
+        kept.put(owner, (), taken)
         raise
-    return PreparedBatch(batch_id, plan, sampling, terms, groups, ticket, needed, begun, batch.carry)
+    return PreparedBatch(
+        batch_id=builder.batch_id,
+        plan=plan,
+        sampling=sampling,
+        terms=terms,
+        groups=groups,
+        ticket=ticket,
+        needed=needed,
+        places=places,
+        carry=batch.carry,
+    )
 
 
-def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_planner: NewPlanner) -> Plan:
-    """Check all of a batch but its prompts and its sampling parameters; return its plan.
+class GroupBuilder:
+    """Renders the prompts of a batch into numbered groups."""
 
-    Raises:
-        InvalidRequest: names the field.
-    """
+    def __init__(self, batch: BatchRequest, renderer: PromptRenderer[Any, Any]) -> None:
+        self.batch_id = f"batch-{uuid.uuid4().hex}"
+        self.groups: list[BatchGroup] = []
+        self._batch = batch
+        self._renderer = renderer
+
+    async def add(self, field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
+        """Add a group for a prompt. ``field``: names the prompt in errors."""
+        number = len(self.groups)
+        batch = self._batch
+        request_id = f"{self.batch_id}-{number}"
+        try:
+            request = await self._renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
+        except InvalidRequest as error:
+            if error.field.startswith("sampling"):
+                raise
+            raise InvalidRequest(f"{field}[{number}].{error.field}", error.message) from error
+        content_key = self._renderer.prompt_key(request)
+        self.groups.append(
+            BatchGroup(
+                number,
+                prompt,
+                request,
+                prompt.key or content_key,
+                content_key,
+                carried,
+            )
+        )
+
+    async def add_carried(self, found: Sequence[tuple[int | None, CarriedPrompt]]) -> list[CarriedPrompt]:
+        """Add carried prompts, each to the group with its number or to a new group; return the added prompts.
+
+        A prompt that this server cannot render with any sampling parameters is dropped: it would fail every batch.
+        """
+        added: list[CarriedPrompt] = []
+        dropped: list[tuple[str, str]] = []
+        for number, carried in found:
+            if number is not None:
+                self.groups[number].carried = carried
+                added.append(carried)
+                continue
+            try:
+                await self.add("carried", carried.prompt, carried)
+            except InvalidRequest as error:
+                try:
+                    await self._renderer.make_request(carried.prompt, SHORTEST, 1, self.batch_id)
+                except InvalidRequest:
+                    # The earlier server had another chat template or a longer context.
+                    dropped.append((carried.identity[0], error.message))
+                else:
+                    raise
+            else:
+                added.append(carried)
+        if dropped:
+            key, message = dropped[0]
+            logger.error(
+                "%d prompts that were carried over are dropped: this server cannot render them (the first, %.64r: "
+                "%.200s)",
+                len(dropped),
+                key,
+                message,
+            )
+        return added
+
+
+def choose_resumed(
+    groups: Sequence[BatchGroup],
+    terms: str,
+    group_size: int,
+    weight_version: int,
+    max_staleness: int,
+) -> int:
+    """Let groups continue from tokens of earlier batches; return the number of tokens that cannot be used."""
+    lost_tokens = 0
+    for group in groups:
+        if group.carried is None or group.carried.group is None:
+            continue
+        earlier = group.carried.group
+        # The prompt was rendered again: an earlier server may have had another chat template.
+        is_same = earlier.terms == terms and group.carried.identity == group.identity
+        is_whole = len(earlier.candidates) >= group_size
+        if is_same and is_whole and earlier.staleness(weight_version) <= max_staleness:
+            group.resumed = earlier
+        else:
+            lost_tokens += earlier.tokens
+    return lost_tokens
+
+
+def allocate(
+    groups: Sequence[BatchGroup],
+    plan: Plan,
+    budget: int | None,
+    rollouts: Rollouts[Any, Any],
+    ticket: Ticket,
+    auto: AutoBatch | None,
+) -> None:
+    """Allocate candidates to the groups, and hold the candidates with the ticket of the batch."""
+    # The ticket is empty meanwhile, so that a batch does not reduce its own redundancy by waiting.
+    estimate = ticket.candidates
+    ticket.resize(0)
+    keys = [group.prompt_key for group in groups]
+    allocations = rollouts.allocator.allocate_cohort(plan, keys, budget, auto)
+    candidates = 0
+    for group, allocation in zip(groups, allocations, strict=True):
+        group.allocation = allocation
+        if group.resumed is not None:
+            group.allocation = replace(
+                allocation,
+                candidates=len(group.resumed.candidates),
+                saturated=group.resumed.saturated,
+            )
+        candidates += group.allocation.candidates
+
+    # No turn of the event loop has passed, so there is still room for the estimate.
+    ticket.resize(estimate)
+    try:
+        ticket.resize(candidates, "prompts")
+    except DartsError:
+        for group in groups:
+            group.allocation.drop()
+        raise
+
+
+def check_terms(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: NewPlanner) -> Plan:
+    """Check everything but prompts and sampling parameters, and return the plan of the batch."""
     if batch.carried and batch.carry is Carry.DROP and batch.num_groups is not None:
         raise InvalidRequest(
-            "carry", 'must be "resume" or "restart" where num_groups may leave carried prompts undecided; add one'
+            "carry",
+            'must be "resume" or "restart" if num_groups may leave carried prompts undecided; add "carry"',
         )
-    planner = new_planner(batch.policy) if batch.policy else rollouts.planner
+    planner = rollouts.planner
+    if batch.policy:
+        planner = new_planner(batch.policy)
     if not batch.prompts and not batch.carried:
         raise InvalidRequest("prompts", "must have at least one prompt, got none")
-    # A group of one would otherwise be taken for a single request, of a group of --group-size.
-    options = RequestOptions(group_size=1) if batch.group_size == 1 else RequestOptions()
+
+    # Without a group size, a group of one would count as a single request of a group of --group-size.
+    options = RequestOptions()
+    if batch.group_size == 1:
+        options = RequestOptions(group_size=1)
     try:
         plan = planner.plan(batch.group_size, options, in_batch=True) or Plan(OFF, UNSHAPED, batch.group_size)
     except InvalidRequest as error:
-        field = "group_size" if error.field in ("n", "group size") else error.field  # as vLLM's routes name it
+        # Routes of vLLM's API call this field "n".
+        field = "group_size" if error.field in ("n", "group size") else error.field
         raise InvalidRequest(field, error.message) from error
+
     if batch.survivors or (batch.survivors is None and plan.shaping.may_return_survivors):
         if not plan.shaping.prunes:
             raise InvalidRequest(
@@ -261,11 +349,7 @@ def check_terms(batch: BatchRequest, rollouts: Rollouts[RequestT, OutputT], new_
 
 
 def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
-    """Check what depends on the number of prompts, those that were carried over included.
-
-    Raises:
-        InvalidRequest
-    """
+    """Check the budget and the number of groups. ``prompts``: number of prompts with carried prompts."""
     if not prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
     if batch.budget is not None:
@@ -281,5 +365,5 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
 
 
 def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
-    """What must be the same for a group to go on in another batch, maybe of another server."""
+    """Return a text that two batches, also of two servers, share if one can continue groups of the other."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"

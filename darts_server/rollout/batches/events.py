@@ -1,4 +1,4 @@
-"""What a batch gives: groups, prompts that were not decided, and the events of its stream, created as it is read."""
+"""Results of a batch, and the events of its stream."""
 
 import asyncio
 import logging
@@ -20,19 +20,14 @@ from darts_server.types import DiscardReason, Sample
 logger = logging.getLogger(__name__)
 
 MAX_POLL_SHARE = 0.1
-"""Largest share of time spent on polling: for a very large batch one poll takes longer than the interval."""
-
-
+"""Share of time for polls. A poll of a very large batch takes longer than the polling interval."""
 CURSOR_BYTES = 350
-"""Memory of a candidate's cursor and of its last event, without the tokens."""
+"""Memory of a candidate's cursor and last event, without tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortedSample:
-    """What a candidate had generated when its group was aborted; all of it, if it has a finish reason.
-
-    ``version_spans``: of its tokens.
-    """
+    """Tokens of a candidate whose group was aborted. They are complete if the sample has a finish reason."""
 
     sample: Sample
     version_spans: VersionSpans
@@ -40,11 +35,11 @@ class AbortedSample:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """The outcome of the group of prompt ``number``; as an event it follows the last one of each of its candidates.
+    """The outcome of the group of prompt ``number``. As an event it follows all events of the group's candidates.
 
-    ``samples``: returned trajectories by candidate index; empty with an ``error``, which ends this group alone.
-    ``aborted``: of a group that was aborted, all candidates by index that were not discarded. They are no group: some
-    are not whole, and none was selected. ``None`` if it was not aborted.
+    ``samples``: returned trajectories by candidate index.
+    ``aborted``: candidates that were not discarded, by index, if the group was aborted. Some may be incomplete, so
+    callers must not take them for a group.
     """
 
     number: int
@@ -58,16 +53,17 @@ class GroupResult:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether its caller gets anything that was generated."""
-        return bool(self.samples) or any(aborted.sample.token_ids for aborted in (self.aborted or {}).values())
+        """Whether the caller gets any tokens."""
+        aborted = self.aborted or {}
+        return bool(self.samples) or any(candidate.sample.token_ids for candidate in aborted.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
     """A prompt whose group was not decided.
 
-    ``carry``: how it is kept. ``error``: why it was aborted; ``None`` if it was stopped because enough others were
-    decided. ``group``: its group, with what its candidates had generated, if that is not kept; else ``None``.
+    ``error``: why the group was aborted, or None if enough other groups were complete.
+    ``group``: the group with its tokens, if they are not kept.
     """
 
     number: int
@@ -80,9 +76,10 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True)
 class BatchStarted:
-    """``groups``: number of prompts. ``survivors``: whether a group has all trajectories that were not pruned.
+    """The first event.
 
-    ``sampling``: the sampling parameters in force.
+    ``groups``: number of groups.
+    ``survivors``: whether a group has all trajectories that were not pruned.
     """
 
     batch_id: str
@@ -94,10 +91,7 @@ class BatchStarted:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """Tokens of a candidate from position ``start`` on, which follow those of the previous delta.
-
-    ``number``: of its prompt in the batch.
-    """
+    """The next tokens of a candidate, from position ``start``. ``number``: number of the prompt."""
 
     trajectory_id: str
     number: int
@@ -108,10 +102,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySelected:
-    """A candidate belongs to its group.
-
-    ``sample`` has the tokens of its deltas. If it is ``cut``, more deltas may have been sent than it has tokens.
-    """
+    """A candidate is selected. If it was ``cut``, its deltas may have more tokens than ``sample``."""
 
     trajectory_id: str
     number: int
@@ -121,7 +112,7 @@ class TrajectorySelected:
 
 @dataclass(frozen=True, slots=True)
 class CandidateDiscarded:
-    """A candidate does not belong to its group. ``length``: tokens that it has generated, as far as recorded."""
+    """A candidate is discarded. ``length``: number of its tokens, as far as recorded."""
 
     trajectory_id: str
     number: int
@@ -133,8 +124,9 @@ class CandidateDiscarded:
 class BatchDone:
     """The batch is complete.
 
-    ``results``: in the order in which groups ended. ``seconds``: since it started. ``generated``: tokens, also of
-    groups that failed or were stopped. ``carried``: number of prompts that are kept for later batches of its caller.
+    ``results``: groups in the order of their ends.
+    ``generated``: number of tokens of all groups, also of groups that failed or were stopped.
+    ``carried``: number of prompts that are kept for the caller.
     """
 
     batch_id: str
@@ -157,7 +149,7 @@ BatchEnd = BatchDone | BatchFailed
 
 
 class TokenRange(NamedTuple):
-    """A reference to a delta: tokens ``start`` to ``stop`` of a candidate."""
+    """A delta by reference: tokens ``start`` to ``stop`` of a candidate."""
 
     candidate: "CandidateCursor"
     start: int
@@ -168,60 +160,68 @@ _Entry = TokenRange | Event
 
 
 class CandidateCursor:
-    """Create the events of one candidate from what it has generated when `advance` is called.
+    """Create the events of one candidate.
 
-    The tokens of its deltas are kept, to be sent again, until it is discarded: 12 bytes each with log-probs. Once it is
-    selected, they are those of its sample, of which there is no second copy.
+    Tokens of deltas are kept for replays until the candidate is discarded: 12 bytes per token with log-probs. A
+    selected candidate shares the tokens of its sample.
     """
 
     __slots__ = ("_end", "_end_sent", "_index", "_logprobs", "_number", "_run", "_sent", "_token_ids", "trajectory_id")
 
-    def __init__(self, run: GroupRun[Any, Any], trajectory_id: str, number: int, index: int) -> None:
+    def __init__(
+        self,
+        run: GroupRun[Any, Any],
+        trajectory_id: str,
+        number: int,
+        index: int,
+    ) -> None:
         self.trajectory_id = trajectory_id
         self._number = number
         self._index = index
         self._run: GroupRun[Any, Any] | None = run
         self._end: TrajectorySelected | CandidateDiscarded | None = None
         self._end_sent = False
-        self._sent = 0  # tokens of its deltas so far
+        # Number of tokens in all deltas so far.
+        self._sent = 0
         self._token_ids: Sequence[int] = array("i")
         self._logprobs: Sequence[float] | None = None
 
     def select(self, sample: Sample) -> None:
-        """Record that the candidate belongs to its group."""
         assert self._run is not None
         cut = self._run.candidates[self._index].cut
         self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut)
         if self._sent <= len(sample.token_ids):
-            self._token_ids, self._logprobs = sample.token_ids, sample.logprobs
+            self._token_ids = sample.token_ids
+            self._logprobs = sample.logprobs
 
     def close(self) -> None:
-        """End the candidate: discard it unless it was selected. One that has no reason of its own was cancelled."""
+        """Discard the candidate unless it was selected."""
         if self._end is None and self._run is not None:
             reason = self._run.candidates[self._index].reason or DiscardReason.CANCELLED
             length = self._run.runner.count_tokens(self._index)
             self._end = CandidateDiscarded(self.trajectory_id, self._number, length, reason)
-            self._token_ids, self._logprobs = array("i"), None
+            self._token_ids = array("i")
+            self._logprobs = None
         self._run = None
 
     def drop_run(self) -> None:
-        """Let go of the run of a candidate that gets no more events."""
         self._run = None
 
     def advance(self, chunk: int) -> Iterator[_Entry]:
-        """Yield the events since the last call.
-
-        New tokens of a running candidate are held back until there are ``chunk`` of them.
-        """
+        """Yield the events since the last call. A delta of a running candidate has at least ``chunk`` tokens."""
         if self._end_sent:
             return
         if self._end is None and self._run is not None:
             state = self._run.candidates[self._index]
+            runner = self._run.runner
+            least = chunk if state.running else 1
             if state.reason is not None:
                 self.close()
-            elif self._run.runner.count_tokens(self._index) - self._sent >= (chunk if state.running else 1):
-                yield from self._add_tokens(self._run.runner.read_tokens(self._index, self._sent))
-        if self._end is None:  # it may have ended since these tokens were added
+            elif runner.count_tokens(self._index) - self._sent >= least:
+                yield from self._add_tokens(runner.read_tokens(self._index, self._sent))
+
+        # The candidate may have ended while a listener took the delta.
+        if self._end is None:
             return
         if isinstance(self._end, TrajectorySelected) and self._sent < len(self._token_ids):
             yield self._next_range(len(self._token_ids))
@@ -246,15 +246,18 @@ class CandidateCursor:
         return TokenRange(self, start, stop)
 
     def delta(self, start: int, stop: int) -> TokenDelta | None:
-        """The delta with these tokens; ``None`` once the candidate was discarded."""
+        """Return the delta with these tokens, or None if the candidate was discarded."""
         if stop > len(self._token_ids):
             return None
-        logprobs = None if self._logprobs is None else _listed(self._logprobs[start:stop])
-        return TokenDelta(self.trajectory_id, self._number, start, _listed(self._token_ids[start:stop]), logprobs)
+        token_ids = _listed(self._token_ids[start:stop])
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = _listed(self._logprobs[start:stop])
+        return TokenDelta(self.trajectory_id, self._number, start, token_ids, logprobs)
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that it takes, without its sample, which its group has too."""
+        """Memory without the sample, which the group's result shares."""
         size = CURSOR_BYTES
         if isinstance(self._end, TrajectorySelected) and self._token_ids is self._end.sample.token_ids:
             return size
@@ -262,65 +265,68 @@ class CandidateCursor:
 
 
 def _listed(values: Sequence[Any]) -> list[Any]:
-    """Return the values as Python's own numbers."""
-    return values.tolist() if isinstance(values, array | np.ndarray) else list(values)
+    if isinstance(values, array | np.ndarray):
+        return values.tolist()
+    return list(values)
 
 
 @dataclass(slots=True)
 class _GroupCursor:
-    """The cursors of a group's candidates, and its result once it has ended."""
-
     number: int
     group_id: str
     run: GroupRun[Any, Any] | None
     result: GroupResult | None = None
     cursors: list[CandidateCursor] = field(default_factory=list)
 
-    def candidates(self) -> Sequence[CandidateCursor]:
-        """The cursors of all candidates started so far."""
-        if (run := self.run) is not None:
-            for index in range(len(self.cursors), len(run.candidates)):
-                self.cursors.append(CandidateCursor(run, f"{self.group_id}:{index}", self.number, index))
+    def follow_candidates(self) -> Sequence[CandidateCursor]:
+        """Create the cursors of new candidates; return all cursors."""
+        if self.run is not None:
+            for index in range(len(self.cursors), len(self.run.candidates)):
+                self.cursors.append(CandidateCursor(self.run, f"{self.group_id}:{index}", self.number, index))
         return self.cursors
 
     def close(self) -> None:
-        """End all candidates."""
-        for candidate in self.candidates():
-            candidate.close()
+        for cursor in self.follow_candidates():
+            cursor.close()
         self.run = None
 
 
 class EventFeed:
-    """Give listeners the events of a batch, each from the event number where it wants to start.
+    """Give the events of a batch to listeners, each from an event number of its own.
 
-    Events are created lazily: tokens are read when a listener has taken all events so far. So a stalled listener costs
-    nothing, and then gets everything since in a few large deltas. The log holds references to tokens, not copies of
-    them, so that events can be replayed. A delta takes 16 bytes of it.
+    Tokens are read when a listener has taken all events so far. So a stalled listener costs nothing, and later gets all
+    tokens in a few large deltas. The log refers to tokens and does not copy them: a delta takes 16 bytes.
 
     Args:
-        first: the first event.
-        chunk: least number of tokens in a delta of a running candidate; ``None`` for no deltas, but groups only.
-        interval: seconds between two polls of what candidates have generated.
-        replayable: whether events are kept, for several listeners; otherwise there is one listener.
-        clock: monotonic seconds, to measure how long polls take. Not the event loop's clock: a virtual one may stand
-            still during a turn.
+        chunk: least number of tokens in a delta of a running candidate, or None for groups without deltas.
+        interval: seconds between two polls of the candidates' tokens.
+        replayable: whether events are kept, for several listeners.
+        clock: measures polls. The event loop's clock may be virtual, and stand still in a turn.
     """
 
     def __init__(
-        self, first: BatchStarted, chunk: int | None, interval: float, replayable: bool, clock: Callable[[], float]
+        self,
+        first: BatchStarted,
+        chunk: int | None,
+        interval: float,
+        replayable: bool,
+        clock: Callable[[], float],
     ) -> None:
         self._batch_id = first.batch_id
         self._chunk = chunk
         self._interval = interval
         self._replayable = replayable
-        # A delta is in the log as its candidate, with its first token and the one after its last in `_ranges`; an
-        # object for each delta would take 90 bytes, and a delta may be a single token.
+        # A delta is its candidate in the log, and its token range in `_ranges`. An object for each delta would take 90
+        # bytes, and a delta may be a single token.
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
-        self._dropped = 0  # events that were removed from the front of the log
+        # Number of events that were removed from the front of the log.
+        self._dropped = 0
         self._groups: dict[int, _GroupCursor] = {}
-        self._cursors: list[list[CandidateCursor]] = []  # of each group that has run, if events are kept
-        self._due: dict[int, None] = {}  # numbers of groups that may have new events, in order
+        # Cursors of each group that has run, if events are kept.
+        self._cursors: list[list[CandidateCursor]] = []
+        # Numbers of groups that may have new events, in order.
+        self._due: dict[int, None] = {}
         self._end: BatchEnd | None = None
         self._is_complete = False
         self._new_entries = self._entries()
@@ -332,45 +338,42 @@ class EventFeed:
     # --- called by the batch ------------------------------------------------
 
     def group_started(self, number: int, run: GroupRun[Any, Any]) -> None:
-        """Follow the group of prompt ``number``."""
-        group = self._groups[number] = _GroupCursor(number, f"{self._batch_id}-{number}", run)
+        group = _GroupCursor(number, run.spec.group_id, run)
+        self._groups[number] = group
         if self._replayable:
             self._cursors.append(group.cursors)
 
     def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
-        """Record that candidate ``index`` is known to belong to its group."""
-        if group := self._groups.get(number):
-            group.candidates()[index].select(sample)
+        group = self._groups.get(number)
+        if group is not None:
+            group.follow_candidates()[index].select(sample)
             self._notify(number)
 
     def group_ended(self, result: GroupResult) -> None:
-        """Record a group's outcome. Its run may be dropped afterwards."""
         group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
         group.close()
         self._notify(result.number)
 
     def batch_ended(self, end: BatchEnd) -> None:
-        """Record the batch's end, after which nothing more is recorded."""
         self._end = end
         if isinstance(end, BatchFailed):
             for group in self._groups.values():
-                for candidate in group.cursors:
-                    candidate.drop_run()
+                for cursor in group.cursors:
+                    cursor.drop_run()
             self._groups.clear()
         for group in self._groups.values():
             group.close()
         self._notify(*self._groups)
 
     def _notify(self, *numbers: int) -> None:
-        """Mark these groups as changed and wake all listeners."""
         self._due.update(dict.fromkeys(numbers))
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def kept_bytes(self) -> int:
-        """About how much memory it takes after the end of its batch, without what the batch's results have too."""
+        """Approximate memory after the end, without samples, which the batch's results share."""
         log = sys.getsizeof(self._log) + sys.getsizeof(self._ranges)
         return log + sum(cursor.kept_bytes for cursors in self._cursors for cursor in cursors)
 
@@ -378,17 +381,20 @@ class EventFeed:
 
     @property
     def last_number(self) -> int:
-        """Number of the latest event; the first is 1."""
+        """Number of the latest event. The first event is 1."""
         return self._dropped + len(self._log)
 
     def next_after(self, number: int) -> tuple[int, Event] | None:
-        """The event that follows event ``number``, with its own number; ``None`` if there is none yet."""
+        """Return the event after event ``number``, with its own number, or None if there is none yet."""
         while number < self.last_number or self._create_entry():
             number += 1
             place = number - self._dropped - 1
             entry = self._log[place]
-            start, stop = self._ranges[2 * place : 2 * place + 2]
-            event = entry.delta(start, stop) if isinstance(entry, CandidateCursor) else entry
+            event: Event | None
+            if isinstance(entry, CandidateCursor):
+                event = entry.delta(self._ranges[2 * place], self._ranges[2 * place + 1])
+            else:
+                event = entry
             if not self._replayable:
                 self._dropped += len(self._log)
                 self._log.clear()
@@ -398,7 +404,7 @@ class EventFeed:
         return None
 
     async def next(self, number: int) -> tuple[int, Event] | None:
-        """Wait for the event that follows event ``number``; ``None`` after the last. Safe to cancel: none is lost."""
+        """Wait for the event after event ``number``; None after the last event. Safe to cancel."""
         while (found := self.next_after(number)) is None:
             if self._is_complete and number >= self.last_number:
                 return None
@@ -416,11 +422,12 @@ class EventFeed:
         return found
 
     def _create_entry(self) -> bool:
-        """Append the next entry to the log; whether there was one."""
+        """Append the next entry to the log, if there is one; return whether there was."""
         started_at = self._clock()
         try:
             entry = next(self._new_entries, None)
-        except Exception as error:  # a bug of ours: listeners get it as the last event, and the batch ends with them
+        except Exception as error:
+            # A bug of ours, which listeners get as the last event.
             logger.exception("the events of batch %s failed", self._batch_id)
             entry = BatchFailed(error)
         self._seconds_spent += self._clock() - started_at
@@ -436,18 +443,20 @@ class EventFeed:
         return True
 
     def _entries(self) -> Iterator[_Entry | None]:
-        """Yield all entries after the first, each created when it is requested; ``None`` when there is none yet."""
+        """Yield all entries after the first, and None while there is no new entry."""
         while not isinstance(self._end, BatchFailed):
             while self._due:
                 number = next(iter(self._due))
                 del self._due[number]
-                if (group := self._groups.get(number)) is None:
+                group = self._groups.get(number)
+                if group is None:
                     continue
-                for candidate in group.candidates():
-                    yield from candidate.advance(self._chunk or 1)
+                for cursor in group.follow_candidates():
+                    yield from cursor.advance(self._chunk or 1)
                 if group.result is not None:
-                    for candidate in group.candidates():  # the group may have ended while these entries were read
-                        yield from candidate.advance(self._chunk or 1)
+                    # The group may have ended while a listener took these entries.
+                    for cursor in group.follow_candidates():
+                        yield from cursor.advance(self._chunk or 1)
                     self._groups.pop(number, None)
                     yield group.result
             if self._end is not None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -32,9 +32,13 @@ from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
 
+GroupTasks = dict[int, asyncio.Task[GroupResult | None]]
+"""Tasks of `BatchRun._run_group` by the group's number."""
+ON_ABORT = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
+
 
 class StreamMode(Enum):
-    """Which events of its batch a caller gets while it runs."""
+    """Events that a caller gets while its batch runs."""
 
     OFF = False
     GROUPS = "groups"
@@ -52,20 +56,14 @@ class AnswerFormat:
 class BatchRun:
     """Run a batch to its end, or until it is cancelled. It starts in a later turn of the event loop.
 
-    Groups that were carried over start first, and then those that are expected to take longest, so that no long one
-    starts when the others are done. Prompts that were carried over and are not decided go back to ``kept``.
-
-    Args:
-        answer_format: how its listeners are answered.
-        replayable: whether there may be several listeners, each from the first event on; otherwise there is one.
-        on_idle: called when the last listener has left before its end.
-        on_end: called when it has ended, with any outcome; ``None`` for nothing.
-        clock: monotonic seconds.
+    ``replayable``: whether there may be several listeners, each from the first event on.
+    ``on_idle``: called when the last listener has left before the end.
+    ``clock``: monotonic seconds.
     """
 
     def __init__(
         self,
-        prepared: PreparedBatch[Any, Any],
+        prepared: PreparedBatch,
         rollouts: Rollouts[Any, Any],
         renderer: PromptRenderer[Any, Any],
         kept: CarriedPrompts,
@@ -73,7 +71,7 @@ class BatchRun:
         *,
         replayable: bool = False,
         on_idle: Callable[["BatchRun"], object] = lambda _: None,
-        on_end: Callable[["BatchRun"], object] | None = None,
+        on_end: Callable[["BatchRun"], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.batch_id = prepared.batch_id
@@ -81,10 +79,9 @@ class BatchRun:
         self.sampling = prepared.sampling
         self.size = len(prepared.groups)
         self.owner = caller.get().name
-        """Name of the caller that started it; ``None`` for callers without a key."""
         self.answer_format = answer_format
         self.feed: EventFeed | None = None
-        """Its events; ``None`` if they are not streamed."""
+        """Events of the batch, if they are streamed."""
         if answer_format.stream is not StreamMode.OFF:
             survivors = self.plan.shaping.return_survivors
             first = BatchStarted(self.batch_id, self.plan.policy, self.size, survivors, self.sampling)
@@ -92,35 +89,34 @@ class BatchRun:
             self.feed = EventFeed(first, chunk, rollouts.poll_seconds, replayable, clock)
         self.listeners = 0
         self.end: BatchEnd | None = None
-        """How it ended; ``None`` while it runs."""
-        self._ended = asyncio.Event()
+
+        self._prepared = prepared
+        self._rollouts = rollouts
+        self._renderer = renderer
+        self._kept = kept
         self._on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
         self._started_at = clock()
-        self._rollouts = rollouts
-        self._renderer = renderer
-        self._kept = kept
-        self._groups = prepared.groups
-        self._terms = prepared.terms
-        self._missing = prepared.enough
-        self._places = asyncio.Semaphore(prepared.begun)
-        self._ticket = prepared.ticket
+        self._ended = asyncio.Event()
+        # `interrupt` may change these two.
         self._carry = prepared.carry
-        by_carry = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
-        self._on_abort = by_carry[self._carry]
-        self._quota = Quota(prepared.enough) if self._carry is Carry.RESUME else None
-        self._generated = 0  # tokens of the groups that have ended, also of those that failed or were stopped
-        self._is_running = False
+        self._on_abort = ON_ABORT[prepared.carry]
+        self._places = asyncio.Semaphore(prepared.places)
+        self._quota = Quota(prepared.needed) if self._carry is Carry.RESUME else None
+        self._results: list[GroupResult] = []
+        # Tokens of all groups that have ended, also of groups that failed or were stopped.
+        self._generated = 0
+        self._has_entered = False
         self._interrupted_by: DartsError | None = None
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"darts-{self.batch_id}")
-        """Runs it, and ends a little after it, when prompts that it has taken are given back."""
+        """Ends a little after the batch, when prompts that it has taken are given back."""
 
     # --- called by listeners and the registry -------------------------------
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Count a listener while the block runs: one that waits for the end, or reads the events of `feed`."""
+        """Count a listener while the block runs."""
         self.listeners += 1
         try:
             yield
@@ -130,11 +126,7 @@ class BatchRun:
                 self._on_idle(self)
 
     async def wait(self) -> BatchDone:
-        """Wait for the end of the batch.
-
-        Raises:
-            GroupAborted: it was cancelled.
-        """
+        """Wait for the end; raise the error of a batch that failed."""
         await self._ended.wait()
         if isinstance(self.end, BatchFailed):
             raise self.end.error
@@ -142,143 +134,199 @@ class BatchRun:
         return self.end
 
     def cancel(self, why: str) -> bool:
-        """End the batch with `GroupAborted`; whether it was running."""
+        """End the batch with `GroupAborted`; return whether it was running."""
         return self.fail(GroupAborted(why))
 
     def fail(self, error: DartsError) -> bool:
-        """End the batch with an error, which its listeners get; whether it was running."""
+        """End the batch with an error that listeners get; return whether it was running."""
         if self.end is not None:
             return False
         self._finish(BatchFailed(error))
-        # In a later turn of the loop: a task that is cancelled before its first turn never runs its cleanup.
+        # In a later turn of the event loop: a task that is cancelled before its first turn never runs its cleanup.
         asyncio.get_running_loop().call_soon(self.task.cancel)
         return True
 
     def interrupt(self, error: DartsError, *, keep: bool, keep_tokens: bool) -> None:
-        """End all groups with what they have generated. A batch that still waits for the engine has nothing, and fails.
+        """End all groups with the tokens so far. A batch that still waits for the engine has none, and fails.
 
-        ``keep``: whether prompts may be carried over. Otherwise all groups have the error, and what was generated.
-        ``keep_tokens``: whether what was generated may be, too. Otherwise it is handed back, see `Unfinished`.
+        ``keep``: whether prompts may be carried over. Otherwise all groups end with the error.
+        ``keep_tokens``: whether tokens may be carried over too. Otherwise they are handed back.
         """
-        if self._carry is not Carry.DROP and not (keep and keep_tokens and self._carry is Carry.RESUME):
+        keeps_tokens = keep and keep_tokens and self._carry is Carry.RESUME
+        if self._carry is not Carry.DROP and not keeps_tokens:
             self._on_abort = OnAbort.RETURN
         if not keep:
             self._carry = Carry.DROP
         self._interrupted_by = error
-        for group in self._groups:
+        for group in self._prepared.groups:
             if group.run is not None:
                 group.run.interrupt(error, self._on_abort)
-        if not self._is_running:
+        if not self._has_entered:
             self.fail(error)
 
     # --- the batch ----------------------------------------------------------
 
     async def _run(self) -> None:
         try:
-            results = await self._run_groups()
-        except Exception as error:  # a bug of ours: listeners get it
+            await self._run_groups()
+        except Exception as error:
+            # A bug of ours, which listeners must not wait for.
             logger.exception("batch %s failed", self.batch_id)
             self._finish(BatchFailed(error))
         else:
             if self.end is None:
-                # Prompts whose groups were not decided are kept as their caller wants it.
-                unfinished: list[Unfinished] = []
-                new: list[CarriedPrompt] = []
-                older: list[CarriedPrompt] = []
-                for group in self._groups:
-                    if group.is_decided:
-                        continue
-                    key, metadata, why = group.prompt_key, group.prompt.metadata, group.interrupted
-                    unfinished.append(Unfinished(group.number, key, metadata, self._carry, why, group.handed_back))
-                    prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
-                    (new if group.carried is None else older).append(prompt)
-                if self._carry is not Carry.DROP:
-                    self._kept.put(self.owner, new, older)
-                carried, seconds = self._kept.count(self.owner), self._clock() - self._started_at
-                self._finish(BatchDone(self.batch_id, results, unfinished, seconds, self._generated, carried))
+                unfinished = self._keep_undecided()
+                seconds = self._clock() - self._started_at
+                carried = self._kept.count(self.owner)
+                self._finish(
+                    BatchDone(
+                        self.batch_id,
+                        self._results,
+                        unfinished,
+                        seconds,
+                        self._generated,
+                        carried,
+                    )
+                )
         finally:
-            if isinstance(self.end, BatchFailed):  # its caller has no more than the groups that it was streamed
+            if isinstance(self.end, BatchFailed):
+                # The caller has only groups that were streamed; all other prompts were not answered.
                 streams = self.feed is not None
-                lost = [group.carried for group in self._groups if not (streams and group.is_decided)]
+                lost = [group.carried for group in self._prepared.groups if not (streams and group.is_decided)]
                 self._kept.put(self.owner, (), filter(None, lost))
-            # A batch that is kept must not keep its prompts, nor what was generated for those that are carried over.
-            self._groups, self._terms = (), ""
+            # The registry may keep this batch: it must not keep prompts, nor tokens of prompts that are carried over.
+            self._prepared = replace(self._prepared, groups=(), terms="")
+            self._results = []
 
-    async def _run_groups(self) -> list[GroupResult]:
-        """Run all groups until enough are complete; return the results in the order in which they were decided.
+    def _keep_undecided(self) -> list[Unfinished]:
+        """Carry undecided prompts over, unless they are dropped; return their part of the answer."""
+        unfinished: list[Unfinished] = []
+        new: list[CarriedPrompt] = []
+        older: list[CarriedPrompt] = []
+        for group in self._prepared.groups:
+            if group.is_decided:
+                continue
+            metadata = group.prompt.metadata
+            entry = Unfinished(
+                group.number,
+                group.prompt_key,
+                metadata,
+                self._carry,
+                group.interrupted,
+                group.handed_back,
+            )
+            unfinished.append(entry)
+            prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
+            if group.carried is None:
+                new.append(prompt)
+            else:
+                older.append(prompt)
+        if self._carry is not Carry.DROP:
+            self._kept.put(self.owner, new, older)
+        return unfinished
 
-        A group that is aborted is decided, by an error, unless its prompt is carried over: then it is undecided. If
-        groups can go on later, no more than enough are complete, see `Quota`.
+    async def _run_groups(self) -> None:
+        """Run all groups until enough are complete.
+
+        An aborted group is decided, by an error, unless its prompt is carried over. If groups can continue later, no
+        more groups than needed complete, see `Quota`.
         """
-        results: list[GroupResult] = []
-
-        def decide(group: BatchGroup[Any, Any], result: GroupResult) -> None:
-            group.is_decided, group.run = True, None
-            results.append(result)
-            if self.feed is not None:
-                self.feed.group_ended(result)
-
-        tasks: dict[int, asyncio.Task[GroupResult | None]] = {}
+        tasks: GroupTasks = {}
         try:
             async with self._rollouts.gate.enter():
-                self._is_running = True
-                # Carried over, then by expected length, then as the caller has them. New prompts are expected to be as
-                # long as the data set's mean; before there is one, as the mean of those of this batch that are known.
-                statistics = self._rollouts.statistics
-                means: dict[int, float] = {}
-                for group in self._groups:
-                    if (stats := statistics.prompts.load(group.prompt_key)) is not None:
-                        means[group.number] = stats.mean_ema
-                usual = statistics.dataset.stats.mean or (sum(means.values()) / len(means) if means else 0.0)
-                order = sorted(self._groups, key=lambda group: (group.carried is None, -means.get(group.number, usual)))
-                for group in order:
+                self._has_entered = True
+                for group in self._starting_order():
                     tasks[group.number] = asyncio.create_task(self._run_group(group))
-                for next_result in asyncio.as_completed(tasks.values()):
-                    if (result := await next_result) is None or result.error is not None:
-                        self._places.release()
-                    if result is None:
-                        continue
-                    group = self._groups[result.number]
-                    run = group.run
-                    if result.error is not None and self._quota is not None and run is not None and run.is_complete:
-                        # What it had generated could not be read: one that is not stopped yet may be complete instead.
-                        self._quota.left += 1
-                    decide(group, result)
-                    self._missing -= result.error is None
-                    if not self._missing:
-                        break
+                await self._collect_results(tasks)
                 if self._carry is Carry.RESUME:
-                    ended, stopping = [], []
-                    for group in self._groups:
-                        if (run := group.run) is not None:
-                            await asyncio.sleep(0)  # each stops its candidates, so they take turns
-                            if run.has_ended:
-                                ended.append(group)
-                            else:
-                                run.stop_to_carry()
-                                stopping.append(asyncio.create_task(self._keep_generated(group, run)))
-                    await asyncio.gather(*stopping)
-                    for group in ended:
-                        if (result := await tasks[group.number]) is not None:
-                            decide(group, result)
+                    await self._stop_to_carry(tasks)
         finally:
-            self._ticket.release()
-            for group in self._groups:
-                if not group.has_started and group.number in tasks:
-                    tasks[group.number].cancel()
-            try:
-                for task in tasks.values():
-                    if not task.done():
-                        task.cancel()
-                        await asyncio.sleep(0)  # each stops its candidates, so they take turns
-            finally:  # also if this is cancelled
-                for task in tasks.values():
+            await self._stop_groups(tasks)
+
+    def _starting_order(self) -> list[BatchGroup]:
+        """Return carried groups first, and then long groups, so that no long group runs alone at the end."""
+        statistics = self._rollouts.statistics
+        means: dict[int, float] = {}
+        for group in self._prepared.groups:
+            stats = statistics.prompts.load(group.prompt_key)
+            if stats is not None:
+                means[group.number] = stats.mean_ema
+        # New prompts are expected to have the mean length of the data set, or of the known prompts in the batch.
+        usual = statistics.dataset.stats.mean
+        if not usual:
+            usual = sum(means.values()) / max(len(means), 1)
+
+        def rank(group: BatchGroup) -> tuple[bool, float]:
+            return group.carried is None, -means.get(group.number, usual)
+
+        return sorted(self._prepared.groups, key=rank)
+
+    async def _collect_results(self, tasks: GroupTasks) -> None:
+        missing = self._prepared.needed
+        for next_result in asyncio.as_completed(tasks.values()):
+            result = await next_result
+            if result is None or result.error is not None:
+                self._places.release()
+            if result is None:
+                continue
+            group = self._prepared.groups[result.number]
+            if result.error is None:
+                missing -= 1
+            elif self._quota is not None and group.run is not None and group.run.is_complete:
+                # The group's tokens could not be read. A group that is not stopped yet may complete instead.
+                self._quota.left += 1
+            self._decide(group, result)
+            if not missing:
+                break
+
+    def _decide(self, group: BatchGroup, result: GroupResult) -> None:
+        group.is_decided = True
+        group.run = None
+        self._results.append(result)
+        if self.feed is not None:
+            self.feed.group_ended(result)
+
+    async def _stop_to_carry(self, tasks: GroupTasks) -> None:
+        """Stop running groups and keep their tokens. Decide groups that have just ended."""
+        ended: list[BatchGroup] = []
+        stopping: list[asyncio.Task[None]] = []
+        for group in self._prepared.groups:
+            run = group.run
+            if run is None:
+                continue
+            # One group per turn of the event loop, as each group stops all of its candidates.
+            await asyncio.sleep(0)
+            if run.has_ended:
+                ended.append(group)
+            else:
+                run.stop_to_carry()
+                stopping.append(asyncio.create_task(self._keep_tokens(group, run)))
+        await asyncio.gather(*stopping)
+        for group in ended:
+            result = await tasks[group.number]
+            if result is not None:
+                self._decide(group, result)
+
+    async def _stop_groups(self, tasks: GroupTasks) -> None:
+        """Stop running groups, and drop the allocations of groups that never started."""
+        groups = self._prepared.groups
+        self._prepared.ticket.release()
+        for group in groups:
+            if not group.has_started and group.number in tasks:
+                tasks[group.number].cancel()
+        try:
+            for task in tasks.values():
+                if not task.done():
                     task.cancel()
+                    await asyncio.sleep(0)
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-            for group in self._groups:
+        finally:
+            # The batch may be cancelled between two turns. Then no cancelled task starts its group any more.
+            for task in tasks.values():
+                task.cancel()
+            for group in groups:
                 if not group.has_started:
                     group.allocation.drop()
-        return results
 
     def _finish(self, end: BatchEnd) -> None:
         if self.end is not None:
@@ -287,55 +335,50 @@ class BatchRun:
         if self.feed is not None:
             self.feed.batch_ended(end)
         self._ended.set()
-        decided = len(end.results) if isinstance(end, BatchDone) else 0
+        decided = 0
+        if isinstance(end, BatchDone):
+            decided = len(end.results)
         seconds = round(self._clock() - self._started_at, 3)
-        fields = {"batch_id": self.batch_id, "decided": decided, "prompts": self.size, "seconds": seconds}
-        extra = {**fields, "policy": self.plan.policy}
-        logger.info("rollouts %s: %d of %d prompts decided in %.3f s", *fields.values(), extra=extra)
-        if self._on_end is not None:
-            self._on_end(self)
+        logger.info(
+            "rollouts %s: %d of %d prompts decided in %.3f s",
+            self.batch_id,
+            decided,
+            self.size,
+            seconds,
+            extra={
+                "batch_id": self.batch_id,
+                "decided": decided,
+                "prompts": self.size,
+                "seconds": seconds,
+                "policy": self.plan.policy,
+            },
+        )
+        self._on_end(self)
 
     # --- one group ----------------------------------------------------------
 
-    async def _run_group(self, group: BatchGroup[Any, Any]) -> GroupResult | None:
-        """Run one group; ``None`` if it was aborted and its prompt is carried over."""
+    async def _run_group(self, group: BatchGroup) -> GroupResult | None:
+        """Run one group; return None if it was aborted and its prompt is carried over."""
         await self._places.acquire()
         await self._rollouts.starts.wait(group=group.allocation.candidates)
         if self._quota is not None and not self._quota.left:
             return None
         group.has_started = True
-        feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         group_id = f"{self.batch_id}-{group.number}"
-        result = GroupResult(group.number, group_id, group.prompt_key, {}, None, metadata=group.prompt.metadata)
+        result = GroupResult(
+            group.number,
+            group_id,
+            group.prompt_key,
+            {},
+            None,
+            metadata=group.prompt.metadata,
+        )
         samples: dict[int, Sample] = {}
+        feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         run: GroupRun[Any, Any] | None = None
         try:
-            can_carry, resumed = self._carry is Carry.RESUME, group.resumed
-            if (
-                resumed is not None
-                and resumed.staleness(self._rollouts.engine.weight_version) > self._kept.limits.staleness
-            ):
-                resumed = None  # the weights changed while it waited
-            tail_seed = self._renderer.tail_seed(group.request) if resumed is None else resumed.tail_seed
-            if can_carry and tail_seed is None:
-                tail_seed = (secrets.randbits(64),)
-            # With a feed, each trajectory is reported as soon as it is known to belong to its group, unless that may go
-            # on in another group.
-            early, key = feed is not None and not can_carry, group.prompt_key
-            spec = GroupSpec(
-                self.plan,
-                group.request,
-                group_id,
-                key,
-                tail_seed,
-                early=early,
-                on_abort=self._on_abort,
-                quota=self._quota,
-                tokens=self._renderer.tokens(group.request),
-            )
-            held = self._ticket.split(group.allocation.candidates)
-            carried = () if resumed is None else resumed.candidates
-            run = group.run = self._rollouts.start(spec, group.allocation, held, carried)
+            run = self._start(group, group_id, streams=feed is not None)
+            group.run = run
             if feed is not None:
                 feed.group_started(group.number, run)
             if self._interrupted_by is not None:
@@ -343,61 +386,99 @@ class BatchRun:
             try:
                 async with aclosing(run.trajectories()) as trajectories:
                     async for trajectory in trajectories:
-                        sample = samples[trajectory.index] = await self._renderer.to_sample(trajectory.output)
+                        sample = await self._renderer.to_sample(trajectory.output)
+                        samples[trajectory.index] = sample
                         if feed is not None:
                             feed.trajectory_selected(group.number, trajectory.index, sample)
             except DartsError as error:
                 if run.is_surplus:
-                    await self._keep_generated(group, run)
+                    await self._keep_tokens(group, run)
                     group.run = None
                     return None
                 if run.interrupted is None:
                     raise
-                return await self._interrupted(group, replace(result, error=error), samples)
+                return await self._end_interrupted(group, run, replace(result, error=error), samples)
         except DartsError as error:
             return replace(result, error=error)
-        except Exception as error:  # a bug of ours: it ends this group and no other
-            logger.exception("group %s failed", result.group_id)
+        except Exception as error:
+            # A bug of ours, which ends this group and no other.
+            logger.exception("group %s failed", group_id)
             return replace(result, error=error)
-        finally:  # also of a group that failed, or is stopped because enough others are complete
+        finally:
+            # Failed groups count too, and groups that were stopped because enough others are complete.
             if run is not None and run.record is not None:
                 self._generated += run.record.generated_tokens
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
-    async def _keep_generated(self, group: BatchGroup[Any, Any], run: GroupRun[Any, Any]) -> None:
-        """Keep what the candidates of a stopped group have generated, if another one can go on with it."""
+    def _start(self, group: BatchGroup, group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
+        can_carry = self._carry is Carry.RESUME
+        resumed = group.resumed
+        if resumed is not None:
+            # The weights may have changed while the group waited.
+            version = self._rollouts.engine.weight_version
+            if resumed.staleness(version) > self._kept.limits.staleness:
+                resumed = None
+        if resumed is not None:
+            carried = resumed.candidates
+            tail_seed: Sequence[int] | None = resumed.tail_seed
+        else:
+            carried = ()
+            tail_seed = self._renderer.tail_seed(group.request)
+        if can_carry and tail_seed is None:
+            tail_seed = (secrets.randbits(64),)
+        spec = GroupSpec(
+            self.plan,
+            group.request,
+            group_id,
+            group.prompt_key,
+            tail_seed,
+            # A trajectory is streamed as soon as it is certain, unless its group may continue in a later batch.
+            early=streams and not can_carry,
+            on_abort=self._on_abort,
+            quota=self._quota,
+            tokens=self._renderer.tokens(group.request),
+        )
+        ticket = self._prepared.ticket.split(group.allocation.candidates)
+        return self._rollouts.start(spec, group.allocation, ticket, carried)
+
+    async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:
         candidates = await run.runner.collect_carried()
-        # With a seed a candidate's number gives its random numbers, so no other one may get it.
+        # With a seed, the random numbers of a candidate depend on its index, so candidates must keep their indices.
         is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None
-        if is_renumbered or len(candidates) < self.plan.size:  # it was paused for new weights, or its candidates failed
+        # There are too few candidates if some failed, or if the group was paused for new weights.
+        if is_renumbered or len(candidates) < self.plan.size:
             group.resumed = None
             self._generated += sum(candidate.tokens for candidate in candidates)
             return
         assert run.spec.tail_seed is not None
-        saturated = group.allocation.saturated
-        group.resumed = CarriedGroup(self._terms, saturated, run.spec.tail_seed, candidates)
+        terms = self._prepared.terms
+        group.resumed = CarriedGroup(terms, group.allocation.saturated, run.spec.tail_seed, candidates)
 
-    async def _interrupted(
-        self, group: BatchGroup[Any, Any], result: GroupResult, samples: Mapping[int, Sample]
+    async def _end_interrupted(
+        self,
+        group: BatchGroup,
+        run: GroupRun[Any, Any],
+        result: GroupResult,
+        samples: Mapping[int, Sample],
     ) -> GroupResult | None:
-        """Return what a group that was ended from outside has generated; ``None`` if its prompt is carried over."""
-        run = group.run
-        assert run is not None
-        # First: if enough others are complete before it has ended, it stays undecided.
+        """End a group that was interrupted; return None if its prompt is carried over."""
+        # Set first: if enough other groups complete meanwhile, this group stays undecided.
         group.interrupted = run.interrupted
-        result, on_abort = replace(result, record=run.record), self._on_abort
+        on_abort = self._on_abort
+        result = replace(result, record=run.record)
         if on_abort is OnAbort.CARRY:
-            await self._keep_generated(group, run)
+            await self._keep_tokens(group, run)
         elif on_abort is OnAbort.RETURN:
             aborted: dict[int, AbortedSample] = {}
             for index, output in (await run.aborted_outputs()).items():
                 sample = samples.get(index) or await self._renderer.to_sample(output)
-                spans = run.runner.candidates[index].version_spans(len(sample.token_ids))
+                spans = run.runner.candidates[index].history.version_spans(len(sample.token_ids))
                 aborted[index] = AbortedSample(sample, spans)
             result = replace(result, aborted=aborted)
         if self._carry is Carry.DROP:
             return result
         if on_abort is OnAbort.RETURN:
-            group.handed_back, group.resumed = result, None
+            group.handed_back = result
+            group.resumed = None
         group.run = None
         return None

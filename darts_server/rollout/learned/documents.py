@@ -1,4 +1,4 @@
-"""Learned values that survive a restart, as documents in the store: small JSON values, and blobs of any size."""
+"""Learned values in the store, which survive a restart: small JSON documents, and blobs of any size."""
 
 import asyncio
 import hashlib
@@ -19,10 +19,10 @@ Document = Mapping[str, Scalar]
 T = TypeVar("T")
 
 MAX_LOGGED = 100
-"""Documents of a kind that are named in the log as unusable, each once."""
+"""Number of unusable documents of a kind that are logged."""
 PART_SUFFIX = "_part"
 PART_BYTES = 48_000
-"""Of a blob: 64,000 bytes as base64, within the limit of a document."""
+"""Part of a blob, in bytes: 64,000 bytes as base64, within the limit of a document."""
 MAX_PARTS = (1 << 26) // PART_BYTES
 """64 MiB: several times the largest quality head."""
 
@@ -36,15 +36,14 @@ class DocumentStore(Protocol):
 
     @property
     def generation(self) -> int:
-        """How often all documents were replaced by a saved state."""
+        """Number of times that a saved state has replaced all documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of documents, each of fields, or with ``is_json`` of the JSON of a value.
+    """A kind of documents, which are fields, or a value in JSON if ``is_json``.
 
-    ``create``: makes a value from either, if it is a class from its fields by name; it raises for what another version
-    wrote.
+    ``create``: makes a value from either. A class gets the fields by name.
     """
 
     name: str
@@ -52,25 +51,27 @@ class Kind(Generic[T]):
     is_json: bool = False
 
     def parse(self, document: Document) -> T:
-        """Parse a document that may hold anything.
+        """Parse an untrusted document.
 
         Raises:
-            ValueError: it cannot be used; the message says why.
+            ValueError: why the document cannot be used.
         """
         try:
             value = json.loads(str(document["value"])) if self.is_json else document
             return self.create(**value) if isinstance(self.create, type) else self.create(value)
-        except Exception as error:  # whatever a made-up document leads to: it must not reach a group
-            raise ValueError(str(error) if type(error) is ValueError else repr(error)) from error
+        except Exception as error:
+            # A document may raise anything, which must not reach a group.
+            message = str(error) if type(error) is ValueError else repr(error)
+            raise ValueError(message) from error
 
 
 def json_kind(name: str, create: Callable[..., T]) -> Kind[T]:
-    """Return the kind of documents that `StoredValues.save` writes. ``create``: see `Kind`."""
+    """Return a kind of documents that `StoredValues.save` writes."""
     return Kind(name, create, is_json=True)
 
 
 class Debounce:
-    """Run ``work`` within ``seconds`` of the first request for it, however many requests follow meanwhile."""
+    """Run ``work`` once, ``seconds`` after the first of several requests."""
 
     def __init__(self, seconds: float, work: Callable[[], None]) -> None:
         self._seconds = seconds
@@ -82,7 +83,6 @@ class Debounce:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self.run_pending)
 
     def run_pending(self) -> None:
-        """Run the work now if it was requested."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -90,9 +90,9 @@ class Debounce:
 
 
 class StoredValues(Generic[T]):
-    """Values of one kind. One that cannot be used counts as missing, is logged once, and learned again.
+    """Values of one kind, which are read at every use, so that a restore takes effect at once.
 
-    They are read at every use, so that a restore takes effect at once.
+    A value that cannot be used is logged once, counts as missing, and is learned again.
     """
 
     def __init__(self, documents: DocumentStore, kind: Kind[T]) -> None:
@@ -101,10 +101,11 @@ class StoredValues(Generic[T]):
         self._logged: set[str] = set()
 
     def load(self, key: str) -> T | None:
-        """Return the value, or ``None`` if there is none that can be used: shaping aims worse for a while then."""
         document = self._documents.get(self._kind.name, key)
+        if document is None:
+            return None
         try:
-            return None if document is None else self._kind.parse(document)
+            return self._kind.parse(document)
         except ValueError as error:
             if key not in self._logged and len(self._logged) < MAX_LOGGED:
                 self._logged.add(key)
@@ -113,13 +114,13 @@ class StoredValues(Generic[T]):
             return None
 
     def save(self, key: str, value: Any) -> None:
-        """Save a value of a `json_kind`, given as JSON values, in place of the previous one."""
+        """Save a value of a `json_kind`, given as JSON values."""
         self._documents.put(self._kind.name, key, {"value": json.dumps(value)})
 
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """``numbers``: saved together with the bytes."""
+    """Bytes, and numbers that are saved with them."""
 
     data: bytes
     numbers: Mapping[str, int]
@@ -127,7 +128,7 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The document that lists a blob's parts. ``slot``: where they are."""
+    """The document that describes a blob. ``slot``: 0 or 1, part of the keys of the blob's parts."""
 
     slot: int
     parts: int
@@ -138,9 +139,9 @@ class Manifest:
 class BlobStore:
     """Blobs of one kind. Only one thread at a time may save a key.
 
-    A blob is split into parts, one document each, and a manifest: documents, and lines of a saved state, are small. A
-    key has two slots: a new blob is written to the slot that the manifest does not name, and the manifest after it. So
-    every reader finds one blob or the other complete, also after a process was killed while it saved.
+    A blob is split into parts, as documents are small. Each key has two slots. A new blob is written to the slot that
+    the manifest does not name, and then the manifest. So a reader always finds a complete blob, also after a process
+    was killed while it saved.
     """
 
     def __init__(self, documents: DocumentStore, kind: str) -> None:
@@ -149,42 +150,52 @@ class BlobStore:
         self._manifests = StoredValues(documents, Kind(kind, _parse_manifest))
 
     def digest(self, key: str) -> str | None:
-        """Return the SHA-256 of the key's blob; ``None`` if there is none that can be read."""
+        """Return the SHA-256 of a blob."""
         manifest = self._manifests.load(key)
         return None if manifest is None else manifest.digest
 
     def load(self, key: str) -> Blob | None:
-        """Return the key's blob; ``None`` if there is none that is complete."""
-        if (manifest := self._manifests.load(key)) is None:
+        manifest = self._manifests.load(key)
+        if manifest is None:
             return None
-        names = (_part_key(key, manifest.slot, number) for number in range(manifest.parts))
-        parts = (self._documents.get(self._kind + PART_SUFFIX, name) or {} for name in names)
         data = b""
-        with suppress(KeyError, ValueError):  # a part is missing or damaged: the digest tells
-            data = b"".join(b64decode(str(part["data"]), validate=True) for part in parts)
+        # If a part is missing or damaged, the digest differs.
+        with suppress(KeyError, ValueError):
+            parts = []
+            for number in range(manifest.parts):
+                part = self._documents.get(self._kind + PART_SUFFIX, _part_key(key, manifest.slot, number)) or {}
+                parts.append(b64decode(str(part["data"]), validate=True))
+            data = b"".join(parts)
         if hashlib.sha256(data).hexdigest() != manifest.digest:
             logger.warning("the learned %s %s is incomplete, and is learned again", self._kind, key)
             return None
         return Blob(data, manifest.numbers)
 
     def save(self, key: str, data: bytes, numbers: Mapping[str, int]) -> str:
-        """Save a blob in place of the key's previous one. Returns its digest."""
-        kind, previous = self._kind + PART_SUFFIX, self._manifests.load(key)
-        slot = 0 if previous is None else 1 - previous.slot
-        parts = [data[begin : begin + PART_BYTES] for begin in range(0, len(data), PART_BYTES)]
-        for number, part in enumerate(parts):
-            self._documents.put(kind, _part_key(key, slot, number), {"data": b64encode(part).decode()})
+        """Save a blob in place of the previous blob, and return the digest."""
+        kind = self._kind + PART_SUFFIX
+        previous = self._manifests.load(key)
+        slot = 0
+        old_parts = 0
+        if previous is not None:
+            slot = 1 - previous.slot
+            old_parts = previous.parts
+
+        starts = range(0, len(data), PART_BYTES)
+        for number, start in enumerate(starts):
+            part = b64encode(data[start : start + PART_BYTES]).decode()
+            self._documents.put(kind, _part_key(key, slot, number), {"data": part})
         digest = hashlib.sha256(data).hexdigest()
-        # The store's field is "side": it is in state files and archives.
-        self._documents.put(self._kind, key, {"side": slot, "parts": len(parts), "digest": digest, **numbers})
-        # The store cannot delete: empty the old parts.
-        for number in range(0 if previous is None else previous.parts):
+        # State files and archives have the slot under the name "side".
+        self._documents.put(self._kind, key, {"side": slot, "parts": len(starts), "digest": digest, **numbers})
+        # The store cannot delete documents, so the old parts are emptied.
+        for number in range(old_parts):
             self._documents.put(kind, _part_key(key, 1 - slot, number), {"data": ""})
         return digest
 
 
 def blob_kinds(name: str) -> tuple[Kind[Manifest], Kind[None]]:
-    """Return the kinds of documents that blobs consist of."""
+    """Return the kinds of manifests and of parts."""
     return Kind(name, _parse_manifest), Kind(name + PART_SUFFIX, _check_part)
 
 

@@ -1,4 +1,4 @@
-"""Everything that is learned from rollouts: lengths of prompts and data set, rewards, and the latency of the engine."""
+"""Statistics of rollouts: lengths of prompts and data set, rewards, and the latency of the engine."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from darts_server.estimates.checks import MIN_MEAN, check_count, check_length, check_number
-from darts_server.estimates.latency import LatencyModel
+from darts_server.estimates.latency import LatencyCurve, LatencyModel
 from darts_server.estimates.length_profile import LengthProfile, ratios_to_mean
 from darts_server.estimates.lengths import (
     DatasetStats,
@@ -33,17 +33,18 @@ STEP_GROUPS = 256
 WRITE_DELAY_SECONDS = 0.3
 """The store buffers for another half second, so that a killed process loses at most the last second."""
 LATENCY_DELAY_SECONDS = 2.0
-"""A write has some 30 KB, and what a killed process loses is learned again in as many seconds."""
-KEY, ENGINE_KEY = "all", "engine"
+"""A write has some 30 KB. A killed process loses two seconds of learning."""
+KEY = "all"
+ENGINE_KEY = "engine"
 KEY_BYTES = 12
 """96 bits: the chance that any two of a million prompts share a key is below 1e-16."""
 MIN_COHORT = 8
-"""Number of prompts below which the cohort alone says too little."""
+"""Number of prompts below which a cohort alone says too little."""
 BIAS_GROUPS = 256
-"""Number of groups that the length bias covers: one step or a few."""
+"""Number of groups that the length bias covers: about one step."""
 
 Step = list[tuple[int, LengthEstimate]]
-"""Weight version and lengths of each group of a step."""
+"""Weight version and lengths of each group."""
 
 
 def _parse_step(value: Any) -> Step:
@@ -59,33 +60,33 @@ def _parse_step(value: Any) -> Step:
 
 
 KIND = "prompt"
-PROMPT = Kind(KIND, PromptStats)  # it checks the types itself
+PROMPT = Kind(KIND, PromptStats)
 DATASET = json_kind("dataset", DatasetStats)
 STEP = json_kind("step", _parse_step)
 PROFILE = json_kind("profile", LengthProfile)
 LATENCY = json_kind("latency", LatencyModel)
-PROMPT_REWARDS, DATASET_REWARDS = (json_kind(name, restore_stats) for name in ("prompt_rewards", "dataset_rewards"))
+PROMPT_REWARDS = json_kind("prompt_rewards", restore_stats)
+DATASET_REWARDS = json_kind("dataset_rewards", restore_stats)
 KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_REWARDS, DATASET_REWARDS)
 
 
 def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
-    """The key of a prompt without a key of its caller's: a hash of its tokens and its other inputs.
-
-    It is the same in every process and on every host.
-    """
+    """Hash a prompt's tokens and other inputs, equally in every process and on every host."""
     numbers = list(token_ids)
     for text in other_inputs:
-        # Token ids are not negative, so negative numbers cannot be mistaken for more of them.
+        # Negative numbers cannot be token ids.
         numbers += [-1 - byte for byte in text.encode()]
     return blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=KEY_BYTES).hexdigest()
 
 
 def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
-    """Lengths of the group's candidates; censored for those that were stopped or cut, as they would be longer.
+    """Return the lengths of a group's candidates, censored for stopped and cut candidates, which would be longer.
 
-    ``beyond_limit``: whether the length of a truncated candidate is censored too.
+    ``beyond_limit``: whether the lengths of truncated candidates are censored too.
     """
-    complete = {FinishReason.STOP} if beyond_limit else {FinishReason.STOP, FinishReason.LENGTH}
+    complete = {FinishReason.STOP}
+    if not beyond_limit:
+        complete.add(FinishReason.LENGTH)
     observed = []
     for c in record.candidates[record.restarted_from :]:
         if c.tokens > 0:
@@ -94,42 +95,40 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 
 
 def length_limit(record: GroupRecord) -> int | None:
-    """Return the limit of a candidate's tokens in a group; ``None`` if it is not known.
+    """Return the length in tokens at which candidates were truncated, or ``max_tokens`` if none was truncated.
 
-    The limit is the length at which candidates were truncated, which the model's context may have made shorter than the
-    request's ``max_tokens``. It is ``max_tokens`` if no candidate was truncated.
+    The model's context may be shorter than the request's ``max_tokens``.
     """
-    reached = []
+    limits = []
     longest = 0
     for c in record.candidates[record.restarted_from :]:
         longest = max(longest, c.tokens)
         if c.finish_reason is FinishReason.LENGTH and not c.cut:
-            reached.append(c.tokens)
-    limit = max(reached, default=record.max_tokens)
-    return None if limit is None or limit < longest else limit
+            limits.append(c.tokens)
+    limit = max(limits, default=record.max_tokens)
+    if limit is None or limit < longest:
+        return None
+    return limit
 
 
 class Dataset:
-    """Aggregate lengths over all prompts and keep the result in ``documents``.
-
-    A step ends when the weight version changes, or after `STEP_GROUPS` groups.
-    """
+    """Lengths over all prompts. A step ends when the weight version changes, or after `STEP_GROUPS` groups."""
 
     def __init__(self, documents: DocumentStore) -> None:
         self._documents = documents
         self._stats = StoredValues(documents, DATASET)
         self._steps = StoredValues(documents, STEP)
         self._profiles = StoredValues(documents, PROFILE)
-        # Groups that are not written yet: generation of documents, weight version, lengths, and ratios to the mean, of
-        # which those of one group fade all before.
+        # Groups that are not written yet: generation of documents, weight version, lengths, and ratios to the mean. The
+        # ratios stay grouped, because each group fades all earlier ratios.
         self._groups: list[tuple[int, int, LengthEstimate, list[tuple[float, bool]]]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending
-        """Write everything that is pending to ``documents``."""
+        """Write pending changes to the documents."""
 
     @property
     def stats(self) -> DatasetStats:
-        """Standard deviation and mean of lengths over the last steps."""
+        """Standard deviation and mean of lengths over recent steps, in tokens."""
         self.flush()
         return self._stats.load(KEY) or DatasetStats()
 
@@ -152,12 +151,14 @@ class Dataset:
         self._write_later.request()
 
     def _write(self) -> None:
-        # Not those that ended before learned state was restored.
+        # Groups that ended before the learned state was restored are dropped.
         generation = self._documents.generation
-        groups, self._groups = [group for group in self._groups if group[0] == generation], []
+        groups = [group for group in self._groups if group[0] == generation]
+        self._groups = []
         if not groups:
             return
-        profile, step = self._profiles.load(KEY) or LengthProfile(), self._steps.load(KEY) or []
+        profile = self._profiles.load(KEY) or LengthProfile()
+        step = self._steps.load(KEY) or []
         for _, version, estimate, ratios in groups:
             profile.observe(ratios)
             if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
@@ -170,9 +171,9 @@ class Dataset:
 
 
 class Latency:
-    """Learn the engine's latency curve and keep it in ``documents``.
+    """The latency curve of the engine.
 
-    ``capacity``: most sequences that run at once on all ``engines``; ``None`` if unknown.
+    ``capacity``: number of sequences that run at once on all ``engines``, or None if unknown.
     """
 
     def __init__(self, documents: DocumentStore, capacity: int | None = None, engines: int = 1) -> None:
@@ -182,45 +183,47 @@ class Latency:
         self._states = StoredValues(documents, LATENCY)
         self._write_later = Debounce(LATENCY_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending
-        """Write everything that is pending to ``documents``."""
+        """Write pending changes to the documents."""
         self._generation = documents.generation
         self._model = self._states.load(ENGINE_KEY) or LatencyModel()
 
     @property
     def start_seconds(self) -> float | None:
-        """Seconds that a candidate costs when it starts, besides its decode steps; ``None`` until it is known."""
+        """Seconds that the start of a candidate costs, without its decode steps."""
         return self._learned().start_seconds
 
     def step_seconds(self, batch: int) -> float | None:
-        """Seconds of a decode step while ``batch`` sequences run on all engines; ``None`` until they are known."""
-        curve = self._learned().curve
-        return None if curve is None else curve.scaled(1 / self.engines).step_seconds(batch)
+        """Return the seconds of a decode step of ``batch`` sequences on all engines, if they are known."""
+        curve = self._curve()
+        return None if curve is None else curve.step_seconds(batch)
 
     def completion_seconds(self, groups: Sequence[Sequence[int]]) -> list[float]:
-        """Return the seconds until each group is complete if all start together and nothing else runs.
+        """Return the seconds until each group is complete if all start together, or nothing while they are unknown.
 
-        ``groups``: lengths in tokens of each group's trajectories, which queue in this order. Empty while the curve is
-        unknown.
+        ``groups``: lengths of trajectories in tokens, in queueing order.
         """
-        curve = self._learned().curve
+        curve = self._curve()
         if curve is None:
             return []
         lengths = [length for group in groups for length in group]
-        ends = iter(curve.scaled(1 / self.engines).completion_seconds(lengths, self.capacity).tolist())
+        ends = iter(curve.completion_seconds(lengths, self.capacity).tolist())
         return [max(islice(ends, len(group))) for group in groups]
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
-        """Learn that a step of ``batch`` sequences took ``seconds``, in which so many of them ``started``."""
         self._model.observe(batch, seconds, started)
         self._write_later.request()
 
-    def _learned(self) -> LatencyModel:
-        """Return the model, from restored state if there is any.
+    def _curve(self) -> LatencyCurve | None:
+        """Return the curve of all engines together."""
+        curve = self._learned().curve
+        return None if curve is None else curve.scaled(1 / self.engines)
 
-        Steps after the restore are forgotten too if this comes later, which it does within `LATENCY_DELAY_SECONDS`.
-        """
-        if self._generation != (generation := self._documents.generation):
-            self._generation, self._model = generation, self._states.load(ENGINE_KEY) or LatencyModel()
+    def _learned(self) -> LatencyModel:
+        """Return the model, after a restore the restored model."""
+        # Steps between the restore and this call are forgotten: at most `LATENCY_DELAY_SECONDS`.
+        if self._generation != self._documents.generation:
+            self._generation = self._documents.generation
+            self._model = self._states.load(ENGINE_KEY) or LatencyModel()
         return self._model
 
     def _write(self) -> None:
@@ -230,61 +233,59 @@ class Latency:
 
 
 class Rewards:
-    """Keep reward statistics in ``documents``, by prompt key and over all prompts."""
+    """Reward statistics by prompt key and over all prompts."""
 
     def __init__(self, documents: DocumentStore) -> None:
         self.prompts = StoredValues(documents, PROMPT_REWARDS)
-        """By prompt key; none where none of its trajectories has a reward."""
+        """Statistics of each prompt that has rewards, by prompt key."""
         self._dataset = StoredValues(documents, DATASET_REWARDS)
 
     @property
     def dataset(self) -> RewardStats:
-        """Statistics over all prompts, including those without a key."""
+        """Statistics over all prompts, also prompts without a key."""
         return self._dataset.load(KEY) or RewardStats()
 
     def mean_length(self, answer: str) -> float | None:
-        """Mean length in tokens of all ``right`` or all ``wrong`` trajectories; ``None`` if there are none."""
+        """Return the mean length of all ``right`` or ``wrong`` trajectories in tokens."""
         lengths = {"right": self.dataset.right, "wrong": self.dataset.wrong}[answer]
         return lengths.mean if lengths.count else None
 
     def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
-        """Add statistics of newly rewarded trajectories, by prompt key."""
         for key, stats in new_stats.items():
             if key is not None:
-                self.prompts.save(key, ((self.prompts.load(key) or RewardStats()) + stats).state)
+                earlier = self.prompts.load(key) or RewardStats()
+                self.prompts.save(key, (earlier + stats).state)
         if new_stats:
             self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
 
 
 def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
-    """Summarize a prompt's lengths as JSON values, in tokens. What was not seen of the last group is ``None``."""
+    """Return statistics of a prompt's lengths, in tokens, as JSON values."""
     seen = stats.observations
-    mean = None
-    finished = None
-    truncated = None
-    stopped = None
-    if seen:
-        mean = sum(o.tokens for o in seen) / len(seen)
-        finished = sum(not o.censored for o in seen)
-        truncated = sum(stats.is_truncated(o) for o in seen)
-        stopped = len(seen) - finished - truncated
-    return {
+    summary: dict[str, Any] = {
         "estimated_mean_tokens": stats.mean_ema,
         "estimated_std_tokens": stats.std_ema,
         "groups": stats.groups,
         "candidates": stats.candidates,
         "weight_version": stats.weight_version,
-        "mean_generated_tokens": mean,
-        "finished": finished,
-        "truncated": truncated,
-        "stopped": stopped,
+        "mean_generated_tokens": None,
+        "finished": None,
+        "truncated": None,
+        "stopped": None,
         "max_tokens": stats.max_tokens,
         "prompt_tokens": stats.prompt_tokens,
     }
+    if seen:
+        finished = sum(not o.censored for o in seen)
+        truncated = sum(stats.is_truncated(o) for o in seen)
+        summary["mean_generated_tokens"] = sum(o.tokens for o in seen) / len(seen)
+        summary["finished"] = finished
+        summary["truncated"] = truncated
+        summary["stopped"] = len(seen) - finished - truncated
+    return summary
 
 
 def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
-    """Summarize statistics as JSON values, with the difference in tokens; ``None`` without any reward."""
     if stats is None or stats.pass_rate is None:
         return None
     return {
@@ -298,7 +299,7 @@ def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
 
 
 class LengthBias:
-    """Compare generated and returned lengths over the last groups. Lengths of stopped candidates are estimated."""
+    """Generated and returned lengths of recent groups."""
 
     def __init__(self) -> None:
         self._generated: deque[list[tuple[float, float]]] = deque(maxlen=BIAS_GROUPS)
@@ -307,7 +308,7 @@ class LengthBias:
     def group_ended(self, record: GroupRecord) -> None:
         if record.outcome is Outcome.COMPLETED:
             sample = complete_sample(observations(record, beyond_limit=False))
-            # A stopped candidate is expected to become longer, but not longer than its request allows.
+            # A stopped candidate would have become longer, but not longer than its request allows.
             limit = length_limit(record)
             if limit is not None:
                 sample = [(weight, min(length, limit)) for weight, length in sample]
@@ -315,57 +316,62 @@ class LengthBias:
             self._returned.append(record.selected)
 
     def mean(self, kind: str) -> float | None:
-        """Mean length in tokens; ``kind`` is ``generated`` or ``returned``. ``None`` before a group was completed."""
+        """Return the mean of all ``generated`` or ``returned`` lengths in tokens."""
         weights, lengths = self._pool(kind)
-        return float(np.average(lengths, weights=weights)) if weights.sum() > 0 else None
+        if not weights.sum() > 0:
+            return None
+        return float(np.average(lengths, weights=weights))
 
     def quantile(self, kind: str, share: float) -> float | None:
-        """The length that a ``share`` of trajectories does not exceed, in tokens."""
+        """Return the length in tokens that a ``share`` of trajectories does not exceed."""
         weights, lengths = self._pool(kind)
         if not weights.sum() > 0:
             return None
         return float(np.quantile(lengths, share, weights=weights, method="inverted_cdf"))
 
     def _pool(self, kind: str) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
-        pairs = [pair for group in self._generated for pair in group]
         if kind == "returned":
             pairs = [(1.0, float(c.tokens)) for group in self._returned for c in group]
+        else:
+            pairs = [pair for group in self._generated for pair in group]
         return np.array([w for w, _ in pairs]), np.array([x for _, x in pairs])
 
 
 class Statistics:
-    """Keep statistics of lengths, step times and rewards in ``documents``.
-
-    ``capacity``, ``engines``: see `Latency`.
-    """
+    """All statistics. They are kept in ``documents``. ``capacity``, ``engines``: see `Latency`."""
 
     def __init__(self, documents: DocumentStore, capacity: int | None = None, engines: int = 1) -> None:
         self.documents = documents
         self.prompts = StoredValues(documents, PROMPT)
-        """Length statistics by prompt key; saved as documents, not as JSON in them."""
+        """Length statistics by prompt key."""
         self.dataset = Dataset(documents)
         self.latency = Latency(documents, capacity, engines)
         self.rewards = Rewards(documents)
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn the lengths of a completed group, those of stopped candidates as censored.
-
-        Failed and cancelled groups are ignored: their lengths depend on when they were stopped.
-        """
+        """Learn the lengths of a completed group. In other groups, lengths depend on the time of the stop."""
         observed = observations(record)
         if record.outcome is not Outcome.COMPLETED or not observed:
             return
         version = max((c.weight_version_end or 0 for c in record.selected), default=0)
         estimate = estimate_lengths(observed)
         earlier = None
-        if (key := record.prompt_key) is not None:
-            earlier = self.prompts.load(key)
+        if record.prompt_key is not None:
+            earlier = self.prompts.load(record.prompt_key)
             limit = length_limit(record)
-            stats = update_stats(earlier, observed, estimate, version, limit, record.prompt_tokens)
-            self.documents.put(KIND, key, asdict(stats))
+            stats = update_stats(
+                earlier,
+                observed,
+                estimate,
+                version,
+                limit,
+                record.prompt_tokens,
+            )
+            # Prompts are saved as fields, not as a value in JSON.
+            self.documents.put(KIND, record.prompt_key, asdict(stats))
         self.dataset.learn(observed, estimate, version, earlier)
 
     def flush(self) -> None:
-        """Write everything that is pending to ``documents``."""
+        """Write pending changes to the documents."""
         self.dataset.flush()
         self.latency.flush()

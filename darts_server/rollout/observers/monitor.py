@@ -1,4 +1,4 @@
-"""Running and recently ended groups, for viewers of the server's monitor. Without viewers it costs nothing."""
+"""Running and recently ended groups, for viewers of the server's monitor."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,26 +13,22 @@ from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.kept import Kept
 
 MAX_GROUPS = 256
-"""Ended groups that a new viewer gets, and likewise running ones: the last step or two."""
+"""Number of ended groups, and of running groups: the last step or two."""
 MAX_CANDIDATES = 2048
-"""Candidates of all ended groups together, and likewise of running ones."""
+"""Number of candidates of all ended groups, and of all running groups."""
 MAX_CANDIDATES_PER_GROUP = 1024
-"""Of a very large group only the first candidates are shown."""
+"""Further candidates of a group are not shown."""
 
 Fields = dict[str, Any]
-"""JSON values by name, without those that are unknown or do not apply."""
+"""JSON values by name, without values that are unknown or do not apply."""
 MaySee = Callable[[str | None], bool]
-"""Whether the groups of an owner may be seen."""
+"""Returns whether the groups of an owner may be seen."""
 
 
 class Monitor:
-    """Keep the records of the last groups that ended, and count what runs. At the limits, see `Kept`.
+    """Keep the records of ended groups, and find running groups. At the limits, see `Kept`.
 
-    Args:
-        rollouts: running groups.
-        clock: the runner's.
-        max_groups: most ended groups, and most running ones, that are shown.
-        max_candidates: most candidates of these, likewise.
+    ``clock``: the runner's clock, in seconds.
     """
 
     def __init__(
@@ -45,17 +41,17 @@ class Monitor:
         self.clock = clock
         self.max_groups = max_groups
         self.ended = 0
-        """Number of groups that have ended so far."""
         self.rollouts = rollouts
         self._max_candidates = max_candidates
-        self._records: Kept[int, GroupRecord] = Kept(max_groups, max_candidates)  # by their place among all that ended
+        # By owner, and by the value of `ended`.
+        self._records: Kept[int, GroupRecord] = Kept(max_groups, max_candidates)
 
     def group_ended(self, record: GroupRecord) -> None:
         self.ended += 1
         self._records.put(record.owner, self.ended, record, _shown_candidates(record))
 
     def ended_after(self, count: int, may_see: MaySee) -> list[GroupRecord]:
-        """The kept records of these owners' groups after the first ``count``, in the order in which they ended."""
+        """Return kept records of visible groups after the first ``count``, in the order of their ends."""
         found: list[tuple[int, GroupRecord]] = []
         for owner, records in self._records:
             if not may_see(owner):
@@ -68,12 +64,13 @@ class Monitor:
         return [record for _, record in found]
 
     def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
-        """Running groups of these owners, the newest first, as many as are shown."""
-        room = self._max_candidates
+        """Yield visible running groups, the newest first, up to the limits."""
+        candidates = 0
         visible = (run for run in reversed(self.rollouts.runs) if may_see(run.owner))
         for place, run in enumerate(visible):
-            room -= _shown_candidates(run)
-            if place and (place >= self.max_groups or room < 0):
+            candidates += _shown_candidates(run)
+            # The newest group is always shown.
+            if place and (place >= self.max_groups or candidates > self._max_candidates):
                 return
             yield run
 
@@ -82,9 +79,7 @@ class Monitor:
 class Viewer:
     """One viewer of the monitor.
 
-    ``may_see``: whether it may see the groups of an owner.
-
-    An update covers everything since the previous one, however long ago. So a viewer that updates rarely costs less.
+    An update covers all changes since the previous update, so a viewer that updates rarely costs less.
     """
 
     monitor: Monitor
@@ -93,42 +88,55 @@ class Viewer:
     _running: dict[str, Fields] = field(default_factory=dict)
 
     def next_update(self) -> Fields:
-        """Return what changed since the previous update, as in `MonitorAnswer`, without ``health``.
+        """Return the changes since the previous update, as in `MonitorAnswer`, without ``health``.
 
-        A group that is new to the viewer, as all are in the first update, has ``began`` and all fields of its
-        candidates. Otherwise it has only the fields that changed, and the ``index`` of each candidate. Times are
-        seconds on the runner's clock.
+        A group that is new to the viewer has ``began`` and all fields of its candidates. Any other group has only the
+        fields that changed, and the ``index`` of each candidate. Times are seconds of the runner's clock.
         """
-        monitor, changes, previous, self._running = self.monitor, [], self._running, {}
+        monitor = self.monitor
+        changes: list[Fields] = []
+        previous = self._running
+        self._running = {}
+
         for record in monitor.ended_after(self._groups_seen, self.may_see):
-            now = _group(record, record) | _without_none(
-                {
-                    "ended": record.ended_at,
-                    "outcome": record.outcome.value,
-                    "deadline": record.deadline,
-                    "error": record.error,
-                    "candidates": [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]],
-                }
-            )
+            now = _group(record, record, record.policy)
+            now["ended"] = record.ended_at
+            now["outcome"] = record.outcome.value
+            if record.deadline is not None:
+                now["deadline"] = record.deadline
+            if record.error is not None:
+                now["error"] = record.error
+            now["candidates"] = [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
             changes.append(_changes(now, previous.pop(record.group_id, None)))
         self._groups_seen = monitor.ended
+
         for run in monitor.newest(self.may_see):
             group_id = run.spec.group_id
+            # Two callers have chosen the same id. Viewers know groups by their ids, so the newest group is shown.
             if group_id in self._running:
-                continue  # callers have chosen the same id, and viewers know groups by their ids: the newest is shown
+                continue
             before = previous.pop(group_id, None)
-            # The last states of candidates that do not change any more are used again.
-            old = [] if before is None or before["began"] != run.started_at else before["candidates"]
-            final = [c if "stop" in c and c["state"] in ("selected", "discarded") else None for c in old]
-            final += [None] * (_shown_candidates(run) - len(final))
-            now = self._running[group_id] = _group(run.spec, run)
-            now["candidates"] = [c or _candidate(run.runner.record(index)) for index, c in enumerate(final)]
+            now = _group(run.spec, run, run.spec.plan.policy)
+            old: list[Fields] = []
+            if before is not None and before["began"] == run.started_at:
+                old = before["candidates"]
+            candidates: list[Fields] = []
+            for index in range(_shown_candidates(run)):
+                # Candidates that do not change any more are used again.
+                if index < len(old) and _is_final(old[index]):
+                    candidates.append(old[index])
+                else:
+                    candidates.append(_candidate(run.runner.record(index)))
+            now["candidates"] = candidates
+            self._running[group_id] = now
             changes.append(_changes(now, before))
+
         return {
             "now": monitor.clock(),
             "running": monitor.rollouts.running,
             "candidates": sum(len(run.candidates) for run in monitor.rollouts.runs),
-            "groups": [group for group in changes if len(group) > 2 or group["candidates"]],  # always has its id
+            # A group without changes has its id and an empty list of candidates.
+            "groups": [group for group in changes if len(group) > 2 or group["candidates"]],
             "left": list(previous),
         }
 
@@ -137,16 +145,20 @@ def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
-def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any]) -> Fields:
+def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], policy: str) -> Fields:
     fields = {
         "group_id": spec.group_id,
         "began": group.started_at,
         "prompt_key": spec.prompt_key,
-        "policy": spec.policy if isinstance(spec, GroupRecord) else spec.plan.policy,
+        "policy": policy,
         "size": group.size,
         "started": len(group.candidates),
     }
     return _without_none(fields)
+
+
+def _is_final(candidate: Fields) -> bool:
+    return "stop" in candidate and candidate["state"] in ("selected", "discarded")
 
 
 def _candidate(record: CandidateRecord) -> Fields:
@@ -156,8 +168,10 @@ def _candidate(record: CandidateRecord) -> Fields:
         state = "discarded"
     elif record.finish_reason is not None:
         state = "finished"
+    elif record.started_at is None:
+        state = "waiting"
     else:
-        state = "waiting" if record.started_at is None else "running"
+        state = "running"
     fields = {
         "index": record.index,
         "state": state,
@@ -178,18 +192,21 @@ def _without_none(fields: Fields) -> Fields:
 
 
 def _changes(now: Fields, before: Fields | None) -> Fields:
-    """Return the changes of a group; all of it if there was none before, or if a new group has reused its id."""
+    """Return the changes of a group, or the whole group if it is new or has reused the id of another group."""
     if before is None or before["began"] != now["began"]:
         return now
-    candidates, old = [], before["candidates"]
+    old = before["candidates"]
+    candidates: list[Fields] = []
     for index, fields in enumerate(now["candidates"]):
         if index >= len(old):
             candidates.append(fields)
-        elif fields is not old[index] and (changed := _changed_fields(fields, old[index])):
-            candidates.append({"index": fields["index"], **changed})
-    changed = _changed_fields(now, before, but="candidates")
-    return {"group_id": now["group_id"], **changed, "candidates": candidates}
+        elif fields is not old[index]:
+            changed = _changed_fields(fields, old[index])
+            if changed:
+                candidates.append({"index": fields["index"], **changed})
+    fields = {name: value for name, value in now.items() if name != "candidates"}
+    return {"group_id": now["group_id"], **_changed_fields(fields, before), "candidates": candidates}
 
 
-def _changed_fields(now: Fields, before: Fields, but: str | None = None) -> Fields:
-    return {name: value for name, value in now.items() if name != but and before.get(name) != value}
+def _changed_fields(now: Fields, before: Fields) -> Fields:
+    return {name: value for name, value in now.items() if before.get(name) != value}

@@ -1,6 +1,6 @@
-"""Match reported rewards to the trajectories that were returned, and learn from them.
+"""Match reported rewards to returned trajectories, and learn from them.
 
-Rewards may arrive in any order and more than once, for a group that still runs, has ended, or is not kept any more.
+Rewards may arrive in any order and more than once, for groups that still run, have ended, or are not kept any more.
 """
 
 import asyncio
@@ -20,19 +20,18 @@ from darts_server.serving.kept import Kept
 from darts_server.types import Outcome
 
 REWARDS_PER_TURN = 64
-"""Rewards handled in one turn of the event loop: ten milliseconds if each is given with 8,192 tokens."""
+"""Number of rewards in one turn of the event loop: ten milliseconds if rewards come with 8,192 tokens."""
 MAX_UNKNOWN_INDICES = 100
 FINGERPRINT_BYTES = 16
 TOKEN_TYPE = "i"
-"""32 bits: more than any vocabulary needs."""
 
 OnReward = Callable[[GroupKey, int, bool], None]
-"""Called for a rewarded trajectory with its group, its candidate's index, and whether it is correct."""
+"""Called for a rewarded trajectory with its group, its candidate index, and whether it is correct."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward as a trainer reports it, for a trajectory given by its id, or by its prompt's and its own token ids."""
+    """A reward as a trainer reports it. The trajectory is named by its id, or by the token ids of prompt and answer."""
 
     reward: float
     correct: bool
@@ -43,10 +42,9 @@ class Reward:
 
 @dataclass(slots=True)
 class RewardReport:
-    """How many of the reported rewards were matched, repeated or unknown; each is one of the three.
+    """Numbers of reported rewards. A reward is repeated if its trajectory has one, and unknown if it is not kept.
 
-    ``repeated``: the trajectory has a reward already. ``unknown``: the trajectory is not kept. ``unknown_indices``:
-    positions of the first `MAX_UNKNOWN_INDICES` of these.
+    ``unknown_indices``: positions of the first `MAX_UNKNOWN_INDICES` unknown rewards.
     """
 
     matched: int = 0
@@ -57,7 +55,7 @@ class RewardReport:
 
 @dataclass(frozen=True, slots=True)
 class GroupRewards:
-    """Reward and whether it was correct, by candidate index; ``zero_variance`` is ``None`` until all have one."""
+    """Reward and correctness by candidate index. ``zero_variance`` is None until all trajectories have rewards."""
 
     by_index: Mapping[int, tuple[float, bool]] = field(default_factory=dict)
     zero_variance: bool | None = None
@@ -65,7 +63,7 @@ class GroupRewards:
 
 @dataclass(slots=True, eq=False)
 class ReturnedTrajectory:
-    """A trajectory and its reward. ``reward`` is ``None`` until it is reported; ``correct`` has no meaning before."""
+    """A trajectory and its reward. ``correct`` has no meaning before the reward is reported."""
 
     group: "ReturnedGroup"
     index: int
@@ -77,17 +75,20 @@ class ReturnedTrajectory:
 
 @dataclass(slots=True, eq=False)
 class ReturnedGroup:
-    """The trajectories that a group returned, by candidate index as text. ``record`` is ``None`` while it runs."""
+    """The returned trajectories of a group, by candidate index as text. ``record`` is None while the group runs."""
 
     key: GroupKey
     started_at: float
     prompt_key: str | None
     record: GroupRecord | None = None
     size: int | None = None
-    """Number of trajectories that it returns in all; ``None`` until it is complete."""
+    """Number of all returned trajectories, or None until the group is complete."""
     returned: dict[str, ReturnedTrajectory] = field(default_factory=dict)
     rewarded: int = 0
-    """How many have rewards; equal to ``size`` once all of the complete group do."""
+
+    @property
+    def is_fully_rewarded(self) -> bool:
+        return self.rewarded == self.size
 
     @property
     def zero_variance(self) -> bool:
@@ -96,7 +97,7 @@ class ReturnedGroup:
 
 
 def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> bytes:
-    """Hash a prompt and its completion. Takes 18 microseconds for a thousand tokens."""
+    """Hash a prompt and its completion, in 18 microseconds for a thousand tokens."""
     hashed = blake2b(len(prompt_token_ids).to_bytes(8, "little"), digest_size=FINGERPRINT_BYTES)
     hashed.update(array(TOKEN_TYPE, prompt_token_ids))
     hashed.update(array(TOKEN_TYPE, token_ids))
@@ -104,17 +105,15 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 
 
 class RewardMatcher:
-    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them.
+    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them. At a limit, see `Kept`.
 
-    At most `DEFAULT_KEPT_CANDIDATES` candidates are kept. At these limits, the server drops the oldest group of the
-    caller that has most, see `Kept`. A trajectory takes about 400 bytes, and the record of a candidate as much.
+    A trajectory takes about 400 bytes, and the record of a candidate another 400.
 
     Args:
-        rewards: gets statistics of rewarded trajectories.
-        on_group_rewarded: called once per group when all of its returned trajectories have rewards, with its record,
-            by candidate index which of them are correct, and whether all rewards are equal.
-        on_report: called with the numbers of rewards of known trajectories and of unknown ones, chunk by chunk.
-        on_reward: each is called with every trajectory's first reward.
+        on_group_rewarded: called when all trajectories of a group have rewards, with the group's record, correctness by
+            candidate index, and whether all rewards are equal.
+        on_report: called with the numbers of matched and of unknown rewards.
+        on_reward: called with every trajectory's first reward.
     """
 
     def __init__(
@@ -129,12 +128,14 @@ class RewardMatcher:
         self._on_reward = tuple(on_reward)
         self._on_group_rewarded = on_group_rewarded
         self._on_report = on_report
-        self._groups: Kept[str, ReturnedGroup] = Kept(kept, DEFAULT_KEPT_CANDIDATES)  # by id
-        self._owners: dict[str, set[str | None]] = {}  # of the kept groups, by their ids
+        # By owner and group id.
+        self._groups: Kept[str, ReturnedGroup] = Kept(kept, DEFAULT_KEPT_CANDIDATES)
+        # Owners of the kept groups, by group id.
+        self._owners: dict[str, set[str | None]] = {}
         self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}
 
     def trajectory_returned(self, returned: TrajectoryRecord) -> None:
-        """Keep a trajectory that its caller got, before its group ended or after."""
+        """Keep a trajectory that was returned, before or after its group ended."""
         key = (returned.owner, returned.group_id)
         group = self._find_or_create(key, returned.started_at, returned.prompt_key)
         hashed = fingerprint(returned.prompt_token_ids, returned.token_ids)
@@ -147,35 +148,36 @@ class RewardMatcher:
         group.record = record
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
         self._keep(group)
-        # Trajectories that were returned while it ran, and rewarded before it ended.
-        is_complete = group.rewarded == group.size
-        if not group.rewarded and not is_complete:
+        # Learn from trajectories that were returned while the group ran, and rewarded before it ended.
+        fully_rewarded: list[ReturnedGroup] = []
+        if group.is_fully_rewarded:
+            fully_rewarded.append(group)
+        if not group.rewarded and not fully_rewarded:
             return
         stats = RewardStats()
         for trajectory in group.returned.values():
             if trajectory.reward is not None:
                 stats += _trajectory_stats(trajectory, record)
-        if is_complete:
-            stats += _group_stats(group)
-        self._learn({group.prompt_key: stats}, [group] if is_complete else [])
+        self._learn({group.prompt_key: stats}, fully_rewarded)
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
-        """The rewards that were reported for that group."""
         group = self._groups.of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
         by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
-        return GroupRewards(by_index, group.zero_variance if group.rewarded == group.size else None)
+        return GroupRewards(by_index, group.zero_variance if group.is_fully_rewarded else None)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
-        """Match rewards to kept trajectories that have none yet. Yields to the event loop between chunks.
+        """Match rewards to kept trajectories that have no reward. Yields to the event loop between chunks.
 
-        An id names a trajectory of the caller: others may have chosen the same. For admins, such as a service that
-        computes the rewards of all, it may name another caller's. Tokens name others' if the caller has none with them.
+        Callers may choose the same ids, so an id names a trajectory of the caller. An admin, such as a service that
+        computes all rewards, may name another caller's trajectory. Tokens name trajectories of the caller, or of other
+        callers if the caller has none.
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
-            matched, unknown = report.matched, report.unknown
+            matched = report.matched
+            unknown = report.unknown
             stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
             fully_rewarded: list[ReturnedGroup] = []
             for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
@@ -183,14 +185,15 @@ class RewardMatcher:
                 unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
                 for trajectory in unrewarded:
                     group = trajectory.group
-                    trajectory.reward, trajectory.correct = reward.reward, reward.correct
+                    trajectory.reward = reward.reward
+                    trajectory.correct = reward.correct
                     group.rewarded += 1
                     for on_reward in self._on_reward:
                         on_reward(group.key, trajectory.index, reward.correct)
-                    if group.record is not None:  # else its weight is not known yet, and it counts when the group ends
+                    # The trajectory's weight is known when its group has ended. Before, `group_ended` counts it.
+                    if group.record is not None:
                         stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
-                    if group.rewarded == group.size:
-                        stats[group.prompt_key] += _group_stats(group)
+                    if group.is_fully_rewarded:
                         fully_rewarded.append(group)
                 if unrewarded:
                     report.matched += 1
@@ -206,15 +209,15 @@ class RewardMatcher:
         return report
 
     def _find(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
-        """Find the trajectory with that id, or all kept ones with exactly these tokens."""
         who = caller.get()
         if reward.trajectory_id is None:
             found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
             return [trajectory for trajectory in found if trajectory.group.key[0] == who.name] or found
-        # Callers may have made it from the group's id in the header of its response.
+        # Callers may have made the id from the group's id in a response header.
         for name in (reward.trajectory_id, from_header(reward.trajectory_id)):
             group_id, _, index = name.rpartition(":")
-            owner, owners = who.name, self._owners.get(group_id, set())
+            owner = who.name
+            owners = self._owners.get(group_id, set())
             if who.is_admin and owner not in owners and len(owners) == 1:
                 [owner] = owners
             group = self._groups.of(owner).get(group_id)
@@ -222,7 +225,9 @@ class RewardMatcher:
                 return [group.returned[index]]
         return ()
 
-    def _learn(self, stats: Mapping[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
+    def _learn(self, stats: dict[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
+        for group in fully_rewarded:
+            stats[group.prompt_key] += RewardStats(groups=1, zero_variance=int(group.zero_variance))
         self._rewards.learn(stats)
         for group in fully_rewarded:
             assert group.record is not None
@@ -230,33 +235,35 @@ class RewardMatcher:
             self._on_group_rewarded(group.record, correct, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
-        group = self._groups.of(key[0]).get(key[1])
+        owner, group_id = key
+        group = self._groups.of(owner).get(group_id)
+        # A caller may reuse a request id. The newer group replaces the older.
         if group is not None and group.started_at != started_at:
-            self._groups.pop(*key)  # a caller has reused its request id: the newer group counts
+            self._groups.pop(owner, group_id)
             self._forget(group)
             group = None
         if group is None:
             group = ReturnedGroup(key, started_at, prompt_key)
-            self._owners.setdefault(key[1], set()).add(key[0])
+            self._owners.setdefault(group_id, set()).add(owner)
             self._keep(group)
         return group
 
     def _keep(self, group: ReturnedGroup) -> None:
-        """Keep a group as the newest one of its caller, and drop what it takes the place of."""
+        """Keep a group as the newest group of its caller, and drop older groups at a limit."""
         owner, group_id = group.key
         candidates = 0 if group.record is None else len(group.record.candidates)
         for _, dropped in self._groups.put(owner, group_id, group, candidates):
             self._forget(dropped)
 
     def _forget(self, group: ReturnedGroup) -> None:
-        """Remove a group that is not kept any more from what finds it."""
         owner, group_id = group.key
         self._owners[group_id].discard(owner)
         if not self._owners[group_id]:
             del self._owners[group_id]
         for trajectory in group.returned.values():
             same = self._by_tokens[trajectory.fingerprint]
-            same.remove(trajectory)  # usually the first, as older groups are dropped first
+            # Usually the first entry, as older groups are dropped first.
+            same.remove(trajectory)
             if not same:
                 del self._by_tokens[trajectory.fingerprint]
 
@@ -264,7 +271,3 @@ class RewardMatcher:
 def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> RewardStats:
     length = single_length(trajectory.tokens, record.candidates[trajectory.index].weight or 1.0)
     return RewardStats(right=length) if trajectory.correct else RewardStats(wrong=length)
-
-
-def _group_stats(group: ReturnedGroup) -> RewardStats:
-    return RewardStats(groups=1, zero_variance=int(group.zero_variance))

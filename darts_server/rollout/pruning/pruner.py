@@ -1,4 +1,4 @@
-"""Scores running trajectories by quality (ARRoL), and learns from the rewards that come for them."""
+"""Score running trajectories by quality (ARRoL), and learn from their rewards."""
 
 import logging
 import math
@@ -36,15 +36,15 @@ from darts_server.types import PruningStatus, SelectedAs
 logger = logging.getLogger(__name__)
 
 STEP_GROUPS = 256
-"""Groups with rewards that count as one step while the weights never change: a usual number of prompts per step."""
+"""Rewarded groups that count as one step while the weights do not change: a usual number of prompts."""
 SAVE_SECONDS = 0.3
-"""From learning to saving; the store takes half a second more, so a killed process loses at most the last second."""
+"""Time from learning to saving. The store takes another half second: a killed process loses at most the last second."""
 RELOAD_SECONDS = 1.0
-"""Between two checks whether a restore has replaced what is in the store."""
+"""Time between two checks whether a restore has replaced the store."""
 SCORE_BYTES = 500
-"""Of a trajectory with one score, without its hidden state; an estimate."""
+"""Estimated memory of a trajectory with one score, without its hidden state."""
 MISSING_STATE_TOKENS = 64
-"""Without a score this many tokens past its detection point, a trajectory's hidden state will not come any more."""
+"""A hidden state is lost if it has not arrived this many tokens after the detection point."""
 STATUS_REASONS = {
     PruningStatus.READY: "trajectories are pruned by their probability of being correct",
     PruningStatus.UNUSED: "no trajectory was scored yet",
@@ -52,21 +52,23 @@ STATUS_REASONS = {
     PruningStatus.COLD: "the first steps only learn",
     PruningStatus.FEW_LABELS: "there are too few rewards yet",
     PruningStatus.UNTRAINED: "the quality head is not trained yet",
-    PruningStatus.ONE_CLASS: "all labels in memory are of correct trajectories, or all are of wrong ones",
+    PruningStatus.ONE_CLASS: "all labels in memory are of correct trajectories, or all of wrong trajectories",
     PruningStatus.DIVERGED: "the quality head's last training diverged and was undone",
     PruningStatus.TRAINER_LOST: "the process that trains the quality head died too often; restart the server",
     PruningStatus.PROBE_LOST: "the engine no longer sends hidden states; restart the server",
 }
 
 CreateHead = Callable[[int, Callable[[bytes], None]], RemoteHead]
-"""Creates a head for hidden states of that width, which passes each newly trained state to the callback."""
+"""Creates a head for hidden states of a width. The head passes each newly trained state to the callback."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingScore:
-    """A score at a detection point, after ``tokens`` tokens. ``hidden``: what it was made from, unless from log-probs.
+    """A score at a detection point, after ``tokens`` tokens.
 
-    ``score``: s'. ``quality``: the calibrated q. Both are ``None`` if they could not be trusted.
+    ``hidden``: the head's input, or None for a score from log-probs.
+    ``score``: s', or None if the head was not ready.
+    ``quality``: the calibrated q, or None without a calibration.
     """
 
     point: DetectionPoint
@@ -78,11 +80,11 @@ class PendingScore:
 
 @dataclass(slots=True, eq=False)
 class PendingLabel:
-    """A scored trajectory without a reward yet. ``size``: in bytes.
+    """A scored trajectory that waits for its reward.
 
-    ``survival``: the probability with which it was kept, over all scores, and was sampled from the survivors for the
-    tail of its group. ``is_undecided``: whether the last score allows it to be pruned and the group has not decided
-    yet.
+    ``size``: memory in bytes.
+    ``survival``: probability to be kept by all scores, and then sampled for the tail of the group.
+    ``is_undecided``: whether the group may prune the trajectory, and has not decided yet.
     """
 
     scores: list[PendingScore] = field(default_factory=list)
@@ -92,20 +94,15 @@ class PendingLabel:
 
 
 class Pruner:
-    """Score trajectories, identified by their group and candidate index, and learn from their rewards.
+    """Score trajectories, named by group and candidate index, and learn from their rewards.
 
-    Nothing is loaded or started before the first trajectory is scored, or before `start`. `score`, `record_kept`
-    and `record_dropped` are called in the event loop, return fast and never raise.
-
-    ``detect_at``: numbers of generated tokens, ascending, at which trajectories are scored; the latest score counts.
+    Nothing is loaded or started before `start`, or before the first score. `score`, `record_kept` and `record_dropped`
+    are called in the event loop, return fast and never raise.
 
     Args:
-        settings: how trajectories are scored.
-        width: returns the width of the engine's hidden states; ``None`` while the engine cannot provide any.
-        create_head: creates the quality head.
-        documents: where everything learned is saved.
+        width: returns the width of the engine's hidden states, or None if the engine provides none.
+        documents: store of everything that is learned.
         weight_version: returns the served version of the weights.
-        observer: is notified of scores and labels.
         clock: monotonic seconds.
     """
 
@@ -129,25 +126,28 @@ class Pruner:
         self._observer = observer
         self._clock = clock
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
-        # By group id and candidate index; by number of bytes.
+        # By group id and candidate index. Limited in bytes.
         self._pending: Kept[tuple[str, int], PendingLabel] = Kept(math.inf, settings.max_bytes)
-        self._points: dict[tuple[ScoreKind, int], DetectionPoint] = {}
+        # By number of tokens.
+        self._points: dict[int, DetectionPoint] = {}
         self._head: RemoteHead | None = None
-        self._scored: deque[Label] = deque(maxlen=settings.window)  # scores with their rewards, for metrics
-        self._calibrated: deque[Label] = deque(maxlen=settings.window)  # the same of qualities
+        # Scores and qualities with their rewards, for metrics.
+        self._scored: deque[Label] = deque(maxlen=settings.window)
+        self._calibrated: deque[Label] = deque(maxlen=settings.window)
         self._logged_status: PruningStatus | None = None
         self._last_version: int | None = None
         self._step_groups = 0
         self._reloaded_at = -math.inf
 
     def start(self) -> None:
-        """Load what was learned before, and start the training of the head, for which the engine must have a width."""
-        inputs = LOGPROB_INPUTS if self._settings.kind is ScoreKind.HEAD_LOGPROB else 0
-        self._ensure_points(self._settings.kind, (self._width() or 0) + inputs)
+        """Load the learned state, and start to train the head."""
+        width = self._width() or 0
+        if self._settings.kind is ScoreKind.HEAD_LOGPROB:
+            width += LOGPROB_INPUTS
+        self._ensure_points(width)
         self._log_status()
 
     def close(self) -> None:
-        """Save what was learned, and end the training."""
         self._save()
         if self._head is not None:
             self._head.close()
@@ -157,7 +157,7 @@ class Pruner:
 
     @property
     def uses_hidden_states(self) -> bool:
-        """Whether scores are made from hidden states, alone or together with log-probs."""
+        """Whether scores are made from hidden states, alone or with log-probs."""
         return self._settings.kind.uses_head
 
     @property
@@ -165,57 +165,74 @@ class Pruner:
         return self._settings.kind is not ScoreKind.HEAD
 
     def score(
-        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
+        self,
+        group: GroupKey,
+        index: int,
+        probed: HiddenState | None,
+        logprobs: tuple[float, ...],
+        pruning: Pruning,
     ) -> Scored:
-        """Score a trajectory, remember the score until its reward comes, and compute the survival probability.
+        """Score a trajectory, keep the score until the reward arrives, and compute the survival probability.
 
-        The kind of the scores decides what a trajectory is scored by: its hidden state ``probed``, the log-probs of
-        its tokens so far, in nats, or both. ``probed`` is ``None`` where the kind uses no hidden states.
+        ``probed``: None if the kind of score uses no hidden states.
+        ``logprobs``: of the tokens so far, in nats, if the kind uses them.
         """
-        kind, stored = self._settings.kind, None
+        kind = self._settings.kind
+        stored = None
         if probed is None:
             tokens = len(logprobs)
-            point = self._last_point(kind, 0, tokens)
+            point = self._last_point(0, tokens)
             value = logprob_score(kind, logprobs)
             score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
         else:
-            hidden, tokens = head_input(kind, probed.vector, logprobs), probed.tokens
-            point = self._last_point(kind, hidden.size, tokens)
+            tokens = probed.tokens
+            hidden = head_input(kind, probed.vector, logprobs)
+            point = self._last_point(hidden.size, tokens)
             assert self._head is not None
             self._observer.hidden_state_expected(received=True)
             score = self._head.score(hidden, tokens)
             stored = compact(hidden)
         self._log_status()
-        is_ready = score.status is PruningStatus.READY
-        # The cold start keeps a young head from pruning; scores that prune nothing do not wait for it.
+
+        # The cold start keeps a young head from pruning. Scores that prune nothing do not wait for its end.
         calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
-        trusted, calibrated = score.value if is_ready else None, None
-        quality, survival = score.value, 1.0
+        is_ready = score.status is PruningStatus.READY
+        quality = score.value
+        calibrated = None
+        survival = 1.0
         if is_ready and calibration is CalibrationStatus.READY:
-            calibrated = quality = point.calibrator.probability(score.value)
+            quality = point.calibrator.probability(score.value)
+            calibrated = quality
             survival = point.estimator.survival(quality, pruning)
         elif is_ready or calibration is not CalibrationStatus.NO_LABELS:
             quality = point.calibrator.prior
+
         usable = score.status is not None
         self._observer.trajectory_scored(usable=usable)
         if usable:
-            self._remember(group, index, PendingScore(point, tokens, stored, trusted, calibrated))
-        if (label := self._find(group, index)) is not None:
+            trusted = score.value if is_ready else None
+            self._keep(group, index, PendingScore(point, tokens, stored, trusted, calibrated))
+        label = self._find(group, index)
+        if label is not None:
             label.is_undecided = survival < 1
         return Scored(index, quality, survival)
 
-    def _remember(self, group: GroupKey, index: int, score: PendingScore) -> None:
-        """Store a score until the reward of its trajectory comes; the oldest of the caller that has most make room."""
+    def _keep(self, group: GroupKey, index: int, score: PendingScore) -> None:
+        """Keep a score until the reward arrives. At the limit, see `Kept`."""
         label = self._find(group, index)
+        # Tokens of a trajectory never decrease, so this is a new trajectory under a request id that was used before.
         if label is not None and score.tokens <= label.scores[-1].tokens:
-            self._pop(group, index)  # tokens never decrease, so a caller used its request id again
+            self._pop(group, index)
             label = None
         if label is None:
             label = PendingLabel()
         label.scores.append(score)
-        label.size += SCORE_BYTES + (0 if score.hidden is None else score.hidden.nbytes)
+        label.size += SCORE_BYTES
+        if score.hidden is not None:
+            label.size += score.hidden.nbytes
         owner, group_id = group
-        if dropped := self._pending.put(owner, (group_id, index), label, label.size):
+        dropped = self._pending.put(owner, (group_id, index), label, label.size)
+        if dropped:
             self._observer.pending_labels_dropped(len(dropped))
 
     def _find(self, group: GroupKey, index: int) -> PendingLabel | None:
@@ -227,7 +244,7 @@ class Pruner:
         return self._pending.pop(owner, (group_id, index))
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
-        """Record that a trajectory was kept, and with which probability it was kept so far, over all decisions."""
+        """Record that a trajectory was kept. ``survival``: its probability to be kept by all decisions so far."""
         label = self._find(group, index)
         if label is not None:
             label.survival = survival
@@ -236,7 +253,7 @@ class Pruner:
             label.is_undecided = False
 
     def record_dropped(self, group: GroupKey, index: int) -> None:
-        """Record that a trajectory will not be returned, so that no reward will come for it."""
+        """Record that a trajectory will not be returned, and gets no reward."""
         label = self._pop(group, index)
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
@@ -244,7 +261,6 @@ class Pruner:
     # --- learning -------------------------------------------------------------
 
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
-        """Learn whether a trajectory is correct, if it was scored."""
         label = self._pop(group, index)
         if label is None:
             return
@@ -254,9 +270,11 @@ class Pruner:
             value = pending.score
             if pending.hidden is not None:
                 assert self._head is not None
-                if value is None:  # the head may be ready by now
+                if value is None:
+                    # The head may be ready by now.
                     score = self._head.score(pending.hidden, pending.tokens)
-                    value = score.value if score.status is PruningStatus.READY else None
+                    if score.status is PruningStatus.READY:
+                        value = score.value
                 self._head.learn(pending.hidden, pending.tokens, target, label.survival)
             if value is not None:
                 learned = Label(value, target, label.survival)
@@ -268,11 +286,12 @@ class Pruner:
         self._save_soon.request()
 
     def record_rewarded_group(self) -> None:
-        """Record that all trajectories of a group have rewards, which may complete a step of the trainer.
+        """Record that all trajectories of a group have rewards.
 
-        A step is complete when the weight version has changed, or after `STEP_GROUPS` groups.
+        A step of the trainer is complete when the weight version has changed, or after `STEP_GROUPS` groups.
         """
-        version, last = self._weight_version(), self._last_version
+        version = self._weight_version()
+        last = self._last_version
         self._last_version = version
         self._step_groups += 1
         if last in (None, version) and self._step_groups < STEP_GROUPS:
@@ -283,7 +302,6 @@ class Pruner:
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Note what returned trajectories of a scored group stand for, and count missing hidden states."""
         for candidate in record.selected:
             label = self._find(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
@@ -298,72 +316,62 @@ class Pruner:
 
     @property
     def status(self) -> PruningStatus:
-        """``READY`` if any detection point prunes; otherwise the reason why the first one does not."""
-        kind = self._settings.kind
-        head = self._head if kind.uses_head else None
+        """``READY`` if any detection point prunes; otherwise the reason why the first point does not."""
         if not self._points:
             return PruningStatus.UNUSED
-        if kind.uses_head and self._width() is None:
+        if self.uses_hidden_states and self._width() is None:
             return PruningStatus.PROBE_LOST
-        if head is not None and head.status is not PruningStatus.READY:
-            return head.status
-        statuses = [point.calibrator.status for (of, _), point in self._points.items() if of is kind]
-        if not statuses:
-            return PruningStatus.UNUSED
+        if self._head is not None and self._head.status is not PruningStatus.READY:
+            return self._head.status
+        statuses = [point.calibrator.status for point in self._points.values()]
         if CalibrationStatus.READY in statuses:
             return PruningStatus.READY
-        if statuses[0] is CalibrationStatus.NO_LABELS and head is not None and head.report.labels:
-            return PruningStatus.FEW_LABELS  # all labels are from before the head's first training, and had no score
+        # All labels are from before the head's first training, and had no score.
+        if statuses[0] is CalibrationStatus.NO_LABELS and self.report.labels:
+            return PruningStatus.FEW_LABELS
         return PruningStatus(statuses[0].value)
 
     def _log_status(self) -> None:
-        """Log the status if it has changed."""
         status = self.status
         if status is not self._logged_status:
+            self._logged_status = status
             neutral = "" if status is PruningStatus.READY else " and all are kept"
-            # A warning, since vLLM's default logging shows nothing below of loggers other than its own.
+            # By default vLLM shows nothing below warnings of other loggers than its own.
             logger.warning("pruning by quality is %s%s: %s", status, neutral, STATUS_REASONS[status])
-        self._logged_status = status
 
     @property
     def report(self) -> TrainerReport:
-        """The last report of the head's trainer."""
         return TrainerReport() if self._head is None else self._head.report
 
     def score_metrics(self) -> ScoreMetrics:
-        """How good scores are, on labels that they were not trained on."""
-        if self._head is None or not self.uses_hidden_states:
-            return evaluate(self._scored)
-        return self._head.report.metrics
+        """Evaluate scores on labels that they were not trained on."""
+        return evaluate(self._scored) if self._head is None else self._head.report.metrics
 
     def calibrated_metrics(self) -> ScoreMetrics:
-        """How good calibrated scores are, on labels that came after them."""
+        """Evaluate calibrated scores on labels that were reported after them."""
         return evaluate(self._calibrated)
 
     # --- detection points, head and store -------------------------------------
 
-    def _last_point(self, kind: ScoreKind, width: int, tokens: int) -> DetectionPoint:
+    def _last_point(self, width: int, tokens: int) -> DetectionPoint:
         """Return the last detection point at or before ``tokens``."""
-        self._ensure_points(kind, width)
+        self._ensure_points(width)
         self._reload()
-        at = max((at for at in self.detect_at if at <= tokens), default=self.detect_at[0])
-        return self._points[kind, at]
+        return self._points[max((at for at in self.detect_at if at <= tokens), default=self.detect_at[0])]
 
-    def _ensure_points(self, kind: ScoreKind, width: int) -> None:
-        """Create the detection points of a kind of score, unless they exist, and start the head that they need."""
-        if (kind, self.detect_at[0]) in self._points:
+    def _ensure_points(self, width: int) -> None:
+        if self._points:
             return
+        kind = self._settings.kind
         for at in self.detect_at:
-            self._points[kind, at] = DetectionPoint(self._blobs, f"{kind}@{at}", self._settings.calibration, width)
+            self._points[at] = DetectionPoint(self._blobs, f"{kind}@{at}", self._settings.calibration, width)
         if kind.uses_head:
             self._head = self._create_head(width, self._checkpoint.update)
-        self._reloaded_at = -math.inf
         self._reload()
         if self._head is not None:
             self._head.start()
 
     def _reload(self) -> None:
-        """Load what a restore has put into the store."""
         now = self._clock()
         if now >= self._reloaded_at + RELOAD_SECONDS:
             self._reloaded_at = now
@@ -378,7 +386,7 @@ class Pruner:
 
 
 def compact(hidden: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Copy at half precision if all values fit its range; states that were bfloat16 lose next to nothing."""
+    """Copy at half precision if all values fit. States that were bfloat16 lose next to nothing."""
     with np.errstate(over="ignore"):
         half = hidden.astype(np.float16)
     return half if np.isfinite(half).all() else hidden.astype(np.float32)

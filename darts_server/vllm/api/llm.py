@@ -19,9 +19,8 @@ from darts_server.caller import caller
 from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.counted import Member
-from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Plan
-from darts_server.rollout.spec import GroupSpec, OnAbort
+from darts_server.rollout.spec import GroupSpec, JoinRequest, OnAbort
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.types import OFF, DiscardReason, FinishReason, RequestOptions
@@ -160,15 +159,8 @@ class ShapingLLM(ControlledLLM):
         generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
         member = None
         if rollouts is not None and plan is not None and is_counted:
-            member = rollouts.joiner.counted.join(
-                request_id,
-                plan,
-                prompt_key,
-                self._join_key(generation, plan),
-                group_name,
-                partial(self._count_tokens, request_id),
-                request.tokens,
-            )
+            generated = partial(self._count_tokens, request_id)
+            member = rollouts.joiner.counted.join(self._join_request(generation, plan), generated)
             generation.member = member
             route.groups.append(member.group.group_id)
 
@@ -363,17 +355,7 @@ class ShapingLLM(ControlledLLM):
         request = generation.request
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        join_key = self._join_key(generation, plan)
-        joining = JoinRequest(
-            request,
-            request.request_id,
-            plan,
-            generation.prompt_key,
-            join_key,
-            generation.ticket,
-            generation.group_name,
-            request.tokens,
-        )
+        joining = self._join_request(generation, plan)
         with ExitStack() as joined:
 
             def on_join(group_id: str) -> None:
@@ -381,18 +363,27 @@ class ShapingLLM(ControlledLLM):
                 generation.route.groups.append(group_id)
                 joined.enter_context(self.ranks.joined(request.request_id, group_id))
 
-            # A running group may wait for this request, so a closed gate must let it in.
-            async with self.gate.enter(skip_wait=joiner.expects(join_key)):
+            # A closed gate must not keep out a request that a running group waits for.
+            async with self.gate.enter(skip_wait=joiner.expects(joining.join_key)):
                 output = await joiner.join(joining, on_join)
             generation.turn.rank = self.ranks.of(request.request_id, request.options)
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
 
-    def _join_key(self, generation: Generation, plan: Plan) -> str:
-        """Return a key that is equal for requests that may be in the same group."""
-        # Callers with different API keys must not answer each other's requests.
-        caller_name = generation.turn.caller
-        return f"{caller_name}/{plan.policy}/{plan.size}/{generation.group_name}/{generation.request.join_key}"
+    def _join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
+        request = generation.request
+        # Callers with different keys must not answer each other's requests.
+        common = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{generation.group_name}"
+        return JoinRequest(
+            request,
+            request.request_id,
+            plan,
+            generation.prompt_key,
+            f"{common}/{request.join_key}",
+            generation.ticket,
+            generation.group_name,
+            request.tokens,
+        )
 
     def _count_tokens(self, request_id: str) -> int:
         internal_ids = self.output_processor.external_req_ids.get(request_id, ())

@@ -1,8 +1,8 @@
 """A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
 
-It lets the engine hold what is not read yet (see `holding`), and lets these processes share cores, and
-end with the server's, however that ended. vLLM stops its engine when its API process stops in order. After SIGKILL, as
-from the kernel when memory runs out, the engine would run on for good with the device's memory.
+It makes the engine hold outputs (see `holding`), lets the engine's processes share cores, and ends them with the
+server. vLLM stops its engine when the API process stops in order, but after SIGKILL, as from the kernel when memory
+runs out, the engine would run on and keep the device's memory.
 """
 
 import multiprocessing
@@ -16,21 +16,21 @@ from threading import Thread
 from typing import Any
 
 SHARE_CORES = "DARTS_ENGINE_SHARES_CORES"
-"""Environment variable that the server sets to ``1`` if the engine's processes must not spin while they wait."""
-
-POLL_SECONDS = 1e-5  # a hundredth of a decode step; no loss of throughput was measured
+"""Environment variable: ``1`` if the engine's processes must not spin while they wait."""
+# A hundredth of a decode step. No loss of throughput was measured.
+POLL_SECONDS = 1e-5
+# vLLM's readers spin for this long after each message, and rely on notifications only afterwards.
+BUSY_SECONDS = 1.0
+# How often our readers look for a message in that time, in case a notification is lost.
 RECHECK_MS = 10
-"""How often a reader looks for a message in the `BUSY_SECONDS` after the last one, should a notification be lost."""
-BUSY_SECONDS = 1.0  # how long vLLM spins after a message; it relies on notifications only after that
 SERVER_PID = "DARTS_SERVER_PID"
-"""Environment variable with the process id of the server, for the processes of its engine."""
 WORKER = "darts_server.vllm.engine_core.worker"
 EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "
-"""Prefix of the name of our extension combined with the user's, whose name follows with colons instead of dots.
+"""Prefix of the name of our extension combined with the user's. The user's follows, with colons instead of dots.
 
-vLLM passes only a name to its workers, ``module.attribute``, so both extensions have to be in the attribute. The
-worker module builds the combined class when vLLM looks the attribute up.
+vLLM passes only a name, ``module.attribute``, to its workers. The worker module builds the combined class when vLLM
+looks the attribute up.
 """
 
 
@@ -38,10 +38,12 @@ def prepare_process() -> None:
     """Prepare a process of the engine. vLLM calls this in the server's process too."""
     share_cores()
     end_with_server()
-    if (engine := sys.modules.get("vllm.v1.engine.core")) is not None:  # not a worker's process
+
+    # Workers do not import the module of the engine.
+    engine = sys.modules.get("vllm.v1.engine.core")
+    if engine is not None:
         from darts_server.vllm.engine_core.holding import hold_outputs
 
-        # What the threads run that receive the engine's requests and send its outputs.
         for name in ("process_input_sockets", "process_output_sockets"):
             setattr(engine.EngineCoreProc, name, _fatal(getattr(engine.EngineCoreProc, name)))
         hold_outputs(engine.EngineCoreProc)
@@ -50,34 +52,36 @@ def prepare_process() -> None:
 def share_cores() -> None:
     """Let the engine's processes sleep while they wait for each other, if :data:`SHARE_CORES` is set.
 
-    vLLM's processes spin on ``sched_yield`` while they wait, readers of messages for a second after each. On a machine
-    with few cores, Linux 6.18 then hardly schedules other processes: the API process was seen to wait for 13 s, in
-    which all candidates that it should have stopped ran to their end.
+    vLLM's processes spin on ``sched_yield`` while they wait. On a machine with few cores, Linux 6.18 then hardly
+    schedules other processes: the API process was seen to wait for 13 s, and candidates that it should have stopped ran
+    to their end.
     """
     if os.environ.get(SHARE_CORES) != "1":
         return
     from vllm.distributed.device_communicators import shm_broadcast
 
-    shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]  # it imports it
-    if (reader := getattr(shm_broadcast, "SpinCondition", None)) is None:
+    # The module has imported the function by its name.
+    shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]
+    reader = getattr(shm_broadcast, "SpinCondition", None)
+    if reader is None:
         return
-    vllms = getattr(reader.wait, "__wrapped__", reader.wait)
+    vllms_wait = getattr(reader.wait, "__wrapped__", reader.wait)
 
-    @wraps(vllms)
+    @wraps(vllms_wait)
     def wait_for_notification(self: Any, timeout_ms: int | None = None) -> None:
-        """Wait for the notification of a message from the start. Polling took a fifth of a core."""
+        # Without a busy loop, vLLM's function waits for a notification at once. Polling took a fifth of a core.
         self.busy_loop_s = 0.0
         if time.monotonic() <= self.last_read + BUSY_SECONDS:
             timeout_ms = RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS)
-        vllms(self, timeout_ms)
+        vllms_wait(self, timeout_ms)
 
     reader.wait = wait_for_notification
 
 
 def _fatal(run: Callable[..., None]) -> Callable[..., None]:
-    """End the engine if this thread of its sockets ends with an exception.
+    """Make the engine end if this function of one of its socket threads raises.
 
-    Python prints the exception and goes on, so the engine would wait for requests that no thread receives any more.
+    Python only prints the exception, so the engine would wait for requests that no thread receives.
     """
 
     @wraps(run)
@@ -87,7 +91,7 @@ def _fatal(run: Callable[..., None]) -> Callable[..., None]:
         try:
             run(self, *args)
         except BaseException:
-            # Ends the engine's main loop, whatever it is doing, as if a worker had died.
+            # This message ends the engine's main loop, as if a worker had died.
             self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
             raise
 
@@ -95,17 +99,18 @@ def _fatal(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def end_engine_with_server() -> None:
-    """Let the engine of this process, the server's, end with it. Call this before the engine starts."""
+    """Let the engine of this process, the server, end with it. Call this before the engine starts."""
     os.environ[SERVER_PID] = str(os.getpid())
     _watch_in_forks()
 
 
 def end_with_server() -> None:
-    """Let this process end with the server if it is one of its engine. vLLM calls this where it spawns processes.
+    """Let a process of the engine end with the server, and with its own parent.
 
-    And with its parent: a worker must not keep the device's memory when the engine was killed.
+    A worker must not keep the device's memory when the engine was killed.
     """
-    server, parent = os.environ.get(SERVER_PID), multiprocessing.parent_process()
+    server = os.environ.get(SERVER_PID)
+    parent = multiprocessing.parent_process()
     if server and int(server) != os.getpid() and parent is not None and parent.pid is not None:
         end_with_process(int(server), parent.pid)
         _watch_in_forks()
@@ -113,7 +118,7 @@ def end_with_server() -> None:
 
 @cache
 def _watch_in_forks() -> None:
-    """Let forks of this process, and their forks, end with the server. vLLM loads no plugins there."""
+    """Let forks of this process end with the server. vLLM loads no plugins in forks."""
 
     def end_with_both() -> None:
         end_with_process(int(os.environ.get(SERVER_PID) or os.getppid()), os.getppid())
@@ -122,11 +127,9 @@ def _watch_in_forks() -> None:
 
 
 def end_with_process(*pids: int) -> None:
-    """Let this process end when one of others, whose child it need not be, has ended.
-
-    A thread waits, rather than the kernel's ``PR_SET_PDEATHSIG``: that ends a process together with the thread that
-    started it, which need not be the parent's main thread.
-    """
+    """Let this process end when another process ends, which need not be its parent."""
+    # Not by the kernel's ``PR_SET_PDEATHSIG``: that ends a process together with the thread that started it, which need
+    # not be the parent's main thread.
     try:
         processes = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
@@ -134,6 +137,12 @@ def end_with_process(*pids: int) -> None:
 
     def exit_after_end() -> None:
         wait(processes)
-        os._exit(1)  # no caller is left, and a log line could block on a pipe that has no reader
+        # No caller is left, and a log line could block on a pipe without a reader.
 
-    Thread(target=exit_after_end, name="darts-parent", daemon=True).start()
+        os._exit(1)
+
+    Thread(
+        target=exit_after_end,
+        name="darts-parent",
+        daemon=True,
+    ).start()

@@ -1,8 +1,7 @@
-"""Take hidden states out of the steps of a worker, and send them to the API process beside these steps.
+"""Takes hidden states out of the steps of a worker, and sends them to the API process beside vLLM's own messages.
 
-A request has a probe if it has the extra argument ``[number, point, …]``: a number that identifies it in the API
-process, and numbers of generated tokens, ascending. A worker sends messages of several frames, the first of which is
-the kind of message.
+A request with a probe has the extra argument ``[number, point, …]``: a number that identifies it in the API process,
+and ascending numbers of generated tokens at which a state is wanted. The first frame of a message is its kind.
 """
 
 import threading
@@ -17,26 +16,28 @@ import zmq
 from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from darts_server.vllm.engine_core.probe_steps import check_runner, read_step
+from darts_server.vllm.engine_core.probe_steps import Step, check_runner, read_step
 
 ARGUMENT = "darts_probe"
 """Name of the extra argument. Callers cannot send it: unknown arguments that begin with ``darts_`` are refused."""
-INSTALL = "darts_install_probe"  # name of the workers' method that installs the probe
+INSTALL = "darts_install_probe"
 
-READY = b"ready"  # followed by the width of the states, as text: this worker will send states
+READY = b"ready"
+"""Kind of the first message, followed by the width of the states, as text."""
 STATES = b"states"
-"""Followed by the number and the tokens of each request, [n, 2] of int64, and by states, [n, width] of float32."""
-FAULT = b"fault"  # followed by an error message: this worker will send nothing more
+"""Kind of a message with states: number and tokens of each request, [n, 2] of int64; states, [n, width] of float32."""
+FAULT = b"fault"
+"""Kind of the last message of a worker that cannot send states, followed by an error message."""
 
 
 def pack_states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
-    """Pack states, one per request, [n, width], into the frames of a message."""
+    """Pack states, [n, width], into the frames of a message."""
     pairs = np.array([numbers, tokens], dtype=np.int64).T
     return [STATES, pairs.tobytes(), np.ascontiguousarray(rows, dtype=np.float32).tobytes()]
 
 
 def unpack_states(pairs: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.float32]]]:
-    """Unpack number, tokens and state of each request from the frames behind `STATES`. States own their memory."""
+    """Unpack number, tokens and state of each request from the frames after `STATES`. States own their memory."""
     identified = np.frombuffer(pairs, dtype=np.int64).reshape(-1, 2)
     states = np.frombuffer(rows, dtype=np.float32).reshape(len(identified), -1)
     return [(int(number), int(tokens), row.copy()) for (number, tokens), row in zip(identified, states, strict=True)]
@@ -46,25 +47,29 @@ def unpack_states(pairs: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.
 class ProbedRequest:
     """A request with a probe.
 
-    ``number``: identifies it in the API process. ``prompt_tokens``: their number. ``points``: numbers of generated
-    tokens, ascending, at which no state was taken yet.
+    ``points``: numbers of generated tokens, ascending, for which no state was taken yet. ``prompt_step``: step that
+    computed the last token of the prompt.
     """
 
     request_id: str
     number: int
     prompt_tokens: int
     points: tuple[int, ...]
-    prompt_step: int | None = None  # the step that computed the last token of its prompt
+    prompt_step: int | None = None
 
     def reached(self, computed: int) -> int | None:
-        """Return how many are generated at the ``computed``-th token, prompt included, if it is at or past a point."""
-        points = self.points  # one read, because the sender's thread may replace them
+        """Return the number of generated tokens, or None below the next point. ``computed``: with the prompt's."""
+        # Read the points once, because the sender's thread may replace them.
+        points = self.points
         tokens = computed - self.prompt_tokens
-        return tokens if points and tokens >= points[0] else None
+        if points and tokens >= points[0]:
+            return tokens
+        return None
 
     def take(self, computed: int) -> int | None:
-        """Remove the points that were `reached`: one state stands for all of them, so it is sent once."""
-        if (tokens := self.reached(computed)) is not None:
+        """Remove the points that are reached, and return what `reached` returns. One state serves all of them."""
+        tokens = self.reached(computed)
+        if tokens is not None:
             self.points = tuple(point for point in self.points if point > tokens)
         return tokens
 
@@ -72,12 +77,16 @@ class ProbedRequest:
 # --- sending --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(
+    frozen=True,
+    slots=True,
+    eq=False,
+)
 class CapturedRows:
     """Rows of a step, [n, width], that are being copied to the host.
 
-    ``tokens``: generated tokens of each request, if the host knows them; otherwise ``computed``, [n], holds those that
-    are computed, prompt included. Both tensors may be read after the event ``ready``.
+    ``tokens``: generated tokens of each request, if the host knows them. ``computed``: otherwise the numbers of
+    computed tokens, [n], prompt included. ``ready``: event after which the tensors may be read.
     """
 
     requests: Sequence[ProbedRequest]
@@ -92,16 +101,19 @@ def copy_to_host(
 ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
     """Return copies, and the event after which they may be read. The tensors must not be written to any more.
 
-    On CUDA the worker is not blocked: it copies into pinned memory, on a ``stream`` of its own, which waits for the
-    work queued on the current stream.
+    On CUDA the worker does not wait: a separate ``stream`` copies to pinned memory after the current stream's work.
     """
     if stream is None:
         return [tensor.cpu() for tensor in tensors], None
+
     stream.wait_stream(torch.cuda.current_stream(stream.device))
+    copies = []
     with torch.cuda.stream(stream):
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
         for tensor in tensors:
-            tensor.record_stream(stream)  # or the allocator could reuse its memory before the copy
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copies.append(pinned.copy_(tensor, non_blocking=True))
+            # Otherwise the allocator could reuse the memory before it is copied.
+            tensor.record_stream(stream)
         ready = torch.cuda.Event(blocking=True)
         ready.record()
     return copies, ready
@@ -110,14 +122,15 @@ def copy_to_host(
 class Sender(threading.Thread):
     """Sends to the API process from its own thread, which sleeps until a copy is ready.
 
-    The queue is bounded by the API process: at most one state per point of each request that it has started.
+    ``on_failure``: called from the thread when it cannot send states any more.
     """
 
     def __init__(self, address: str, on_failure: Callable[[], None]) -> None:
         super().__init__(name="darts-probe", daemon=True)
         self._address = address
-        self._on_failure = on_failure  # called from the thread when it cannot send states any more
-        self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()  # of rows, and of messages' frames
+        self._on_failure = on_failure
+        # The API process limits this queue: it starts the requests, and each point has one state at most.
+        self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
 
     def run(self) -> None:
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
@@ -130,35 +143,44 @@ class Sender(threading.Thread):
                     message = create_message(item) if isinstance(item, CapturedRows) else item
                 except Exception as error:
                     self._on_failure()
-                    message = [FAULT, f"{type(error).__name__}: {error}".encode()]
+                    message = fault_message(error)
                 if message is not None:
                     socket.send_multipart(message)
 
 
+def fault_message(error: Exception) -> list[bytes]:
+    return [FAULT, f"{type(error).__name__}: {error}".encode()]
+
+
 def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
-    """Wait for the rows and create their message; ``None`` if no request has reached a point after all."""
     if captured.ready is not None:
         captured.ready.synchronize()
-    rows, requests, tokens = captured.rows, captured.requests, captured.tokens
-    if tokens is None:
-        assert captured.computed is not None
-        taken = [request.take(count) for request, count in zip(requests, captured.computed.tolist(), strict=True)]
-        places = [place for place, count in enumerate(taken) if count is not None]
-        if not places:
-            return None
-        rows, requests = rows[places], [requests[place] for place in places]
-        tokens = [count for count in taken if count is not None]
-    return pack_states([request.number for request in requests], tokens, rows.float().numpy())
+    rows = captured.rows
+    numbers = [request.number for request in captured.requests]
+    if captured.tokens is not None:
+        return pack_states(numbers, captured.tokens, rows.float().numpy())
+
+    assert captured.computed is not None
+    places = []
+    tokens = []
+    for place, (request, computed) in enumerate(zip(captured.requests, captured.computed.tolist(), strict=True)):
+        taken = request.take(computed)
+        if taken is not None:
+            places.append(place)
+            tokens.append(taken)
+    if not places:
+        return None
+    numbers = [numbers[place] for place in places]
+    return pack_states(numbers, tokens, rows[places].float().numpy())
 
 
 # --- in the worker's steps -------------------------------------------------------
 
 
 def install(worker: Any, address: str) -> str | None:
-    """Send states of this worker's requests to ``address``; return the reason if that is impossible. Never raises.
+    """Send states of this worker's requests to ``address``. Return the reason if that is impossible. Never raises.
 
-    One worker of an engine sends states: the first of those that have the model's last layer. For the others this does
-    nothing.
+    Only the first worker with the model's last layer sends states.
     """
     try:
         if get_tp_group().rank_in_group != 0 or not get_pp_group().is_last_rank:
@@ -175,12 +197,10 @@ def install(worker: Any, address: str) -> str | None:
 class Capture:
     """Wraps the model runner's ``execute_model``, and takes states of requests with a probe out of its steps.
 
-    Requests whose points are all taken are kept until their end as well: vLLM's second model runner receives a
-    preempted request as if it were new, and it must not be probed a second time. A request is looked at when it can
-    have reached its next point: however often it is preempted, a step adds a limited number of tokens to what it has
-    generated since its prompt was computed.
+    A request is looked at in the first step that can have reached its next point: a step adds a limited number of
+    tokens, however often the request is preempted.
 
-    ``put``: queues what is to be sent, and returns at once. Raises `ValueError`, see `check_runner`.
+    ``put``: queues rows or frames, and returns at once. Raises as `check_runner`.
     """
 
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
@@ -191,25 +211,26 @@ class Capture:
         self._max_step_tokens = 1 + int(runner.vllm_config.num_speculative_tokens)
         self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._put = put
-        self.requests: dict[str, ProbedRequest] = {}  # those with a probe, from their first step to their end
-        self._due: dict[int, list[ProbedRequest]] = {}  # by the step in which they are looked at
-        self._step = 0  # counted while there are any
+        # A request stays here until it ends, because vLLM's second model runner receives a preempted request as if it
+        # were new, and no request may be probed twice.
+        self.requests: dict[str, ProbedRequest] = {}
+        # Requests to look at, by step. Steps are counted while there are requests with a probe.
+
+        self._due: dict[int, list[ProbedRequest]] = {}
+        self._step = 0
 
     def start(self) -> None:
-        """Wrap the runner's steps from now on, and announce it. Whatever fails on this device fails here."""
+        """Wrap the runner's steps from now on, and announce it."""
+        # A device that cannot copy fails here, and not in a step.
         copy_to_host([torch.zeros(1, device=self._runner.device)], self._stream)
         self._put([READY, str(self._width).encode()])
         self._runner.execute_model = self.execute_model
 
     def stop(self) -> None:
-        """Unwrap the runner."""
         self._runner.__dict__.pop("execute_model", None)
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
-        """Execute the step, then take states out of it if requests with a probe are in it.
-
-        A fault of the probe ends the probe, and not the engine.
-        """
+        """Execute a step, then take states out of it. A fault of the probe ends the probe, and not the engine."""
         if options.get("dummy_run"):
             return self._execute(scheduled, *args, **options)
         fault: Exception | None = None
@@ -227,28 +248,36 @@ class Capture:
         if fault is not None:
             self.stop()
             self.requests.clear()
-            self._put([FAULT, f"{type(fault).__name__}: {fault}".encode()])
+            self._put(fault_message(fault))
         return output
 
     def _update_requests(self, scheduled: Any) -> None:
-        """Remove ended and add new requests before a step. ``scheduled``: vLLM's ``SchedulerOutput``."""
+        # Remove first, because a new request may reuse an id.
         if self.requests:
-            for request_id in scheduled.finished_req_ids:  # first, because a new request may reuse the id
+            for request_id in scheduled.finished_req_ids:
                 self.requests.pop(request_id, None)
         for new in scheduled.scheduled_new_reqs:
             arguments = new.sampling_params and new.sampling_params.extra_args
-            if arguments and ARGUMENT in arguments and new.req_id not in self.requests:
-                number, *points = arguments[ARGUMENT]
-                prompt = new.prompt_token_ids if new.prompt_token_ids is not None else new.prompt_embeds
-                request = self.requests[new.req_id] = ProbedRequest(new.req_id, number, len(prompt), tuple(points))
-                self._due.setdefault(self._step + 1, []).append(request)
+            if not arguments or ARGUMENT not in arguments or new.req_id in self.requests:
+                continue
+            number, *points = arguments[ARGUMENT]
+            prompt = new.prompt_token_ids
+            if prompt is None:
+                prompt = new.prompt_embeds
+            request = ProbedRequest(new.req_id, number, len(prompt), tuple(points))
+            self.requests[new.req_id] = request
+            self._due.setdefault(self._step + 1, []).append(request)
 
     def _capture_step(self, scheduled: Any) -> None:
         self._step += 1
-        due = self._due.pop(self._step, ())
-        due = [each for each in due if each.points and self.requests.get(each.request_id) is each]
+        due = [
+            request
+            for request in self._due.pop(self._step, ())
+            if request.points and self.requests.get(request.request_id) is request
+        ]
         if not due:
             return
+
         step = read_step(self._runner, scheduled)
         reached: list[tuple[ProbedRequest, int]] = []
         for request in due:
@@ -259,26 +288,43 @@ class Capture:
                 self._reschedule(request, computed)
         if step is None or not reached:
             return
+
+        self._put(self._copy_rows(step, reached))
+        for request, computed in reached:
+            if step.is_exact:
+                request.take(computed)
+            self._reschedule(request, computed)
+
+    def _copy_rows(self, step: Step, reached: Sequence[tuple[ProbedRequest, int]]) -> CapturedRows:
         requests = [request for request, _ in reached]
-        # If the host does not know the numbers of tokens, the sender decides by those that are copied from the device.
-        tokens = [computed - request.prompt_tokens for request, computed in reached] if step.exact else None
+        tokens = None
+        if step.is_exact:
+            tokens = [computed - request.prompt_tokens for request, computed in reached]
         with torch.inference_mode():
             rows, counts = step.states([request.request_id for request in requests])
             if rows.shape[1] != self._width:
                 raise ValueError(f"states are {rows.shape[1]} wide, and the model's width is {self._width}")
-            (rows, *more), ready = copy_to_host([rows] if counts is None else [rows, counts], self._stream)
-        self._put(CapturedRows(requests, rows, tokens, more[0] if more else None, ready))
-        for request, computed in reached:
-            if step.exact:
-                request.take(computed)
-            self._reschedule(request, computed)
+            # If the host does not know the numbers of tokens, the sender decides by the numbers from the device.
+            tensors = [rows] if counts is None else [rows, counts]
+            copies, ready = copy_to_host(tensors, self._stream)
+        computed_counts = copies[1] if len(copies) > 1 else None
+        return CapturedRows(
+            requests,
+            copies[0],
+            tokens,
+            computed_counts,
+            ready,
+        )
 
     def _reschedule(self, request: ProbedRequest, computed: int | None) -> None:
-        """Schedule the next look at a request of which this step computed the ``computed``-th token, if any."""
-        if not (points := request.points):
+        """Schedule the next look at a request. ``computed``: its computed tokens after this step, or None."""
+        if not request.points:
             return
         if request.prompt_step is None and computed is not None and computed >= request.prompt_tokens:
             request.prompt_step = self._step
-        steps = -(-points[0] // self._max_step_tokens)  # rounded up
-        earliest = 0 if request.prompt_step is None else request.prompt_step + steps
-        self._due.setdefault(max(self._step + 1, earliest), []).append(request)
+        next_step = self._step + 1
+        if request.prompt_step is not None:
+            # Rounded up: the fewest steps in which the request can generate so many tokens.
+            steps = -(-request.points[0] // self._max_step_tokens)
+            next_step = max(next_step, request.prompt_step + steps)
+        self._due.setdefault(next_step, []).append(request)

@@ -1,7 +1,7 @@
 """Reads hidden states from either of vLLM's model runners, after the forward pass of a step and before sampling.
 
-The row of a sequence is that of its last certain token: the last of its prompt, or the last that was sampled. Drafted
-tokens come after that row, so speculative decoding does not change it. Rows are the inputs of the output head.
+A request's row is that of its last certain token: the last token of its prompt, or the last sampled token. Drafted
+tokens follow it, so speculative decoding does not change it. Rows are the inputs of the output head.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,11 @@ import torch
 
 
 class FirstRunnerStep:
-    """A step of ``vllm.v1.worker.gpu_model_runner``, which the CPU's runner is based on.
+    """A step of ``vllm.v1.worker.gpu_model_runner``, which the CPU's runner is based on."""
 
-    By the end of ``execute_model`` this runner has subtracted rejected drafts from its number of computed tokens.
-    """
-
-    exact = True
-    """Whether the host knows how many tokens there are. It does not while drafts are verified on the device."""
+    # At the end of ``execute_model`` this runner has subtracted rejected drafts from its number of computed tokens.
+    is_exact = True
+    """Whether the host knows the numbers of tokens. It does not while the device verifies drafts."""
 
     def __init__(self, runner: Any, state: Any) -> None:
         self._batch = runner.input_batch
@@ -26,63 +24,65 @@ class FirstRunnerStep:
         self._rows: torch.Tensor = state.sample_hidden_states
 
     def computed(self, request_id: str) -> int | None:
-        """Count a request's tokens up to the last certain one, prompt included; ``None`` if it is not in this step.
+        """Return the number of a request's tokens up to the last certain one, or None if it is not in this step.
 
-        The count may be too large unless the step is ``exact``.
+        The number includes the prompt. It may be too large unless the step ``is_exact``.
         """
         scheduled = self._scheduled.num_scheduled_tokens.get(request_id)
         if scheduled is None:
             return None
         before = self._batch.num_computed_tokens_cpu[self._batch.req_id_to_index[request_id]]
-        return int(before) + int(scheduled) - self._drafted(request_id)
+        return int(before) + int(scheduled) - drafted(self._scheduled, request_id)
 
-    def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, None]:
-        """Gather their rows, [n, width], and the exact counts, [n], if those of :meth:`computed` may be wrong.
-
-        Both are new tensors on the model's device.
-        """
+    def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gather the rows of requests, [n, width], and their exact numbers of tokens, [n], if the host lacks them."""
         places = [self._batch.req_id_to_index[request_id] for request_id in request_ids]
         if self._scheduled.scheduled_spec_decode_tokens:
-            first = list(accumulate((1 + self._drafted(r) for r in self._batch.req_ids), initial=0))
-            places = [first[place] for place in places]
+            # Each request has a row for its certain token and a row for each draft.
+            rows = (1 + drafted(self._scheduled, request_id) for request_id in self._batch.req_ids)
+            first_rows = list(accumulate(rows, initial=0))
+            places = [first_rows[place] for place in places]
         return self._rows[index_on(self._rows.device, places)], None
-
-    def _drafted(self, request_id: str) -> int:
-        return len(self._scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
 
 
 class SecondRunnerStep:
-    """A step of ``vllm.v1.worker.gpu.model_runner``. With drafts its number of tokens is on the device only."""
+    """A step of ``vllm.v1.worker.gpu.model_runner``. With drafts only the device knows its numbers of tokens."""
 
     def __init__(self, runner: Any, state: Any, scheduled: Any) -> None:
-        self.exact = runner.num_speculative_steps == 0
+        self.is_exact = runner.num_speculative_steps == 0
         self._batch = state.input_batch
         self._hidden: torch.Tensor = state.hidden_states
         self._scheduled = scheduled
         self._places = {request_id: place for place, request_id in enumerate(self._batch.req_ids)}
 
     def computed(self, request_id: str) -> int | None:
-        if (place := self._places.get(request_id)) is None:
+        place = self._places.get(request_id)
+        if place is None:
             return None
-        drafted = len(self._scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+        before = self._batch.num_computed_tokens_np[place]
         scheduled = self._scheduled.num_scheduled_tokens[request_id]
-        return int(self._batch.num_computed_tokens_np[place]) + int(scheduled) - drafted
+        return int(before) + int(scheduled) - drafted(self._scheduled, request_id)
 
     def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
         places = index_on(self._hidden.device, [self._places[request_id] for request_id in request_ids])
-        first = self._batch.cu_num_logits[places].long()
-        rows = self._hidden[self._batch.logits_indices[first]]
-        if self.exact:
+        first_logits = self._batch.cu_num_logits[places].long()
+        rows = self._hidden[self._batch.logits_indices[first_logits]]
+        if self.is_exact:
             return rows, None
-        drafted = self._batch.cu_num_logits[places + 1].long() - first - 1
-        return rows, self._batch.seq_lens[places] - drafted
+        # A request has logits for its certain token and for each draft.
+        drafts = self._batch.cu_num_logits[places + 1].long() - first_logits - 1
+        return rows, self._batch.seq_lens[places] - drafts
 
 
 Step = FirstRunnerStep | SecondRunnerStep
 
 
+def drafted(scheduled: Any, request_id: str) -> int:
+    return len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
+
+
 def check_runner(runner: Any) -> None:
-    """Raise `ValueError`, which says why, if `read_step` cannot read a model runner."""
+    """Raise `ValueError` with the reason if `read_step` cannot read a model runner."""
     if runner.is_pooling_model:
         raise ValueError("a pooling model generates nothing")
     if hasattr(runner, "input_batch"):
@@ -96,19 +96,20 @@ def check_runner(runner: Any) -> None:
 
 
 def read_step(runner: Any, scheduled: Any) -> Step | None:
-    """Read a step from the runner and its ``SchedulerOutput``.
-
-    ``None`` for one without a forward pass, or without the model's last layer.
-    """
+    """Read the current step, or return None if it had no forward pass or this worker lacks the last layer."""
     state = runner.execute_model_state
     if state is None:
         return None
     if hasattr(runner, "input_batch"):
         return FirstRunnerStep(runner, state)
-    return None if state.hidden_states is None else SecondRunnerStep(runner, state, scheduled)
+    if state.hidden_states is None:
+        return None
+    return SecondRunnerStep(runner, state, scheduled)
 
 
 def index_on(device: torch.device, places: Sequence[int]) -> torch.Tensor:
-    """Create an index tensor on a device without waiting for that device."""
+    """Create an index tensor on a device without waiting for the device."""
     index = torch.tensor(places, dtype=torch.long)
-    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
+    if device.type == "cuda":
+        return index.pin_memory().to(device, non_blocking=True)
+    return index.to(device)

@@ -1,4 +1,4 @@
-"""Our methods of vLLM's worker. Imported in the worker's process."""
+"""Methods that we add to vLLM's worker. Imported in the worker's process."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -18,34 +18,30 @@ from darts_server.vllm.engine_core.plugin import COMBINED, EXTENSION
 from darts_server.vllm.engine_core.probe_capture import install
 
 Plan = Sequence[tuple[str, Sequence[Any], Sequence[str]]]
-"""Path, stamp and tensor names of each file. The stamp is that of the file that was checked, as a `files.Stamp`."""
+"""Path, stamp and tensor names of each file. The stamp is the `files.Stamp` of the file that was checked."""
 
 
 class WorkerExtension:
     """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
 
-    Those that change weights do not raise: they return an error message, or ``None``. If one of an engine's workers
-    raises, vLLM's ``MultiprocExecutor`` leaves the answers of the others unread, and takes them for those to its next
-    call.
+    Methods that change weights return an error message, or None. If one worker raised, vLLM's ``MultiprocExecutor``
+    would take the other workers' answers for answers to its next call.
     """
 
-    # vLLM's worker's.
+    # Attributes of vLLM's worker.
     model_runner: Any
     weight_transfer_engine: Any
     reload_weights: Any
     _weight_update_active: bool
 
     def darts_load_weights(self, plan: Plan) -> str | None:
-        """Load all of the model's tensors.
-
-        After a failure the model's layers are complete, but their weights are undefined.
-        """
+        """Load all tensors of the model. After a failure its layers are complete, but their weights are undefined."""
         model = self.model_runner.get_model()
         try:
             self.reload_weights(weights_iterator=_tensors(plan))
         except Exception as error:
-            # A reload moves every layer to the meta device, and puts it together again when all of its tensors have
-            # arrived. Layers that were not reached would be left there, and the engine's next step would crash.
+            # A reload moves every layer to the meta device, and builds it again when all of its tensors have arrived.
+            # Layers that were not reached would stay on the meta device, and the engine's next step would crash.
             finalize_layerwise_reload(model, self.model_runner.model_config)
             return f"{type(error).__name__}: {error}"
         _pack_heads(model)
@@ -53,32 +49,36 @@ class WorkerExtension:
         return None
 
     def darts_clean_caches(self) -> None:
-        """Replace NaN and infinity in the KV caches, which weights so far may have left there.
+        """Replace NaN and infinity in the KV caches, which the previous weights may have left there.
 
-        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN: sequences that get such
-        a block would be garbage under good weights, too.
+        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN. So sequences that get
+        such a block would be garbage under good weights, too.
         """
         caches = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
-        # A layer passes NaN on to all layers after it, so the last layer's cache has NaN if any has. Looking at it
-        # takes some milliseconds for each GiB of all caches.
+        # A layer passes NaN on, so the last layer's cache has NaN if any cache has. The check takes some milliseconds
+        # for each GiB of all caches.
         if caches and not _is_finite(caches[-1]):
             for cache in caches:
-                torch.nan_to_num_(cache, nan=0.0, posinf=0.0, neginf=0.0)
+                torch.nan_to_num_(
+                    cache,
+                    nan=0.0,
+                    posinf=0.0,
+                    neginf=0.0,
+                )
 
     def darts_abandon_update(self) -> str | None:
-        """End an update of vLLM's own routes. A layer that has not received all of its tensors keeps its old ones."""
+        """End an update through vLLM's own routes. Incomplete layers keep their old tensors."""
         model = self.model_runner.get_model()
         try:
             for layer in model.modules():
                 info = get_layerwise_info(layer)
                 if info.can_load():
-                    # vLLM completes a layer that has some new tensors with uninitialised memory for the others, and
-                    # places the old tensors back only where none was loaded. So forget those that were.
+                    # vLLM fills the missing tensors of a layer with uninitialised memory, and places the old tensors
+                    # back only if no new tensor was loaded. So forget the tensors that were loaded.
                     info.load_numel = 0
                     info.loaded_weights.clear()
             finalize_layerwise_reload(model, self.model_runner.model_config)
             _pack_heads(model)
-            # What finish_weight_update would reset.
             self._weight_update_active = False
             self.weight_transfer_engine.reset_weight_update_target()
         except Exception as error:
@@ -88,13 +88,13 @@ class WorkerExtension:
     def darts_find_nonfinite(self) -> str | None:
         """Return the name of the model's first parameter with NaN or infinity, or None."""
         model: torch.nn.Module = self.model_runner.get_model()
-        for name, parameter in model.named_parameters():
-            if not _is_finite(parameter.detach()):
-                return name
-        return None
+        return next(
+            (name for name, parameter in model.named_parameters() if not _is_finite(parameter.detach())),
+            None,
+        )
 
     def darts_lora_layers(self) -> list[str]:
-        """Names of the linear layers that LoRA adapters can change, as in checkpoints: q_proj, not vLLM's qkv_proj."""
+        """Return the names of linear layers that LoRA adapters can change, as in checkpoints: q_proj, not qkv_proj."""
         manager = self.model_runner.lora_manager._adapter_manager
         names = []
         for name, module in manager.modules.items():
@@ -105,11 +105,10 @@ class WorkerExtension:
         return names
 
     def darts_install_probe(self, address: str) -> str | None:
-        """Send the hidden states that requests ask for to this address. Returns why it cannot, or ``None``."""
         return install(self, address)
 
     def darts_complete_update(self) -> None:
-        """Complete an update of vLLM's own routes: see `_pack_heads` and `darts_clean_caches`."""
+        """Complete an update through vLLM's own routes: see `_pack_heads` and `darts_clean_caches`."""
         if current_platform.is_cpu():
             _pack_heads(self.model_runner.get_model())
         self.darts_clean_caches()
@@ -117,7 +116,7 @@ class WorkerExtension:
 
 @cache
 def __getattr__(name: str) -> type:
-    """Resolve the class by the name that vLLM passes to its worker process, see `COMBINED`."""
+    """Build the class whose name vLLM passes to its worker process, see `COMBINED`."""
     if not name.startswith(COMBINED):
         raise AttributeError(name)
     module, _, other = name.removeprefix(COMBINED).replace(":", ".").rpartition(".")
@@ -126,19 +125,18 @@ def __getattr__(name: str) -> type:
 
 def _tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     for path, stamp, names in plan:
-        opened = open_unchanged(Path(path), Stamp(*stamp))
-        with opened, safe_open(path_of(opened), "pt") as file:
+        with open_unchanged(Path(path), Stamp(*stamp)) as opened, safe_open(path_of(opened), "pt") as file:
             for name in names:
                 yield name, file.get_tensor(name)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all numbers of a tensor are finite."""
     if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
         return True
     if tensor.element_size() == 1:
-        tensor = tensor.to(torch.bfloat16)  # torch has no reductions of formats of 8 bits
-    # NaN spreads to both. `isfinite` takes fifty times as long on CPU, and memory for a copy.
+        # torch has no reductions of 8-bit formats.
+        tensor = tensor.to(torch.bfloat16)
+    # If a number is NaN, both results are. `isfinite` takes fifty times as long on CPU, and memory for a copy.
     smallest, largest = torch.aminmax(tensor)
     return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 
@@ -146,8 +144,9 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _pack_heads(model: torch.nn.Module) -> None:
     """Pack the output heads again.
 
-    On CPU vLLM computes the logits with a packed copy of the head. A head that is tied to the embeddings has no tensors
-    of its own, so the layerwise reload never processes it, and the copy would keep the old weights.
+    On CPU vLLM computes the logits with a packed copy of the head. The layerwise reload skips a head that is tied to
+    the embeddings, because it has no tensors of its own. So the copy would keep the old weights.
+
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):

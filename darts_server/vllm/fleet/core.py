@@ -1,10 +1,10 @@
-"""vLLM's client of engines that are elsewhere, and come and go: each is a data-parallel rank to everything above it.
+"""vLLM's client of engines on other hosts, which may join and be lost. Callers see each as a data-parallel rank.
 
-vLLM's own client of several engines starts them, or shares sockets with them, and ends with the first that dies. This
-one has a connection to the host of each (:mod:`darts_server.vllm.fleet.host`), which hands messages on as they are.
+vLLM's own client of several engines starts them, and ends when the first engine dies. This client has a connection to
+the host of each engine (:mod:`darts_server.vllm.fleet.host`), which passes messages on unchanged.
 
-An engine that is lost takes with it what it has not sent. Of a candidate that is an abort, so that its group starts
-another. Any other request goes on elsewhere with the tokens that were received, which its caller may have already.
+When an engine is lost, its candidates are aborted, so that their groups start others. Its other requests resume on
+another engine with the received tokens, because their callers may have these already.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
@@ -31,73 +31,79 @@ from darts_server.exceptions import RETRY_SECONDS, EngineBusy, EngineError
 from darts_server.vllm.engine_core.holding import number_of
 from darts_server.vllm.engine_core.probe_capture import INSTALL
 from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
-from darts_server.vllm.requests.held import held_of
+from darts_server.vllm.requests.held import numbered_of
 from darts_server.vllm.requests.prompt_request import depends_on_prompt_end, leave_rest
 
 logger = logging.getLogger(__name__)
 
-MAX_MOVES = 3  # how often a request may lose its engine
-INIT_TRANSFER, TRANSFERS = "init_weight_transfer_engine", ("start_weight_update", "update_weights")
+MAX_MOVES = 3
+"""How often a request may lose its engine. After that, the request may be the reason."""
+RPC = "collective_rpc"
+INIT_TRANSFER = "init_weight_transfer_engine"
+TRANSFERS = ("start_weight_update", "update_weights")
+# vLLM's backends for weight transfer that give each worker a rank after the trainer's.
 NCCL_BACKENDS = ("nccl", "sparse_nccl")
-"""Of vLLM's ways to transfer weights, those in which each worker has a rank after that of the trainer."""
 
 
 class EngineLost(EngineError):
     """The engine of a call was lost before it answered."""
 
 
-class Lost(NamedTuple):
-    """Requests of an engine that is lost; in the queue of its outputs, after the last of them."""
-
-    rank: int
-    requests: dict[str, EngineCoreRequest]
-    aborted: set[str]
-
-
 class FleetCore(AsyncMPClient):
-    """Stands in the place of vLLM's client.
+    """Stands in for vLLM's client.
 
-    Args:
-        config: of every engine; vLLM's, with ``data_parallel_size`` the number of engines.
+    ``config``: vLLM's configuration of every engine, with ``data_parallel_size`` set to the number of engines.
     """
 
     def __init__(self, config: VllmConfig) -> None:
-        # Not vLLM's own: that starts engines.
+        # vLLM's own constructor would start engines. These are the attributes that other methods of vLLM's class read.
         self.vllm_config = config
         self.resources: Any = SimpleNamespace(engine_dead=False, engine_manager=None)
-        self.encoder, self.decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs)
+        self.encoder = MsgpackEncoder()
+        self.decoder = MsgpackDecoder(EngineCoreOutputs)
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.client_index, self.client_count, self.engines_running = 0, 1, False
+        self.client_index = 0
+        self.client_count = 1
+        self.engines_running = False
         self.engine_ranks_managed = list(range(config.parallel_config.data_parallel_size))
-        self.core_engines: list[bytes] = []  # those that get requests and calls
-        self._effective_attention_block_sizes, self._kv_event_sources = set[int | None](), dict[int, Any]()
+        self.core_engines: list[bytes] = []
+        """Names of the engines that get requests and calls."""
+        self._effective_attention_block_sizes = set[int | None]()
+        self._kv_event_sources = dict[int, Any]()
         self.stats_update_address = None
-        self.bring_to_state: Callable[[Engine], Awaitable[None]] | None = None
-        """Brings an engine that has come to the state of the others, before it gets requests."""
-        self.on_lost: Callable[[int], None] = lambda _: None  # called with the rank of each engine that is lost
-        self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None  # called with each message of a probe
-        self.processor: OutputProcessor | None = None  # vLLM's, of the outputs of all requests
-        self.lost = 0  # engines, so far
-        self.engines: dict[bytes, Engine] = {}  # all that are connected
-        self.moves = Counter[str]()  # how often requests have lost their engine
-        self._lost: list[Lost] = []  # in the queue
-        self._transfer: list[Engine] | None = None
-        self._seen: set[int] = set()
-        self._calls = count()
 
-    # --- engines come and go ----------------------------------------------------
+        self.bring_to_state: Callable[[Engine], Awaitable[None]] | None = None
+        """Gives an engine that has joined the state of the other engines, before it gets requests."""
+        self.on_lost: Callable[[int], None] = lambda _: None
+        self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None
+        self.processor: OutputProcessor | None = None
+        self.lost = 0
+        self.engines: dict[bytes, Engine] = {}
+        self.moves = Counter[str]()
+        """How often each running request has lost its engine."""
+        # Lost engines whose requests were not moved yet. Each is in the queue after its last outputs.
+        self._lost: list[Engine] = []
+        self._transfer: list[Engine] | None = None
+        self._seen_ranks: set[int] = set()
+        self._call_ids = count()
+
+    # --- engines join and are lost ----------------------------------------------
 
     def joined(self, hello: Hello, connection: Connection) -> Receiver:
-        """Take an engine that has connected. It gets requests once it has what the others have."""
+        """Add an engine that has connected. It gets requests once it has the state of the other engines."""
         if hello.rank not in self.engine_ranks_managed:
             raise ValueError(f"rank {hello.rank} of an engine, of {len(self.engine_ranks_managed)}")
-        if hello.rank not in self._seen:  # vLLM adds its KV blocks to those of the others
-            self._seen.add(hello.rank)
+        # vLLM adds the KV blocks of an engine to the others' when it reads this message.
+        if hello.rank not in self._seen_ranks:
+            self._seen_ranks.add(hello.rank)
             self._apply_ready_response(hello.ready)
+
         engine = Engine(self, hello, connection)
-        if (before := self.engines.get(engine.name)) is not None:
-            self.lose(before, reason := "another one has come in its place", is_replaced=True)
-            before.connection.close(reason)
+        previous = self.engines.get(engine.name)
+        if previous is not None:
+            reason = "another one has come in its place"
+            self.lose(previous, reason, is_replaced=True)
+            previous.connection.close(reason)
         self.engines[engine.name] = engine
         engine.joining = asyncio.get_running_loop().create_task(self._join(engine))
         return engine
@@ -114,11 +120,12 @@ class FleetCore(AsyncMPClient):
             return
         if self.engines.get(engine.name) is engine:
             self.core_engines = sorted([*self.core_engines, engine.name])
-            up, count = len(self.core_engines), len(self.engine_ranks_managed)
-            logger.info("engine %d is there; %d of %d", engine.rank, up, count)
+            logger.info(
+                "engine %d is there; %d of %d", engine.rank, len(self.core_engines), len(self.engine_ranks_managed)
+            )
 
     def lose(self, engine: "Engine", reason: str, *, is_replaced: bool = False) -> None:
-        """Let others do what an engine was doing, and let another be started unless it is there already."""
+        """Let other engines run the requests of a lost engine, and have it started again unless it is replaced."""
         if self.engines.get(engine.name) is not engine:
             return
         del self.engines[engine.name]
@@ -129,61 +136,66 @@ class FleetCore(AsyncMPClient):
             if not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
         engine.joining.cancel()
-        self._lost.append(Lost(engine.rank, engine.requests, engine.aborted))
-        self.outputs_queue.put_nowait(self._lost[-1])
+        self._lost.append(engine)
+        self.outputs_queue.put_nowait(engine)
         if not is_replaced:
             self.on_lost(engine.rank)
 
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
-        """Give up engines that have requests and have sent nothing for so long: they hang. Runs until cancelled.
+        """Give up engines that have requests, but have sent nothing for ``seconds``; 0 gives up none.
 
-        0 seconds: none is given up.
-
-        Polls are counted rather than read from a clock: time in which this process did not run does not count.
+        Runs until cancelled.
         """
         interval = min(1.0, seconds / 4)
         while seconds:
             await asyncio.sleep(interval)
             for engine in list(self.engines.values()):
-                engine.silent = engine.silent + interval if engine.requests and should_send() else 0.0
+                # Polls are counted, because time in which this process did not run must not count.
+                if engine.requests and should_send():
+                    engine.silent += interval
+                else:
+                    engine.silent = 0.0
                 if engine.silent > seconds:
                     engine.lost(f"it has requests, and sent nothing for {seconds:g} s (--engine-watchdog)")
                     engine.connection.close("it hangs")
 
     @property
     def core_engine(self) -> bytes:  # type: ignore[override]
-        """Any of them, for vLLM's calls of one."""
+        """Name of any engine that is up, for vLLM's calls of a single engine."""
         if not self.core_engines:
             raise EngineBusy("no engine is up; they are started again", RETRY_SECONDS)
         return self.core_engines[0]
 
-    # --- in place of vLLM's ------------------------------------------------------
+    # --- methods that replace vLLM's ---------------------------------------------
 
     def _ensure_output_queue_task(self) -> None:
-        """Outputs come by the connections."""
+        """Do nothing: connections deliver outputs."""
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        while isinstance(outputs := await self.outputs_queue.get(), Lost):
-            await self._move(outputs)
-            self._lost.remove(outputs)
-        result: EngineCoreOutputs = outputs
-        return result
+        while True:
+            received: EngineCoreOutputs | Engine = await self.outputs_queue.get()
+            if not isinstance(received, Engine):
+                return received
+            await self._move_requests(received)
+            self._lost.remove(received)
 
-    async def _move(self, lost: Lost) -> None:
-        """Let requests whose engine is lost go on elsewhere, or end."""
+    async def _move_requests(self, lost: "Engine") -> None:
+        """Resume the requests of a lost engine on other engines, or end them."""
         ended = []
         for name, request in lost.requests.items():
             state = None if self.processor is None else self.processor.request_states.get(name)
             if state is None:
                 self.moves.pop(name, None)
                 continue
-            follower = None if name in lost.aborted else following(request, state)
+            follower = None
+            if name not in lost.aborted:
+                follower = resume_request(request, state)
             if follower is None:
                 ended.append(name)
                 continue
             self.moves[name] += 1
             try:
-                if self.moves[name] > MAX_MOVES:  # it may be the reason
+                if self.moves[name] > MAX_MOVES:
                     raise EngineBusy(f"the request has lost its engine {self.moves[name]} times", RETRY_SECONDS)
                 await self.add_request_async(follower)
             except EngineBusy as error:
@@ -192,12 +204,18 @@ class FleetCore(AsyncMPClient):
                 ended.append(name)
         for name in ended:
             self.moves.pop(name, None)
-        # For vLLM's metrics: it runs nothing now.
-        ends = EngineCoreOutputs(engine_index=lost.rank, outputs=aborted(ended), scheduler_stats=SchedulerStats())
-        self.outputs_queue.put_nowait(ends)
+        # Empty statistics tell vLLM's metrics that the engine runs nothing.
+        self.outputs_queue.put_nowait(
+            EngineCoreOutputs(
+                engine_index=lost.rank,
+                outputs=aborted_outputs(ended),
+                scheduler_stats=SchedulerStats(),
+            )
+        )
 
     def _engine(self, name: bytes) -> "Engine":
-        if (engine := self.engines.get(name)) is None:
+        engine = self.engines.get(name)
+        if engine is None:
             raise EngineLost(f"engine {int.from_bytes(name, 'little')} was lost")
         return engine
 
@@ -205,79 +223,92 @@ class FleetCore(AsyncMPClient):
         self._engine(engine).connection.send(message)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        wanted = request.data_parallel_rank
-        name = None if wanted is None else wanted.to_bytes(2, "little")
+        rank = request.data_parallel_rank
+        name = None if rank is None else rank.to_bytes(2, "little")
         if name not in self.core_engines:
-            name = min(self.core_engines, key=lambda each: len(self.engines[each].requests), default=self.core_engine)
-        request.client_index, request.data_parallel_rank = self.client_index, None
+            name = min(
+                self.core_engines,
+                key=lambda candidate: len(self.engines[candidate].requests),
+                default=self.core_engine,
+            )
+        request.client_index = self.client_index
+        request.data_parallel_rank = None
         self.engines[name].requests[request.request_id] = request
         await self._send_input(EngineCoreRequestType.ADD, request, name)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        left = dict.fromkeys(request_ids)
+        missing = dict.fromkeys(request_ids)
         for name, engine in list(self.engines.items()):
-            if here := [each for each in left if each in engine.requests]:
-                for each in here:
-                    del left[each]
-                    if number_of(engine.requests[each].sampling_params):
-                        engine.aborted.add(each)  # it is answered
-                    else:
-                        engine.forget(each)
-                await self._send_input(EngineCoreRequestType.ABORT, here, name)
+            found = [request_id for request_id in missing if request_id in engine.requests]
+            for request_id in found:
+                del missing[request_id]
+                # Engines answer aborts of numbered requests.
+                if number_of(engine.requests[request_id].sampling_params):
+                    engine.aborted.add(request_id)
+                else:
+                    engine.forget(request_id)
+            if found:
+                await self._send_input(EngineCoreRequestType.ABORT, found, name)
         for lost in self._lost:
-            lost.aborted.update(left)
-        if left:  # those of an engine that is lost; the others have ended, and this is ignored
-            self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted(left)))
+            lost.aborted.update(missing)
+        # The missing requests are of a lost engine, or have ended. vLLM ignores outputs of requests that have ended.
+        if missing:
+            self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted_outputs(missing)))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call all engines; return the result of one, where they differ what says most, and of workers all of them.
+        """Call all engines. Return the answers of all workers, whether all flags are true, or one engine's answer.
 
-        What is lost meanwhile does not count, and what comes gets the state of the others.
+        Engines that are lost meanwhile do not count.
 
         Raises:
-            EngineError: vLLM's own transfer of weights would not reach all engines that have joined it.
+            EngineError: vLLM's own weight transfer would not reach all engines that have joined it.
         """
-        if method == "collective_rpc":
+        if method == RPC:
             engines = [self.engines[name] for name in self.core_engines]
             if args[0] == INIT_TRANSFER:
                 self._transfer = engines
             elif args[0] in TRANSFERS and self._transfer not in (None, engines):
                 raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
-        calls = (self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines)
-        results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        answers = [each for each in results if not isinstance(each, EngineLost)]
-        for each in answers:
-            if isinstance(each, BaseException):
-                raise each
-        if method == "collective_rpc":
-            return [each for answer in answers for each in answer]
-        if len(answers) > 1 and all(isinstance(each, bool) for each in answers):
+        calls = [self._call_utility_async(method, *args, engine=name) for name in self.core_engines]
+        answers = []
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, EngineLost):
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            answers.append(answer)
+
+        if method == RPC:
+            return [worker_answer for answer in answers for worker_answer in answer]
+        if len(answers) > 1 and all(isinstance(answer, bool) for answer in answers):
             return all(answers)
         return answers[0] if answers else None
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
-        if method == "collective_rpc":
-            args = for_engine(self.vllm_config, int.from_bytes(engine, "little"), *args)
-        there, call = self._engine(engine), next(self._calls)
-        future = there.calls[call] = asyncio.get_running_loop().create_future()
+        if method == RPC:
+            args = for_engine(self.vllm_config, self._engine(engine).rank, *args)
+        calls = self._engine(engine).calls
+        call_id = next(self._call_ids)
+        future = asyncio.get_running_loop().create_future()
+        calls[call_id] = future
         try:
-            await self._send_input(EngineCoreRequestType.UTILITY, (self.client_index, call, method, args), engine)
+            await self._send_input(EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args), engine)
             return await future
         finally:
-            there.calls.pop(call, None)
+            calls.pop(call_id, None)
 
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
-        """Install the probe in all engines, also in those that come later. Returns the answers of their workers.
+        """Install the probe in all engines, and in engines that join later. Return the answers of the workers.
 
         ``receive``: called with each message of a probe.
         """
         self.on_hidden_states = receive
         installed = [self.install_probe(self.engines[name]) for name in self.core_engines]
         results = await asyncio.gather(*installed, return_exceptions=True)
-        return [answer for each in results if not isinstance(each, BaseException) for answer in each]
+        return [answer for result in results if not isinstance(result, BaseException) for answer in result]
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
-        call = ("collective_rpc", INSTALL, None, (engine.hidden_states,), None)
+        call = (RPC, INSTALL, None, (engine.hidden_states,), None)
         answers: list[str | None] = await self._call_utility_async(*call, engine=engine.name)
         return answers
 
@@ -287,67 +318,84 @@ class FleetCore(AsyncMPClient):
             engine.joining.cancel()
 
 
-def for_engine(config: VllmConfig, rank: int, method: str, timeout: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Return the arguments of ``collective_rpc`` for one engine: each takes itself for the only one."""
+def for_engine(
+    config: VllmConfig,
+    rank: int,
+    method: str,
+    timeout: Any,
+    args: Any,
+    kwargs: Any,
+) -> tuple[Any, ...]:
+    """Return the arguments of ``collective_rpc`` for one engine, which takes itself for the only one."""
     workers = config.parallel_config.world_size
     transfer: Any = config.weight_transfer_config
-    infos = dict(kwargs or {})
+    changed = dict(kwargs or {})
     if method == INIT_TRANSFER and transfer is not None and transfer.backend in NCCL_BACKENDS:
-        info = infos["init_info"]
-        infos["init_info"] = {**info, "rank_offset": info.get("rank_offset", 0) + rank * workers}
-    elif method == "update_weights" and isinstance(infos.get("update_info"), list):  # one for each worker of all
-        infos["update_info"] = infos["update_info"][rank * workers : (rank + 1) * workers]
-    return method, timeout, args, infos or kwargs
+        info = changed["init_info"]
+        changed["init_info"] = {**info, "rank_offset": info.get("rank_offset", 0) + rank * workers}
+    elif method == "update_weights" and isinstance(changed.get("update_info"), list):
+        # The list has an entry for each worker of all engines.
+        changed["update_info"] = changed["update_info"][rank * workers : (rank + 1) * workers]
+    return method, timeout, args, changed or kwargs
 
 
-def following(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
-    """Return a request that goes on from what was received of another, or restarts it; ``None`` if neither can be.
+def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
+    """Return a request that continues from the received tokens of a lost request, or restarts it.
 
-    Its outputs are added to ``state``. A candidate does not go on: its group may have counted more tokens than it has.
+    Its outputs are added to ``state``. Return None if neither is possible, and for candidates: a group may have counted
+    more tokens than were received.
     """
-    params, follower = request.sampling_params, copy(request)
-    held = held_of(state)
-    if (held is not None and held.is_candidate) or request.resumable:
+    numbered = numbered_of(state)
+    if request.resumable or (numbered is not None and numbered.is_candidate):
         return None
+    params = request.sampling_params
+    follower = copy(request)
     prompt = request.prompt_token_ids or []
-    # If it was moved before, its prompt has some of them already.
-    tokens = [] if state.detokenizer is None else state.detokenizer.output_token_ids[len(prompt) - state.prompt_len :]
+    tokens: Sequence[int] = ()
+    if state.detokenizer is not None:
+        # If the request was moved before, its prompt has some of the tokens already.
+        tokens = state.detokenizer.output_token_ids[len(prompt) - state.prompt_len :]
     if params is None or not tokens:
         return follower
+
     extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
-    # Experts and sampling masks cannot be joined where a request goes on with another prompt.
+    # Routed experts and sampling masks of two prompts cannot be joined.
     has_more = state.routed_experts_chunks or state.sampling_mask_chunks
     if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = copy(params)
         leave_rest(follower.sampling_params, len(tokens))
         return follower
+
+    # A caller of a stream has some tokens already, so its request cannot restart.
     if params.output_kind != RequestOutputKind.FINAL_ONLY:
         return None
     tokenizer = None if state.logprobs_processor is None else state.logprobs_processor.tokenizer
     state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
     state.logprobs_processor = LogprobsProcessor.from_new_request(tokenizer, request)
-    state.routed_experts_chunks, state.sampling_mask_chunks = [], []
+    state.routed_experts_chunks = []
+    state.sampling_mask_chunks = []
     return follower
 
 
-def aborted(requests: Iterable[str]) -> list[EngineCoreOutput]:
-    """Return what an engine sends of requests that it has aborted."""
-    return [EngineCoreOutput(name, [], finish_reason=FinishReason.ABORT) for name in requests]
+def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
+    return [EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT) for request_id in request_ids]
 
 
 class Engine:
-    """One engine, in one of its lives. ``requests``: that it has. ``aborted``: those of them that are to end."""
-
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
-        self.rank, self.name = hello.rank, hello.rank.to_bytes(2, "little")
-        self.hidden_states = hello.hidden_states  # where its workers send hidden states
+        self.rank = hello.rank
+        self.name = hello.rank.to_bytes(2, "little")
+        self.hidden_states = hello.hidden_states
+        """Address at which the engine's workers send hidden states."""
         self.connection = connection
         self.requests: dict[str, EngineCoreRequest] = {}
         self.aborted: set[str] = set()
-        self.calls: dict[int, Any] = {}  # futures of calls that it has not answered
+        """Ids of the requests that were aborted, and did not end yet."""
+        self.calls: dict[int, Any] = {}
+        """Futures of calls that the engine did not answer yet."""
         self.joining: asyncio.Task[None]
-        self.silent = 0.0  # seconds since its last message
+        self.silent = 0.0
         self._core = core
 
     def received(self, parts: list[bytes]) -> None:
@@ -361,9 +409,10 @@ class Engine:
             return
         outputs: EngineCoreOutputs = self._core.decoder.decode(parts)
         outputs.engine_index = self.rank
-        if outputs.utility_output is not None:
-            if outputs.utility_output.call_id in self.calls:
-                _process_utility_output(outputs.utility_output, self.calls)
+        answer = outputs.utility_output
+        if answer is not None:
+            if answer.call_id in self.calls:
+                _process_utility_output(answer, self.calls)
             return
         for output in outputs.outputs:
             if output.finish_reason is not None:
@@ -371,11 +420,10 @@ class Engine:
         if outputs.outputs or outputs.scheduler_stats:
             self._core.outputs_queue.put_nowait(outputs)
 
-    def forget(self, request: str) -> None:
-        """Note that a request has ended."""
-        self.requests.pop(request, None)
-        self.aborted.discard(request)
-        self._core.moves.pop(request, None)
+    def forget(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
+        self.aborted.discard(request_id)
+        self._core.moves.pop(request_id, None)
 
     def lost(self, reason: str) -> None:
         self._core.lose(self, reason)

@@ -1,9 +1,8 @@
-"""The host of one engine that belongs to a coordinator elsewhere: starts vLLM's engine, and hands its messages on.
+"""The host of one engine: starts vLLM's engine for a coordinator on another node, and passes its messages on.
 
     python -m darts_server.vllm.fleet.host PID < start
 
-``start`` is `Start` as JSON, from whoever places engines. It ends with its engine, with its connection, and with the
-process PID that has started it, which starts it again.
+``start`` is `Start` as JSON. The host ends with its engine, with its connection, and with the process PID.
 """
 
 import asyncio
@@ -29,11 +28,11 @@ from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, 
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.1  # how often the host looks whether its engine runs
+WATCH_SECONDS = 0.1
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
-    """``argv``: vLLM's flags. ``host``, ``port``: of the coordinator. ``token``, ``rank``: see `Hello`."""
+    """Parameters of a host: vLLM's flags, the coordinator's address, and token and rank for its `Hello`."""
 
     argv: list[str]
     host: str
@@ -43,9 +42,9 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LocalEngine(MPClient):
-    """vLLM's client of an engine that it starts on this machine, without its tasks that read the engine's messages.
+    """vLLM's client of a local engine, without tasks that read the engine's messages.
 
-    Receives the coordinator's, which are handed to the engine.
+    It passes the coordinator's messages to the engine.
     """
 
     ready = b""
@@ -64,7 +63,7 @@ class LocalEngine(MPClient):
 
 
 async def run(start: Start, folder: Path) -> str:
-    """Run an engine until it ends, or is not wanted any more; return why. ``folder``: for sockets."""
+    """Run an engine until it ends, or the coordinator disconnects. Return the reason. ``folder``: for sockets."""
     os.environ[RANK] = str(start.rank)
     args = flags.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -75,19 +74,19 @@ async def run(start: Start, folder: Path) -> str:
     connection: Connection | None = None
     tasks: list[asyncio.Future[Any]] = []
 
-    async def hand_on_outputs(connection: Connection) -> str:
+    async def pass_outputs(connection: Connection) -> str:
         while True:
             parts = await socket.recv_multipart()
             connection.send(parts)
             if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
                 return "the engine has died"
 
-    async def hand_on_hidden_states(connection: Connection) -> str:
+    async def pass_hidden_states(connection: Connection) -> str:
         while True:
             connection.send([HIDDEN_STATES, *await hidden_states.recv_multipart()])
 
     async def watch() -> str:
-        """Return why an engine has ended that could not say so."""
+        """Return the reason if the engine's process ended without a message."""
         while not manager.finished_procs():
             await asyncio.sleep(WATCH_SECONDS)
         return f"the engine was ended: {manager.finished_procs()}"
@@ -99,16 +98,22 @@ async def run(start: Start, folder: Path) -> str:
             hidden_states.bind(address)
             hello = Hello(start.token, start.rank, engine.ready, address)
             connection = await connect(start.host, start.port, hello, engine)
-            works = hand_on_outputs(connection), hand_on_hidden_states(connection), watch()
-            tasks = [*map(asyncio.ensure_future, works), engine.disconnected]
+            tasks = [
+                asyncio.ensure_future(pass_outputs(connection)),
+                asyncio.ensure_future(pass_hidden_states(connection)),
+                asyncio.ensure_future(watch()),
+                engine.disconnected,
+            ]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return str(ended.pop().result())
         finally:
             for task in tasks:
                 task.cancel()
-            if connection is not None:  # before what takes seconds: its requests are waited for
+            # Close the connection before the shutdown, which takes seconds: callers wait for the engine's requests. The
+            # transport closes it in the next turn of the event loop.
+            if connection is not None:
                 connection.close("the engine has ended")
-                await asyncio.sleep(0)  # in which it is
+                await asyncio.sleep(0)
             engine.shutdown()
 
 

@@ -1,8 +1,7 @@
 """Connections between the coordinator and the hosts of its engines: framed messages over TCP, and a secret token.
 
-A message is a list of byte strings, as vLLM's are. On the wire each has the number of its parts and their lengths in
-front, as unsigned little-endian integers of four bytes. The first message of a host is `Hello`. Whatever is not in
-order ends its connection, and nothing else.
+A message is a list of byte strings, as in vLLM. On the wire it begins with the number of its parts and their lengths,
+as unsigned little-endian integers of four bytes. The first message of a host is `Hello`.
 """
 
 import asyncio
@@ -21,20 +20,24 @@ logger = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<I")
 HIDDEN_STATES = b"hidden states"
-"""First part of a host's messages that are not its engine's, but of the probes in its workers."""
-MAX_PARTS = 4096  # of a message: each large array is one
+"""First part of a host's messages with hidden states. All others are its engine's."""
+# Each large array is a part.
+MAX_PARTS = 4096
 MAX_BYTES = 1 << 30
-HELLO_BYTES, HELLO_SECONDS = 1 << 20, 10.0  # a connection that has not said who it is by then is closed
+HELLO_BYTES = 1 << 20
+HELLO_SECONDS = 10.0
+"""Seconds after which a connection without a `Hello` is closed."""
+# A host whose machine or network is gone is noticed after some seconds without an answer, or if it has not taken data
+# for 30 s, longer than either end may be too busy to read.
+
 KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""A host whose machine is gone, or whose network is, is noticed after some seconds without an answer, or with data that
-was not taken for so many milliseconds: longer than either end may be too busy to read."""
 
 
 class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Who connects.
+    """Introduction of a host.
 
-    ``token``: of this start of the coordinator. ``rank``: of the engine. ``ready``: vLLM's own message.
-    ``hidden_states``: ZeroMQ's address at which the host takes hidden states of candidates.
+    ``token``: secret of this run of the coordinator. ``ready``: vLLM's own message that its engine is ready.
+    ``hidden_states``: ZeroMQ address at which the host receives hidden states.
     """
 
     token: str
@@ -44,20 +47,18 @@ class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Receiver(Protocol):
-    """What becomes of a connection's messages."""
-
     def received(self, parts: list[bytes]) -> None: ...
 
     def lost(self, reason: str) -> None:
-        """The connection has ended. Called once."""
+        """Handle the end of the connection. Called once."""
 
 
 class Malformed(Exception):
-    """Bytes that are no message."""
+    """The received bytes are no message."""
 
 
 class Parser:
-    """Finds the messages in a stream of bytes. ``max_bytes``: of a message."""
+    """Finds the messages in a stream of bytes. ``max_bytes``: limit of a message."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -75,7 +76,8 @@ class Parser:
             if len(buffer) < end:
                 return
             lengths = struct.unpack_from(f"<{count}I", buffer, LENGTH.size)
-            if (size := sum(lengths)) > self.max_bytes:
+            size = sum(lengths)
+            if size > self.max_bytes:
                 raise Malformed(f"a message of {size} bytes")
             if len(buffer) < end + size:
                 return
@@ -89,7 +91,7 @@ class Parser:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, at either end. ``receiver`` may be changed by what it receives."""
+    """One connection, at either end. ``receiver`` may replace itself."""
 
     def __init__(self, receiver: Receiver, max_bytes: int = MAX_BYTES) -> None:
         self.receiver = receiver
@@ -98,30 +100,33 @@ class Connection(asyncio.Protocol):
         self._reason = "it was closed"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class
-        plug = transport.get_extra_info("socket")
-        plug.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # uvloop's transport has another base class.
+        self._transport = cast(asyncio.Transport, transport)
+        tcp = transport.get_extra_info("socket")
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        # Not every system has all options.
         for name, value in KEEPALIVE.items():
             if hasattr(socket, name):
-                plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+                tcp.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def data_received(self, data: bytes) -> None:
         try:
             for message in self.parser.feed(data):
                 self.receiver.received(message)
-        except Exception as error:  # of what a stranger sends, or of one message of ours
+        except Exception as error:
+            # A stranger's bytes, or a fault with one message, must end only this connection.
             self.close(f"{type(error).__name__}: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.receiver.lost(str(error) if error is not None else self._reason)
+        self.receiver.lost(self._reason if error is None else str(error))
 
     def send(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         """Send a message; it is lost if the connection has ended."""
         if self._transport is not None and not self._transport.is_closing():
-            lengths = [memoryview(part).nbytes for part in parts]
-            head = struct.pack(f"<{len(parts) + 1}I", len(parts), *lengths)
-            self._transport.writelines([head, *(memoryview(part).cast("B") for part in parts)])
+            views = [memoryview(part).cast("B") for part in parts]
+            head = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, views))
+            self._transport.writelines([head, *views])
 
     def close(self, reason: str) -> None:
         self._reason = reason
@@ -133,23 +138,21 @@ Joined = Callable[[Hello, Connection], Receiver]
 
 
 async def listen(host: str, token: str, joined: Joined) -> asyncio.Server:
-    """Listen for hosts of engines on any port.
+    """Listen for hosts of engines on a free port.
 
-    ``token``: that they must have. ``joined``: called with each that has said hello, and its connection; returns what
-    receives its messages.
+    ``joined``: called with each host that has the ``token``, and its connection. It returns the connection's receiver.
     """
-    return await asyncio.get_running_loop().create_server(lambda: _Greeting(token, joined).connection, host, 0)
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(lambda: _Greeting(token, joined).connection, host, 0)
 
 
 class _Greeting:
-    """Receives the first message of a connection."""
-
     def __init__(self, token: str, joined: Joined) -> None:
-        self._token, self._joined = token, joined
+        self._token = token
+        self._joined = joined
         self.connection = Connection(self, HELLO_BYTES)
-        self._timer = asyncio.get_running_loop().call_later(
-            HELLO_SECONDS, self.connection.close, "it did not say who it is"
-        )
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(HELLO_SECONDS, self.connection.close, "it did not say who it is")
 
     def received(self, parts: list[bytes]) -> None:
         hello = msgspec.msgpack.decode(parts[0], type=Hello)
@@ -164,7 +167,12 @@ class _Greeting:
         logger.warning("a connection to the port of the engines was refused: %s", reason)
 
 
-async def connect(host: str, port: int, hello: Hello, receiver: Receiver) -> Connection:
+async def connect(
+    host: str,
+    port: int,
+    hello: Hello,
+    receiver: Receiver,
+) -> Connection:
     """Connect an engine's host to the coordinator.
 
     Raises:

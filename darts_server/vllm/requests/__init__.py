@@ -1,4 +1,4 @@
-"""Runs in the API process: what a request of vLLM's is made of, from its prompt and its sampling to its outputs.
+"""Runs in the API process: makes vLLM's requests from prompts and sampling parameters, and answers from its outputs.
 
-Nothing here knows groups, routes, or how many engines there are.
+This room knows no groups, no routes, and no number of engines.
 """

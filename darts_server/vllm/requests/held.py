@@ -1,6 +1,7 @@
-"""The requests that engines hold, as the API process sees them: how many tokens they have, their aborts, their metrics.
+"""The requests that engines hold, from the API process: their token counts, aborts, releases and metrics.
 
-`darts_server.vllm.engine_core.holding` says what holding is, and runs in the engine's process.
+`darts_server.vllm.engine_core.holding` explains the word. This process numbers each request with a final output only.
+A numbered request is held unless its tokens are read while they are generated.
 """
 
 import asyncio
@@ -21,14 +22,13 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from darts_server.vllm.engine_core.holding import ARGUMENT, PASSED_ON, RELEASE, Report
+from darts_server.vllm.engine_core.holding import NOT_HELD, NUMBER, RELEASE, Report
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 StepListener = Callable[[int, float, int], None]
-"""Gets how many sequences got a token in a step, its seconds, and for how many of them the token was the first."""
-
+"""Called with each decode step: number of sequences that got a token, seconds, and number of first tokens."""
 
 StateChange = Callable[[EngineCoreRequest, RequestState], None]
 _changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=None)
@@ -36,14 +36,14 @@ _changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=N
 
 @contextmanager
 def changing_state(change: StateChange) -> Iterator[None]:
-    """Call ``change`` with the candidate that this task adds in the block, and its new state.
-
-    In the call that sends it, because its first output may come before `AsyncLLM.add_request` returns.
+    """Call ``change`` with the candidate that this task adds in the block, and with its new state.
 
     Raises:
-        RuntimeError: it was not called: this version of vLLM sends requests in another way.
+        RuntimeError: ``change`` was not called, because this version of vLLM sends requests in another way.
     """
-    changes = [change]  # emptied by the call: tasks of vLLM's that begin in the block keep this context
+    # `_add_numbered` makes the call, because the first output may arrive before `AsyncLLM.add_request` returns. It
+    # empties the list, because tasks of vLLM that start in the block keep this context.
+    changes = [change]
     token = _changes.set(changes)
     try:
         yield
@@ -53,71 +53,74 @@ def changing_state(change: StateChange) -> Iterator[None]:
         raise RuntimeError("vLLM has sent a candidate without EngineCoreClient.add_request_async")
 
 
-class HeldRequest(NamedTuple):
-    """``before``: tokens that it had when it was sent, as it goes on from these. The engine does not count them.
-
-    ``is_candidate``: of a group.
-    """
+class NumberedRequest(NamedTuple):
+    """The number of a request. ``prior_tokens``: tokens before it was sent, which its engine does not count."""
 
     number: int
-    before: int
+    prior_tokens: int
     is_candidate: bool
 
 
 class HeldRequests:
-    """The requests of this process that engines hold: changes vLLM's objects so that they leave these to the engines.
-
-    Args:
-        engine_core: vLLM's client of the engines.
-        processor: vLLM's, of their outputs.
-        loggers: vLLM's, of statistics; ``None`` if there are none.
-    """
+    """Changes vLLM's client, output processor and statistics loggers so that engines hold requests."""
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
-        self.messages = self.steps = 0  # that engines have sent, and the decode steps in them
-        self._core, self.states, self._names = engine_core, processor.request_states, processor.external_req_ids
+        self.messages = 0
+        self.steps = 0
+        self.states = processor.request_states
+        self._core = engine_core
+        self._internal_ids = processor.external_req_ids
         self._numbers = count(1)
-        self._counts: dict[int, int] = {}  # of running requests, by number
-        self._kept = Counter[int]()  # tokens of each engine that vLLM's loggers do not know of
-        self._releases = OncePerTurn(self._send_released)
-        # Methods of these objects, not of their classes; vLLM's task has the decoder already.
-        vllms: Any = engine_core.decoder
-        self._decode_report = MsgpackDecoder(Report, oob_tensor_provider=vllms.oob_tensor_provider).decode
-        vllms.decode = self._decode
-        self._add, engine_core.add_request_async = engine_core.add_request_async, self._add_numbered
+        self._counts: dict[int, int] = {}
+        # Buffered tokens of each engine that vLLM's loggers have not counted yet.
+        self._buffered = Counter[int]()
+        self._releases = OncePerTurn(self._send_releases)
+
+        # Replace methods of objects, not of classes. vLLM's task that receives outputs refers to the decoder already.
+        decoder: Any = engine_core.decoder
+        self._decode_report = MsgpackDecoder(Report, oob_tensor_provider=decoder.oob_tensor_provider).decode
+        decoder.decode = self._decode
+        self._add = engine_core.add_request_async
+        engine_core.add_request_async = self._add_numbered
+
         changed: Any = processor
-        self._forget, changed.abort_requests = processor.abort_requests, self._abort
-        self._update, changed._update_stats_from_output = processor._update_stats_from_output, self._update_stats
+        self._forget = processor.abort_requests
+        changed.abort_requests = self._abort
+        self._update = processor._update_stats_from_output
+        changed._update_stats_from_output = self._update_stats
         if loggers is not None:
-            self._record, loggers.record = loggers.record, self._record_kept
+            self._record = loggers.record
+            loggers.record = self._record_buffered
 
     def tokens(self, request_id: str) -> int | None:
-        """Return how many tokens a request has generated; ``None`` once it has its final output."""
+        """Return how many tokens a request has generated, or None once its final output has arrived."""
         state = self.states.get(request_id)
         if state is None or state.detokenizer is None:
             return None
         received = int(state.detokenizer.num_output_tokens())
-        if (held := held_of(state)) is None:
+        numbered = numbered_of(state)
+        if numbered is None:
             return received
-        return max(received, held.before + self._counts.get(held.number, 0))
+        return max(received, numbered.prior_tokens + self._counts.get(numbered.number, 0))
 
     def release(self, request_id: str) -> None:
-        """Let the tokens of a request come as they are generated."""
+        """Let the engine send the tokens of a request as they are generated."""
         self._releases.add(request_id)
 
-    async def _send_released(self, names: list[str]) -> None:
-        call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, names)
-        calls = (call(engine=engine) for engine in self._core.core_engines)
+    async def _send_releases(self, request_ids: list[str]) -> None:
+        call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, request_ids)
+        calls = [call(engine=engine) for engine in self._core.core_engines]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, Exception):  # of a dead engine, which ends all requests anyway
+            # A dead engine ends all of its requests anyway.
+            if isinstance(answer, Exception):
                 logger.error("an engine did not release requests: %s", answer)
 
     def _decode(self, frames: Any) -> Report:
         report: Report = self._decode_report(frames)
         self.messages += 1
         self.steps += len(report.steps)
-        self._kept[report.engine_index] += report.kept
+        self._buffered[report.engine_index] += report.buffered
         self._counts.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
         if self.on_step is not None:
             for step in report.steps:
@@ -125,86 +128,129 @@ class HeldRequests:
         return report
 
     async def _add_numbered(self, request: EngineCoreRequest) -> None:
-        params, state = request.sampling_params, self.states.get(request.request_id)
+        """Stand in for vLLM's ``add_request_async``."""
+        params = request.sampling_params
+        state = self.states.get(request.request_id)
         is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
         if params is None or state is None or not is_final_only or request.resumable:
             await self._add(request)
             return
+
         is_candidate = False
-        if (moved := held_of(state)) is not None:
-            self._counts.pop(moved.number, None)
-        elif changes := _changes.get():
+        numbered = numbered_of(state)
+        changes = _changes.get()
+        if numbered is not None:
+            # The request is sent again, because its engine was lost.
+            self._counts.pop(numbered.number, None)
+        elif changes:
             changes.pop()(request, state)
             is_candidate = True
-        extra = params.extra_args or {}
+
         number = next(self._numbers)
-        before = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
-        setattr(state, ARGUMENT, HeldRequest(number, before, is_candidate))
-        # Stop strings are searched for in this process.
-        is_read = bool(params.stop) or PASSED_ON in extra
-        request.sampling_params = copy(params)  # other requests may have the same
-        request.sampling_params.extra_args = {**extra, ARGUMENT: -number if is_read else number}
+        prior_tokens = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
+        setattr(state, NUMBER, NumberedRequest(number, prior_tokens, is_candidate))
+        extra_args = params.extra_args or {}
+        if params.stop or NOT_HELD in extra_args:
+            # This process searches for stop strings as tokens arrive.
+            number = -number
+        # Other requests may have the same object.
+        request.sampling_params = copy(params)
+        request.sampling_params.extra_args = {**extra_args, NUMBER: number}
         try:
             await self._add(request)
         except BaseException:
-            setattr(state, ARGUMENT, None)  # no engine answers its abort
+            # No engine has the request, so no engine answers its abort.
+            setattr(state, NUMBER, None)
             raise
 
     def _abort(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """Let vLLM not end an aborted request that has a number: the engine does, with everything it has generated."""
-        names = list(request_ids)
-        ids = names if internal else [each for name in names for each in self._names.get(name, ())]
-        ids = list(dict.fromkeys(ids))  # at the second mention of one vLLM raises, when it has forgotten some
-        ours = [each for each in ids if held_of(self.states.get(each))]
-        return [*ours, *self._forget([each for each in ids if each not in ours], True)]  # it calls this for children
+        """Stand in for vLLM's ``abort_requests``, which would end requests here. Engines end numbered requests."""
+        ids = list(request_ids)
+        if not internal:
+            ids = [internal_id for name in ids for internal_id in self._internal_ids.get(name, ())]
+        numbered = []
+        others = []
+        # Without duplicates: vLLM raises at the second mention of a request that it has forgotten at the first.
+        for request_id in dict.fromkeys(ids):
+            if numbered_of(self.states.get(request_id)) is None:
+                others.append(request_id)
+            else:
+                numbered.append(request_id)
+        # vLLM calls this method again for the children of a request.
+        return numbered + self._forget(others, True)
 
-    def _update_stats(self, state: RequestState, output: EngineCoreOutput, timestamp: Any, stats: Any) -> None:
-        """Forget the counts of requests that have ended, and let vLLM's metrics have times that say something."""
-        if (held := held_of(state)) is None:
+    def _update_stats(
+        self,
+        state: RequestState,
+        output: EngineCoreOutput,
+        timestamp: Any,
+        stats: Any,
+    ) -> None:
+        """Stand in for vLLM's method, whose times assume one token in each output."""
+        numbered = numbered_of(state)
+        if numbered is None:
             self._update(state, output, timestamp, stats)
             return
         if output.finish_reason is not None:
-            self._counts.pop(held.number, None)
+            self._counts.pop(numbered.number, None)
         if output.finish_reason == FinishReason.ABORT and state.is_prefilling:
-            return  # it has no first token, and so no times
+            # The request has no first token, and so no times.
+            return
+
         before = 0 if stats is None else len(stats.inter_token_latencies_iter)
         self._update(state, output, timestamp, stats)
         if stats is not None and len(stats.inter_token_latencies_iter) > before:
-            # The mean time between tokens that come together, in place of their sum.
-            latency, tokens = stats.inter_token_latencies_iter.pop(), len(output.new_token_ids)
+            # vLLM has recorded the time since the previous output.
+            latency = stats.inter_token_latencies_iter.pop()
+            tokens = len(output.new_token_ids)
             if tokens:
                 stats.inter_token_latencies_iter.append(latency / tokens)
 
-    def _record_kept(self, *, iteration_stats: IterationStats | None = None, engine_idx: int = 0, **more: Any) -> None:
-        """Let vLLM's loggers count tokens when they are generated, though they come later."""
-        if kept := self._kept[engine_idx]:
-            iteration_stats = iteration_stats or IterationStats()
-            tokens = iteration_stats.num_generation_tokens + kept
-            # Negative: some of a later message, which has come but was not processed yet.
-            iteration_stats.num_generation_tokens, self._kept[engine_idx] = max(0, tokens), min(0, tokens)
-        self._record(iteration_stats=iteration_stats, engine_idx=engine_idx, **more)
+    def _record_buffered(
+        self,
+        *,
+        iteration_stats: IterationStats | None = None,
+        engine_idx: int = 0,
+        **options: Any,
+    ) -> None:
+        """Stand in for vLLM's ``record``: tokens count when they are generated, although they arrive later."""
+        buffered = self._buffered[engine_idx]
+        if buffered:
+            if iteration_stats is None:
+                iteration_stats = IterationStats()
+            tokens = iteration_stats.num_generation_tokens + buffered
+            iteration_stats.num_generation_tokens = max(0, tokens)
+            # Below zero if a message that empties a buffer was decoded, and its outputs were not processed yet.
+            self._buffered[engine_idx] = min(0, tokens)
+        self._record(
+            iteration_stats=iteration_stats,
+            engine_idx=engine_idx,
+            **options,
+        )
 
 
-def held_of(state: RequestState | None) -> HeldRequest | None:
-    """Return what is noted of a request that has a number; ``None``: it has none."""
-    return getattr(state, ARGUMENT, None)
+def numbered_of(state: RequestState | None) -> NumberedRequest | None:
+
+    return getattr(state, NUMBER, None)
 
 
 class OncePerTurn(Generic[T]):
-    """Calls ``send`` once with all that is added in one turn of the event loop: for the engine that is one message."""
+    """Sends everything that is added in one turn of the event loop at once: engines get one message."""
 
     def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, None]]) -> None:
         self._send = send
         self._added: dict[T, None] = {}
-        self._sending: set[asyncio.Task[None]] = set()  # the event loop itself keeps weak references only
+        # The event loop itself keeps only weak references to tasks.
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, one: T) -> None:
+    def add(self, item: T) -> None:
         if not self._added:
-            asyncio.get_running_loop().call_soon(self._begin)
-        self._added[one] = None
+            asyncio.get_running_loop().call_soon(self._start_sending)
+        self._added[item] = None
 
-    def _begin(self) -> None:
-        added, self._added = [*self._added], {}
+    def _start_sending(self) -> None:
+        added = list(self._added)
+        self._added = {}
         task = asyncio.get_running_loop().create_task(self._send(added))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

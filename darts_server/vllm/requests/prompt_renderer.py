@@ -26,13 +26,13 @@ from darts_server.vllm.requests.sampling import REFUSALS, SamplingReader, named_
 from darts_server.vllm.requests.validation import PROMPT, check_group, check_request
 
 TOO_LONG = ("input_tokens", "input_text")
-"""What vLLM's errors name if a prompt is longer than the model's length."""
+"""Parameters that vLLM's errors name if a prompt is longer than the model's length."""
 
 
 class VllmPromptRenderer:
     """Implements :class:`darts_server.engine.port.PromptRenderer`.
 
-    ``args``: vLLM's flags. Chats become tokens by those of its chat route.
+    ``args``: vLLM's flags. Chats are rendered by the flags of vLLM's chat route.
     """
 
     def __init__(self, llm: AsyncLLM, args: Namespace) -> None:
@@ -49,7 +49,11 @@ class VllmPromptRenderer:
         self.effective_sampling = self._sampling.effective
 
     async def make_request(
-        self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
+        self,
+        prompt: PromptSpec,
+        sampling: Mapping[str, object],
+        size: int,
+        request_id: str,
     ) -> PromptRequest:
         params = self._sampling.read(sampling, size)
         # Render the prompt as vLLM's routes do: a chat by its template, token ids and text as they are.
@@ -66,7 +70,8 @@ class VllmPromptRenderer:
                 raise self._unrendered(_prompt_field(prompt), error) from error
         _limit_answer(params, prompt, len(rendered.get("prompt_token_ids") or ()), self._llm.model_config.max_model_len)
         request = PromptRequest(rendered, params, request_id)
-        # Check it before the first candidate starts; errors name the fields of our own API.
+
+        # Check it before the first candidate starts. Errors name the fields of our own API.
         try:
             check_request(self._llm.vllm_config, request)
             check_group(self._llm, request)
@@ -94,10 +99,15 @@ class VllmPromptRenderer:
         try:
             return await self._apply_template(messages, options)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            first = error.errors(
+                include_url=False,
+                include_input=False,
+                include_context=False,
+            )[0]
             place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
             raise InvalidRequest(place.lstrip("."), first["msg"]) from error
-        except Exception as error:  # of a chat template, or of vLLM's parser on a message without what it needs
+        except Exception as error:
+            # A chat template failed, or vLLM's parser on a message that lacks a field.
             cause = "messages"
             if not _is_too_long(error):
                 for name in options:
@@ -115,12 +125,17 @@ class VllmPromptRenderer:
         return True
 
     async def _apply_template(self, messages: bytes, options: Mapping[str, Any]) -> Any:
-        # vLLM's route would refuse tools that it has no parser for, which a batch does not need, unless this is null.
-        request = ChatCompletionRequest(messages=[], tool_choice=None, **options)
-        # Not validated, as its parser takes what it needs: pydantic collects all errors of all messages, for seconds.
+        # vLLM's route refuses tools without a parser unless this is null. A batch needs no parser.
+        request = ChatCompletionRequest(
+            messages=[],
+            tool_choice=None,
+            **options,
+        )
+        # Not validated: pydantic collects all errors of all messages, for seconds. vLLM's parser checks what it needs.
         conversation = json.loads(messages)
         for message in conversation:
-            reasoning = message.pop("reasoning_content", None)  # as vLLM's route does it while it validates
+            # vLLM's route does the same while it validates.
+            reasoning = message.pop("reasoning_content", None)
             if reasoning is not None and message.get("reasoning") is None:
                 message["reasoning"] = reasoning
         request.messages = conversation
@@ -131,7 +146,7 @@ class VllmPromptRenderer:
 
     def _unrendered(self, field: str, error: Exception) -> InvalidRequest:
         if _is_too_long(error):
-            # vLLM stops counting at the first token that is too many, and speaks of an answer of 0 tokens.
+            # vLLM stops counting at the limit, and its message speaks of an answer of 0 tokens.
             limit = self._llm.model_config.max_model_len
             return InvalidRequest(
                 field,
@@ -154,10 +169,12 @@ class VllmPromptRenderer:
     async def to_sample(self, output: RequestOutput) -> Sample:
         await make_deferred(output, TEXT)
         completion = output.outputs[0]
-        tokens = array("i", completion.token_ids)  # batches are kept: a list takes nine times the memory
+        tokens = array("i", completion.token_ids)
         values = sampled_logprobs(completion)
         logprobs = None if values is None else array("d", values)
-        reason = None if completion.finish_reason == ABORTED else FinishReason(completion.finish_reason or "")
+        reason = None
+        if completion.finish_reason != ABORTED:
+            reason = FinishReason(completion.finish_reason or "")
         return Sample(tokens, logprobs, completion.text, reason)
 
 
@@ -165,14 +182,20 @@ def _is_too_long(error: Exception) -> bool:
     return getattr(error, "parameter", None) in TOO_LONG
 
 
-def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit: int) -> None:
-    """Check that prompt and answer fit into the model's length, and set ``max_tokens`` where the caller leaves it open.
+def _limit_answer(
+    params: SamplingParams,
+    prompt: PromptSpec,
+    length: int,
+    limit: int,
+) -> None:
+    """Check that prompt and answer fit into the model's length, and set ``max_tokens`` if the caller sends null.
 
-    ``max_tokens`` is never made smaller, as on vLLM's completions and chats: a trainer that takes an answer of fewer
-    tokens for a whole one would learn from a truncated one. ``length``: of the prompt. ``limit``: the model's length.
+    As on vLLM's completions and chats, ``max_tokens`` is never lowered: a trainer would mistake a truncated answer for
+    a whole one. ``length``: tokens of the prompt. ``limit``: the model's length.
+
 
     Raises:
-        InvalidRequest: names the prompt, unless it is the sampling parameter alone that does not fit.
+        InvalidRequest: names the prompt, or a sampling parameter that fits no prompt.
     """
     if params.max_tokens is not None:
         needed = params.max_tokens
@@ -197,5 +220,4 @@ def _limit_answer(params: SamplingParams, prompt: PromptSpec, length: int, limit
 
 
 def _prompt_field(prompt: PromptSpec) -> str:
-    """Return the name of the field that holds the prompt."""
     return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)

@@ -1,4 +1,4 @@
-"""A prompt as vLLM's ``generate()`` gets it: its candidates, those that go on, and its trajectory."""
+"""A prompt as vLLM's ``generate()`` gets it, the requests of its candidates, and the trajectory that it continues."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,106 +20,150 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.rollout.learned.statistics import key_of
 from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
-from darts_server.vllm.engine_core.holding import PASSED_ON
+from darts_server.vllm.engine_core.holding import NOT_HELD
 from darts_server.vllm.engine_core.probe_capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
+# vLLM's name for the session in ``vllm_xargs``. Each trajectory of a group may have its own.
 SESSION_ARGUMENT = "session_id"
-"""vLLM's name for the session in ``vllm_xargs``: each trajectory of a group may have its own."""
 RESUMABLE = frozenset(
     {
-        *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids"),
-        *("seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "min_tokens"),
-        *("logprobs", "flat_logprobs", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
-        *("output_kind", "extra_args", "skip_clone", "skip_reading_prefix_cache"),
-        "output_text_buffer_length",  # vLLM sets it to the length of the longest stop string
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "logprobs",
+        "flat_logprobs",
+        "detokenize",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "output_kind",
+        "extra_args",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        # vLLM sets it to the length of the longest stop string.
+        "output_text_buffer_length",
     }
 )
-"""Sampling parameters under which the next token depends on the tokens so far, whichever of them were in the prompt.
-All others, also those of later versions of vLLM, are taken to depend on where the prompt ends."""
+"""Sampling parameters that do not depend on where the prompt ends. All others, also those of later versions of vLLM,
+are assumed to depend on it."""
+# White space and reasoning tags before an answer. Templates render them otherwise when the answer is part of the chat.
 UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
-"""What a template puts before an answer, and not there again when the answer has become a part of the chat: it begins
-the reasoning, or leaves it out at once, and white space joins that of the answer in one token."""
-LONGEST_END = 24  # tokens of it, at most
+MAX_END_TOKENS = 24
 SEED_FIELDS = {"seed": None, "output_kind": None}
 """Sampling parameters that may differ between requests of one group, as may our own extra arguments."""
 SCHEDULING = frozenset({"trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints", "prompt_text"})
-"""Options of ``generate()`` that may differ too: they say when and where a request runs, not what is sampled."""
+"""Options of ``generate()`` that may differ too: they decide when and where a request runs, not what is sampled."""
 NAMED = ("prompt_token_ids", "prompt", "mm_hashes")
-"""Fields of a prompt that its key has by themselves."""
 DERIVED = frozenset(
     {
-        *("type", "arrival_time", "prompt_token_offsets"),
-        *("mm_kwargs", "mm_placeholders"),  # vLLM itself identifies what they are by the hashes
-        "cache_salt",  # part of the join key: statistics outlive a salt that changes with every step of training
+        "type",
+        "arrival_time",
+        "prompt_token_offsets",
+        # vLLM itself identifies media by `mm_hashes`.
+        "mm_kwargs",
+        "mm_placeholders",
+        # Statistics outlive a salt that changes with every step of training. The salt is a part of the join key.
+        "cache_salt",
     }
 )
-"""Fields of a prompt that follow from others, or change nothing that the model sees. All other fields are part of the
-prompt's key, also those of later versions of vLLM."""
+"""Fields of a prompt that change nothing that the model sees. All others, also those of later versions of vLLM, are a
+part of the prompt's key."""
 
 
 @dataclass(frozen=True)
 class PromptRequest:
     """The arguments of ``generate()`` for one prompt.
 
-    ``options``: keyword arguments of ``generate()`` beside prompt, sampling parameters and request id.
+    ``options``: further keyword arguments of ``generate()``.
     """
 
     prompt: Any
     params: SamplingParams
     request_id: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    _shared: list[SamplingParams] = field(default_factory=list, init=False, repr=False, compare=False)
+    _shared: list[SamplingParams] = field(
+        default_factory=list,
+        init=False,
+        repr=False,
+        compare=False,
+    )
+
+    @property
+    def prompt_fields(self) -> Mapping[str, Any]:
+        """Fields of a rendered prompt. A text has none."""
+        return self.prompt if isinstance(self.prompt, dict) else {}
 
     # --- identity -----------------------------------------------------------
 
     @cached_property
     def prompt_key(self) -> str:
-        """The key of the prompt's statistics, derived from what the model sees: the same for text as for its tokens."""
-        prompt = self.prompt if isinstance(self.prompt, dict) else {"prompt": self.prompt}
-        tokens, lora = prompt.get("prompt_token_ids"), self.options.get("lora_request")
-        text = None if tokens else prompt.get("prompt")
-        named = [text, prompt.get("mm_hashes"), None if lora is None else lora.lora_name]
+        """Key of the prompt's statistics, derived from what the model sees: the same for a text as for its tokens."""
+        prompt = self.prompt_fields or {"prompt": self.prompt}
+        tokens = prompt.get("prompt_token_ids") or ()
+        lora = self.options.get("lora_request")
+        named = [
+            None if tokens else prompt.get("prompt"),
+            prompt.get("mm_hashes"),
+            None if lora is None else lora.lora_name,
+        ]
         rest = {name: value for name, value in prompt.items() if name not in NAMED and value is not None}
-        texts = [*map(repr, filter(None, named)), describe(rest)]
-        return key_of(tokens or (), *filter(None, texts))
+        texts = [repr(value) for value in named if value]
+        description = describe(rest)
+        if description:
+            texts.append(description)
+        return key_of(tokens, *texts)
 
     @property
     def tokens(self) -> RequestTokens:
-        """Tokens of the prompt, and those that a candidate may have. A prompt of embeddings has no tokens."""
-        prompt = self.prompt.get("prompt_token_ids") if isinstance(self.prompt, dict) else None
-        return RequestTokens(len(prompt) if prompt else None, self.params.max_tokens)
+        tokens = self.prompt_fields.get("prompt_token_ids")
+        return RequestTokens(len(tokens) if tokens else None, self.params.max_tokens)
 
     @cached_property
     def tail_seed(self) -> Sequence[int] | None:
-        """Seed of the sampled tail, from seed and prompt: a request can be repeated. ``None`` without a seed."""
+        """Seed of the sampled tail, from seed and prompt, so that a request can be repeated. None without a seed."""
         if self.params.seed is None:
             return None
-        tokens = self.prompt.get("prompt_token_ids", ()) if isinstance(self.prompt, dict) else self.prompt
+        tokens = self.prompt
+        if isinstance(tokens, dict):
+            tokens = tokens.get("prompt_token_ids", ())
         return (self.params.seed & SEED_MASK, crc32(repr(tokens).encode()))
 
     @cached_property
     def join_key(self) -> str:
-        """Equal for requests whose trajectories may answer each other: same prompt and sampling, except the seed."""
+        """Key that is equal for requests with the same prompt and sampling, except the seed."""
         params = structs.asdict(self.params)
-        extra = {
+        extra_args = {
             name: value
             for name, value in (params["extra_args"] or {}).items()
             if not name.startswith("darts_") and name != SESSION_ARGUMENT
         }
         options = {name: value for name, value in self.options.items() if name not in SCHEDULING and value is not None}
-        if (lora := options.get("lora_request")) is not None:
+        lora = options.get("lora_request")
+        if lora is not None:
             options["lora_request"] = (lora.lora_name, lora.lora_int_id)
-        prompt = self.prompt if isinstance(self.prompt, dict) else {}
+        prompt = self.prompt_fields
         salt = prompt.get("cache_salt") or prompt.get("decoder_prompt", {}).get("cache_salt")
-        return f"{self.prompt_key} {salt!r} {options} {params | SEED_FIELDS | {'extra_args': extra}}"
+
+        return f"{self.prompt_key} {salt!r} {options} {params | SEED_FIELDS | {'extra_args': extra_args}}"
 
     # --- candidates ---------------------------------------------------------
 
     def params_of(self, index: int, *, is_own: bool = False) -> SamplingParams:
-        """Sampling parameters of candidate ``index``: n = 1, final-only output, seed + index.
+        """Return sampling parameters of candidate ``index``: n = 1, final output only, seed + index.
 
-        Without a seed all candidates have the same object. ``is_own``: return one that may be changed.
+        Without a seed all candidates have the same object. ``is_own``: return an object that may be changed.
         """
         if self._shared and not is_own:
             return self._shared[0]
@@ -127,77 +171,80 @@ class PromptRequest:
         child.n = 1
         child.seed = None if child.seed is None else child.seed + index
         child.output_kind = RequestOutputKind.FINAL_ONLY
-        child.skip_clone = True  # vLLM would clone it once more for each candidate, and nothing else holds this one
+        # vLLM would clone it once more for each candidate.
+        child.skip_clone = True
         if child.seed is None and not is_own:
             self._shared.append(child)
         return child
 
     def probed_params_of(self, index: int, probe: Probe, number: int | None) -> SamplingParams:
-        """The same for a probed candidate. ``number``: identifies its hidden states; ``None`` if none are sent."""
+        """Return `params_of` with a probe. ``number``: identifies hidden states, or None if none are sent."""
         child = self.params_of(index, is_own=True)
+        extra_args = dict(child.extra_args or {})
         if number is not None:
-            child.extra_args = {**(child.extra_args or {}), ARGUMENT: [number, *probe.detect_at]}
+            extra_args[ARGUMENT] = [number, *probe.detect_at]
         if probe.logprobs:
-            child.extra_args = {**(child.extra_args or {}), PASSED_ON: True}
+            extra_args[NOT_HELD] = True
+        child.extra_args = extra_args or None
         if self.adds_logprobs(probe):
             child.logprobs = 0
         return child
 
     def adds_logprobs(self, probe: Probe) -> bool:
-        """Whether log-probs are computed for the probe alone, as the request did not ask for any."""
         return probe.logprobs and self.params.logprobs is None
 
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
-        """Return prompt and sampling parameters of candidate ``index`` that has generated ``prefix`` already."""
         child = self.params_of(index, is_own=True)
         leave_rest(child, len(prefix))
-        return {**self.prompt, "prompt_token_ids": [*self.prompt["prompt_token_ids"], *prefix]}, child
+        tokens = [*self.prompt["prompt_token_ids"], *prefix]
+        return {**self.prompt, "prompt_token_ids": tokens}, child
 
 
 def describe(value: object) -> str:
-    """Return a text that is equal for equal parts of prompts only.
+    """Return a text that is equal only for equal parts of prompts.
 
-    A part of a type that is not known here gets a text that no other part has. The text is empty for a mapping that has
-    derived fields alone.
+    The text is empty for a mapping that has only derived fields.
     """
     if isinstance(value, Mapping):
-        fields = sorted((str(name), describe(each)) for name, each in value.items() if name not in DERIVED)
+        fields = sorted((str(name), describe(part)) for name, part in value.items() if name not in DERIVED)
         return f"{{{fields}}}" if fields else ""
     if isinstance(value, list | tuple):
-        return repr([describe(each) for each in value])
+        return repr([describe(part) for part in value])
     if isinstance(value, torch.Tensor):
-        # As bytes, since NumPy does not have all types of tensors.
+        # As bytes, because NumPy lacks some of torch's types.
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"{value.dtype} {list(value.shape)} {blake2b(data.data, digest_size=16).hexdigest()}"
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
+    # A part of an unknown type equals no other part.
     return str(uuid4())
 
 
 def leave_rest(params: SamplingParams, tokens: int) -> None:
-    """Leave in sampling parameters what is left to generate after so many tokens.
-
-    The random numbers of the first tokens must not come again, so the others have a seed of their own.
-    """
-    params.max_tokens = None if params.max_tokens is None else params.max_tokens - tokens
+    """Change sampling parameters for the rest of an answer after ``tokens`` tokens."""
+    if params.max_tokens is not None:
+        params.max_tokens -= tokens
     params.min_tokens = max(0, params.min_tokens - tokens)
     if params.seed is not None:
+        # Another seed, because the random numbers of the first tokens must not be used again.
         state = np.random.SeedSequence((params.seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
-        params.seed = int(state[0] >> np.uint64(2))  # positive, and far from vLLM's largest
+        # The shift makes the seed positive, and far from vLLM's largest.
+        params.seed = int(state[0] >> np.uint64(2))
 
 
-# --- candidates that go on from what they had generated when they were stopped -------
+# --- candidates that resume ---------------------------------------------------------
 
 
 def check_resumable(params: SamplingParams) -> None:
-    """Raise `InvalidRequest` for the first parameter that depends on the prompt's end, or needs what is not kept."""
+    """Raise `InvalidRequest` if candidates with these sampling parameters cannot be resumed."""
     if params.logprobs is not None and not 0 <= params.logprobs <= 1:
         raise InvalidRequest(
             "sampling.logprobs",
             'must be at most 1 with "carry": "resume", since only log-probs of generated tokens are kept; '
             f'got {params.logprobs}, change it, or use "restart"',
         )
-    if (name := depends_on_prompt_end(params)) is not None:
+    name = depends_on_prompt_end(params)
+    if name is not None:
         raise InvalidRequest(
             f"sampling.{name}",
             'does not work with "carry": "resume", since it depends on which tokens were generated after the '
@@ -206,35 +253,47 @@ def check_resumable(params: SamplingParams) -> None:
 
 
 def depends_on_prompt_end(params: SamplingParams) -> str | None:
-    """Return the name of the first parameter that depends on where the prompt ends, if there is one."""
+    """Return the name of the first parameter that depends on where the prompt ends, or None."""
     neutral = SamplingParams()
-    names = (name for name in params.__struct_fields__ if not name.startswith("_") and name not in RESUMABLE)
-    return next((name for name in names if getattr(params, name) not in (getattr(neutral, name), None, [], 0)), None)
+    for name in params.__struct_fields__:
+        if name.startswith("_") or name in RESUMABLE:
+            continue
+        if getattr(params, name) not in (getattr(neutral, name), None, [], 0):
+            return name
+    return None
 
 
-# --- the trajectory that a request belongs to ---------------------------------------
+# --- the trajectory that a request continues ----------------------------------------
 
 
 def make_turn(
-    request: PromptRequest, shaping: RequestOptions, session: str | None, caller: str | None, tokenizer: Any = None
+    request: PromptRequest,
+    shaping: RequestOptions,
+    session: str | None,
+    caller: str | None,
+    tokenizer: Any = None,
 ) -> Turn:
-    """``session``: by a header that trainers send. ``caller``: the key's name. ``tokenizer``: the model's, if any.
+    """Describe a request as a turn of a trajectory.
 
-    Evaluation has no sessions: trainers name those by prompts' numbers too, and training's first prompts would look
-    like later turns of them.
+    ``session``: from a header that trainers send. ``caller``: name of the key. ``tokenizer``: the model's, if any.
     """
-    prompt, params = request.prompt, request.params
-    name = shaping.session or request.options.get("session_id") or session
+    prompt = request.prompt
+    params = request.params
     is_greedy = params.temperature == 0
+    # Evaluation has no sessions: trainers name sessions by prompts' numbers in both, so training's first prompts would
+    # look like later turns of evaluation's.
+    name = None
+    if not is_greedy and shaping.policy != OFF:
+        name = shaping.session or request.options.get("session_id") or session
     token_ids: Sequence[int] = ()
-    # Beside embeddings, tokens are only a part of a prompt: another prompt may have the same.
+    # Beside embeddings, tokens are only a part of the prompt, and other prompts may have the same tokens.
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is None:
         token_ids = prompt.get("prompt_token_ids") or ()
     scores_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     return Turn(
         token_ids,
         None if tokenizer is None else count_stable(tokenizer, token_ids),
-        None if is_greedy or shaping.policy == OFF else name,
+        name,
         opens_session=shaping.session is not None,
         greedy=is_greedy,
         scoring=params.max_tokens == 1 or scores_prompt,
@@ -243,17 +302,18 @@ def make_turn(
 
 
 def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
-    """Return how many tokens of a prompt a later turn begins with: all but the end that templates render otherwise."""
-    tail = list(token_ids[-LONGEST_END:])
-    if not tail or min(tail) < 0:  # what stands for an image
+    """Return how many of a prompt's tokens a later turn begins with: all but `UNSTABLE_END`."""
+    tail = list(token_ids[-MAX_END_TOKENS:])
+    # Negative numbers stand for images.
+    if not tail or min(tail) < 0:
         return len(token_ids)
     match = UNSTABLE_END.search(tokenizer.decode(tail))
     end = "" if match is None else match[0]
-    count = 0
+    unstable = 0
     for length in range(1, len(tail) + 1):
         text = tokenizer.decode(tail[-length:])
         if len(text) > len(end):
             break
         if end.endswith(text):
-            count = length
-    return len(token_ids) - count
+            unstable = length
+    return len(token_ids) - unstable

@@ -1,8 +1,8 @@
-"""Validate a request as the engine will decode it, before anything is started.
+"""Validate a request as the engine will decode it, before any candidate starts.
 
-The thread of vLLM's engine that receives requests ends at the first one that it cannot decode, and the engine's process
-at the first token id that its model does not have. So every request is encoded and decoded here once, as on its way to
-the engine. What the engine keeps for each candidate is limited in size.
+The thread of vLLM's engine that receives requests ends at the first request that it cannot decode, and the engine's
+process at the first token id that its model does not have. So every request is encoded and decoded here once, as on its
+way to the engine.
 """
 
 from copy import copy
@@ -21,11 +21,15 @@ from darts_server.vllm.requests.prompt_request import PromptRequest
 from darts_server.vllm.requests.sampling import REFUSALS, split_place
 from darts_server.vllm.requests.structured_outputs import MAX_SAMPLING_BYTES, too_large
 
-PROMPT = "prompt"  # the field that errors name for a prompt: our own routes replace it by theirs
-MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
-MAX_CANDIDATES = 2**32  # more than any group starts, restarts included. Candidate i is generated with ``seed`` + i
+PROMPT = "prompt"
+"""Field that errors name for a prompt. Our own routes replace it by theirs."""
+MIN_SEED = -(2**63)
+MAX_SEED = 2**63 - 1
+# More candidates than any group starts, restarts included. Candidate i is generated with ``seed`` + i.
+MAX_CANDIDATES = 2**32
 PARAMS = "sampling_params"
-ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
+ENCODER = MsgpackEncoder()
+DECODER = MsgpackDecoder(EngineCoreRequest)
 
 
 def check_request(config: VllmConfig, request: PromptRequest) -> None:
@@ -35,16 +39,18 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         InvalidRequest: ``field`` is `PROMPT`, a sampling parameter, or an option of ``generate()``.
         vLLM's own exceptions: it checks parameters against each other whenever they are decoded.
     """
-    params, prompt = request.params, request.prompt if isinstance(request.prompt, dict) else {}
-    # These kill vLLM's engine on CPU. Log-probs of the prompt, if LoRA is enabled: it dies of a step that also has a
-    # request with an adapter. A seed, if prompts may be split over steps (chunked prefill): any may be, even a short
-    # one, since other requests use part of a step's token budget.
+    params = request.params
+    prompt = request.prompt_fields
+
+    # vLLM's engine on CPU dies if one step has log-probs of a prompt and a request with an adapter.
     if current_platform.is_cpu() and params.prompt_logprobs is not None and config.lora_config is not None:
         raise InvalidRequest(
             "prompt_logprobs",
             "vLLM on CPU cannot compute them with --enable-lora, and its engine would crash; leave this out, or start "
             "the server without that flag",
         )
+    # It also dies if a seeded prompt is split over steps (chunked prefill). Even a short prompt can be split, because
+    # other requests use a part of a step's token budget.
     if current_platform.is_cpu() and params.seed is not None and config.scheduler_config.enable_chunked_prefill:
         raise InvalidRequest(
             "seed",
@@ -56,23 +62,37 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
     if params.logprob_token_ids is not None:
         raise InvalidRequest(
             "logprob_token_ids",
-            "vLLM applies it to all requests that run at the same time, so that those of others would lose the "
-            "log-probs of their likeliest tokens; leave it out, and use logprobs",
+            "vLLM applies it to all requests that run at the same time, so other requests would lose the log-probs of "
+            "their likeliest tokens; leave it out, and use logprobs",
         )
     _check_seed(params, params.n)
-    # vLLM allows what either tokenizer or model has, but the model has no embedding for ids beyond its own. Those of
-    # other types of prompts may stand for images or embeddings. The size is 0 where the configuration has none.
+
+    # vLLM allows token ids that either the tokenizer or the model has, but the model has embeddings only for its own.
+    # In other types of prompts, token ids may stand for images or embeddings. The size is 0 if the configuration has
+    # none.
     token_ids = prompt.get("prompt_token_ids") if prompt.get("type", "token") == "token" else None
     size = config.model_config.get_vocab_size()
-    if token_ids and size and ((lowest := min(token_ids)) < 0 or max(token_ids) >= size):
-        wrong = lowest if lowest < 0 else max(token_ids)
-        raise InvalidRequest(
-            PROMPT, f"token id {wrong} is out of vocabulary: this model has the token ids 0 to {size - 1}"
-        )
+    if token_ids and size:
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    PROMPT, f"token id {token_id} is out of vocabulary: this model has the token ids 0 to {size - 1}"
+                )
+
     sent = copy(params)
-    sent.n = 1  # as it is sent for each candidate
+    sent.n = 1
     salt = prompt.get("cache_salt")
-    message = EngineCoreRequest(request.request_id, token_ids, None, sent, None, 0.0, None, salt, None)
+    message = EngineCoreRequest(
+        request.request_id,
+        token_ids,
+        None,
+        sent,
+        None,
+        0.0,
+        None,
+        salt,
+        None,
+    )
     for name in message.__struct_fields__:
         if name in request.options:
             setattr(message, name, request.options[name])
@@ -82,27 +102,36 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
         # The message is an array: ``[3].seed`` is the seed of the sampling parameters.
         field, text = split_place(error)
         index, _, inside = field.removeprefix("[").partition("]")
-        name = EngineCoreRequest.__struct_fields__[int(index)] if index.isdecimal() else field
-        raise InvalidRequest(inside.lstrip(".") if name == PARAMS and inside else name, text) from error
+        if index.isdecimal():
+            field = EngineCoreRequest.__struct_fields__[int(index)]
+        if field == PARAMS and inside:
+            field = inside.lstrip(".")
+        raise InvalidRequest(field, text) from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
-    if (whole := sum(map(len, ENCODER.encode(params)))) > MAX_SAMPLING_BYTES:
+
+    total = _encoded_size(params)
+    if total > MAX_SAMPLING_BYTES:
         values = msgspec.structs.asdict(params)
-        raise too_large(max(values, key=lambda name: sum(map(len, ENCODER.encode(values[name])))), whole)
+        raise too_large(max(values, key=lambda name: _encoded_size(values[name])), total)
+
+
+def _encoded_size(value: object) -> int:
+    return sum(map(len, ENCODER.encode(value)))
 
 
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
-    """Check a request further that candidates are started with: process its prompt once, and drop the result.
+    """Check a request of a group further: process its prompt once, and drop the result.
 
-    vLLM processes a prompt when it is added to the engine. For the second prompt of a request that is after the first
-    one was started, and for a stream after the status was sent.
+    Otherwise vLLM would refuse the second prompt of a request after the first was started, and the prompt of a stream
+    after the status was sent.
 
     Raises:
         InvalidRequest: as from `check_request`.
         vLLM's own exceptions, see :data:`darts_server.vllm.requests.sampling.REFUSALS`.
     """
     _check_seed(request.params, MAX_CANDIDATES)
-    is_rendered = isinstance(request.prompt, dict) and "type" in request.prompt
+    is_rendered = "type" in request.prompt_fields
     if not is_rendered:
         return
     process = partial(
@@ -110,7 +139,7 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
         request.request_id,
         request.prompt,
         supported_tasks=llm._supported_tasks,
-        # The options of ``generate()`` that vLLM may refuse.
+        # vLLM may refuse these options of ``generate()``.
         lora_request=request.options.get("lora_request"),
         data_parallel_rank=request.options.get("data_parallel_rank"),
     )
@@ -120,13 +149,13 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
         raise
     except Exception as error:
         if request.params.structured_outputs is not None:
-            # vLLM's libraries for grammars name no field: is all well without one?
+            # vLLM's libraries for grammars name no field. It is this field if the request is valid without it.
             params = request.params.clone()
             params.structured_outputs = None
             try:
                 process(params)
             except Exception:
-                pass  # nor without it
+                pass
             else:
                 raise InvalidRequest("structured_outputs", str(error)) from error
         if isinstance(error, REFUSALS):
@@ -144,7 +173,6 @@ def _check_seed(params: SamplingParams, candidates: int) -> None:
 
 
 def _unsendable(message: EngineCoreRequest) -> str:
-    """Name the first field that cannot be sent."""
     fields = msgspec.structs.asdict(message)
     params = fields.pop(PARAMS)
     for name, value in (msgspec.structs.asdict(params) | fields).items():

@@ -13,5 +13,6 @@ __all__ = ["here", "model", "updates"]
 @pytest.fixture
 def here(updates: Updates) -> Iterator[TestClient]:
     """The server's routes, with weights that can be updated."""
-    with client(updates=updates) as caller, caller:  # one event loop for all requests, as in the server
+    # One event loop for all requests, as in the server.
+    with client(updates=updates) as caller, caller:
         yield caller

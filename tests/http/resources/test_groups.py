@@ -31,7 +31,8 @@ LARGE = 12_000
 @pytest.fixture
 async def app() -> AsyncIterator[FastAPI]:
     with Store() as store:
-        statistics, provenance = Statistics(store), Provenance()
+        statistics = Statistics(store)
+        provenance = Provenance()
         for group_id, size in (("batch-a-0", LARGE), ("batch-a-1", 2), ("batch-b-0", INLINE_CANDIDATES)):
             ended = record(*(candidate(i, 5 + i, FinishReason.STOP, SelectedAs.SHORT) for i in range(size)))
             provenance.group_ended(replace(ended, group_id=group_id))

@@ -92,12 +92,13 @@ async def test_health_has_weights_and_rewards() -> None:
 
 async def test_events_become_as_rare_as_the_share_of_the_processor_for_all_callers_demands() -> None:
     server = Server(Harness(lengths(9)))
-    server.sources.streams.update({(str(number), False): 1 for number in range(20_000)})
+    server.sources.streams._open.update({str(number): 1 for number in range(20_000)})
     async with aclosing(server.events(quiet=0.01)) as stream:
         await anext(stream)
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0.2)
-        assert not waiting.done()  # an event takes 20 us at least, and each of so many may take its share
+        # An event takes at least 20 µs, and the streams share 5 % of a core.
+        assert not waiting.done()
         waiting.cancel()
         await settle()
 
@@ -110,21 +111,22 @@ async def test_a_key_has_so_many_streams_at_most_and_another_has_its_own() -> No
     app = FastAPI()
     add_routes(app.router, server.sources)
     errors.install(app)
-    server.stopping = True  # streams that begin end at once
+    # New streams end at once.
+    server.stopping = True
     async with AsyncClient(transport=ASGITransport(app), base_url="http://here") as client:
         with ExitStack() as viewers:
             for _ in range(MAX_VIEWERS):
-                viewers.enter_context(server.sources.count_stream(None, False))
+                viewers.enter_context(server.sources.streams.counted())
             refused = await client.get("/live", headers={"Accept": MEDIA_TYPE})
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
-            assert f"this key has {MAX_VIEWERS} streams of the monitor" in refused.text
-            plain = await client.get("/live")  # JSON, without accepting events
+            assert f"this key already has {MAX_VIEWERS} connections that read the live monitor" in refused.text
+            plain = await client.get("/live")
             assert [group.group_id for group in MonitorAnswer.model_validate(plain.json()).groups] == ["g"]
             token = caller.set(Caller("other"))
             assert (await client.get("/live", headers={"Accept": MEDIA_TYPE})).status_code == 200
             caller.reset(token)
         assert (await client.get("/live", headers={"Accept": MEDIA_TYPE})).status_code == 200
-    assert server.sources.streams.total() == 0
+    assert server.sources.streams.total == 0
 
 
 async def test_the_stream_ends_when_the_server_stops() -> None:

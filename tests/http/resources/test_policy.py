@@ -27,7 +27,7 @@ def running() -> Iterator[TestClient]:
         yield caller
 
 
-def test_what_can_change_is_told_with_its_value_and_the_policies_beside(running: TestClient) -> None:
+def test_the_settings_are_returned_with_the_names_of_the_policies(running: TestClient) -> None:
     answer = running.get(URL).json()
     assert answer["policies"][0] == "off"
     assert {"uniform", "darts"} < set(answer["policies"])
@@ -35,7 +35,7 @@ def test_what_can_change_is_told_with_its_value_and_the_policies_beside(running:
     assert not answer.keys() & {"state_dir", "cohort_window"}
 
 
-def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:
+def test_a_change_takes_effect_at_once_and_other_settings_stay() -> None:
     with client() as caller:
         answer = caller.patch(URL, json={"policy": "off", "group_size": 8})
         assert answer.status_code == 200
@@ -51,7 +51,7 @@ def test_a_change_is_in_force_at_once_and_the_rest_stays() -> None:
         ([], "body", "must be a JSON object"),
     ],
 )
-def test_a_wrong_change_is_refused_as_a_whole_and_its_key_named(
+def test_a_wrong_change_is_refused_as_a_whole_and_names_its_key(
     running: TestClient, patch: Any, param: str, words: str
 ) -> None:
     before = running.get(URL).json()
@@ -78,7 +78,7 @@ patches = st.dictionaries(keys, likely | values, max_size=4) | values
 
 @given(body=patches.map(lambda patch: json.dumps(patch).encode()) | st.binary())
 @settings(deadline=None)
-def test_any_body_is_put_in_force_or_refused_and_changes_nothing(running: TestClient, body: bytes) -> None:
+def test_any_body_takes_effect_or_is_refused_and_changes_nothing(running: TestClient, body: bytes) -> None:
     before = running.get(URL).json()
     answer = running.patch(URL, content=body)
     after = running.get(URL).json()

@@ -1,4 +1,4 @@
-"""What ``POST /darts/v1/rewards`` takes and tells."""
+"""Requests to ``POST /darts/v1/rewards``, and their answers."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def opened() -> Iterator[TestClient]:
 
 @pytest.fixture(scope="module")
 def unchanged() -> Iterator[TestClient]:
-    """For tests that change nothing."""
+    """A client for tests that change nothing."""
     with client() as opened:
         yield opened
 
@@ -38,7 +38,7 @@ def group(opened: TestClient, name: str) -> dict[str, Any]:
     return record
 
 
-def test_a_group_tells_its_rewards_and_once_all_are_known_whether_they_differ(opened: TestClient) -> None:
+def test_a_group_has_its_rewards_and_when_all_are_reported_whether_they_differ(opened: TestClient) -> None:
     before = group(opened, "cmpl-a-0")
     assert [c["trajectory_id"] for c in before["candidates"]] == ["cmpl-a-0:0", "cmpl-a-0:1", "cmpl-a-0:2"]
     assert {(c["reward"], c["correct"]) for c in before["candidates"]} == {(None, None)}
@@ -52,7 +52,7 @@ def test_a_group_tells_its_rewards_and_once_all_are_known_whether_they_differ(op
     assert group(opened, "cmpl-a-1")["zero_variance"] is True
 
 
-def test_a_prompt_tells_what_its_rewards_come_to(opened: TestClient) -> None:
+def test_a_prompt_has_statistics_of_its_rewards(opened: TestClient) -> None:
     assert opened.get("/darts/v1/prompts/p").json()["rewards"] is None
     report(opened, *({"trajectory_id": f"cmpl-a-{n}:0", "reward": 1.0} for n in (0, 1)))
     report(opened, {"trajectory_id": "cmpl-a-1:1", "reward": 0})
@@ -85,7 +85,7 @@ TOKENS: dict[str, Any] = {"prompt_token_ids": [0], "completion_token_ids": [1], 
     ],
     ids=repr,
 )
-def test_what_is_wrong_is_named_with_its_place_and_changes_nothing(
+def test_a_wrong_field_is_named_with_its_place_and_nothing_changes(
     unchanged: TestClient, wrong: object, field: str
 ) -> None:
     answer = unchanged.post(URL, json={"rewards": [GOOD, TOKENS, GOOD, wrong]})

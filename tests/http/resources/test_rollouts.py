@@ -81,7 +81,7 @@ async def client(registry: BatchRegistry[str, list[int]]) -> AsyncIterator[httpx
 
 
 def with_lists(tensors: dict[str, Any]) -> Any:
-    """The JSON answer, from one with tensors."""
+    """Return the JSON answer of an answer with tensors."""
     answer = json.loads(tensors["answer"].tobytes())
     offsets = tensors["offsets"].tolist()
     for holder in [*answer["groups"], *answer["unfinished"]]:
@@ -155,7 +155,7 @@ async def test_another_form_is_refused_before_anything_starts(
     answer = await post(client, harness, {**BODY, "stream": stream}, Accept=accept)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (406, "NotAcceptableError", "Accept")
-    assert f"can be {offers};" in error["message"]
+    assert f"accept {offers}, or" in error["message"]
     assert not harness.engine.started
 
 
@@ -189,7 +189,7 @@ async def read_answer(batch: BatchRun) -> dict[str, Any]:
 
 
 async def abort(steps: int, *texts: str, carry: Carry = Carry.DROP) -> BatchRun:
-    """Run a batch whose groups are aborted after so many steps."""
+    """Run a batch whose groups are aborted after some steps."""
     harness = Harness(by_text)
     batch = await begin(harness, new_registry(harness, "shortest"), request(*texts, carry=carry), steps)
     harness.rollouts.abort_all("an update")
@@ -197,7 +197,7 @@ async def abort(steps: int, *texts: str, carry: Carry = Carry.DROP) -> BatchRun:
     return batch
 
 
-async def test_a_group_that_was_aborted_has_an_error_and_no_trajectories_but_what_was_generated() -> None:
+async def test_an_aborted_group_has_an_error_and_the_output_of_its_candidates() -> None:
     batch = await abort(9, "30", "5")
     body = await read_answer(batch)
     aborted, whole = body["groups"]
@@ -224,7 +224,7 @@ async def test_a_batch_that_has_nothing_to_return_is_answered_with_the_error() -
 
 @pytest.mark.parametrize("failing", [(), ("6",)])
 async def test_prompts_that_are_carried_over_are_returned_also_if_all_groups_have_failed(failing: tuple[str]) -> None:
-    """Their caller would take them for lost otherwise, and send them again."""
+    """Otherwise their caller would think that the prompts are lost, and send them again."""
     body = await read_answer(await abort(9, *failing, "30", carry=Carry.RESUME))
     assert [group["error"]["message"] for group in body["groups"]] == ["no" for _ in failing]
     assert body["carried"] == 1
@@ -232,8 +232,8 @@ async def test_prompts_that_are_carried_over_are_returned_also_if_all_groups_hav
     assert (prompt["number"], prompt["carry"], prompt["error"]["message"]) == (len(failing), "resume", "an update")
 
 
-async def test_prompts_that_are_kept_without_what_was_generated_have_it_in_the_answer_and_in_the_last_event() -> None:
-    """A server that stops after an update: the next one cannot go on with the tokens."""
+async def test_output_that_is_not_kept_for_a_later_batch_is_in_the_answer_and_in_the_last_event() -> None:
+    """A server stops after an update, so the next server cannot continue the tokens."""
     async with serving(InMemory(), by_text, has_initial_weights=False) as server:
         batch = await server.begin(9, "30", carry=Carry.RESUME)
         await server.stop()
@@ -290,7 +290,7 @@ async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
 
 
 class Connection:
-    """A connection whose caller reads the first parts of its answer, and then no more until ``is_read`` is set."""
+    """A connection that reads only the first parts of its answer until ``is_read`` is set."""
 
     scope: ClassVar[Scope] = {"type": "http", "method": "GET", "asgi": {"spec_version": "2.3"}}
 

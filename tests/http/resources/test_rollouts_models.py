@@ -14,7 +14,7 @@ def chat_options(prompts: list[dict[str, Any]], **shared: Any) -> list[bytes | N
     return [prompt.chat_options for prompt in parsed(RolloutsIn, json.dumps(body).encode()).request().prompts]
 
 
-def test_all_chats_of_a_batch_have_its_options_as_one_object() -> None:
+def test_chats_of_a_batch_share_one_object_of_options() -> None:
     tools = [{"type": "function", "function": {"name": "a" * 1000}}]
     first, text, second = chat_options([CHAT, {"text": "b"}, CHAT], tools=tools, add_generation_prompt=False)
     assert first is not None
@@ -24,7 +24,7 @@ def test_all_chats_of_a_batch_have_its_options_as_one_object() -> None:
     assert chat_options([CHAT]) == [None]
 
 
-def test_a_prompts_options_come_before_the_batchs_and_template_arguments_each_by_itself() -> None:
+def test_options_and_template_arguments_of_a_prompt_override_the_batchs() -> None:
     own = {"tools": [{"b": 2}], "chat_template_kwargs": {"x": 2**70, "y": None}, "continue_final_message": False}
     shared = {"tools": [{"a": 1}], "chat_template_kwargs": {"x": 1, "y": 1, "z": True}}
     [options] = chat_options([CHAT | own], **shared)

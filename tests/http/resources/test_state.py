@@ -18,7 +18,7 @@ URL = "/darts/v1/state"
 
 
 class Slow:
-    """A store that notes who calls it, and how many at once."""
+    """A store that records the threads of its callers, and how many call at once."""
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
@@ -45,7 +45,7 @@ class Slow:
         return 7
 
 
-def test_a_file_that_cannot_be_restored_is_the_callers_mistake_and_changes_nothing() -> None:
+def test_an_invalid_file_is_a_400_and_changes_nothing() -> None:
     with client() as caller:
         saved = caller.get(URL).content
         for bad in (saved[:-1], saved.replace(b"darts-state 1", b"darts-state 2", 1)):
@@ -63,7 +63,7 @@ async def _chunks(taken: list[int]) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.anyio
-async def test_a_file_above_the_limit_is_refused_before_all_of_it_came() -> None:
+async def test_a_file_above_the_limit_is_refused_before_it_is_complete() -> None:
     slow: Any = Slow()
     taken = list[int]()
     app = FastAPI()

@@ -1,4 +1,4 @@
-"""The vote's wire: what is refused and by which name, and that its description is whole."""
+"""Requests of votes: refused fields are named, and the description is complete."""
 
 import json
 from typing import Any
@@ -38,13 +38,13 @@ def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
         ({"pattern": {"choices": [7]}}, "pattern.choices[0]"),
     ],
 )
-def test_what_is_wrong_is_named(change: dict[str, Any], field: str) -> None:
+def test_a_wrong_field_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read(REQUEST | change)
     assert refused.value.field == field
 
 
-def test_the_description_is_whole_and_its_examples_are_right() -> None:
+def test_the_description_is_complete_and_its_examples_are_valid() -> None:
     assert "$ref" not in json.dumps(json_body(VoteIn, *EXAMPLES))
     for example in EXAMPLES:
         read(example)

@@ -28,7 +28,7 @@ def test_a_pushed_file_is_served_with_the_version_that_was_requested(here: TestC
     assert last["seconds"].keys() == {"transfer", "check", "pause", "load", "resume"}
 
 
-def test_a_file_that_is_named_is_served(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
+def test_a_file_at_a_path_is_served(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
     write(tmp_path / "one.safetensors", 5, "layers.0.weight")
     answer = here.post(URL, json={"path": "one.safetensors", "partial": True, "rule": "keep"})
     assert (answer.status_code, answer.json()["last"]["rule"]) == (200, "keep")
@@ -36,7 +36,7 @@ def test_a_file_that_is_named_is_served(here: TestClient, model: FakeModel, tmp_
     assert answer.json()["last"]["partial"] is True
 
 
-def test_before_any_update_there_is_none(here: TestClient) -> None:
+def test_there_is_no_last_update_at_first(here: TestClient) -> None:
     assert here.get(URL).json() == {
         "version": 0,
         "state": "serving",
@@ -48,7 +48,7 @@ def test_before_any_update_there_is_none(here: TestClient) -> None:
     }
 
 
-def test_a_bad_body_is_the_callers_mistake_and_told_of_later_too(here: TestClient, model: FakeModel) -> None:
+def test_a_bad_body_is_a_400_and_is_reported_later_too(here: TestClient, model: FakeModel) -> None:
     answer = here.put(URL, content=save(tensors(5, extra=(1,))))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "body"
@@ -56,7 +56,7 @@ def test_a_bad_body_is_the_callers_mistake_and_told_of_later_too(here: TestClien
     assert model.values == dict.fromkeys(SHAPES, 0)
 
 
-def test_a_body_that_no_set_can_have_is_too_large(here: TestClient, tmp_path: Path) -> None:
+def test_a_body_that_is_larger_than_any_valid_set_is_too_large(here: TestClient, tmp_path: Path) -> None:
     answer = here.put(URL, content=b"", headers={"content-length": str(10**12)})
     assert answer.status_code == 413
     assert not list(tmp_path.glob("darts-weights-*/*.safetensors"))
@@ -100,7 +100,7 @@ def test_an_adapter_is_pushed_named_and_removed(here: TestClient, tmp_path: Path
     assert here.delete(LORA_URL).status_code == 404
 
 
-def test_what_is_wrong_with_an_adapter_is_named(here: TestClient) -> None:
+def test_errors_of_an_adapter_name_the_problem(here: TestClient) -> None:
     for answer, field in (
         (here.put(LORA_URL, params={"config": "?"}, content=bytes_of(5)), "config"),
         (here.put(LORA_URL, params={"config": CONFIG}, content=b""), "body"),
@@ -119,9 +119,7 @@ def test_what_is_wrong_with_an_adapter_is_named(here: TestClient) -> None:
     assert here.get("/darts/v1/weights").json()["version"] == 0
 
 
-def test_the_check_of_numbers_is_on_unless_the_request_says_no(
-    here: TestClient, model: FakeModel, tmp_path: Path
-) -> None:
+def test_numbers_are_checked_unless_the_request_disables_it(here: TestClient, model: FakeModel, tmp_path: Path) -> None:
     bad = save(tensors(math.inf))
     (tmp_path / "bad.safetensors").write_bytes(bad)
     save_to(tmp_path / "lora", math.inf)

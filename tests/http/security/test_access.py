@@ -8,9 +8,11 @@ from darts_server.http.security.access import Access, Keys, RouteAccess, Sender,
 
 HERE = ("127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1")
 ELSEWHERE = ("192.168.1.7", "2001:db8::1", "::ffff:10.0.0.1", "testclient", "")
-OK, NO_KEY, CLOSED = None, Unauthorized, Forbidden
+OK = None
+NO_KEY = Unauthorized
+CLOSED = Forbidden
 Given = tuple[list[str], list[str]]
-"""Keys and admin keys."""
+"""Keys, and admin keys."""
 NONE: Given = ([], [])
 ONE: Given = (["one"], [])
 ROOT: Given = ([], ["root"])
@@ -33,7 +35,7 @@ BOTH: Given = (["one"], ["root"])
         (BOTH, b"root", OK, OK, OK),
     ],
 )
-def test_keys_decide_who_may_use_and_change_the_server_and_without_admin_keys_the_address(
+def test_keys_decide_the_access_or_the_address_without_admin_keys(
     keys: Given, sent: bytes | None, use: Any, change_here: Any, change_elsewhere: Any
 ) -> None:
     access = Access(Keys(keys[0]), Keys(keys[1]), dangerous=True)
@@ -71,7 +73,8 @@ def test_other_addresses_need_a_key_or_permission(host: str) -> None:
 
 # --- sites
 
-OWN, STRANGE = "127.0.0.1:8000", "https://example.com"
+OWN = "127.0.0.1:8000"
+STRANGE = "https://example.com"
 SITES = Sites(["Rollouts.example.com", "*.cluster.local", "node17"], ["https://app.example.com"])
 
 
@@ -112,7 +115,7 @@ def test_the_machine_has_a_short_name_too(monkeypatch: pytest.MonkeyPatch) -> No
             sites.check(host, None)
 
 
-def test_a_star_stands_for_every_name_but_not_for_every_web_page_and_one_of_origins_does() -> None:
+def test_a_star_in_hosts_allows_every_name_and_a_star_in_origins_every_web_page() -> None:
     sites = Sites(["*"])
     sites.check("example.com", None)
     sites.check("example.com", "https://example.com")

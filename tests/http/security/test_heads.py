@@ -203,7 +203,8 @@ async def test_a_head_that_does_not_end_is_refused_after_a_while(monkeypatch: py
     answered = Connection()
     for part in (START, b"Content-Length: 0\r\n", b"\r\n", START + b"Content-Length: 0\r\n\r\n"):
         await answered.send(part)
-    assert len(timers) == 2  # of the head that came in parts
+    # The timers of the head that came in parts.
+    assert len(timers) == 2
 
 
 async def test_an_upgrade_to_a_web_socket_leaves_the_protocol() -> None:

@@ -43,7 +43,7 @@ def test_json_is_read_as_pythons_own_parser_does(text: str, is_large: bool) -> N
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": [[1, ]]}', '{"a": [[1], [2]}', "{} {}", '{"a": "\n"}', '{"a": 01}'])
 @pytest.mark.parametrize("after", [b"", b" " * INLINE_BYTES])
-def test_what_is_no_json_is_an_error(text: str, after: bytes) -> None:
+def test_a_text_that_is_no_json_is_an_error(text: str, after: bytes) -> None:
     with pytest.raises(ValueError, match="line"):
         loaded(text.encode() + after, MAX_PARTS_AT_ONCE)
 
@@ -62,16 +62,15 @@ def test_the_batches_of_trainers_are_read() -> None:
         (b'{"prompt": [[%b], [1]]}' % b",".join([b"5"] * (MAX_VALUES_AT_ONCE + 2)), "numbers in one prompt"),
         (b'{"prompt": [[%b]]}' % b"],[".join([b"5" + b",5" * 999] * 8_500), f"{MAX_NUMBERS} numbers in all"),
         (b'{"prompt": [%b1, [2]]}' % b"[1], 5, ".join([b"5"] * 200_000), "numbers|strings"),
-        (b'{"a": %b}' % (b"1" * 600), "number of more than 500 digits"),
         (json.dumps({"a": "b" * 300}).encode("utf-16"), "must be UTF-8"),
     ],
-    ids=["messages", "texts", "flat", "one", "many", "mixed", "digits", "encoding"],
+    ids=["messages", "texts", "flat", "one", "many", "mixed", "encoding"],
 )
-def test_what_takes_long_to_read_is_refused(body: bytes, message: str) -> None:
+def test_bodies_that_take_long_to_parse_are_refused(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         loaded(body, MAX_PARTS_AT_ONCE)
     assert caught.value.field == "body"
-    assert isinstance(caught.value, TooLarge) or "digits" in message or "UTF-8" in message
+    assert isinstance(caught.value, TooLarge) or "UTF-8" in message
 
 
 def test_routes_for_use_take_fewer_parts_than_routes_for_admins_and_large_bodies_are_read_in_threads(

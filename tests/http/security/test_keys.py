@@ -33,7 +33,8 @@ def test_keys_come_from_the_arguments_and_the_file(file: Path) -> None:
     assert keys.find(b"one") == keys.find(b"one") != keys.find(b"two"), "a name, which is not the key"
     assert "one" not in (keys.find(b"one") or "")
     file.rename(file.with_name("data"))
-    file.symlink_to("data")  # Kubernetes mounts secrets as links
+    # Kubernetes mounts secrets as links.
+    file.symlink_to("data")
     assert valid(Keys([], file)) == {"one", "two", "schlüssel"}
     with pytest.raises(InvalidSetting, match="nowhere cannot be read: No such file"):
         Keys([], file.with_name("nowhere"))

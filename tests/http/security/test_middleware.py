@@ -23,7 +23,8 @@ from darts_server.serving.lifecycle import Lifecycle
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]
 LIMIT = 1000
-HERE, OTHER_MACHINE = ("127.0.0.1", 1), ("192.168.1.7", 1)
+HERE = ("127.0.0.1", 1)
+OTHER_MACHINE = ("192.168.1.7", 1)
 KEY = {"Authorization": "Bearer one"}
 
 
@@ -131,8 +132,8 @@ def test_the_apps_root_path_is_not_part_of_a_routes_path() -> None:
 
 
 @pytest.mark.parametrize("forwarded", ["X-Forwarded-For", "x-forwarded-host", "Forwarded", "X-Real-IP", "Via"])
-def test_what_a_proxy_has_sent_is_not_from_this_machine(forwarded: str) -> None:
-    """uvicorn may have replaced the address by a header's, and a proxy on this machine forwards requests of others."""
+def test_requests_through_a_proxy_are_not_from_this_machine(forwarded: str) -> None:
+    """uvicorn may have replaced the address by a header's, and a proxy on this machine forwards others' requests."""
     app = App()
     assert app.client(HERE).post("/pause", headers={forwarded: "127.0.0.1"}).status_code == 403
     assert app.client(HERE).get("/health", headers={forwarded: "127.0.0.1"}).status_code == 200
@@ -152,7 +153,7 @@ def test_without_keys_the_server_answers_to_its_own_names_alone() -> None:
     assert app.refused == ["permission"] * 3
 
 
-def test_without_keys_a_web_page_of_a_stranger_makes_no_work_and_reports_no_rewards() -> None:
+def test_without_keys_web_pages_of_other_sites_start_no_work_and_report_no_rewards() -> None:
     app = App()
     page = {"Origin": "https://example.com"}
     for path in ("/v1/completions", "/darts/v1/rewards"):
@@ -164,7 +165,7 @@ def test_without_keys_a_web_page_of_a_stranger_makes_no_work_and_reports_no_rewa
 
 
 def test_with_a_valid_key_the_server_answers_to_every_name_and_page() -> None:
-    """Behind a proxy callers use its name; and no web page has a key unless its user gave it one."""
+    """Callers behind a proxy use its name. A web page has a key only if its user has given the page a key."""
     elsewhere = {"Host": "rollouts.example.com", "Origin": "https://app.example.com"}
     app = app_with_keys("one", "two", admin=("root",))
     names = []
@@ -227,7 +228,8 @@ def test_a_body_of_the_maximum_size_is_accepted_and_weights_have_their_own_limit
 
 
 async def test_a_body_is_not_read_beyond_the_limit() -> None:
-    read, statuses = list[int](), list[int | None]()
+    read = list[int]()
+    statuses = list[int | None]()
 
     async def receive() -> dict[str, Any]:
         read.append(len(read))
@@ -267,19 +269,22 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
     assert answer.json()["error"]["param"] == "n"
     assert app.refused == ["quota"]
     assert app.client().post("/v1/completions", json={"n": 8}, headers=KEY).status_code == 200
-    answer = app.client().post("/v1/responses", headers=KEY)  # in a form of the route's own, with our headers
+    # The route answers in its own form, with our headers.
+    answer = app.client().post("/v1/responses", headers=KEY)
     assert (answer.status_code, answer.text, answer.headers["retry-after"]) == (503, "busy", "3")
 
 
 def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
-    app, admission = app_with_keys("one"), Admission(lambda: 0, 10, Bounds(max_per_caller=8))
+    app = app_with_keys("one")
+    admission = Admission(lambda: 0, 10, Bounds(max_per_caller=8))
 
     async def output() -> AsyncIterator[None]:
         yield
 
     async def start_both() -> None:
         outputs = []
-        for _ in range(2):  # the second one is refused, and the output of the first is never iterated
+        # The second prompt is refused, and the output of the first is never iterated.
+        for _ in range(2):
             ticket = admission.admit(5)
             outputs.append(output())
             finalize(outputs[-1], ticket.release)

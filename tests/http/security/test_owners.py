@@ -1,4 +1,4 @@
-"""Each route of ours shows what belongs to a key to that key alone, or shows what belongs to nobody."""
+"""Each of our routes shows the data of a key only to that key, or shows data that belong to no key."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ OWNED = {
     "/darts/v1/groups/{group_id:path}",
     "/darts/v1/live",
 }
-"""What they show belongs to a key; `tests/integration/test_shares.py` tries each with another one."""
+"""Routes with data of a key. `tests/integration/test_shares.py` calls each with another key."""
 SHARED = {
     "/darts/v1/rewards",
     "/darts/v1/prompts/{prompt_key:path}",
@@ -22,7 +22,7 @@ SHARED = {
     "/darts/v1/policy/schema",
     "/darts/v1/weights",
 }
-"""What they show are numbers and settings of the server."""
+"""Routes with numbers and settings of the server."""
 
 
 def test_every_route_of_ours_is_owned_or_shared() -> None:

@@ -32,7 +32,8 @@ from darts_server.http.security.route_table import OWN_LIMITS, TABLE
         ("GET", "/healthy", None),
         ("GET", "health", None),
         ("GET", "", None),
-        ("GET", "/darts/v1/prompts/a\nb", None),  # nor does the router find it
+        # The router does not find it either.
+        ("GET", "/darts/v1/prompts/a\nb", None),
     ],
 )
 def test_a_request_has_the_access_of_its_route(method: str, path: str, access: RouteAccess | None) -> None:
@@ -43,7 +44,8 @@ def test_no_route_is_listed_twice_or_matched_by_a_pattern_with_other_access() ->
     for access, routes in TABLE.items():
         for path, methods in routes.items():
             for method in methods.replace("*", "GET").split():
-                assert find_route(method, path)[0] is access  # a pattern matches itself, too
+                # A pattern matches itself.
+                assert find_route(method, path)[0] is access
 
 
 def test_routes_with_their_own_limits_are_in_the_table() -> None:

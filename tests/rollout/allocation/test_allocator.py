@@ -120,7 +120,7 @@ async def test_without_room_every_group_gets_less_redundancy_but_at_least_its_si
 
 
 @pytest.mark.parametrize(("budget", "each"), [(None, SIZE + 2), (8 * SIZE + 32, SIZE + 4)])
-def test_the_load_reduces_what_groups_get_but_for_a_budget(budget: int | None, each: int) -> None:
+def test_the_load_reduces_candidates_unless_there_is_a_budget(budget: int | None, each: int) -> None:
     allocator, keys = new_allocator(prompts(), scale=0.5), [f"p{i}" for i in range(8)]
     allocations = allocator.allocate_cohort(Plan("darts", DARTS, SIZE), keys, budget=budget)
     assert [allocation.candidates for allocation in allocations] == [each] * 8
@@ -146,7 +146,7 @@ def test_a_few_groups_explore_as_others_do(groups: int) -> None:
     assert (record.groups, record.explored) == (groups, True)
 
 
-def test_a_cohort_has_what_recent_groups_needed_and_a_few_groups_have_it_as_their_deadline() -> None:
+def test_recent_groups_decide_the_deadline_of_a_cohort_with_few_groups() -> None:
     documents = prompts()
     documents.put("deadline", f"cut/{SIZE}", {"value": "[30, 30, 30, 30, 30, 30, 30, 30, 0, 0, 0, 0]"})
     allocator = new_allocator(documents)

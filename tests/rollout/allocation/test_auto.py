@@ -105,7 +105,7 @@ async def test_a_batch_that_was_cancelled_is_counted_and_not_measured(made: Harn
     assert (state(made).batches, state(made).ahead) == (2, ())
 
 
-async def test_a_batch_during_which_state_was_restored_teaches_nothing(made: Harness) -> None:
+async def test_nothing_is_learned_from_a_batch_if_state_was_restored_meanwhile(made: Harness) -> None:
     run(made)
     saved = dict(made.store.kept)
     batch = chosen(made)
@@ -115,7 +115,7 @@ async def test_a_batch_during_which_state_was_restored_teaches_nothing(made: Har
     assert state(made).batches == 1
 
 
-async def test_a_batch_of_which_no_group_has_started_teaches_nothing(made: Harness) -> None:
+async def test_nothing_is_learned_from_a_batch_without_started_groups(made: Harness) -> None:
     chosen(made).end(RECORD)
     assert state(made) == AheadState()
 
@@ -127,9 +127,7 @@ async def test_without_step_times_nothing_is_measured() -> None:
     assert (state(made).batches, state(made).ahead) == (3, ())
 
 
-async def test_what_earlier_versions_have_learned_of_auto_is_ignored(
-    made: Harness, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_learned_state_of_earlier_versions_is_ignored(made: Harness, caplog: pytest.LogCaptureFixture) -> None:
     earlier: Document = {"value": '{"batches": 7, "chosen": "uniform 1.5", "measured": [], "ahead": 0.5, "ran": "off"}'}
     made.store.put("auto", str(SIZE), earlier)
     made.store.put("auto", f"{SIZE} resumed", earlier)

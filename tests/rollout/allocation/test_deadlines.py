@@ -68,7 +68,7 @@ def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_store
     assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
 
 
-def test_what_one_policy_loses_does_not_stretch_the_deadlines_of_another() -> None:
+def test_losses_of_one_policy_do_not_stretch_deadlines_of_another() -> None:
     deadlines = fresh()
     report(deadlines, replace(explored(50, *[40] * 7, 90), policy="darts_cut"), right=True)
     assert deadlines.stretch("darts_cut", MaxLost()) > 1.7
@@ -115,7 +115,7 @@ def test_a_cut_answer_counts_by_its_weight_and_was_longer_than_its_group_waited(
 
 
 @pytest.mark.parametrize("record", [cut(50, *[40] * 7, 90, weight=None), replace(TAIL, max_lost=None)])
-def test_groups_without_deadlines_or_weights_say_nothing_of_what_is_lost(record: GroupRecord) -> None:
+def test_groups_without_deadlines_or_weights_do_not_count_in_losses(record: GroupRecord) -> None:
     deadlines = fresh()
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
     before = deadlines.losses(POLICY)
@@ -188,7 +188,7 @@ def cut_whole(tokens: int) -> GroupRecord:
     return replace(record, candidates=candidates, completion_length=None, explored=False)
 
 
-def test_a_groups_place_is_where_it_was_cut_or_where_its_longest_wrong_answer_ended() -> None:
+def test_a_group_counts_by_its_shortest_correct_or_its_longest_answer() -> None:
     usual = lost_groups(right=True)
     assert lost_groups(cut_whole(100), right=None) == usual.with_group(Answer(1.0, is_right=False, cut=True))
     stretched = replace(cut_whole(200), stretch=2.0)

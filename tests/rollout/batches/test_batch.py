@@ -90,7 +90,7 @@ async def test_waiting_at_the_gate_does_not_count_as_time_of_the_cohort() -> Non
 
 
 @pytest.mark.parametrize("carry", [Carry.DROP, Carry.RESTART])
-async def test_auto_runs_all_prompts_where_what_they_generate_is_not_kept(carry: Carry) -> None:
+async def test_auto_runs_all_prompts_if_their_tokens_are_not_kept(carry: Carry) -> None:
     harness = Harness(script)
     run = await submit(harness, batch_request("10", "20", "30", num_groups=2, carry=carry), "auto")
     results = await play(harness, run)
@@ -149,7 +149,7 @@ async def test_an_invalid_batch_starts_nothing(wrong: BatchRequest, field: str) 
         (["7", "10", "7", "20"], 3, [(0, False), (1, True), (2, False), (3, True)], []),
     ],
 )
-async def test_enough_groups_cancel_the_others_which_are_unfinished_and_all_end_if_too_few_succeed(
+async def test_a_batch_ends_with_enough_complete_groups_or_when_all_groups_have_ended(
     texts: list[str], num_groups: int, ended: list[tuple[int, bool]], left: list[int]
 ) -> None:
     harness = Harness(script)

@@ -67,7 +67,7 @@ def test_named_prompts_are_taken_as_often_as_they_are_named() -> None:
     assert prompts.count(None) == 0
 
 
-def test_what_is_kept_is_counted_over_all_callers() -> None:
+def test_carried_prompts_are_counted_over_all_callers() -> None:
     prompts = CarriedPrompts(CarryLimits(prompts=2, tokens=25), may_call=lambda owner: owner != "gone")
 
     def generated(name: str, tokens: int) -> CarriedPrompt:
@@ -98,7 +98,7 @@ def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pyte
     assert names(take_all(prompts, "other")) == ["x"]
 
 
-def test_prompts_are_bounded_in_bytes_with_the_terms_and_candidates_that_they_go_on_with() -> None:
+def test_prompts_are_bounded_in_bytes_with_their_terms_and_candidates() -> None:
     specs = [PromptSpec(text="long " * 4), PromptSpec(token_ids=[1, 2]), PromptSpec(messages=b"[{}]", metadata=b"{}")]
     prompts = CarriedPrompts(CarryLimits(prompt_bytes=sum(spec.size_bytes for spec in specs[1:])))
     prompts.put(None, [CarriedPrompt(spec, ("", "")) for spec in specs])
@@ -197,19 +197,19 @@ class Picky(Texts):
         return await super().make_request(prompt, {}, size, request_id)
 
 
-async def test_a_refused_batch_takes_nothing_and_a_prompt_that_cannot_be_rendered_any_more_refuses_none(
+async def test_a_refused_batch_takes_no_prompts_and_a_prompt_that_cannot_be_rendered_is_dropped(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     await server.run(request("30", "10", "40", "50", num_groups=1))
     server.registry._renderer = Picky()
     with pytest.raises(InvalidRequest, match="30 is refused"):  # with these parameters
         await server.registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
-    assert server.registry._carried.count(None) == 3
+    assert server.registry.carried.count(None) == 3
     assert "dropped" not in caplog.text
     short: dict[str, Any] = {"sampling": {"max_tokens": 1}}
     with pytest.raises(InvalidRequest, match="num_groups"):
         await server.registry.open(request("11", carried=True, num_groups=4, **short), WHOLE)
-    assert names([prompt for _, prompt in server.registry._carried]) == ["30", "50"], "they are given back"
+    assert names([prompt for _, prompt in server.registry.carried]) == ["30", "50"], "they are given back"
     done = await server.run(request("11", carried=True, carry=Carry.DROP, **short))
     assert [(result.number, key(result)) for result in done.results] == [(0, "11"), (1, "30"), (2, "50")]
     assert done.carried == 0
@@ -218,7 +218,9 @@ async def test_a_refused_batch_takes_nothing_and_a_prompt_that_cannot_be_rendere
 
 
 @pytest.mark.parametrize("answer", [WHOLE, GROUPS])
-async def test_a_cancelled_batch_gives_back_what_its_caller_has_not_got(server: Server, answer: AnswerFormat) -> None:
+async def test_a_cancelled_batch_gives_back_prompts_that_were_not_answered(
+    server: Server, answer: AnswerFormat
+) -> None:
     await server.run(request("30", "10", "40", num_groups=1))
     batch = await server.registry.open(request("5", carried=True), answer)
     with batch.listen():
@@ -256,7 +258,7 @@ async def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_bat
         if isinstance(batch.end, BatchDone):
             answered.update(decided(batch.end))
             carried = batch.end.carried
-            assert carried == registry._carried.count(None)
+            assert carried == registry.carried.count(None)
         else:
             waiting += mine
     assert answered == Counter(str(i) for i in range(20))
@@ -295,7 +297,7 @@ async def test_candidates_go_on_from_what_they_had_generated_and_say_with_which_
 
 
 @pytest.mark.parametrize("answer", [WHOLE, GROUPS, token_stream()])
-async def test_of_groups_that_end_in_one_step_no_more_than_wanted_are_returned_and_the_others_come_first_next(
+async def test_no_more_groups_than_requested_are_returned_and_the_others_start_first_in_the_next_batch(
     server: Server, answer: AnswerFormat
 ) -> None:
     done = await server.run(resumed("10", "10", "10", "30", num_groups=1), answer)
@@ -314,7 +316,7 @@ async def test_of_groups_that_end_in_one_step_no_more_than_wanted_are_returned_a
     assert Counter(complete) == {"key of 10": 3, "key of 30": 1, "key of 40": 1}, "each is counted once"
 
 
-async def test_records_of_groups_beyond_those_wanted_count_the_candidate_that_had_just_finished(server: Server) -> None:
+async def test_the_record_of_a_surplus_group_counts_the_candidate_that_had_just_finished(server: Server) -> None:
     await server.run(resumed("10", "10", "10", num_groups=1))
     [_, *others] = server.harness.recorder.records
     assert [[c.tokens for c in record.candidates] for record in others] == [[10] * 6] * 2
@@ -322,7 +324,7 @@ async def test_records_of_groups_beyond_those_wanted_count_the_candidate_that_ha
     assert cohort.new_tokens == 3 * 6 * 10
 
 
-async def test_a_group_that_was_carried_whole_and_is_not_wanted_again_has_generated_nothing_new(server: Server) -> None:
+async def test_a_complete_group_that_is_carried_twice_generates_nothing_new(server: Server) -> None:
     await server.run(resumed("10", "10", "10", num_groups=1))
     server.harness.recorder.records.clear()
     done = await server.run(resumed(num_groups=1, carried=True))
@@ -346,14 +348,14 @@ class Unreadable(Texts):
         return await super().to_sample(output)
 
 
-async def test_another_group_is_waited_for_in_place_of_one_that_cannot_be_read() -> None:
+async def test_a_batch_waits_for_another_group_if_a_group_cannot_be_read() -> None:
     server = new_server(by_text, texts=Unreadable())
     done = await server.run(resumed("10", "20", "30", num_groups=1))
     assert [(key(result), result.error is None) for result in done.results] == [("10", False), ("20", True)]
     assert done.carried == 1
 
 
-async def test_groups_that_were_stopped_already_do_not_go_on_in_place_of_one_that_cannot_be_read() -> None:
+async def test_stopped_groups_do_not_continue_if_a_group_cannot_be_read() -> None:
     server = new_server(by_text, texts=Unreadable())
     done = await server.run(resumed("10", "10", "10", num_groups=1))
     assert [(key(result), result.error is None) for result in done.results] == [("10", False)]
@@ -386,7 +388,7 @@ async def test_prompts_start_again_if_their_tokens_do_not_fit_the_batch(server: 
 async def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wait(
     server: Server, suspended: bool
 ) -> None:
-    server.registry._carried.limits = CarryLimits(staleness=0)
+    server.registry.carried.limits = CarryLimits(staleness=0)
     await server.run(resumed("30", "10", num_groups=1))
     if suspended:
         await server.harness.rollouts.suspend()
@@ -403,7 +405,7 @@ async def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wai
         assert set(spans(await batch.wait())["30"]) == {((1, 30),)}
 
 
-async def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_goes_on_alone() -> None:
+async def test_only_the_resumed_group_returns_trajectories_of_a_stopped_group() -> None:
     """Also to a caller that streams tokens, who gets trajectories early otherwise."""
     server = new_server(lambda text, index: Script(int(text) + (0 if index < 3 else 30)))
     done = await server.run(resumed("5", "4", num_groups=1), token_stream())
@@ -417,7 +419,7 @@ async def test_trajectories_of_a_stopped_group_are_returned_by_the_group_that_go
 
 
 @pytest.mark.parametrize("seed", [(1,), None])
-async def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
+async def test_a_seeded_group_with_a_failed_candidate_starts_again(
     seed: tuple[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are counted anew without it, and would share random numbers with those that replace it.
@@ -438,14 +440,14 @@ async def test_with_a_seed_a_group_of_which_a_candidate_failed_starts_again(
 
 
 async def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones(server: Server) -> None:
-    server.registry._carried.limits = CarryLimits(prompts=2)
+    server.registry.carried.limits = CarryLimits(prompts=2)
     await server.run(resumed("40", "30", "10", num_groups=1))
     await server.run(resumed("70", "12", num_groups=1, carried=True))
-    assert names(server.registry._carried._kept[None]) == ["30", "70"]
+    assert names(server.registry.carried._kept[None]) == ["30", "70"]
     batch = await server.registry.open(resumed("30"), WHOLE)
     server.registry.cancel(batch.batch_id)
     await asyncio.wait([batch.task])
-    assert names(server.registry._carried._kept[None]) == ["30", "70"], "as it was"
+    assert names(server.registry.carried._kept[None]) == ["30", "70"], "as it was"
 
 
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
@@ -485,12 +487,26 @@ async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_
     assert "prompts run, and the first 12 groups are returned" in chosen
 
 
-async def test_a_prompt_that_was_held_back_starts_in_place_of_one_that_fails() -> None:
+async def test_a_waiting_prompt_starts_in_place_of_a_failed_prompt() -> None:
     broken = CandidateFailed("broken")
     server = auto_server(lambda prompt, _: Script(5, error=broken if prompt == "7" else None), most_stale=0.0)
     done = await server.run(resumed("7", "10", "11", "12", num_groups=2))
     assert [result.error is None for result in done.results].count(True) == 2
     assert (len(done.results), done.carried) == (3, 1)
+
+
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_cohort_ends_once_if_its_batch_is_cancelled_while_groups_are_stopped(turns: int) -> None:
+    server = auto_server(by_text, most_stale=0.0)
+    batch = await server.begin(3, "20", "21", "22", "23", carry=Carry.RESUME, num_groups=2)
+    assert len(started(server)) == 2
+    batch.cancel("left")
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    batch.task.cancel()
+    await settle()
+    assert len(server.harness.recorder.cohorts) == 1
+    assert server.harness.rollouts.running == server.harness.rollouts.admission.requests == 0
 
 
 async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,7 +519,7 @@ async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_groups_that_were_carried_over_are_those_that_would_have_come_without(seed: int) -> None:
+async def test_carried_groups_equal_groups_that_were_not_stopped(seed: int) -> None:
     """Whatever the policy: the same trajectories, each with all of its tokens, generated once."""
     policy = ["shortest", "sampled", "longest", "darts", "off"][seed % 5]
     texts = [str(i) for i in range(8)]
@@ -539,7 +555,7 @@ async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(
     batch = await server.begin(5, "30", "10", num_groups=1, carry=Carry.RESUME)
     caller.reset(token)
     valid.clear()
-    server.registry.keys_changed()
+    server.registry.carried.drop_without_caller()
     done = await finish(server.harness, batch)
-    assert (len(done.results), done.carried, list(server.registry._carried)) == (1, 0, [])
+    assert (len(done.results), done.carried, list(server.registry.carried)) == (1, 0, [])
     assert "1 prompts that were carried over are dropped" in caplog.text

@@ -148,7 +148,7 @@ async def test_ended_batches_are_kept_for_a_time_and_the_oldest_are_dropped_firs
     assert await server.registry.open(batch_request(1), WHOLE, idempotency_key("c")) not in opened
 
 
-async def test_no_ended_batch_is_kept_if_none_may_be() -> None:
+async def test_no_ended_batch_is_kept_with_a_limit_of_zero() -> None:
     server = new_server(lengths(5), retention=BatchRetention(kept_batches=0))
     batch = await server.registry.open(batch_request(1), WHOLE, idempotency_key())
     await server.engine.run()
@@ -216,7 +216,7 @@ def large(size: int) -> BatchRequest:
     return BatchRequest([PromptSpec(text="0", metadata=b"x" * size)], 4)
 
 
-async def test_ended_batches_are_kept_up_to_a_number_of_bytes_of_which_one_caller_has_half(bounded: Server) -> None:
+async def test_ended_batches_are_kept_up_to_a_limit_in_bytes_and_half_of_it_for_one_caller(bounded: Server) -> None:
     async def run(key: str, owner: str, size: int) -> BatchRun:
         batch = await bounded.registry.open(large(size), WHOLE, idempotency_key(key, owner=owner))
         with batch.listen():
@@ -261,7 +261,7 @@ class Arrays(Texts):
 @pytest.mark.parametrize("tokens", [3, 100])
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("answer_format", [WHOLE, GROUPS, token_stream(1), token_stream(100)])
-async def test_a_kept_batch_counts_for_what_it_takes(
+async def test_a_kept_batch_counts_with_its_memory(
     answer_format: AnswerFormat, is_cancelled: bool, tokens: int
 ) -> None:
     server = new_server(lengths(tokens), texts=Arrays())

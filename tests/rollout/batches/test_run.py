@@ -106,7 +106,7 @@ async def test_a_group_that_was_aborted_says_why_also_if_enough_others_are_compl
     assert [(u.number, u.carry, str(u.error)) for u in done.unfinished] == [(1, carry, ABORTED)]
 
 
-async def test_a_stream_of_tokens_drops_the_candidates_and_has_them_in_their_group() -> None:
+async def test_a_token_stream_discards_candidates_of_an_aborted_group_and_returns_them_in_the_group() -> None:
     """Also those that were known to belong to it."""
     harness = Harness(lambda text, index: Script([4, 6, 40, 50, 60, 70][index]))
     batch = await new_registry(harness, "shortest").open(request("9"), token_stream(1))
@@ -203,12 +203,12 @@ def check(result: GroupResult) -> None:
 
 
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=NIGHTLY) for seed in range(8, 200))])
-async def test_aborts_at_random_moments_lose_no_prompt_and_make_no_group_whole_that_is_not(seed: int) -> None:
+async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(seed: int) -> None:
     rng = Random(seed)
     harness = Harness(random_script(seed, faults=0.05))
     harness.engine.stop_lag = rng.choice([0, 0, 3])
     registry = new_registry(harness, rng.choice(POLICIES))
-    registry._carried.limits = rng.choice([CarryLimits(), CarryLimits(staleness=0)])
+    registry.carried.limits = rng.choice([CarryLimits(), CarryLimits(staleness=0)])
     waiting, answered, generated, carried = [str(i) for i in range(10)], Counter[str](), 0, 0
     for _ in range(200):
         if not waiting and not carried:

@@ -134,9 +134,7 @@ def test_chat_options_are_kept_and_prompts_of_servers_without_them_still_read(
 
 
 @pytest.mark.parametrize(("model", "version"), [("other", 0), ("model", 1)])
-def test_what_other_weights_have_generated_is_not_used(
-    model: str, version: int, file: InMemory, saved: SavedPrompts
-) -> None:
+def test_tokens_of_other_weights_are_not_used(model: str, version: int, file: InMemory, saved: SavedPrompts) -> None:
     saved.save([(None, carried_prompt("a")), (None, carried_prompt("b", 1))])
     taken = [prompt for _, prompt in SavedPrompts(file, model).take(version)]
     assert [prompt.identity[0] for prompt in taken] == ["a", "b"]
@@ -224,7 +222,9 @@ VALUES = st.recursive(
 
 
 @given(path=st.sampled_from(PATHS), value=VALUES)
-def test_no_damaged_prompt_ends_a_start_or_takes_others_with_it(path: tuple[str | int, ...], value: object) -> None:
+def test_a_damaged_prompt_neither_stops_the_start_nor_loses_other_prompts(
+    path: tuple[str | int, ...], value: object
+) -> None:
     """Whoever wrote it knew how to make a checksum."""
     file = InMemory()
     saved = SavedPrompts(file, "model")
@@ -238,7 +238,7 @@ def test_no_damaged_prompt_ends_a_start_or_takes_others_with_it(path: tuple[str 
     assert saved.save(kept) == len(taken)
 
 
-def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_cannot_be_removed_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     file = InMemory(StateError("it is read-only"))
     saved = SavedPrompts(file, "model")
     saved.save([(None, carried_prompt("a"))])
@@ -248,7 +248,7 @@ def test_what_cannot_be_removed_is_not_used(caplog: pytest.LogCaptureFixture) ->
     assert len(saved.take(0)) == 1
 
 
-def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(
+def test_prompts_that_are_not_saved_in_time_are_lost_and_counted_in_the_log(
     file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert saved.save([(None, carried_prompt("a"))], seconds=0) == 0
@@ -264,7 +264,7 @@ def test_what_there_is_no_time_for_is_lost_and_the_log_says_how_much(
     assert "1 prompts that were carried over are lost" in caplog.text
 
 
-def test_what_was_written_before_an_error_counts_as_saved(
+def test_prompts_that_were_written_before_an_error_count_as_saved(
     file: InMemory, saved: SavedPrompts, caplog: pytest.LogCaptureFixture
 ) -> None:
     large = "a" * (WRITE_BYTES // 2)
@@ -306,7 +306,7 @@ class BadTexts(Texts):
         (False, [True, False, True], "no such token"),
     ],
 )
-def test_prompts_whose_texts_cannot_be_made_or_not_in_time_start_again(
+def test_prompts_without_their_texts_in_time_start_again(
     slow: bool,
     kept: list[bool],
     message: str,
@@ -346,7 +346,7 @@ async def serving(
 
 
 @pytest.mark.parametrize("carry", Carry)
-async def test_without_a_folder_what_groups_have_generated_is_handed_back_to_those_who_wait(carry: Carry) -> None:
+async def test_without_a_folder_tokens_are_handed_back_to_callers(carry: Carry) -> None:
     async with serving(None) as server:
         batch = await server.begin(15, "10", "30", "40", carry=carry)
         await server.stop()
@@ -368,14 +368,14 @@ class OtherTexts(Texts):
 
 
 @pytest.mark.parametrize(("texts", "size"), [(OtherTexts(), 4), (None, 5)])
-async def test_a_prompt_starts_again_where_its_tokens_are_those_of_another_prompt_or_of_too_few_candidates(
+async def test_a_prompt_starts_again_if_its_tokens_are_of_another_prompt_or_of_too_few_candidates(
     texts: Texts | None, size: int, file: InMemory
 ) -> None:
     async with serving(file) as server:
         await server.begin(15, "30", "40", carry=Carry.RESUME)
         await server.stop()
     async with serving(file, texts=texts) as server:
-        assert server.registry._carried.count(None) == 2
+        assert server.registry.carried.count(None) == 2
         asked = replace(request(carry=Carry.RESUME, carried=True), group_size=size)
         done = await finish(server.harness, await begin(server.harness, server.registry, asked, 0))
         assert [result.error for result in done.results] == [None, None]
@@ -392,11 +392,11 @@ async def test_a_batch_that_waits_for_the_engine_fails_and_gives_back_what_it_to
         with pytest.raises(ServerStopping):
             await batch.wait()
     async with serving(file) as server:
-        assert [prompt.prompt.text for _, prompt in server.registry._carried] == ["30"]
-        assert all(prompt.group is not None for _, prompt in server.registry._carried)
+        assert [prompt.prompt.text for _, prompt in server.registry.carried] == ["30"]
+        assert all(prompt.group is not None for _, prompt in server.registry.carried)
 
 
-async def test_a_group_that_ended_with_the_last_wanted_one_is_returned_by_the_next_server(file: InMemory) -> None:
+async def test_a_group_that_ended_with_the_last_needed_group_is_returned_by_the_next_server(file: InMemory) -> None:
     async with serving(file) as server:
         done = await finish(server.harness, await server.begin(0, "10", "10", "10", carry=Carry.RESUME, num_groups=1))
         assert len(done.results) == 1
@@ -407,7 +407,7 @@ async def test_a_group_that_ended_with_the_last_wanted_one_is_returned_by_the_ne
         assert server.engine.now < 10, "nothing is generated again"
 
 
-async def test_candidates_that_were_to_go_on_are_handed_back_with_what_they_had() -> None:
+async def test_resumed_candidates_are_handed_back_with_their_earlier_tokens() -> None:
     """Before they have reached the engine again, and those that had finished."""
     async with serving(None) as server:
         await finish(server.harness, await server.begin(0, "12", "16", "10", carry=Carry.RESUME, num_groups=1))
@@ -438,7 +438,7 @@ async def test_streams_end_in_order() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_groups_over_several_servers_are_those_of_one(seed: int, file: InMemory) -> None:
+async def test_groups_over_several_servers_equal_groups_of_one_server(seed: int, file: InMemory) -> None:
     """The same trajectories, with every token generated once, however often the servers are restarted."""
     policy = ["shortest", "sampled", "longest", "darts", "off", "cut"][seed]
     rng = Random(seed)
@@ -474,7 +474,7 @@ async def test_groups_over_several_servers_are_those_of_one(seed: int, file: InM
     ("carry", "has_initial_weights", "tokens_are_kept"),
     [(Carry.RESUME, True, True), (Carry.RESUME, False, False), (Carry.RESTART, True, False)],
 )
-async def test_what_the_next_server_cannot_go_on_with_is_handed_back_and_the_prompts_are_kept(
+async def test_tokens_that_the_next_server_cannot_use_are_handed_back_and_prompts_are_kept(
     carry: Carry, has_initial_weights: bool, tokens_are_kept: bool, file: InMemory
 ) -> None:
     async with serving(file, has_initial_weights=has_initial_weights) as server:
@@ -490,12 +490,12 @@ async def test_what_the_next_server_cannot_go_on_with_is_handed_back_and_the_pro
         assert [group.error for group in handed_back] == [STOPPING] * len(handed_back)
         assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
     async with serving(file) as server:
-        kept = [prompt for _, prompt in server.registry._carried]
+        kept = [prompt for _, prompt in server.registry.carried]
         assert sorted(prompt.prompt.text or "" for prompt in kept) == ["30", "40"]
         assert [prompt.group is not None for prompt in kept] == [tokens_are_kept] * 2
 
 
-async def test_a_group_that_went_on_under_other_weights_is_handed_back_with_all_of_its_tokens(file: InMemory) -> None:
+async def test_a_group_of_several_weight_versions_is_handed_back_with_all_tokens(file: InMemory) -> None:
     async with serving(file, has_initial_weights=False) as server:
         await finish(server.harness, await server.begin(0, "30", "10", carry=Carry.RESUME, num_groups=1))
         generated = server.engine.now
@@ -509,7 +509,7 @@ async def test_a_group_that_went_on_under_other_weights_is_handed_back_with_all_
         assert spans == {((0, generated), (1, 4))}
 
 
-async def test_groups_that_have_not_started_are_kept_and_have_nothing_to_hand_back(file: InMemory) -> None:
+async def test_groups_that_have_not_started_are_kept_without_tokens(file: InMemory) -> None:
     """A large batch starts its groups in several turns of the event loop."""
     async with serving(file, has_initial_weights=False) as server:
         asked = request(*map(str, range(100, 400)), carry=Carry.RESUME)
@@ -524,7 +524,7 @@ async def test_groups_that_have_not_started_are_kept_and_have_nothing_to_hand_ba
         assert all(isinstance(group, GroupResult) and not group.has_tokens for group in groups)
 
 
-async def test_what_is_handed_back_counts_as_kept_with_its_batch() -> None:
+async def test_handed_back_tokens_count_in_the_size_of_a_kept_batch() -> None:
     sizes = []
     for has_initial_weights in (True, False):
         async with serving(InMemory(), has_initial_weights=has_initial_weights) as server:

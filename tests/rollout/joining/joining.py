@@ -8,12 +8,11 @@ from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
-from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.serving.admission import Ticket
 from darts_server.types import RequestOptions
 from tests.group.oracle import Fate

@@ -7,6 +7,8 @@ import pytest
 from darts_server.records import GroupRecord
 from darts_server.rollout.counted import MOST_MEMBERS, CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
+from darts_server.rollout.spec import JoinRequest
+from darts_server.serving.admission import Admission
 from darts_server.serving.kept import Kept
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Recorder
@@ -33,10 +35,12 @@ class Harness:
             asyncio.get_running_loop().time,
         )
 
-    def join(self, request: str, prompt: str = "p", name: str | None = None) -> Member:
-        key = f"{name}/{prompt}"
-        member = self.groups.join(request, PLAN, prompt, key, name, lambda: self.generated.get(request, 0))
-        member.start()
+    def join(self, request: str, prompt: str = "p", name: str | None = None, *, start: bool = True) -> Member:
+        ticket = Admission(lambda: 0, None).admit(1)
+        joining = JoinRequest(request, request, PLAN, prompt, f"{name}/{prompt}", ticket, name)
+        member = self.groups.join(joining, lambda: self.generated.get(request, 0))
+        if start:
+            member.start()
         return member
 
     @property
@@ -57,7 +61,7 @@ async def advance(seconds: float) -> None:
     await asyncio.sleep(0)
 
 
-async def test_a_full_group_is_recorded_when_the_last_request_of_it_has_finished() -> None:
+async def test_a_full_group_is_recorded_when_its_last_request_has_finished() -> None:
     harness = Harness()
     first, second = harness.join("r0", name="g"), harness.join("r1", name="g")
     finish(first, 4)
@@ -78,7 +82,7 @@ async def test_a_full_group_is_recorded_when_the_last_request_of_it_has_finished
 
 
 @pytest.mark.parametrize(("name", "wait"), [(None, WAIT), ("g", NAMED_WAIT)])
-async def test_a_group_with_missing_requests_ends_after_a_silence(name: str | None, wait: float) -> None:
+async def test_a_group_with_missing_requests_ends_after_the_timeout(name: str | None, wait: float) -> None:
     harness = Harness()
     finish(harness.join("r0", name=name), 4)
     await advance(wait - 1)
@@ -100,7 +104,7 @@ async def test_a_group_with_missing_requests_ends_after_a_silence(name: str | No
         (DiscardReason.FAILED, Outcome.FAILED),
     ],
 )
-async def test_a_request_without_a_trajectory_leaves_its_place_to_another(
+async def test_a_request_without_a_trajectory_leaves_its_seat_to_another_request(
     reason: DiscardReason, outcome: Outcome
 ) -> None:
     harness = Harness()
@@ -135,9 +139,9 @@ async def test_each_token_has_the_version_of_the_weights_that_sampled_it() -> No
     assert record.mixed_versions
 
 
-async def test_a_request_that_waits_for_new_weights_is_of_these() -> None:
+async def test_a_request_that_waits_for_new_weights_has_the_new_version() -> None:
     harness = Harness()
-    members = [harness.groups.join(f"r{i}", PLAN, "p", "p", None, lambda: 0) for i in range(3)]
+    members = [harness.join(f"r{i}", start=False) for i in range(3)]
     harness.groups.weights_change()
     harness.version = 2
     members.pop().leave(DiscardReason.CANCELLED)
@@ -150,7 +154,7 @@ async def test_a_request_that_waits_for_new_weights_is_of_these() -> None:
     assert first.candidates[2].started_at is None
 
 
-async def test_the_oldest_of_too_many_groups_that_wait_ends_as_it_is() -> None:
+async def test_the_oldest_of_too_many_waiting_groups_ends() -> None:
     harness = Harness()
     harness.groups.resting = Kept(2)
     for prompt in ("first", "second"):
@@ -166,7 +170,7 @@ async def test_the_oldest_of_too_many_groups_that_wait_ends_as_it_is() -> None:
     assert harness.groups.resting.size == 0
 
 
-async def test_a_server_that_stops_waits_for_no_further_requests() -> None:
+async def test_a_stopping_server_waits_for_no_further_requests() -> None:
     harness = Harness()
     running = harness.join("r0")
     finish(harness.join("r1"), 4)

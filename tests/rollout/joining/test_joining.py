@@ -66,7 +66,7 @@ async def test_the_last_request_closes_the_group_and_starts_the_extra_candidates
     assert harness.record("group-c0").outcome is Outcome.COMPLETED
 
 
-async def test_the_timeout_closes_the_group_short_and_each_request_restarts_it() -> None:
+async def test_the_timeout_closes_the_group_early_and_each_request_restarts_the_timeout() -> None:
     harness = JoiningHarness(lengths(9), SHORTEST)
     for name in ("c0", "c1", "c2"):
         harness.send(name)
@@ -101,7 +101,7 @@ async def test_a_single_caller_gets_its_own_candidate(policy: str) -> None:
 
 
 @pytest.mark.parametrize(("come", "window"), [(2, 0.0), (4, 1.0), (4, 0.0)], ids=["gathers", "allocates", "runs"])
-async def test_when_all_callers_disconnect_everything_stops_at_once(come: int, window: float) -> None:
+async def test_when_all_callers_disconnect_all_candidates_stop_at_once(come: int, window: float) -> None:
     harness = JoiningHarness(lengths(50), POLICIES["adaptive"], window=window)
     callers = await harness.send_all(come)
     await harness.engine.step()
@@ -234,7 +234,7 @@ def observed(harness: JoiningHarness) -> list[bool]:
 
 
 @pytest.mark.parametrize(("name", "wait"), [(None, WAIT), ("uid", WAIT), ("uid", 2 * NAMED_WAIT)])
-async def test_a_named_group_is_not_sealed_by_silence(name: str | None, wait: float) -> None:
+async def test_a_named_group_is_not_closed_by_the_short_timeout(name: str | None, wait: float) -> None:
     """Its trajectories may all be in their environments."""
     harness = JoiningHarness(lengths(9), SAMPLED, wait=wait)
     sealed = observed(harness)
@@ -247,7 +247,7 @@ async def test_a_named_group_is_not_sealed_by_silence(name: str | None, wait: fl
     assert sealed == ([False] * 4 if name is None else [True])
 
 
-async def test_a_named_group_does_not_wait_for_ever_whatever_others_send() -> None:
+async def test_a_named_group_does_not_wait_for_ever() -> None:
     """As where the pool is smaller than the group: the others come only after an answer."""
     harness = JoiningHarness(lengths(9), SAMPLED)
     sealed = observed(harness)
@@ -266,13 +266,13 @@ async def test_a_named_group_does_not_wait_for_ever_whatever_others_send() -> No
     await harness.assert_empty()
 
 
-async def test_groups_that_are_often_short_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_frequent_groups_with_missing_requests_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_sealed
     with caplog.at_level(logging.WARNING):
         for number in range(3 * WINDOW):
             report(full=number % 3 > 0, planned=8)
         assert len(caplog.records) == 1
-        assert "sealed with fewer than 8" in caplog.text
+        assert "closed with fewer than 8 requests" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ async def test_a_failing_store_fails_every_caller() -> None:
     assert harness.recorder.records == []
 
 
-async def test_aborting_one_request_ends_its_wait_alone_and_leaves_its_seat() -> None:
+async def test_aborting_a_request_answers_its_caller_alone_and_keeps_its_seat() -> None:
     harness = by_caller(3, 10, 11, 12, 50)
     callers = await harness.send_all()
     harness.rollouts.abort("c2")
@@ -325,7 +325,7 @@ async def test_aborting_one_request_ends_its_wait_alone_and_leaves_its_seat() ->
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-async def test_aborting_a_group_ends_it_for_all_at_once(sealed: bool) -> None:
+async def test_aborting_a_group_answers_all_callers_at_once(sealed: bool) -> None:
     harness = JoiningHarness(lengths(9), SAMPLED)
     callers = await harness.send_all(4 if sealed else 3)
     await harness.steps(3)
@@ -367,7 +367,7 @@ async def test_draining_closes_groups_with_the_requests_that_have_arrived() -> N
     assert late.group_id != there[0].group_id
 
 
-async def test_failing_all_groups_gives_every_caller_an_error_of_its_own() -> None:
+async def test_failing_all_groups_gives_an_error_to_every_caller() -> None:
     harness = JoiningHarness(lengths(9), SHORTEST)
     callers = [*await harness.send_all(), harness.send("alone")]
     await settle()

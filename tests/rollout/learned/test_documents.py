@@ -98,7 +98,7 @@ class Dying(Documents):
 
 
 @given(st.integers(0, 12))
-def test_a_save_that_is_killed_leaves_one_blob_or_the_other_complete(puts: int) -> None:
+def test_a_killed_save_leaves_the_old_or_the_new_blob_complete(puts: int) -> None:
     one, other = b"1" * (3 * PART_BYTES), b"2" * (2 * PART_BYTES + 1)
     store = Dying(100)
     blobs = BlobStore(store, "test")

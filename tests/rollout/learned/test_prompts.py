@@ -45,7 +45,7 @@ async def test_a_group_whose_candidates_all_finished_gives_its_plain_mean_and_st
     assert stats.weight_version == 4
 
 
-def test_lengths_are_censored_of_candidates_that_would_have_been_longer() -> None:
+def test_lengths_of_candidates_that_would_have_been_longer_are_censored() -> None:
     pruned = replace(candidate(3, 15, None), reason=DiscardReason.PRUNED)
     cut = replace(candidate(4, 12, FinishReason.STOP, SelectedAs.SHORT), cut=True)
     truncated = candidate(5, 30, FinishReason.LENGTH, SelectedAs.FILL)

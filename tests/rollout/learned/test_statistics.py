@@ -36,7 +36,7 @@ async def test_groups_that_end_after_a_restore_are_learned_without_those_before(
     assert dataset.stats.steps == 3  # the fourth goes on
 
 
-async def test_what_is_learned_does_not_depend_on_when_it_is_written() -> None:
+async def test_learned_values_do_not_depend_on_the_time_of_writing() -> None:
     at_once, one_by_one = Documents(), Documents()
     together, apart = Dataset(at_once), Dataset(one_by_one)
     for version in range(6):

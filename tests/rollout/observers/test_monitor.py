@@ -64,7 +64,7 @@ async def test_merged_updates_equal_the_state_that_a_new_viewer_gets() -> None:
     assert len(state[0]) == 40
 
 
-async def test_of_several_running_groups_with_one_id_the_newest_is_shown() -> None:
+async def test_the_newest_of_several_running_groups_with_one_id_is_shown() -> None:
     """Several callers may have chosen it; a viewer that merges by ids would mix them up."""
     harness = Harness(lengths(9, 20, 20))
     monitor = new_monitor(harness)
@@ -130,7 +130,7 @@ async def test_shown_groups_and_candidates_are_bounded_and_dropped_groups_are_na
     assert viewer._running == {}
 
 
-def test_of_a_very_large_group_only_the_first_candidates_are_shown() -> None:
+def test_only_the_first_candidates_of_a_very_large_group_are_shown() -> None:
     harness = Harness(lengths(1))
     monitor = new_monitor(harness, max_candidates=100)
     monitor.group_ended(record(*(candidate(i, 5, FinishReason.STOP, SelectedAs.SHORT) for i in range(3000))))

@@ -164,7 +164,7 @@ def report_as(name: str, trainer: Trainer, *rewards: Reward, is_admin: bool = Fa
 
 @pytest.mark.parametrize("reward", [by_id("g:0", 1.0), by_tokens([112], [1, 2], 1.0)])
 @pytest.mark.parametrize(("first", "second"), [(ONE, OTHER), (OTHER, ONE)])
-def test_of_two_callers_with_the_same_id_or_tokens_each_rewards_its_own_trajectory(
+def test_two_callers_with_the_same_id_or_tokens_reward_their_own_trajectories(
     first: Made, second: Made, reward: Reward
 ) -> None:
     trainer = Trainer()
@@ -179,7 +179,7 @@ def test_of_two_callers_with_the_same_id_or_tokens_each_rewards_its_own_trajecto
     assert report_as("other", trainer, reward) == RewardReport(matched=1)
 
 
-def test_a_caller_rewards_those_of_others_by_tokens_and_an_admin_by_an_id_that_is_not_ambiguous() -> None:
+def test_other_callers_trajectories_are_rewarded_by_tokens_or_by_admins_with_an_unambiguous_id() -> None:
     trainer = Trainer()
     ONE.happens(trainer.reward_matcher)
     assert report_as("judge", trainer, by_id("g:0", 1.0)) == RewardReport(0, 0, 1, [0])

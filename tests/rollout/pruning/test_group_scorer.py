@@ -20,10 +20,9 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.batches.batch import BatchRequest, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompts
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
-from darts_server.rollout.joining import JoinRequest
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.pruning.group_scorer import GroupScorer
-from darts_server.rollout.spec import GroupSpec
+from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.types import DiscardReason, PromptSpec, RequestOptions, SelectedAs
 from tests.rollout.batches.test_batch import play
 from tests.rollout.helpers import Harness, Texts, lengths

@@ -27,7 +27,7 @@ from tests.rollout.pruning.bench import FAST, Bench
 pytestmark = pytest.mark.anyio
 
 
-async def test_after_the_cold_start_probably_correct_ones_are_pruned_more_and_the_keep_ratio_is_met() -> None:
+async def test_after_the_cold_start_probably_correct_candidates_are_pruned_more_and_the_keep_ratio_is_met() -> None:
     """And metrics show that qualities are calibrated."""
     bench = Bench().warm(6)
     assert bench.pruner.status is PruningStatus.READY
@@ -60,7 +60,7 @@ async def test_labels_hold_the_survival_probability_over_all_decisions() -> None
     assert bench.counter.counts["labels"] == 1
 
 
-async def test_labels_of_a_sampled_tail_stand_for_those_that_were_not_sampled() -> None:
+async def test_labels_of_a_sampled_tail_stand_for_all_candidates_of_the_tail() -> None:
     bench = Bench()
     hidden = np.ones(WIDTH)
     for index in range(3):
@@ -114,7 +114,7 @@ async def test_no_head_is_created_before_a_trajectory_is_scored(caplog: pytest.L
     assert bench.head.closed
 
 
-async def test_all_are_kept_if_rewards_never_come(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_candidates_are_kept_without_rewards(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     for number, (hidden, _) in enumerate(SyntheticTask().trajectories(300)):
         assert bench.score(f"g{number}", 0, hidden) == Scored(0, 0.5, 1.0)
@@ -123,7 +123,7 @@ async def test_all_are_kept_if_rewards_never_come(caplog: pytest.LogCaptureFixtu
     assert caplog.text.count("pruning by quality") == 1, "logged once, not for each trajectory"
 
 
-async def test_all_are_kept_in_the_first_steps_and_with_few_labels(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_candidates_are_kept_in_the_first_steps_and_with_few_labels(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(replace(FAST, calibration=Calibration(cold_steps=2, cold_labels=160, bins=16)))
     assert_all_are_kept(bench, PruningStatus.FEW_LABELS)  # the head has 24
     assert_all_are_kept(bench, PruningStatus.FEW_LABELS, 5)  # it is ready, and no label so far had a score
@@ -138,7 +138,7 @@ async def test_all_are_kept_in_the_first_steps_and_with_few_labels(caplog: pytes
         assert is_logged(caplog, status)
 
 
-async def test_all_are_kept_with_labels_of_one_class() -> None:
+async def test_all_candidates_are_kept_with_labels_of_one_class() -> None:
     bench = Bench(task=SyntheticTask(offset=0.0, sharpness=0.0))
     bench.task.trajectories = lambda count: iter([(np.ones(WIDTH), 1.0)] * count)  # type: ignore[method-assign]  # of one class
     bench.warm(2)
@@ -161,7 +161,7 @@ async def test_a_trajectory_whose_hidden_state_is_not_finite_is_kept_and_not_lea
     assert bench.score("good", 0, np.ones(WIDTH)).survival < 1
 
 
-async def test_all_are_kept_when_the_trainer_or_the_probe_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+async def test_all_candidates_are_kept_when_the_trainer_or_the_probe_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench().warm(3)
     bench.head.is_lost = True
     assert {scored.survival for scored in bench.group()[0]} == {1.0}
@@ -296,7 +296,7 @@ async def test_a_reused_group_id_belongs_to_the_newer_group() -> None:
     assert bench.head.trainer._replay._survivals[0] == 1.0
 
 
-async def test_two_callers_with_the_same_group_id_teach_what_they_have_rewarded() -> None:
+async def test_two_callers_with_the_same_group_id_reward_their_own_candidates() -> None:
     bench = Bench()
     for owner, value in (("one", 1.0), ("other", 2.0)):
         hidden = np.full(WIDTH, value, np.float32)

@@ -33,17 +33,20 @@ def test_waiting_processes_sleep_if_the_variable_says_that_cores_are_shared(
 
 def test_a_reader_sleeps_until_it_is_notified_from_the_first_message_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARE_CORES, "1")
+    # Twice: in the server, and again in an engine that is forked from it.
     share_cores()
-    share_cores()  # in the server, and again in the engine if that is forked
+    share_cores()
     with zmq.Context() as context:
         address = "inproc://notifications"
         writer = shm_broadcast.SpinCondition(is_reader=False, context=context, notify_address=address)
         reader = shm_broadcast.SpinCondition(is_reader=True, context=context, notify_address=address)
         try:
             reader.last_read = time.monotonic()
-            began, spent = time.monotonic(), time.process_time()
+            began = time.monotonic()
+            spent = time.process_time()
             for _ in range(20):
-                reader.wait()  # nothing comes: it looks for a message anyway
+                # There is no notification, but the reader looks for a message anyway.
+                reader.wait()
             assert time.monotonic() - began > 0.15
             assert time.process_time() - spent < 0.1
             reader.last_read -= 10.0
@@ -81,4 +84,5 @@ def test_nothing_is_watched_outside_of_a_servers_engine(monkeypatch: pytest.Monk
     monkeypatch.undo()
     monkeypatch.setenv(SERVER_PID, str(os.getpid()))
     end_with_server()
-    assert threading.active_count() <= before  # fewer if one of an earlier test has ended meanwhile
+    # There may be fewer: a thread of an earlier test may have ended meanwhile.
+    assert threading.active_count() <= before

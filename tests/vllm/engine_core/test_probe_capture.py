@@ -1,4 +1,4 @@
-"""The probe of a worker, with a fake scheduler that does all that vLLM's may do, and runners that compute nothing.
+"""The probe of a worker, with a fake scheduler that does everything that vLLM's may do, and fake model runners.
 
 The state of request r at its p-th token is [r, p], so that a row shows where it was taken. Rejected drafts and
 padding rows are [-1, -1].
@@ -49,7 +49,7 @@ class Request:
     computed: int = 0
     announced: bool = False
     overestimated: int = 0
-    """By how much the host overestimates the computed tokens: rejected drafts of the last step."""
+    """Number of tokens by which the host overestimates the computed tokens: rejected drafts of the last step."""
     certain: list[int] = field(default_factory=list)
     """Generated tokens that were certain after each of its steps."""
 
@@ -64,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a request that a step computes: known tokens, then drafts, of which the first ones are accepted."""
+    """The part of a request that a step computes: known tokens, then drafts. The first drafts are accepted."""
 
     request: Request
     known: int
@@ -72,18 +72,18 @@ class Part:
     accepted: int
 
     def row(self, place: int) -> list[float]:
-        """Create the state of its ``place``-th token."""
+        """Create the state of the request's ``place``-th token."""
         is_certain = place < self.known + self.accepted
         return [float(self.request.number), float(self.request.computed + place + 1)] if is_certain else [-1.0, -1.0]
 
 
 class Runner:
-    """Base of both runners. ``max_drafts``: per step."""
+    """Base of both runners. ``max_drafts``: drafts of each step at most."""
 
     is_pooling_model = False
     device = torch.device("cpu")
     announces_again: bool
-    """Whether a preempted request comes back as if it were new."""
+    """Whether a preempted request returns as if it were new."""
 
     def __init__(self, max_drafts: int) -> None:
         self.model_config = SimpleNamespace(get_hidden_size=lambda: WIDTH)
@@ -127,7 +127,9 @@ class SecondRunner(Runner):
         self.model_state = SimpleNamespace(num_new_sampled_tokens_per_step=1)
 
     def _forward(self, scheduled: Any) -> None:
-        hidden, indices, first = list[list[float]](), list[int](), [0]
+        hidden = list[list[float]]()
+        indices = list[int]()
+        first = [0]
         for p in self.parts:
             indices += range(len(hidden) + p.known - 1, len(hidden) + p.known + p.drafts)
             hidden += [p.row(place) for place in range(p.known + p.drafts)]
@@ -170,7 +172,8 @@ class FakeScheduler:
 
     def _step(self) -> None:
         rng = self._rng
-        for request in [r for r in self._running if r.done or rng.random() < 0.01]:  # or aborted
+        # Some are aborted before they are done.
+        for request in [r for r in self._running if r.done or rng.random() < 0.01]:
             self._running.remove(request)
             self._finished.add(request.request_id)
         names = {r.request_id for r in self._running}
@@ -178,16 +181,19 @@ class FakeScheduler:
             names.add(self._waiting[0].request_id)
             self._running.append(self._waiting.pop(0))
         for request in self._running:
-            if request.announced and rng.random() < 0.1:  # preempted
+            # Preempt some.
+            if request.announced and rng.random() < 0.1:
                 request.computed = request.overestimated = 0
                 request.announced = not self._runner.announces_again
         chosen = [r for r in self._running if rng.random() < 0.8]
         rng.shuffle(chosen)
-        new, parts = [], []
+        new = []
+        parts = []
         for request in chosen:
             if not request.announced:
                 request.announced = True
-                if rng.random() < 0.3:  # a prefix is in the cache
+                # The cache has a prefix of some.
+                if rng.random() < 0.3:
                     request.computed = rng.randrange(request.known)
                 new.append(self._new(request))
             missing = request.known - request.computed
@@ -251,7 +257,7 @@ drawn_requests = st.lists(
 
 
 def expected(request: Request) -> list[int]:
-    """Return the tokens of the first step that reaches each point; once if it reaches several."""
+    """Return the tokens of the first step that reaches each point, once if a step reaches several points."""
     reached = [next((c for c in request.certain if c >= point), None) for point in request.points]
     return sorted({count for count in reached if count is not None})
 
@@ -261,7 +267,7 @@ def expected(request: Request) -> list[int]:
 def test_every_passed_point_is_sent_once_in_order_and_with_its_own_state(
     runner: type[Runner], drawn: list[Any], max_drafts: int, seed: int
 ) -> None:
-    # Some have the id of an earlier one.
+    # Some have the id of an earlier request.
     wanted = [Request(i, f"name-{name}", prompt, length, at) for i, (prompt, length, at, name) in enumerate(drawn)]
     scheduler = FakeScheduler(runner(max_drafts), Random(seed), wanted)
     scheduler.run()
@@ -343,7 +349,8 @@ def test_rows_are_sent_in_order_and_a_failure_is_sent_as_a_fault() -> None:
     rows = torch.tensor([[1.5, 2.5]], dtype=torch.bfloat16)
     failures = list[bool]()
     with (
-        tempfile.TemporaryDirectory() as folder,  # pytest's own folders are too deep for a socket's name
+        # The paths of pytest's own folders are too long for a socket.
+        tempfile.TemporaryDirectory() as folder,
         zmq.Context() as context,
         context.socket(zmq.PULL) as socket,
     ):

@@ -27,7 +27,8 @@ async def place_hosts() -> None:
     """Place two hosts that need nothing, and print where the cluster listens and who may enter its folder."""
     from darts_server.vllm.fleet import ray_hosts
 
-    ray_hosts.STOP_SECONDS = 5.0  # hosts that still start are not waited for
+    # The hosts still start when the cluster stops.
+    ray_hosts.STOP_SECONDS = 5.0
     async with ray_hosts.Cluster(None, None).place([b"{}", b"{}"], 1):
         folder = ray_hosts.private_folder()
         mode = stat.S_IMODE(folder.parent.stat().st_mode)

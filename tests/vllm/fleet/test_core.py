@@ -1,4 +1,4 @@
-"""Engines elsewhere that come and go, scripted ones: what becomes of requests, calls and weights."""
+"""Requests, calls and weight updates while scripted engines join and are lost."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,7 +38,7 @@ class Places:
     def __init__(self) -> None:
         self.hosts: dict[int, ScriptedHost] = {}
         self.restarts = False
-        """Whether an engine that is lost is started again."""
+        """Whether lost engines are started again."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     @asynccontextmanager
@@ -67,10 +67,10 @@ class Places:
 
 
 class Running:
-    """A fleet."""
-
     def __init__(self, llm: ShapingLLM, places: Places, running: Any) -> None:
-        self.llm, self.places, self.running = llm, places, running
+        self.llm = llm
+        self.places = places
+        self.running = running
         assert isinstance(llm.engine_core, FleetCore)
         self.core = llm.engine_core
         self._number = 0
@@ -109,10 +109,11 @@ FINAL: dict[str, Any] = {"output_kind": RequestOutputKind.FINAL_ONLY}
 STREAM: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
 
 
-async def test_requests_go_on_elsewhere_when_their_engine_is_lost_and_only_what_cannot_ends() -> None:
+async def test_requests_resume_on_another_engine_when_theirs_is_lost_or_end_if_they_cannot() -> None:
     async with fleet_of(2) as fleet:
         kinds = [FINAL, STREAM, FINAL | {"presence_penalty": 1.0}, STREAM | {"presence_penalty": 1.0}]
-        requests = [kind for kind in kinds for _ in range(2)]  # one on each engine
+        # One request of each kind on each engine.
+        requests = [kind for kind in kinds for _ in range(2)]
         tasks = [asyncio.create_task(fleet.generate(**params)) for params in requests]
         await fleet.until(lambda: sum(fleet.running_requests) == 8)
         assert fleet.running_requests == [4, 4]
@@ -132,7 +133,7 @@ async def test_requests_go_on_elsewhere_when_their_engine_is_lost_and_only_what_
             assert tokens == [TOKEN] * 400
 
 
-async def test_candidates_are_lost_with_their_engine_and_those_of_others_are_not() -> None:
+async def test_candidates_are_lost_with_their_engine_and_only_with_it() -> None:
     async with fleet_of(2) as fleet:
         params = SamplingParams(max_tokens=400, ignore_eos=True)
         port = fleet.running.port
@@ -145,7 +146,7 @@ async def test_candidates_are_lost_with_their_engine_and_those_of_others_are_not
         assert port.unfinished == 0
 
 
-async def test_a_request_that_was_aborted_ends_though_its_engine_is_lost() -> None:
+async def test_an_aborted_request_ends_even_if_its_engine_is_lost() -> None:
     async with fleet_of(2) as fleet:
         task = asyncio.create_task(fleet.generate(**FINAL))
         await fleet.until(lambda: sum(fleet.running_requests))
@@ -157,7 +158,7 @@ async def test_a_request_that_was_aborted_ends_though_its_engine_is_lost() -> No
         assert output.finish_reason == "abort"
 
 
-async def test_without_an_engine_requests_are_refused_for_now_and_later_ones_are_served() -> None:
+async def test_requests_are_refused_while_no_engine_is_up_and_served_afterwards() -> None:
     async with fleet_of(1) as fleet:
         task = asyncio.create_task(fleet.generate(**FINAL))
         await fleet.until(lambda: sum(fleet.running_requests))
@@ -172,7 +173,7 @@ async def test_without_an_engine_requests_are_refused_for_now_and_later_ones_are
         assert (await fleet.generate(**FINAL))[-1].finish_reason == "length"
 
 
-async def test_a_stream_that_is_aborted_leaves_nothing() -> None:
+async def test_an_aborted_stream_leaves_no_state() -> None:
     async with fleet_of(1) as fleet:
         task = asyncio.create_task(fleet.generate(**STREAM))
         await fleet.until(lambda: sum(fleet.running_requests))
@@ -183,15 +184,16 @@ async def test_a_stream_that_is_aborted_leaves_nothing() -> None:
         assert not engine.aborted
 
 
-async def test_a_request_that_loses_its_engine_again_goes_on_and_is_given_up_at_last() -> None:
+async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
     async with fleet_of(2) as fleet:
         fleet.places.restarts = True
         task = asyncio.create_task(fleet.generate(**STREAM, max_tokens=4000))
 
         async def lose_engine() -> tuple[int, int]:
-            """Return how many tokens its prompt had, and how many it was to generate."""
+            """Return the tokens of the request's prompt, and the limit of its answer."""
             await fleet.until(lambda: sum(fleet.running_requests) and fleet.running.up == 2)
-            lost, rank = fleet.core.lost, fleet.running_requests.index(1)
+            lost = fleet.core.lost
+            rank = fleet.running_requests.index(1)
             host = fleet.places.hosts[rank]
             [request] = host.running.values()
             assert request.prompt_token_ids is not None
@@ -210,7 +212,7 @@ async def test_a_request_that_loses_its_engine_again_goes_on_and_is_given_up_at_
         assert not fleet.core.moves
 
 
-async def test_an_engine_that_sends_nothing_is_given_up() -> None:
+async def test_an_engine_that_sends_nothing_is_lost() -> None:
     async with fleet_of(2, watchdog=0.4) as fleet:
         fleet.places.restarts = True
         tasks = [asyncio.create_task(fleet.generate(**FINAL)) for _ in range(2)]
@@ -223,7 +225,7 @@ async def test_an_engine_that_sends_nothing_is_given_up() -> None:
         assert fleet.places.hosts[1] is not hung
 
 
-async def test_calls_reach_all_engines_and_those_that_are_lost_do_not_count() -> None:
+async def test_calls_reach_all_engines_and_lost_engines_do_not_count() -> None:
     async with fleet_of(3) as fleet:
         assert await fleet.llm.collective_rpc("anything") == [None] * 3
         fleet.places.hosts[2].is_deaf = True
@@ -233,7 +235,7 @@ async def test_calls_reach_all_engines_and_those_that_are_lost_do_not_count() ->
         assert await call == [None] * 2
 
 
-async def test_an_engine_that_comes_back_gets_weights_and_pause_before_requests_also_if_none_was_up() -> None:
+async def test_an_engine_that_joins_gets_weights_and_pause_before_requests_even_if_none_was_up() -> None:
     async with fleet_of(1) as fleet:
         fleet.places.kill(0)
         await fleet.until(lambda: fleet.core.lost)

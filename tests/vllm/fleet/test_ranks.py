@@ -21,7 +21,9 @@ from darts_server.vllm.requests.prompt_request import PromptRequest
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
 def test_a_group_stays_on_the_engine_that_had_fewest_candidates(moves: list[tuple[int, bool]]) -> None:
-    ranks, running, first = Ranks(3), dict[str, list[tuple[int, ExitStack]]](), dict[str, int]()
+    ranks = Ranks(3)
+    running = dict[str, list[tuple[int, ExitStack]]]()
+    first = dict[str, int]()
     for number, starts in moves:
         group = f"g{number}"
         if starts:
@@ -56,7 +58,8 @@ def test_a_new_group_runs_on_an_engine_that_is_up() -> None:
 
 def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("darts_server.vllm.fleet.ranks.KEPT_GROUPS", 2)
-    ranks, running = Ranks(2), ExitStack()
+    ranks = Ranks(2)
+    running = ExitStack()
     for number in range(4):
         running.enter_context(ranks.candidate("running"))
         with ranks.candidate(str(number)) as rank:
@@ -67,7 +70,7 @@ def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pyt
 
 
 class Engines(ShapingLLM):
-    """Two data-parallel engines that note the options of what they run."""
+    """Two data-parallel engines that record the options of their requests."""
 
     def __init__(self, count: int) -> None:
         self.vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=count))
@@ -76,7 +79,7 @@ class Engines(ShapingLLM):
         self.seen: list[Any] = []
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Has nothing to end."""
+        """Do nothing."""
 
 
 def generate(llm: Engines, *_: Any, **options: Any) -> AsyncGenerator[str, None]:
@@ -95,9 +98,10 @@ def generate(llm: Engines, *_: Any, **options: Any) -> AsyncGenerator[str, None]
 async def test_a_later_turn_runs_on_the_engine_that_has_its_prefix(
     count: int, known: int | None, chosen: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But where its caller has chosen one, right or wrong, and where there is only one."""
+    """Unless its caller has chosen an engine, right or wrong, or there is only one."""
     monkeypatch.setattr(AsyncLLM, "generate", generate)
-    llm, turn = Engines(count), Turn([1, 2], rank=known)
+    llm = Engines(count)
+    turn = Turn([1, 2], rank=known)
     options = {} if chosen is None else {RANK: chosen}
     request = PromptRequest({"prompt_token_ids": [1, 2]}, SamplingParams(), "a", options)
     generation = Generation(request, RouteCall(), Admission(lambda: 0, None).admit(1), turn)
@@ -115,7 +119,7 @@ def test_callers_priorities_come_first_and_the_order_decides_among_equal_ones() 
     assert combined(0, 1.5) == 1500
 
 
-def test_what_is_out_of_range_is_first_or_last_and_has_63_bits() -> None:
+def test_priorities_out_of_range_are_first_or_last_and_have_63_bits() -> None:
     assert combined(2**63 - 1, 1e30) == combined(2**40, 1e20) < 2**63
     assert combined(-(2**63), -1e30) >= -(2**63)
     assert combined(0, 1e30) - combined(0, -1e30) < LEVEL

@@ -14,9 +14,9 @@ from darts_server.vllm.fleet.ray_hosts import private_folder
 
 pytest.importorskip("ray")
 SECONDS = 120
-"""For Ray to start and end on a busy machine: many times what it takes."""
+"""Seconds for Ray to start and end on a busy machine: many times the usual time."""
 EXPORT_SECONDS = 10.0
-"""What Ray waits for at its end where its metrics go to a head that is gone, besides five seconds for its events."""
+"""Seconds that Ray waits at its end to export metrics to a dead head, besides five seconds for events."""
 
 
 def start_cluster(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -32,7 +32,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_a_cluster_of_our_own_is_this_users_alone_and_needs_no_cpu(folder: Path) -> None:
+def test_our_own_cluster_belongs_to_this_user_alone_and_needs_no_cpu(folder: Path) -> None:
     ended = start_cluster(folder)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[0])
@@ -41,14 +41,14 @@ def test_a_cluster_of_our_own_is_this_users_alone_and_needs_no_cpu(folder: Path)
     assert "session_latest" in found["sessions"]
 
 
-def test_ray_does_not_wait_at_its_end_for_a_head_that_is_gone(folder: Path) -> None:
+def test_ray_does_not_wait_for_a_dead_head_when_it_ends(folder: Path) -> None:
     """If its end takes longer than `STOP_SECONDS`, Ray ends the process, with an exit code of its own."""
     ended = start_cluster(folder, "lose-head")
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout.splitlines()[-1])["seconds"] < EXPORT_SECONDS
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     other = tmp_path / "other"
     other.mkdir()

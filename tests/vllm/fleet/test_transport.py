@@ -1,4 +1,4 @@
-"""Connections over real sockets: messages arrive whole, and what is not in order ends its connection alone."""
+"""Connections over real sockets: messages arrive whole, and malformed bytes end only their connection."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ HELLO = Hello(TOKEN, 1, b"ready", "ipc://states")
 
 
 class End:
-    """One end of a connection, and what has come there."""
+    """One end of a connection, and the messages that it has received."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[list[bytes]] = asyncio.Queue()
@@ -50,8 +50,9 @@ class Coordinator:
         return self.ends[-1]
 
     async def host(self, hello: Hello = HELLO, wait: bool = True) -> tuple[End, Connection]:
-        """Connect a host; ``wait``: until it has joined."""
-        end, before = End(), len(self.ends)
+        """Connect a host. ``wait``: whether to wait until it has joined."""
+        end = End()
+        before = len(self.ends)
         connection = await connect("127.0.0.1", self.port, hello, end)
         while wait and len(self.ends) == before:
             await asyncio.sleep(0.001)
@@ -85,7 +86,7 @@ async def test_messages_of_any_size_arrive_whole_and_in_order_in_both_directions
         assert there.hellos == [HELLO]
 
 
-async def test_a_closed_connection_is_noticed_at_both_ends_and_takes_no_more() -> None:
+async def test_a_closed_connection_is_noticed_at_both_ends_and_takes_no_messages() -> None:
     async with coordinator() as there:
         end, connection = await there.host()
         there.connections[0].close("not wanted any more")
@@ -94,7 +95,7 @@ async def test_a_closed_connection_is_noticed_at_both_ends_and_takes_no_more() -
         connection.send([b"nobody hears this"])
 
 
-async def test_what_is_not_in_order_ends_its_connection_alone() -> None:
+async def test_malformed_bytes_end_only_their_connection() -> None:
     async with coordinator() as there:
         end, connection = await there.host()
         other, _ = await there.host(Hello(TOKEN, 2, b"", ""))
@@ -119,7 +120,7 @@ async def test_strangers_are_refused(hello: Hello, says: str, caplog: pytest.Log
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 40, LENGTH.pack(1) + LENGTH.pack(2**31), b""])
-async def test_what_is_no_hello_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_first_message_that_is_no_hello_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "HELLO_SECONDS", 0.1)
     async with coordinator() as there:
         reader, writer = await asyncio.open_connection("127.0.0.1", there.port)
@@ -130,7 +131,7 @@ async def test_what_is_no_hello_is_refused(data: bytes, monkeypatch: pytest.Monk
         assert not there.hellos
 
 
-async def test_nobody_listens() -> None:
+async def test_a_missing_coordinator_is_reported() -> None:
     async with coordinator() as there:
         port = there.port
     with pytest.raises(EngineDead, match="cannot be reached"):
@@ -138,7 +139,7 @@ async def test_nobody_listens() -> None:
 
 
 @given(st.lists(st.lists(st.binary(max_size=40), min_size=1, max_size=5), max_size=6), st.data())
-def test_messages_are_found_however_their_bytes_come(messages: list[list[bytes]], data: st.DataObject) -> None:
+def test_messages_are_found_however_their_bytes_are_split(messages: list[list[bytes]], data: st.DataObject) -> None:
     stream = b"".join(
         LENGTH.pack(len(parts)) + b"".join(LENGTH.pack(len(part)) for part in parts) + b"".join(parts)
         for parts in messages

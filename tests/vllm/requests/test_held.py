@@ -1,263 +1,23 @@
-"""What was held is, field by field, what vLLM makes as the tokens come; and counts, steps and calls are in order."""
+"""The API process numbers requests, counts their tokens, and leaves their aborts and their metrics in order."""
 
 import asyncio
-import queue
 from array import array
 from collections.abc import Sequence
-from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from msgspec import structs
-from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.metrics.stats import IterationStats, PrefillStats, PrefixCacheStats, SchedulerStats
+from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from darts_server.vllm.engine_core.holding import (
-    ARGUMENT,
-    MOST_KEPT,
-    PASSED_ON,
-    RELEASE,
-    REPORT_SECONDS,
-    Begin,
-    HoldingQueue,
-    Release,
-    Report,
-    hold_outputs,
-)
-from darts_server.vllm.requests.held import HeldRequests, changing_state, held_of
-from tests.vllm.requests.test_outputs import (
-    ID,
-    PROMPT,
-    Case,
-    DeferringFrontend,
-    Frontend,
-    assert_same,
-    draw_case,
-    encoded,
-    run,
-)
-
-
-def sent(message: EngineCoreOutputs) -> Report:
-    """Send a message as vLLM does."""
-    received: Report = MsgpackDecoder(Report).decode(encoded(message))
-    return received
-
-
-class HeldFrontend(DeferringFrontend):
-    """A candidate whose engine holds its outputs. ``released``: after so many messages."""
-
-    def __init__(self, case: Case, released: int | None) -> None:
-        super().__init__(case)
-        self.holding = HoldingQueue(queue.Queue())
-        self.released = released
-        self.received = 0
-
-    def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
-        self.holding.pass_on(Begin(ID, 1, held=not self.case.params.stop))
-        return super().add(prompt)
-
-    def run(self) -> RequestOutput:
-        for number, message in enumerate(self.case.messages):
-            if number == self.released:
-                self.hand_on(Release([ID]))
-            self.hand_on(self.decoder.decode(message))
-        if self.case.aborted:
-            self.hand_on(EngineCoreOutputs(outputs=[EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)]))
-        return self.end()
-
-    def hand_on(self, message: Any) -> None:
-        for each in self.holding.pass_on(message):
-            outputs = [output for output in sent(each).outputs if output.request_id == ID]
-            self.received += len(outputs)
-            self.processor.process_outputs(outputs, 1.0, None)
-
-
-@given(st.randoms(use_true_random=False))
-def test_what_was_held_is_vllms_own(random: Random) -> None:
-    case = draw_case(random)
-    frontend = HeldFrontend(case, random.choice([None, None, random.randint(0, len(case.messages))]))
-    assert_same(run(frontend), run(Frontend(case)))
-    if frontend.released is None and not case.params.stop:
-        assert frontend.received <= 2, "the first token, and the rest"
-
-
-# --- the engine's process ---------------------------------------------------------
-
-
-ANSWER = EngineCoreOutputs(utility_output=UtilityOutput(1))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def step(*tokens: tuple[str, int], at: float = 1.0, first: bool = False, more: Any = None) -> EngineCoreOutputs:
-    prefill = PrefillStats() if first else None
-    outputs = [EngineCoreOutput(name, [0] * count, prefill_stats=prefill) for name, count in tokens]
-    return EngineCoreOutputs(outputs=outputs, timestamp=at, scheduler_stats=more)
-
-
-def holding(*names: str, clock: Clock | None = None) -> HoldingQueue:
-    """Return one with these requests, numbered from 1, each of which has its first token."""
-    made = HoldingQueue(queue.Queue(), clock or Clock())
-    for number, name in enumerate(names, 1):
-        assert made.pass_on(Begin(name, number, held=True)) == []
-    (first,) = made.pass_on(step(*((name, 1) for name in names), first=True))
-    assert [output.request_id for output in first.outputs] == list(names)
-    return made
-
-
-def counts(report: EngineCoreOutputs) -> dict[int, int]:
-    assert isinstance(report, Report)
-    return dict(zip(array("q", report.numbers), array("i", report.counts), strict=True))
-
-
-def test_counts_are_reported_at_intervals_and_nothing_else_is_sent() -> None:
-    clock = Clock()
-    one = holding("a", "b", clock=clock)
-    assert one.pass_on(step(("a", 1), ("b", 1), more=SchedulerStats())) == []
-    clock.now = REPORT_SECONDS
-    (report,) = one.pass_on(step(("a", 3), more=SchedulerStats()))
-    assert (report.outputs, counts(report)) == ([], {1: 5, 2: 2})
-    assert one.pass_on(step(("b", 1))) == []
-
-
-def test_the_answer_of_a_call_comes_after_all_counts() -> None:
-    one = holding("a")
-    one.pass_on(step(("a", 4)))
-    report, call = one.pass_on(ANSWER)
-    assert counts(report) == {1: 5}
-    assert call is ANSWER
-    assert HoldingQueue(queue.Queue()).pass_on(ANSWER) == [ANSWER]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"outputs": []},
-        {"finished_requests": {"z"}},
-        {"wave_complete": 1},
-        {"start_wave": 1},
-        {"scheduler_stats": SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1))},
-        {"scheduler_stats": SchedulerStats(perf_stats=SimpleNamespace())},  # type: ignore[arg-type]  # any will do
-    ],
-)
-def test_a_message_that_has_more_than_gauges_is_sent(more: dict[str, Any]) -> None:
-    message = structs.replace(step(("a", 1)), **more)
-    (sent_on,) = holding("a").pass_on(message)
-    assert sent_on.outputs == []
-    for field in message.__struct_fields__:
-        assert getattr(sent_on, field) == getattr(message, field)
-
-
-def test_what_cannot_be_joined_is_passed_on() -> None:
-    made = HoldingQueue(queue.Queue(), Clock())
-    made.pass_on(Begin("a", 1, held=True))
-    made.pass_on(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1], kv_transfer_params={"block": 1})]))
-    (message,) = made.pass_on(step(("a", 1)))
-    assert len(message.outputs) == 1
-
-
-def test_some_hundreds_of_tokens_are_kept_at_most_of_each_request_as_many_of_its_own() -> None:
-    one, sent_at = holding("a", "b"), dict[str, int]()
-    for number in range(2 * MOST_KEPT + 2):
-        for message in one.pass_on(step(("a", 1), ("b", 1))):
-            for output in message.outputs:
-                sent_at.setdefault(output.request_id, number)
-                assert MOST_KEPT < len(output.new_token_ids) <= 2 * MOST_KEPT
-    assert len(set(sent_at.values())) == 2
-
-
-def test_what_was_released_comes_as_it_is_generated() -> None:
-    one = holding("a", "b")
-    one.pass_on(step(("a", 2), ("b", 1)))
-    (released,) = one.pass_on(Release(["a", "gone"]))
-    assert [(output.request_id, len(output.new_token_ids)) for output in released.outputs] == [("a", 2)]
-    (message,) = one.pass_on(step(("a", 1), ("b", 1)))
-    assert [output.request_id for output in message.outputs] == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("message", "steps"),
-    [
-        (step(("a", 1), ("b", 1), at=1.25), ((2, 0.25, 0),)),
-        (step(("a", 1), ("unknown", 1), at=1.25), ((2, 0.25, 0),)),
-        (step(("a", 1), ("b", 2), at=1.25), ()),  # several tokens have no time each
-        (step(("z", 1), at=1.25, first=True), ()),  # nothing says when it began
-        (step(at=1.25), ()),
-        (step(("a", 1), at=1.0), ()),
-    ],
-)
-def test_steps_that_decode_are_reported(message: EngineCoreOutputs, steps: tuple[Any, ...]) -> None:
-    clock = Clock()
-    one = holding("a", "b", clock=clock)
-    one.pass_on(message)
-    clock.now = 1.0
-    (report,) = one.pass_on(step(at=2.0))
-    assert isinstance(report, Report)
-    assert report.steps == steps
-
-
-class Engine:
-    """What is changed of vLLM's ``EngineCoreProc``."""
-
-    def __init__(self) -> None:
-        self.output_queue: Any = queue.Queue()
-        self.scheduler = SimpleNamespace(requests={})
-        self.answered: list[str] = []
-
-    def preprocess_add_request(self, request: Any) -> Any:
-        self.scheduler.requests[request.request_id] = request
-        return request, 0
-
-    def abort_requests(self, request_ids: list[str]) -> None:
-        for each in request_ids:
-            self.scheduler.requests.pop(each, None)
-
-    def process_output_sockets(self, *_: Any) -> None:
-        self.sent = [*iter(self.output_queue.get, b"dead")]
-
-    def _send_abort_outputs(self, requests: list[Any]) -> None:
-        self.answered += [request.request_id for request in requests]
-
-
-def new_request(name: str = ID, **params: Any) -> EngineCoreRequest:
-    sampling = SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **params)
-    return EngineCoreRequest(name, [4, 5, 6], None, sampling, None, 0.0, None, None, None, external_req_id="cmpl-1")
-
-
-def test_an_engine_holds_and_releases_and_answers_aborts_of_what_it_runs() -> None:
-    hold_outputs(Engine)
-    hold_outputs(Engine)  # in a process that was forked
-    engine: Any = Engine()
-    engine.preprocess_add_request(new_request("numbered", extra_args={ARGUMENT: 4}))
-    engine.preprocess_add_request(new_request("vllms"))
-    getattr(engine, RELEASE)(0, ["numbered"])
-    for item in ((0, ANSWER), (-1, "wave"), b"dead"):
-        engine.output_queue.put_nowait(item)
-    engine.process_output_sockets(None, None, 0)
-    released, report, *others = engine.sent
-    assert [(client, message.outputs) for client, message in (released, report)] == [(0, [])] * 2
-    assert others == [(0, ANSWER), (-1, "wave")]
-    engine.abort_requests(["numbered", "vllms", "ended"])
-    engine.abort_requests(["numbered"])
-    assert engine.answered == ["numbered"]
-
-
-# --- the API process --------------------------------------------------------------
+from darts_server.vllm.engine_core.holding import NOT_HELD, NUMBER, RELEASE, Report
+from darts_server.vllm.requests.held import HeldRequests, changing_state, numbered_of
+from tests.vllm.engine_core.test_holding import new_holding_queue, new_request, step
+from tests.vllm.requests.test_outputs import ID, encoded
 
 
 class Core:
@@ -284,7 +44,7 @@ class Core:
 
 
 class Process:
-    """The API process's half."""
+    """The vLLM objects of the API process that number requests."""
 
     def __init__(self) -> None:
         self.core: Any = Core()
@@ -293,11 +53,11 @@ class Process:
         self.logged: list[int | None] = []
 
     def record(self, *, iteration_stats: IterationStats | None = None, engine_idx: int = 0) -> None:
-        """vLLM's loggers."""
+        """Stand in for vLLM's loggers."""
         self.logged.append(None if iteration_stats is None else iteration_stats.num_generation_tokens)
 
     async def add(self, request: EngineCoreRequest, before: Sequence[int] = ()) -> RequestOutputCollector:
-        """``before``: tokens that it goes on from."""
+        """Add a request. ``before``: tokens that it had when its engine was lost."""
         collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
         self.processor.add_request(request, None, None, 0, collector)
         detokenizer = self.processor.request_states[request.request_id].detokenizer
@@ -312,14 +72,16 @@ class Process:
 
 
 def report(engine: int, **numbers: int) -> Report:
-    keys, values = array("q", [int(name[1:]) for name in numbers]), array("i", numbers.values())
+    keys = array("q", [int(name[1:]) for name in numbers])
+    values = array("i", numbers.values())
     return Report(engine_index=engine, numbers=keys.tobytes(), counts=values.tobytes(), steps=((2, 0.5, 1),))
 
 
 @pytest.mark.anyio
-async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> None:
-    process, steps = Process(), list[Any]()
-    process.held.on_step = lambda *each: steps.append(each)
+async def test_a_count_is_the_engines_count_plus_the_tokens_that_the_request_was_sent_with() -> None:
+    process = Process()
+    steps: list[Any] = []
+    process.held.on_step = lambda *step: steps.append(step)
     await process.add(new_request())
     assert process.held.tokens(ID) == 0
     process.receive(report(1, _1=5))
@@ -334,33 +96,39 @@ async def test_counts_are_those_of_the_engine_beyond_what_it_was_sent_with() -> 
 
 @pytest.mark.anyio
 async def test_only_the_first_request_that_is_added_in_a_block_is_its_candidate() -> None:
-    process, changed = Process(), list[str]()
+    process = Process()
+    changed: list[str] = []
     await process.add(new_request("before"))
     with changing_state(lambda request, state: changed.append(f"{request.request_id} {state.request_id}")):
-        await process.core.add_request_async(process.core.added[0])  # its engine was lost
+        # Sent again, because its engine was lost.
+        await process.core.add_request_async(process.core.added[0])
         for name in ("one", "another"):
             await process.add(new_request(name))
     states = process.processor.request_states
-    candidates = [name for name, state in states.items() if (held := held_of(state)) and held.is_candidate]
+    numbered = {name: numbered_of(state) for name, state in states.items()}
+    candidates = [name for name, found in numbered.items() if found is not None and found.is_candidate]
     assert (changed, candidates) == (["one one"], ["one"])
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("params", "held"), [({}, True), ({"stop": ["a"]}, False), ({"extra_args": {PASSED_ON: True, "own": 1}}, False)]
+    ("params", "is_held"), [({}, True), ({"stop": ["a"]}, False), ({"extra_args": {NOT_HELD: True, "own": 1}}, False)]
 )
-async def test_what_is_read_on_the_way_is_not_held(params: dict[str, Any], held: bool) -> None:
-    process, request = Process(), new_request(**params)
+async def test_a_request_that_is_read_while_it_runs_is_not_held(params: dict[str, Any], is_held: bool) -> None:
+    process = Process()
+    request = new_request(**params)
     before = request.sampling_params
     await process.add(request)
-    assert (process.core.added[-1].sampling_params.extra_args[ARGUMENT] > 0) is held
+    assert (process.core.added[-1].sampling_params.extra_args[NUMBER] > 0) is is_held
     assert before is not None
-    assert before.extra_args == params.get("extra_args"), "other requests may have the same"
+    assert before.extra_args == params.get("extra_args"), "other requests may have the same object"
 
 
 @pytest.mark.anyio
-async def test_streams_and_inputs_that_stream_are_vllms() -> None:
-    process, stream, growing = Process(), new_request("stream"), new_request("growing")
+async def test_streams_and_streamed_inputs_have_no_number() -> None:
+    process = Process()
+    stream = new_request("stream")
+    growing = new_request("growing")
     assert stream.sampling_params is not None
     stream.sampling_params.output_kind = RequestOutputKind.DELTA
     growing.resumable = True
@@ -374,7 +142,7 @@ async def test_streams_and_inputs_that_stream_are_vllms() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("internal", [True, False])
-async def test_an_aborted_request_ends_by_the_engines_answer(internal: bool) -> None:
+async def test_an_aborted_request_ends_with_the_engines_answer(internal: bool) -> None:
     process = Process()
     collector = await process.add(new_request())
     assert process.processor.abort_requests([ID if internal else "cmpl-1"] * 2, internal) == [ID]
@@ -386,9 +154,10 @@ async def test_an_aborted_request_ends_by_the_engines_answer(internal: bool) -> 
 
 
 @pytest.mark.anyio
-async def test_children_of_an_aborted_request_end_by_the_engines_answers() -> None:
-    process, request = Process(), new_request("parent", n=2)
-    parent, collector = ParentRequest(request), RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "parent")
+async def test_children_of_an_aborted_request_end_with_the_engines_answers() -> None:
+    process = Process()
+    parent = ParentRequest(new_request("parent", n=2))
+    collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "parent")
     children = []
     for index in range(2):
         name, params = parent.get_child_info(index)
@@ -428,17 +197,20 @@ async def test_requests_are_released_in_one_call_to_each_engine(caplog: pytest.L
 
 
 def test_tokens_are_counted_when_they_are_generated() -> None:
-    process, one, stats = Process(), holding("a"), IterationStats()
+    process = Process()
+    holding = new_holding_queue("a")
+    stats = IterationStats()
     last = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7], finish_reason=FinishReason.STOP)])
     waves = [EngineCoreOutputs(outputs=step(("a", 4)).outputs, wave_complete=1) for _ in range(2)]
-    messages = [sent for message in (*waves, last) for sent in one.pass_on(message)]
-    assert [message.kept for message in messages if isinstance(message, Report)] == [4, 4, -8]
+    messages = [sent for message in (*waves, last) for sent in holding.pass_on(message)]
+    assert [message.buffered for message in messages if isinstance(message, Report)] == [4, 4, -8]
     for message in messages[:2]:
         process.receive(message)
         process.record()
     assert process.logged == [4, 4]
     process.receive(messages[2])
-    process.record()  # of an earlier message
+    # vLLM records an earlier message after the last one was decoded.
+    process.record()
     stats.num_generation_tokens = 9
     process.record(iteration_stats=stats)
     process.record()
@@ -446,8 +218,9 @@ def test_tokens_are_counted_when_they_are_generated() -> None:
 
 
 @pytest.mark.anyio
-async def test_latencies_are_means_of_a_request_and_one_without_a_token_has_no_times() -> None:
-    process, stats = Process(), IterationStats()
+async def test_latencies_are_means_and_a_request_without_tokens_has_none() -> None:
+    process = Process()
+    stats = IterationStats()
     await process.add(new_request())
     process.processor.process_outputs([EngineCoreOutput(ID, [1])], 1.0, stats)
     process.processor.process_outputs([EngineCoreOutput(ID, [1, 2, 3, 4])], 3.0, stats)

@@ -1,4 +1,4 @@
-"""What is made when it is read is, field by field, what vLLM makes as the tokens come, from the same messages."""
+"""Deferred outputs equal vLLM's own field by field, made from the same messages of the engine."""
 
 import asyncio
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def tokenizer(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and the messages that the engine sends for it; ``aborted``: after the last of them."""
+    """A request, and the messages that the engine sends for it. ``aborted``: whether an abort follows them."""
 
     params: SamplingParams
     messages: Sequence[Sequence[bytearray]]
@@ -104,11 +104,12 @@ def draw_message(random: Random, params: SamplingParams, count: int, *, first: b
 
 def encoded(outputs: EngineCoreOutputs) -> list[bytearray]:
     frames: Sequence[Any] = MsgpackEncoder().encode(outputs)
-    return [bytearray(bytes(frame)) for frame in frames]  # writable as the socket's are: torch warns of others
+    # Writable, as the socket's frames are. Otherwise torch warns.
+    return [bytearray(bytes(frame)) for frame in frames]
 
 
 def draw_logprobs(random: Random, params: SamplingParams, tokens: Sequence[int]) -> LogprobsLists | None:
-    """As wide as the widest request of the batch asks for; wide ones come in frames of their own."""
+    """Draw arrays as wide as the widest request of the batch wants. Wide arrays arrive in separate frames."""
     if params.logprobs is None:
         return None
     width = VOCABULARY if params.logprobs == -1 else params.logprobs + 1 + random.choice([0, 0, 0, 2, 80])
@@ -121,7 +122,7 @@ def draw_logprobs(random: Random, params: SamplingParams, tokens: Sequence[int])
 
 
 class Frontend:
-    """vLLM's half of an engine that is in the API process."""
+    """vLLM's objects of the API process that process outputs."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -151,7 +152,7 @@ class Frontend:
 
 
 class DeferringFrontend(Frontend):
-    """``prefix``: what was generated before, and is in the engine's prompt."""
+    """The same with a deferred output. ``prefix``: tokens that were generated before, in the engine's prompt."""
 
     def __init__(self, case: Case, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True) -> None:
         super().__init__(case)
@@ -183,14 +184,15 @@ def assert_same(one: RequestOutput, other: RequestOutput) -> None:
 
 
 def entries(logprobs: Any) -> Any:
-    """With the order of top log-probs, which dicts that are equal may differ in."""
+    """Return log-probs with their order, in which equal dicts may differ."""
     return logprobs if logprobs is None or isinstance(logprobs, FlatLogprobs) else [list(p.items()) for p in logprobs]
 
 
 @given(st.randoms(use_true_random=False))
 def test_log_probs_can_be_read_while_a_candidate_runs(random: Random) -> None:
     case = draw_case(random)
-    frontend, wanted = DeferringFrontend(case), run(Frontend(case))
+    frontend = DeferringFrontend(case)
+    wanted = run(Frontend(case))
     whole = sampled(wanted)
     frontend.add()
     read: list[float] = []
@@ -207,7 +209,7 @@ def test_log_probs_can_be_read_while_a_candidate_runs(random: Random) -> None:
 
 
 def sampled(output: RequestOutput) -> list[float] | None:
-    """Return the log-prob of each token of vLLM's output. Its entry for a position also has the top tokens'."""
+    """Return the log-prob of each token of vLLM's output, without those of top tokens."""
     (completion,) = output.outputs
     if completion.logprobs is None:
         return None
@@ -216,9 +218,10 @@ def sampled(output: RequestOutput) -> list[float] | None:
 
 
 @given(st.randoms(use_true_random=False))
-def test_deferred_outputs_are_vllms_own_and_text_and_log_probs_are_made_without_each_other(random: Random) -> None:
+def test_deferred_outputs_equal_vllms_own_and_text_and_log_probs_are_made_without_each_other(random: Random) -> None:
     case = draw_case(random)
-    output, wanted = run(DeferringFrontend(case)), run(Frontend(case))
+    output = run(DeferringFrontend(case))
+    wanted = run(Frontend(case))
     (completion,) = output.outputs
     names = random.sample(["text", "logprobs", "cumulative_logprob"], 3)
     deferred = {name for name in names if name not in vars(completion)}
@@ -231,16 +234,18 @@ def test_deferred_outputs_are_vllms_own_and_text_and_log_probs_are_made_without_
 
 
 @given(st.randoms(use_true_random=False))
-def test_a_truncated_output_is_that_of_a_request_with_so_many_tokens(random: Random) -> None:
+def test_a_truncated_output_equals_the_output_of_a_request_with_so_many_tokens(random: Random) -> None:
     case = draw_case(random)
     output, (whole,) = run(DeferringFrontend(case)), run(Frontend(case)).outputs
     tokens = random.randint(1, len(whole.token_ids))
     wanted = run(Frontend(first_tokens(case, tokens)))
-    assume(wanted.outputs[0].finish_reason == "length")  # and not a stop string of its last step
-    if random.random() < 0.5:  # cut twice
+    # Not at a stop string in its last step.
+    assume(wanted.outputs[0].finish_reason == "length")
+    # Some are truncated twice, and the first text is made already.
+    if random.random() < 0.5:
         output = truncate_output(output, random.randint(tokens, len(whole.token_ids)))
     if random.random() < 0.3:
-        assert output.outputs[0].text is not None  # made already
+        assert output.outputs[0].text is not None
     cut = truncate_output(output, tokens)
     if case.params.logprobs is not None:
         assert "logprobs" not in vars(cut.outputs[0])
@@ -250,20 +255,24 @@ def test_a_truncated_output_is_that_of_a_request_with_so_many_tokens(random: Ran
 
 
 @given(st.randoms(use_true_random=False))
-def test_an_output_that_goes_on_is_that_of_a_request_that_was_never_stopped(random: Random) -> None:
+def test_a_resumed_output_equals_the_output_of_a_request_that_was_never_stopped(random: Random) -> None:
     case = draw_case(random)
     wanted = run(Frontend(case))
     before = random.randint(0, len(case.messages) - 1)
     first = run(Frontend(replace(case, messages=case.messages[:before], aborted=True)))
     assume(first.outputs[0].finish_reason == "abort")
-    tokens, values = list(first.outputs[0].token_ids), sampled(first)
+    tokens = list(first.outputs[0].token_ids)
+    values = sampled(first)
     messages = [*case.messages[before:]]
     output = run(DeferringFrontend(replace(case, messages=messages), TokenSlice(tokens, values)))
-    completion, whole = output.outputs[0], wanted.outputs[0]
-    if random.random() < 0.3:  # and was cut
+    completion = output.outputs[0]
+    whole = wanted.outputs[0]
+    # Some are truncated too.
+    if random.random() < 0.3:
         cut = random.randint(1, len(whole.token_ids))
         wanted = run(Frontend(first_tokens(case, cut)))
-        whole, completion = wanted.outputs[0], truncate_output(output, cut).outputs[0]
+        whole = wanted.outputs[0]
+        completion = truncate_output(output, cut).outputs[0]
         assume(whole.finish_reason == "length")
     for name in ("text", "token_ids", "finish_reason", "stop_reason", "cumulative_logprob"):
         assert getattr(completion, name) == getattr(whole, name), name
@@ -274,8 +283,9 @@ def test_an_output_that_goes_on_is_that_of_a_request_that_was_never_stopped(rand
 
 
 def first_tokens(case: Case, tokens: int) -> Case:
-    """What the engine sends if ``max_tokens`` is so many."""
-    messages, decoder = [], MsgpackDecoder(EngineCoreOutputs)
+    """Return the messages of the engine for ``max_tokens`` tokens."""
+    messages = []
+    decoder = MsgpackDecoder(EngineCoreOutputs)
     for message in case.messages:
         decoded: EngineCoreOutputs = decoder.decode(message)
         (output,) = (output for output in decoded.outputs if output.request_id == ID)
@@ -284,14 +294,15 @@ def first_tokens(case: Case, tokens: int) -> Case:
         if output.new_logprobs is not None:
             output.new_logprobs = output.new_logprobs.slice_request(0, taken)
         tokens -= taken
-        output.finish_reason, output.stop_reason = None if tokens else FinishReason.LENGTH, None
+        output.finish_reason = None if tokens else FinishReason.LENGTH
+        output.stop_reason = None
         messages.append(encoded(decoded))
         if not tokens:
             break
     return replace(case, messages=messages, aborted=False)
 
 
-def test_what_is_returned_beside_tokens_and_log_probs_is_truncated() -> None:
+def test_experts_masks_and_weight_versions_are_truncated_too() -> None:
     @dataclass
     class Span:
         version: str
@@ -301,8 +312,10 @@ def test_what_is_returned_beside_tokens_and_log_probs_is_truncated() -> None:
     output = run(DeferringFrontend(long_case()))
     whole: Any = output.outputs[0]
     whole.token_ids = [7] * 4
-    whole.sampling_mask, whole.routed_experts = SamplingMask([[1], [2, 3], [4], [5]]), np.arange(6)
-    whole.weight_versions = [Span("a", 0, 1), Span("b", 1, 3), Span("c", 3, 4)]  # since 0.32
+    whole.sampling_mask = SamplingMask([[1], [2, 3], [4], [5]])
+    whole.routed_experts = np.arange(6)
+    # vLLM has this field since 0.32.
+    whole.weight_versions = [Span("a", 0, 1), Span("b", 1, 3), Span("c", 3, 4)]
     cut: Any = truncate_output(output, 2).outputs[0]
     assert (cut.sampling_mask.token_ids, cut.routed_experts.tolist()) == ([[1], [2, 3]], [0, 1, 2, 3])
     assert cut.weight_versions == [Span("a", 0, 1), Span("b", 1, 2)]
@@ -321,7 +334,8 @@ def test_a_long_output_is_made_in_slices_and_other_tasks_run_meanwhile() -> None
     output = run(DeferringFrontend(case))
 
     async def count_turns() -> int:
-        making, turns = asyncio.create_task(make_deferred(output)), 0
+        making = asyncio.create_task(make_deferred(output))
+        turns = 0
         while not making.done():
             await asyncio.sleep(0)
             turns += 1
@@ -345,7 +359,8 @@ def test_an_output_whose_caller_left_while_it_was_made_can_still_be_read() -> No
 def test_a_copy_of_an_output_has_everything_also_after_one_was_truncated() -> None:
     output, (wanted,) = run(DeferringFrontend(long_case())), run(Frontend(long_case())).outputs
     assert truncate_output(output, 9).outputs[0].logprobs == (wanted.logprobs or [])[:9]
-    copied, whole = replace(output.outputs[0], index=3), replace(wanted, index=3)
+    copied = replace(output.outputs[0], index=3)
+    whole = replace(wanted, index=3)
     assert all(getattr(copied, field.name) == getattr(whole, field.name) for field in fields(CompletionOutput))
 
 
@@ -358,7 +373,7 @@ def test_log_probs_that_only_the_scorer_requested_are_not_returned() -> None:
     assert len(frontend.deferred.values or ()) == len(completion.token_ids)
 
 
-def test_pauses_come_once_for_so_many_log_probs_however_they_were_sent() -> None:
+def test_a_pause_follows_every_slice_of_log_probs_however_they_were_sent() -> None:
     random = Random(6)
     params = SamplingParams(logprobs=70, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=64)
     messages = [draw_message(random, params, 1, first=False, last=end == 63) for end in range(64)]

@@ -1,4 +1,4 @@
-"""What is known of a prompt before it runs: its key, whether it can go on, and the trajectory that it is part of."""
+"""Keys of prompts, candidates that resume, and the trajectory that a request continues."""
 
 import importlib.util
 import itertools
@@ -37,7 +37,7 @@ TEMPLATES = sorted((Path(_trl.origin).parent / "chat_templates").glob("*.jinja")
         ("a text that is not rendered yet", None),
     ],
 )
-def test_a_prompt_counts_by_its_tokens_as_far_as_these_are_known(prompt: Any, tokens: int | None) -> None:
+def test_tokens_of_a_prompt_are_counted_if_it_has_any(prompt: Any, tokens: int | None) -> None:
     assert PromptRequest(prompt, SamplingParams(max_tokens=9), "r").tokens == RequestTokens(tokens, 9)
 
 
@@ -66,7 +66,8 @@ def test_keys_of_plain_prompts_are_those_of_statistics_on_disk(prompt: Any, opti
 
 def test_prompts_that_differ_in_what_the_model_sees_have_different_keys() -> None:
     tokens = {"prompt_token_ids": [5, 6, 7]}
-    ones, zeros = torch.ones(3, 4), torch.zeros(3, 4)
+    ones = torch.ones(3, 4)
+    zeros = torch.zeros(3, 4)
     mixed = {"type": "embeds", "prompt_token_ids": [5, 6, 7]}
     encoded = {"type": "enc_dec", "decoder_prompt": tokens}
     keys = [
@@ -145,7 +146,7 @@ def test_log_probs_of_generated_tokens_are_kept_and_stop_strings_of_any_length_w
         assert refused.value.field == "sampling.logprobs"
 
 
-# --- Which trajectory a request belongs to
+# --- the trajectory that a request continues
 
 
 @pytest.mark.parametrize(
@@ -185,11 +186,11 @@ def tokens_of(text: str) -> list[int]:
         ("", ""),
     ],
 )
-def test_what_a_template_puts_before_an_answer_alone_is_no_part_of_later_turns(prompt: str, stable: str) -> None:
+def test_text_that_a_template_puts_only_before_an_answer_is_no_part_of_later_turns(prompt: str, stable: str) -> None:
     assert count_stable(Characters(), tokens_of(prompt)) == len(stable)
 
 
-def test_what_stands_for_an_image_is_not_decoded() -> None:
+def test_numbers_that_stand_for_an_image_are_not_decoded() -> None:
     assert count_stable(Characters(), [5, -1]) == 2
 
 
@@ -207,7 +208,8 @@ FOLLOWING: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_later_turns_begin_with_the_opening_prompt_of_every_template_that_trl_has(path: Path) -> None:
-    template, rendered = path.read_text(encoding="utf-8"), 0
+    template = path.read_text(encoding="utf-8")
+    rendered = 0
     opening = [{"role": "user", "content": "2 + 2?"}]
     for thinks, answer, (calls, following) in itertools.product((True, False), ANSWERS, FOLLOWING):
         try:
@@ -223,7 +225,8 @@ def test_later_turns_begin_with_the_opening_prompt_of_every_template_that_trl_ha
                 for messages in (opening, [*opening, {"role": "assistant", **answer, **calls}, following])
             )
         except (TemplateError, TypeError):
-            continue  # it knows no tools, or wants images
+            # The template has no tools, or needs images.
+            continue
         rendered += 1
         stable = count_stable(Characters(), tokens_of(first))
         assert later.startswith(first[:stable])

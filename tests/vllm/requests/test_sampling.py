@@ -17,7 +17,8 @@ NEUTRAL = {
     "frequency_penalty": 0.0,
     "min_tokens": 0,
 }
-PROCESSED, RAW = SamplingReader("processed_logprobs"), SamplingReader("raw_logprobs")
+PROCESSED = SamplingReader("processed_logprobs")
+RAW = SamplingReader("raw_logprobs")
 CHANGING: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"temperature": 0.0},
@@ -35,7 +36,7 @@ CHANGING: list[dict[str, Any]] = [
 ]
 
 
-def test_what_a_request_does_not_name_is_neutral() -> None:
+def test_parameters_that_a_request_does_not_name_are_neutral() -> None:
     found = PROCESSED.effective({"max_tokens": 7, "logprobs": True})
     assert NEUTRAL.items() <= found.items()
     assert (found["max_tokens"], found["logprobs"]) == (7, 0)
@@ -43,7 +44,7 @@ def test_what_a_request_does_not_name_is_neutral() -> None:
 
 
 @pytest.mark.parametrize("sampling", [*CHANGING, {"seed": 5, "stop": "a", "stop_token_ids": [3]}])
-def test_what_is_in_force_is_json(sampling: dict[str, Any]) -> None:
+def test_parameters_in_force_are_json(sampling: dict[str, Any]) -> None:
     found = PROCESSED.effective(sampling)
     assert found.keys() >= sampling.keys()
     json.dumps(found)
@@ -69,6 +70,41 @@ def test_logits_are_not_returned_as_logprobs(mode: str) -> None:
     SamplingReader(mode).effective({})
     with pytest.raises(InvalidRequest, match=f"no log-probs but {mode}"):
         SamplingReader(mode).effective({"logprobs": 0})
+
+
+def test_prompts_of_a_batch_share_parameters_that_are_parsed_once() -> None:
+    reader = SamplingReader("processed_logprobs")
+    sampling = {"max_tokens": None, "stop": ["a"]}
+    reader.effective(sampling)
+    first = reader.read(sampling, 4)
+    first.max_tokens = 10
+    second = reader.read(sampling, 8)
+    assert (first.n, first.max_tokens) == (4, 10)
+    assert (second.n, second.max_tokens) == (8, None), "each prompt has its own limit"
+    assert first.stop is second.stop
+    assert reader.read({**sampling, "stop": ["b"]}, 1).stop == ["b"]
+    assert reader.read(sampling, 1).stop == ["a"]
+
+
+def test_a_choice_that_vllm_converts_for_one_prompt_is_still_there_for_the_next() -> None:
+    reader = SamplingReader("processed_logprobs")
+    sampling = {"structured_outputs": {"choice": ["yes", "no"]}}
+    first = reader.read(sampling, 1).structured_outputs
+    assert first is not None
+    first.choice = None
+    first.grammar = "root ::= ..."
+    second = reader.read(sampling, 1).structured_outputs
+    assert second is not None
+    assert (second.choice, second.grammar) == (["yes", "no"], None)
+    assert reader.effective(sampling)["structured_outputs"] == reader.effective({**sampling})["structured_outputs"]
+
+
+def test_parameters_that_were_refused_are_refused_again() -> None:
+    wrong = {"max_tokens": 0}
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as error:
+            PROCESSED.read(wrong, 1)
+        assert error.value.field == "sampling.max_tokens"
 
 
 def test_arrays_that_python_callers_may_pass_are_no_part_of_a_parameters_type_in_json() -> None:

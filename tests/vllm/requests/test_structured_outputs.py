@@ -1,4 +1,4 @@
-"""What checking a schema, grammar or regular expression may cost, on vLLM's own checks."""
+"""Limits of the cost of checking a schema, grammar or regular expression, with vLLM's own checks."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 3600)
     monkeypatch.setattr(structured_outputs, "_waits", Waits())
-    monkeypatch.setattr(structured_outputs, "_verdicts", Kept(structured_outputs.KEPT_VERDICTS))
+    monkeypatch.setattr(structured_outputs, "_checks", Kept(structured_outputs.MAX_CACHED))
 
 
 def params(**outputs: Any) -> SamplingParams:
@@ -50,7 +50,9 @@ def params(**outputs: Any) -> SamplingParams:
 
 def check(checked: SamplingParams, backend: str = "auto") -> SamplingParams:
     """Check as vLLM does for each prompt and candidate."""
-    model, config, tokenizer = SimpleNamespace(is_diffusion=False), SimpleNamespace(backend=backend), SimpleNamespace()
+    model = SimpleNamespace(is_diffusion=False)
+    config = SimpleNamespace(backend=backend)
+    tokenizer = SimpleNamespace()
     checked._validate_structured_outputs(model, config, tokenizer)  # type: ignore[arg-type]  # fakes
     return checked
 
@@ -78,7 +80,7 @@ def pattern(brackets: int) -> Any:
         {"grammar": 'root ::= "a" | "(" root ")"'},
     ],
 )
-def test_usual_and_quite_unusual_ones_pass(outputs: dict[str, Any]) -> None:
+def test_usual_and_large_schemas_pass(outputs: dict[str, Any]) -> None:
     check(params(**outputs))
 
 
@@ -101,7 +103,7 @@ def test_usual_and_quite_unusual_ones_pass(outputs: dict[str, Any]) -> None:
         ({"json": {"enum": ["a" * MAX_SAMPLING_BYTES]}}, ""),
     ],
 )
-def test_what_is_too_deep_or_too_large_is_refused_before_a_library_sees_it(
+def test_too_deep_or_too_large_input_is_refused_before_a_library_sees_it(
     outputs: dict[str, Any], field: str, backend: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -109,21 +111,21 @@ def test_what_is_too_deep_or_too_large_is_refused_before_a_library_sees_it(
     assert refused.value.field == f"structured_outputs{field}"
 
 
-def test_outlines_is_not_chosen_for_what_the_others_cannot_take() -> None:
+def test_outlines_is_not_chosen_for_schemas_that_other_backends_refuse() -> None:
     schema = {"type": "object", "properties": {"a": STRING}, "patternProperties": {"b": STRING, "c": STRING}}
     with pytest.raises(VLLMValidationError, match="neither xgrammar nor guidance"):
         check(params(json=schema))
     check(params(json=schema), "outlines")
 
 
-def test_each_is_checked_once_for_all_prompts_and_candidates() -> None:
+def test_each_schema_is_checked_once_for_all_prompts_and_candidates() -> None:
     count, validate = counted()
     for outputs in ({"json": TOOL}, {"json": TOOL}, {"json": STRING}, {"json": TOOL}):
         validate(params(**outputs))
     assert count() == 2
 
 
-def test_a_refusal_is_kept_too() -> None:
+def test_a_refusal_is_cached_too() -> None:
     bad = {"regex": "(?<=a)b"}
     messages = set()
     for _ in range(3):
@@ -131,7 +133,7 @@ def test_a_refusal_is_kept_too() -> None:
             check(params(**bad))
         messages.add(str(refused.value))
     assert len(messages) == 1
-    assert structured_outputs._verdicts.size == 2, "xgrammar's and guidance's"
+    assert structured_outputs._checks.size == 2, "xgrammar's and guidance's"
 
 
 def test_choices_that_a_check_converts_are_converted_each_time() -> None:
@@ -139,7 +141,7 @@ def test_choices_that_a_check_converts_are_converted_each_time() -> None:
     assert [(one.choice, one.grammar) for one in made if one] == [(None, 'root ::= "a" | "b"')] * 2
 
 
-def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_for_the_end_of_a_long_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.01)
     go_on = threading.Event()
     count, validate = counted(go_on)
@@ -150,20 +152,21 @@ def test_one_that_takes_long_makes_nobody_wait_for_its_end(monkeypatch: pytest.M
             validate(params(json=other))
     assert count() == 1
     token = caller.set(Caller("another"))
-    with pytest.raises(Overloaded, match="simplify it"):  # its own check has begun
+    # The check of another caller begins at once.
+    with pytest.raises(Overloaded, match="simplify it"):
         validate(params(json=STRING))
     caller.reset(token)
     assert count() == 2
     go_on.set()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
-    for verdict in structured_outputs._verdicts.of("").values():
+    for verdict in structured_outputs._checks.of("").values():
         verdict.result(60)
     validate(params(json=TOOL))
     validate(params(json=STRING))
     assert count() == 3
 
 
-def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_finds_its_verdict(
+def test_checks_of_one_caller_run_one_after_another_and_their_results_are_cached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0)
@@ -174,7 +177,7 @@ def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_fin
         with pytest.raises(Overloaded):
             validate(params(json=schema))
     assert count() == 1
-    verdicts = [*structured_outputs._verdicts.of("").values()]
+    verdicts = [*structured_outputs._checks.of("").values()]
     assert len(verdicts) == structured_outputs.MAX_PENDING
     go_on.set()
     for verdict in verdicts:
@@ -185,7 +188,7 @@ def test_checks_of_one_caller_run_one_after_the_other_and_what_is_sent_again_fin
     assert count() == len(verdicts)
 
 
-def test_all_checks_together_wait_for_one_budget_of_which_every_caller_has_a_share(
+def test_all_checks_share_one_time_budget_and_every_caller_gets_a_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.5)
@@ -204,7 +207,7 @@ def test_all_checks_together_wait_for_one_budget_of_which_every_caller_has_a_sha
     assert waits._waited == {}, "callers are forgotten"
 
 
-def test_many_checks_that_take_long_stop_the_event_loop_only_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_long_checks_block_the_event_loop_only_for_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 0.02)
     go_on = threading.Event()
@@ -228,9 +231,9 @@ def test_many_checks_that_take_long_stop_the_event_loop_only_for_the_budget(monk
     assert sum(granted) <= 0.02
 
 
-def test_a_library_that_panics_is_a_refusal_and_not_a_check_without_an_end() -> None:
+def test_a_panic_of_a_library_refuses_the_request() -> None:
     class Panic(BaseException):
-        """As those of libraries in Rust."""
+        """A panic, as Rust libraries raise it."""
 
     def validate(_: SamplingParams) -> None:
         raise Panic

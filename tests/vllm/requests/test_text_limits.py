@@ -60,11 +60,12 @@ def test_longer_texts_are_refused_wherever_they_are(tokenizer: Any) -> None:
         with pytest.raises(VLLMValidationError, match=f"at most {MOST}") as caught:
             tokenize()
         assert caught.value.parameter in ("input_text", "input_tokens")
-    assert len(tokenizer.apply_chat_template(long_chat, tokenize=False)) >= len(LONG)  # checked when it is tokenized
+    # The text is checked when it is tokenized.
+    assert len(tokenizer.apply_chat_template(long_chat, tokenize=False)) >= len(LONG)
 
 
 class OwnTemplate:
-    """A tokenizer with an argument of its own, which tokenizes in its template."""
+    """A tokenizer that tokenizes in its template, with an additional argument."""
 
     max_chars_per_token = 1
 
@@ -99,7 +100,7 @@ def test_a_template_that_tokenizes_is_called_once_and_not_for_a_longer_chat() ->
     assert tokenizer.calls == 1
 
 
-def test_a_model_that_holds_longer_texts_gets_them() -> None:
+def test_a_model_with_a_greater_length_gets_longer_texts() -> None:
     tokenizer: Any = get_tokenizer(MODEL)
     model = SimpleNamespace(max_model_len=MOST + 1)
     limit_texts(SimpleNamespace(tokenizer=tokenizer, model_config=model))

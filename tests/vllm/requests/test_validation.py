@@ -22,7 +22,8 @@ CONFIG: Any = SimpleNamespace(
     lora_config=None,
 )
 TOKENS = {"type": "token", "prompt_token_ids": [5]}
-ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
+ENCODER = MsgpackEncoder()
+DECODER = MsgpackDecoder(EngineCoreRequest)
 READER = SamplingReader("processed_logprobs")
 DEEP: Any = []
 for _ in range(5000):
@@ -34,7 +35,7 @@ def request(prompt: Any = TOKENS, params: SamplingParams | None = None, **option
 
 
 def refused(checked: PromptRequest) -> str:
-    """Return the field that is refused."""
+    """Return the refused field."""
     with pytest.raises(InvalidRequest) as raised:
         check_request(CONFIG, checked)
     return raised.value.field
@@ -63,7 +64,7 @@ def with_params(**values: Any) -> PromptRequest:
 @pytest.mark.parametrize(
     ("checked", "field"),
     [
-        # What cannot be decoded.
+        # Values that cannot be decoded.
         (with_params(ignore_eos=None), "ignore_eos"),
         (with_params(stop=["a", 3]), "stop"),
         (with_params(stop=["\ud800"]), "stop"),
@@ -74,19 +75,19 @@ def with_params(**values: Any) -> PromptRequest:
         (request(reasoning_parser_kwargs={"deep": DEEP}), "reasoning_parser_kwargs"),
         (request(TOKENS | {"cache_salt": 3}), "cache_salt"),
         (request(TOKENS | {"prompt_token_ids": [True]}), "prompt_token_ids"),
-        # What the model does not have.
+        # Token ids that the model does not have.
         *((request(TOKENS | {"prompt_token_ids": [5, token, 6]}), "prompt") for token in (-1, SIZE, 2**70)),
-        # What changes the log-probs of others.
+        # A parameter that changes the log-probs of other requests.
         (with_params(logprob_token_ids=[1]), "logprob_token_ids"),
         (with_params(logprob_token_ids=[], logprobs=1), "logprob_token_ids"),
-        # What is too large.
+        # Values that are too large.
         (with_params(stop=["a" * MAX_SAMPLING_BYTES]), "stop"),
         (with_params(logit_bias=dict.fromkeys(range(MAX_SAMPLING_BYTES), 1.0)), "logit_bias"),
         (with_params(extra_args={"any": "a" * MAX_SAMPLING_BYTES}), "extra_args"),
         (with_params(structured_outputs=StructuredOutputsParams(regex="a" * MAX_SAMPLING_BYTES)), "structured_outputs"),
     ],
 )
-def test_what_an_engine_cannot_take_is_refused_by_name(checked: PromptRequest, field: str) -> None:
+def test_fields_that_an_engine_cannot_take_are_refused_by_name(checked: PromptRequest, field: str) -> None:
     assert refused(checked).partition("[")[0] == field
 
 
@@ -117,7 +118,7 @@ VALUES = st.recursive(
 
 
 @given(st.sampled_from(sorted(set(SamplingParams.__struct_fields__) - {"n"})), VALUES)
-def test_whatever_passes_is_decoded_by_the_engine(name: str, value: Any) -> None:
+def test_every_accepted_request_is_decoded_by_the_engine(name: str, value: Any) -> None:
     checked = request(params=changed(**{name: value}))
     try:
         check_request(CONFIG, checked)
