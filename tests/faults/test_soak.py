@@ -41,7 +41,7 @@ def test_an_observer_that_never_forgets_is_found() -> None:
 def test_a_logged_error_and_a_started_candidate_that_never_ends_are_found() -> None:
     def spoil(stack: Stack) -> None:
         logging.getLogger("darts_server.rollout.run").error("group g failed")
-        stack.metrics._started.labels("scripted").inc()
+        stack.metrics._started.inc()
 
     soaked = soak(200, ROUNDS, spoil=spoil)
     first, *others = soaked.violations
