@@ -4,7 +4,8 @@
     python -m benchmarks.speculation speed             # decode steps and seconds, epoch by epoch
     python -m benchmarks.speculation speed --methods auto ngram
 
-Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step. All servers run the tiny model, one after the other, and answer the same prompts.
+Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step. All servers run the tiny
+model, one after the other, and answer the same prompts.
 """
 
 import argparse

@@ -1,5 +1,7 @@
+import json
 import os
 from argparse import Namespace
+from importlib import import_module
 
 import pytest
 from vllm.platforms import current_platform
@@ -9,7 +11,15 @@ from darts_server.vllm import flags
 from darts_server.vllm.checks import devices
 from darts_server.vllm.engine_core import worker
 from darts_server.vllm.engine_core.plugin import SERVER_PID, SHARE_CORES
-from darts_server.vllm.flags import NO_COMPILATION, NO_COMPILER, PLUGINS, can_compile, extension, prepare
+from darts_server.vllm.flags import (
+    NO_COMPILATION,
+    NO_COMPILER,
+    PLUGINS,
+    can_compile,
+    extension,
+    prepare,
+    speculation_flags,
+)
 
 
 class Users:
@@ -84,3 +94,19 @@ def test_without_a_compiler_compilation_is_disabled(
     assert (NO_COMPILER in caplog.text) is not compiles
     assert (NO_COMPILER in devices()[0]) is not compiles
     assert not (compiler == "no-such-compiler" and compiles)
+
+
+def test_speculate_adds_our_drafter_to_vllms_flags() -> None:
+    assert speculation_flags(["some/model"], speculate=False) == ["some/model"]
+    *model, flag, config = speculation_flags(["some/model"], speculate=True)
+    assert (model, flag) == (["some/model"], "--speculative-config")
+    module, _, name = json.loads(config)["model"].rpartition(".")
+    assert hasattr(import_module(module), name)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--speculative-config", "{}"], ["--speculative_config={}"], ["--spec-method=ngram"]]
+)
+def test_speculate_and_a_drafter_of_vllm_exclude_each_other(flags: list[str]) -> None:
+    with pytest.raises(InvalidSetting, match="--speculate auto has a drafter of its own"):
+        speculation_flags(["some/model", *flags], speculate=True)

@@ -28,6 +28,8 @@ MAX_SEED = 2**63 - 1
 # More candidates than any group starts, restarts included. Candidate i is generated with ``seed`` + i.
 MAX_CANDIDATES = 2**32
 PARAMS = "sampling_params"
+WITHOUT_DRAFTS = ("min_p", "logit_bias")
+"""Sampling parameters that vLLM does not support together with speculative decoding."""
 ENCODER = MsgpackEncoder()
 DECODER = MsgpackDecoder(EngineCoreRequest)
 
@@ -65,6 +67,14 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
             "vLLM applies it to all requests that run at the same time, so other requests would lose the log-probs of "
             "their likeliest tokens; leave it out, and use logprobs",
         )
+    if config.speculative_config is not None:
+        for name in WITHOUT_DRAFTS:
+            if getattr(params, name):
+                raise InvalidRequest(
+                    name,
+                    "vLLM cannot verify drafts with it, and this server speculates (--speculate or "
+                    "--speculative-config); leave it out, or serve without speculation",
+                )
     _check_seed(params, params.n)
 
     # vLLM allows token ids that either the tokenizer or the model has, but the model has embeddings only for its own.

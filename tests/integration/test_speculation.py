@@ -1,0 +1,110 @@
+"""What is sampled with ``--speculate auto`` is what is sampled without, in fewer steps."""
+
+from collections.abc import Callable, Iterator
+from math import sqrt
+from pathlib import Path
+from random import Random
+
+import httpx
+import numpy as np
+import pytest
+
+from benchmarks.speculation import Answer, decode_steps, draw
+from darts_client import Client
+from darts_server.offline.demo.problems import sample_problem
+from darts_server.offline.demo.server import DARTS, MODEL, Server
+from tests.integration.fork_server import Serve
+
+pytestmark = pytest.mark.engine
+
+PROBLEMS = [sample_problem(Random(number)) for number in range(16)]
+
+
+@pytest.fixture(scope="module")
+def fast(serve_one: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that speculates."""
+    with serve_one(DARTS, tmp_path_factory.mktemp("fast") / "log", "--speculate", "auto") as running:
+        yield running
+
+
+def z_of(value: Callable[[Answer], float], base: list[Answer], answers: list[Answer]) -> float:
+    """Return by how many standard errors the mean of a value differs. Prompts are the same in both."""
+    difference = 0.0
+    variance = 0.0
+    for problem in range(len(PROBLEMS)):
+        one, other = ([value(answer) for answer in group if answer.problem == problem] for group in (base, answers))
+        difference += float(np.mean(other) - np.mean(one))
+        variance += float(np.var(one) / len(one) + np.var(other) / len(other))
+    return difference / sqrt(variance) if variance else 0.0
+
+
+def draw_all(server: Server) -> tuple[list[Answer], float]:
+    """Return 512 answers, and the number of decode steps that they took."""
+    answers = []
+    before = decode_steps(server)
+    for _ in range(4):
+        answers += draw(server, PROBLEMS, {})
+    return answers, decode_steps(server) - before
+
+
+def test_lengths_and_right_answers_are_the_same_and_steps_are_fewer(
+    serve_one: Serve, fast: Server, tmp_path: Path
+) -> None:
+    with serve_one(DARTS, tmp_path / "log") as plain:
+        base, plain_steps = draw_all(plain)
+    answers, fast_steps = draw_all(fast)
+    # Without the repair of vLLM's CPU build lengths differ by more than 20 errors.
+    for value in (lambda answer: len(answer.token_ids), lambda answer: answer.right, lambda answer: answer.logprob):
+        assert abs(z_of(value, base, answers)) < 4.5
+    assert fast_steps < 0.7 * plain_steps
+
+
+def test_no_token_follows_a_stop_string(fast: Server) -> None:
+    for _ in range(3):
+        draw(fast, PROBLEMS, {})
+    body = {"model": "tiny", "prompt": [problem.prompt for problem in PROBLEMS], "n": 8, "max_tokens": 60}
+    body |= {"stop": ["="], "include_stop_str_in_output": True, "return_token_ids": True, "temperature": 1.0}
+    choices = httpx.post(f"{fast.url}/v1/completions", json=body, timeout=120).raise_for_status().json()["choices"]
+    stopped = [choice for choice in choices if choice["stop_reason"] == "="]
+    assert stopped
+    for choice in stopped:
+        tokens = {"model": "tiny", "tokens": choice["token_ids"]}
+        text = httpx.post(f"{fast.url}/detokenize", json=tokens).raise_for_status().json()["prompt"]
+        assert text == choice["text"]
+
+
+@pytest.mark.parametrize("policy", ["uniform", "darts_cut"])
+def test_shaped_groups_and_resumed_prompts_are_exact(fast: Server, policy: str) -> None:
+    prompts = [{"text": problem.prompt} for problem in PROBLEMS]
+    seen = []
+    for step in range(4):
+        body = {"group_size": 4, "sampling": {"max_tokens": 200, "logprobs": True}, "policy": {"name": policy}}
+        body |= {"prompts": prompts if step == 0 else [], "carried": True, "carry": "resume"}
+        if step < 3:
+            body["num_groups"] = 5
+        answer = httpx.post(f"{fast.url}/darts/v1/rollouts", json=body, timeout=120).raise_for_status().json()
+        for group in answer["groups"]:
+            assert group["error"] is None
+            assert len(group["trajectories"]) == 4
+            for trajectory in group["trajectories"]:
+                assert len(trajectory["token_ids"]) == len(trajectory["logprobs"]) == trajectory["length"]
+            seen.append(group["prompt_key"])
+        if not answer["carried"]:
+            break
+    assert len(seen) == len(set(seen)) == len({problem.prompt for problem in PROBLEMS})
+
+
+@pytest.mark.parametrize(("name", "value"), [("min_p", 0.1), ("logit_bias", {"5": 1.0})])
+def test_parameters_that_drafts_cannot_have_are_refused(fast: Server, name: str, value: object) -> None:
+    body = {"prompts": [{"text": "7a-5b*4>"}], "group_size": 2, "sampling": {name: value}}
+    answer = httpx.post(f"{fast.url}/darts/v1/rollouts", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == f"sampling.{name}"
+    assert "--speculate" in answer.json()["error"]["message"]
+
+
+def test_new_weights_are_served_with_drafts(fast: Server) -> None:
+    with Client(fast.url) as client:
+        draw(fast, PROBLEMS, {})
+        assert client.weights.push(MODEL / "model.safetensors").version == 1
+    assert len(draw(fast, PROBLEMS, {})) == 8 * len(PROBLEMS)
