@@ -24,6 +24,8 @@ EVERYWHERE = 0
 FIRST_RUNG_EVERYWHERE = 3
 HISTORY = 64
 """Hashes that are kept of a text: of its last 17 positions, and of drafts that are appended for a moment."""
+SLOT_BYTES = 32
+"""A context and a continuation in the tables."""
 MOST_FULL = 0.6
 """Share of the slots of a table that are used at most."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -50,7 +52,7 @@ class Counts(NamedTuple):
 
 
 def new_counts(bits: int) -> Counts:
-    """Return empty tables with room for 2 ** bits contexts and as many pairs. A slot takes 32 bytes."""
+    """Return empty tables of 2 ** bits slots for contexts, and as many for continuations."""
     size = 1 << bits
     return Counts(
         np.zeros(size, np.uint64),
@@ -146,6 +148,15 @@ def learn(counts, text, length, root, tokens, weight):  # type: ignore[no-untype
             _count(counts, text, length, root, rung, token, weight)
             if rung >= FIRST_RUNG_EVERYWHERE:
                 _count(counts, text, length, EVERYWHERE, rung, token, weight)
+        append(text, length, token)
+        length += 1
+    return length
+
+
+@njit(nogil=True)
+def skip(text, length, tokens):  # type: ignore[no-untyped-def]
+    """Append tokens to a text of this length without counting them, and return the new length."""
+    for token in tokens:
         append(text, length, token)
         length += 1
     return length

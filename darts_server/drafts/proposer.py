@@ -11,11 +11,13 @@ from numba import njit
 from numpy.typing import NDArray
 
 from darts_server.drafts.acceptance import Acceptance, score
-from darts_server.drafts.contexts import draft, is_full, learn, new_counts, new_texts
+from darts_server.drafts.contexts import LONGEST, draft, is_full, learn, new_counts, new_texts, skip
 from darts_server.drafts.lengths import EXPLORED_STEPS, StepTimes, choose
 
 PROMPT_WEIGHT = 0.001
 """Weight of a token of a prompt: it decides only where no sample has a continuation."""
+MAX_PROMPT_TOKENS = 1024
+"""The last tokens of a prompt that are counted: a prompt of 30,000 tokens would hold all requests up for 50 ms."""
 GROWTH = 1.5
 """How much more a token counts after each update of the weights: older samples predict worse."""
 LEAST_CHANCE = 0.02
@@ -106,8 +108,10 @@ class Drafts:
         self._batch: list[str] = []
         self._rows = np.zeros(0, np.int64)
         self._reset()
-        # Compiles the functions, which takes seconds.
-        self.propose(["warm-up"], np.ones((1, 8), np.int32), np.array([2]), [True], lambda _: (None, 1), 8)
+        # Compiles the functions, which takes seconds. Two requests of a prompt call all of them.
+        names = ["first", "second"][:rows]
+        tokens = np.ones((len(names), 8), np.int32)
+        self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1), 8)
         self._forget_rows()
         self._reset()
 
@@ -207,11 +211,19 @@ class Drafts:
             row = self._free.pop()
             key, prompt_tokens = prompt_of(name)
             self._row_of[name] = row
-            self._roots[row] = self._root_of.setdefault(key, len(self._root_of) + 1)
             self._drafted[row] = 0
             self._texts[row] = 0
-            prompt = token_ids[place, :prompt_tokens]
-            weight = PROMPT_WEIGHT * self._weight
-            self._lengths[row] = learn(self._counts, self._texts[row], 0, self._roots[row], prompt, weight)
+            root = self._root_of.get(key)
+            if root is None:
+                root = self._root_of[key] = len(self._root_of) + 1
+                begin = max(0, prompt_tokens - MAX_PROMPT_TOKENS)
+                prompt = token_ids[place, begin:prompt_tokens]
+                weight = PROMPT_WEIGHT * self._weight
+                self._lengths[row] = learn(self._counts, self._texts[row], begin, root, prompt, weight)
+            else:
+                # The first request of the prompt has counted its tokens.
+                begin = max(0, prompt_tokens - 2 * LONGEST)
+                self._lengths[row] = skip(self._texts[row], begin, token_ids[place, begin:prompt_tokens])
+            self._roots[row] = root
         self._batch = list(names)
         self._rows = np.array([self._row_of[name] for name in names], np.int64)

@@ -5,12 +5,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import psutil
 from vllm.config import VllmConfig
 
 PROMPT_TOKENS = "darts_prompt_tokens"
 """Name in ``extra_args`` of a resumed request: number of tokens of its true prompt, without generated tokens."""
-BITS = 22
-"""The counts have 4 million slots of 32 bytes: some 600,000 tokens of different texts."""
+MEMORY_SHARE = 32
+MOST_BITS = 26
+"""The counts take a 32nd part of the machine's memory, at most 2 GiB. A slot has 32 bytes, and a new token takes some
+five slots, so 2 GiB are enough for 13 million tokens of different texts. Full counts are emptied."""
 
 
 @cache
@@ -33,13 +36,16 @@ class Drafter:
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         # numba must not be imported before the worker has rebound vLLM's kernels, which is before its runner is made.
+        from darts_server.drafts.contexts import SLOT_BYTES
         from darts_server.drafts.proposer import Drafts
 
         speculative = vllm_config.speculative_config
         assert speculative is not None
         self._longest = vllm_config.model_config.max_model_len
         rows = vllm_config.scheduler_config.max_num_seqs
-        self.drafts = Drafts(rows, speculative.num_speculative_tokens, BITS, time.monotonic)
+        slots = psutil.virtual_memory().total // MEMORY_SHARE // SLOT_BYTES
+        bits = min(int(slots).bit_length() - 1, MOST_BITS)
+        self.drafts = Drafts(rows, speculative.num_speculative_tokens, bits, time.monotonic)
         self.runner: Any = None
         _bind_runners()
 
