@@ -91,7 +91,7 @@ def draw(server: Server, problems: Sequence[Problem], sampling: Mapping[str, Any
     body = {
         "prompts": [{"text": problem.prompt} for problem in problems],
         "group_size": GROUP_SIZE,
-        "sampling": {"max_tokens": MAX_RESPONSE_TOKENS, "logprobs": True} | sampling,
+        "sampling": {"max_tokens": MAX_RESPONSE_TOKENS, "logprobs": True, **sampling},
         "policy": {"name": "off"},
     }
     answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body, timeout=600).raise_for_status().json()
