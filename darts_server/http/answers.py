@@ -42,6 +42,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def _encode_array(value: Any) -> Any:
+    """Return an array as a list, which msgspec can encode."""
     if isinstance(value, array | np.ndarray):
         return value.tolist()
     raise TypeError(f"cannot encode a {type(value).__name__}")
@@ -51,7 +52,7 @@ _encoder = msgspec.json.Encoder(enc_hook=_encode_array)
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call a slow function in one of a few threads."""
+    """Call a slow function in one of a few threads, and return its result."""
     return await anyio.to_thread.run_sync(function, limiter=_encoders)
 
 
@@ -86,6 +87,7 @@ class ClosingResponse(StreamingResponse):
 def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
     """Return the response with an answer. ``cleanup`` is closed when the answer was sent."""
     cleanup = cleanup or ExitStack()
+    # The web server buffers a small answer whole, so nothing has to wait for the client.
     if len(answer) <= SLICE_BYTES:
         cleanup.close()
         return Response(answer, media_type=media_type)
@@ -115,7 +117,7 @@ class Readers:
         """Count a connection of the caller while the block runs.
 
         Raises:
-            QuotaReached
+            QuotaReached: the caller's key has as many connections as allowed.
         """
         name = caller.get().name
         if self._open[name] >= self._limit:
@@ -152,9 +154,9 @@ class SharedEncodings(Generic[T]):
 
     @contextmanager
     def use(self, key: Hashable, encode: Callable[[], T]) -> Iterator[asyncio.Future[T]]:
-        """Encode in a thread, or use the encoding that another connection has started under the same key.
+        """Encode in a thread, or share the encoding that another connection has started under the same key.
 
-        The encoding is kept while the block runs.
+        Yields a future of the encoding, which is kept while the block runs.
         """
         encoding = self._encodings.get(key)
         if encoding is None:

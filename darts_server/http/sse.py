@@ -64,18 +64,19 @@ class EventStream(EventSourceResponse):
                     await send({**message, "body": part})
                     await asyncio.sleep(0)
 
+        # A reader that accepts nothing cannot receive the error either.
         with self._reader, suppress(SendTimeoutError):
             await super().__call__(scope, receive, send_slices)
 
 
 def encode(name: str, data: Any, event_id: int | None = None) -> bytes:
-    """Encode an event with JSON data."""
+    """Return the bytes of an event with ``data`` as JSON."""
     # ASCII only, because httpx also splits lines at U+2028 and similar characters.
     return encode_text(name, json.dumps(data, separators=(",", ":")), event_id)
 
 
 def encode_text(name: str, text: str, event_id: int | None = None) -> bytes:
-    """Encode an event with one line of ASCII text."""
+    """Return the bytes of an event with one line of ASCII text."""
     # sse-starlette's own encoder searches the text for line breaks, which doubles the time.
     number = "" if event_id is None else f"id: {event_id}\n"
     return f"{number}event: {name}\ndata: {text}\n\n".encode()

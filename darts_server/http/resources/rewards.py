@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictInt, model_validator
 
-from darts_server.http.body import Body, converted, parse_body, read_body
+from darts_server.http.body import Body, convert_body, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 
@@ -34,6 +34,7 @@ class RewardIn(Body):
 
     @model_validator(mode="after")
     def _check_trajectory(self) -> Self:
+        """Check that the trajectory is named in exactly one way."""
         has_id = self.trajectory_id is not None
         has_prompt = self.prompt_token_ids is not None
         has_completion = self.completion_token_ids is not None
@@ -43,6 +44,7 @@ class RewardIn(Body):
 
     @property
     def reward_report(self) -> Reward:
+        """The reward as `RewardMatcher` takes it."""
         correct = self.reward > 0 if self.correct is None else self.correct
         return Reward(
             self.reward,
@@ -86,5 +88,5 @@ def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
         def reports_of(body: RewardsIn) -> list[Reward]:
             return [reward.reward_report for reward in body.rewards]
 
-        reports = await converted(reports_of, body, raw)
+        reports = await convert_body(reports_of, body, raw)
         return RewardsOut(**asdict(await reward_matcher.report(reports)))

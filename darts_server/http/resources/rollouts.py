@@ -23,7 +23,7 @@ from starlette.responses import Response
 from darts_server.caller import caller
 from darts_server.exceptions import InvalidRequest, NotAcceptable
 from darts_server.http.answers import JSON, SLICE_BYTES, Readers, SharedEncodings, encode_json, respond
-from darts_server.http.body import converted, parse_body, read_body, while_connected
+from darts_server.http.body import convert_body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
@@ -108,10 +108,10 @@ class Reading:
 
     @contextmanager
     def listen(self, batch: BatchRun) -> Iterator[None]:
-        """Listen to a batch while the block runs.
+        """Listen to a batch while the block runs, so that the batch is not cancelled.
 
         Raises:
-            QuotaReached
+            QuotaReached: the caller's key reads too many batches.
         """
         # The candidates of a running batch count already, so its first connection does not.
         is_counted = batch.end is not None or batch.listeners > 0
@@ -137,8 +137,8 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
 
         body = await parse_body(RolloutsIn, raw, "prompts")
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
-        media_type = choose_form(request.headers, streams=answer_format.stream is not StreamMode.OFF)
-        batch_request = await converted(RolloutsIn.request, body, raw)
+        media_type = choose_media_type(request.headers, streams=answer_format.stream is not StreamMode.OFF)
+        batch_request = await convert_body(RolloutsIn.request, body, raw)
         batch = await batches.open(batch_request, answer_format, key)
         return await _respond(request, batch, 0, media_type, reading)
 
@@ -152,7 +152,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         after = int(text)
 
         batch = batches.find(batch_id)
-        media_type = choose_form(request.headers, streams=batch.feed is not None)
+        media_type = choose_media_type(request.headers, streams=batch.feed is not None)
         if batch.feed is not None and after > batch.feed.last_number:
             raise InvalidRequest(
                 LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
@@ -165,7 +165,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         return CancelledOut(id=batch_id, cancelled=batches.cancel(batch_id))
 
 
-def choose_form(headers: Headers, *, streams: bool) -> str:
+def choose_media_type(headers: Headers, *, streams: bool) -> str:
     """Return the media type of a batch's answer that the ``Accept`` header prefers.
 
     Without the header, every type is accepted. Ties go to the type that stands first in our offers.
@@ -203,6 +203,11 @@ def choose_form(headers: Headers, *, streams: bool) -> str:
 
 
 async def _respond(request: Request, batch: BatchRun, after: int, media_type: str, reading: Reading) -> Response:
+    """Return a stream of a batch's events after event ``after``, or wait for the batch and return its whole answer.
+
+    Raises:
+        DartsError: of the batch, or of its first group if all groups failed without tokens.
+    """
     if batch.feed is not None:
         events = event_chunks(batch.feed, after, batch.answer_format.stream, reading.events)
         return EventStream(events, reading.listen(batch))
@@ -296,6 +301,7 @@ async def event_chunks(
     A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
     """
     while (found := await feed.next(number)) is not None:
+        # Join the small events that are ready.
         chunk = b""
         while found is not None and not is_large(found[1]):
             number = found[0]
@@ -305,6 +311,7 @@ async def event_chunks(
             yield chunk
             continue
 
+        # The next event is large: send the small events while it is encoded.
         number = found[0]
         with shared.use((feed, number), partial(encode_event, *found, stream)) as encoding:
             # A slow reader must not keep the tokens of the event alive.
@@ -332,7 +339,7 @@ def is_large(event: Event) -> bool:
 
 
 def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
-    """Encode an event. ``number`` is its id for Last-Event-ID."""
+    """Return the bytes of an event. ``number`` is its id for Last-Event-ID."""
     # Events with tokens are encoded by msgspec, which is faster than the standard library.
     if isinstance(event, TokenDelta):
         delta = {
@@ -346,11 +353,11 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
     if isinstance(event, GroupResult):
         left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
         return encode_text("group", encode_ascii(GroupOut.of(event).model_dump(exclude=left_out)), number)
-    name, data = _small_event(event)
+    name, data = _convert_small_event(event)
     return encode(name, data, number)
 
 
-def _small_event(event: Event) -> tuple[str, dict[str, Any]]:
+def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
     """Return the name and the data of an event that has no token ids."""
     match event:
         case TrajectorySelected(trajectory_id, group, sample, cut):
@@ -385,8 +392,9 @@ def _small_event(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 def encode_ascii(value: Any) -> str:
-    """Encode a value as `encode_json` does, with other than ASCII characters escaped."""
+    """Return a value as JSON, as `encode_json` does, but with all characters outside of ASCII escaped."""
     text = encode_json(value).decode()
     if text.isascii():
         return text
+    # json.dumps escapes the characters. The slice removes its quotes.
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)

@@ -53,7 +53,7 @@ MAX_SHARED_BYTES = 64 * 1024 * 1024
 
 
 def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
-    """Validate a field as ``kind``, and keep it as JSON, which takes a fraction of the memory of the objects."""
+    """Return an annotation: validate a field as ``kind``, and keep it as JSON, in a fraction of the objects' memory."""
 
     def encode(value: object) -> bytes:
         # The standard library, because msgspec refuses integers of more than 64 bits.
@@ -66,11 +66,12 @@ def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
 
 
 def _dump_metadata(metadata: bytes | None, info: SerializationInfo) -> Any:
+    """Return metadata, which is kept as JSON: as objects for pydantic's JSON, else as text for `encode_json`."""
     if metadata is None:
         return None
     if info.mode_is_json():
         return json.loads(metadata)
-    # As it was encoded: msgspec does not encode numbers of more than 64 bits.
+    # Not decoded: msgspec does not encode numbers of more than 64 bits.
     return Raw(metadata)
 
 
@@ -111,6 +112,7 @@ class ChatOptionsIn(Body):
         options = {}
         for name in ChatOptionsIn.model_fields:
             value = getattr(self, name)
+            # Fields of bytes were encoded by `_as_json`.
             if isinstance(value, bytes):
                 options[name] = Raw(value)
             elif value is not None:
@@ -118,9 +120,10 @@ class ChatOptionsIn(Body):
         return options
 
     def check_messages(self, messages: bytes | None) -> None:
-        """
+        """Check that a request with chat options has messages.
+
         Raises:
-            ValueError: the request has options, and no messages.
+            ValueError: it has none.
         """
         if messages is not None:
             return
@@ -197,7 +200,9 @@ class RolloutsIn(ChatOptionsIn):
     @field_validator("policy", mode="before")
     @classmethod
     def _check_policy(cls, value: object) -> object:
+        """Refuse a policy's name without an object, and show the right form."""
         if isinstance(value, str):
+            # A long text is not repeated in the message.
             name = value if len(value) <= NAME_CHARS else "NAME"
             raise ValueError(f'must be an object; write {{"name": {json.dumps(name)}}}')
         return value
@@ -205,12 +210,13 @@ class RolloutsIn(ChatOptionsIn):
     @field_validator("chunk_tokens")
     @classmethod
     def _check_chunk_tokens(cls, value: int, info: ValidationInfo) -> int:
+        # pydantic does not validate defaults, so the caller has sent the field.
         if info.data.get("stream") != "tokens":
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
 
     def request(self) -> BatchRequest:
-        """Return the batch that runs.
+        """Convert the body to the batch that `BatchRegistry.open` takes.
 
         Raises:
             InvalidRequest: the batch has chat options, and no messages.
@@ -237,6 +243,7 @@ class RolloutsIn(ChatOptionsIn):
         return BatchRequest(prompts, **others)
 
     def _check_chat_options(self, options: dict[str, Raw], size: int) -> None:
+        """Check the batch's chat options, which have ``size`` bytes as JSON, and raise as `request`."""
         chats = sum(prompt.messages is not None for prompt in self.prompts)
         if not chats:
             raise InvalidRequest(
@@ -291,6 +298,7 @@ class GroupOut(GroupFacts):
 
     @classmethod
     def of(cls, result: GroupResult) -> Self:
+        """Convert the result of a group. A group that failed early has no record."""
         record = result.record
         candidates = {}
         seconds = None
@@ -320,7 +328,7 @@ class GroupOut(GroupFacts):
             candidates=len(candidates),
             **facts,
             mask=[index in result.samples for index in sorted(candidates)],
-            aborted=_all_aborted(result),
+            aborted=_convert_aborted(result),
             trajectories=trajectories,
             discarded=discarded_out(result.group_id, candidates.values(), result.aborted or ()),
             seconds=seconds,
@@ -350,8 +358,9 @@ class UnfinishedOut(BaseModel):
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
+        """Convert a prompt whose group was stopped or aborted."""
         error = None if unfinished.error is None else error_object(unfinished.error)
-        aborted = None if unfinished.group is None else _all_aborted(unfinished.group)
+        aborted = None if unfinished.group is None else _convert_aborted(unfinished.group)
         return cls(**shared_fields(cls, unfinished) | {"error": error, "aborted": aborted})
 
 
@@ -377,7 +386,8 @@ class CancelledOut(BaseModel):
     cancelled: bool
 
 
-def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
+def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
+    """Return the output of a group's aborted candidates; ``None`` if the group was not aborted."""
     if result.aborted is None:
         return None
     candidates = {}
@@ -398,7 +408,7 @@ def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
 
 
 def error_object(error: Exception) -> dict[str, Any]:
-    """Return OpenAI's error object."""
+    """Return OpenAI's error object, with status 500 for exceptions that are not ours."""
     if not isinstance(error, DartsError):
         error = DartsError(f"{type(error).__name__}: {error}")
     return fields_of(error)

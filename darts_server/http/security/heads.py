@@ -43,22 +43,23 @@ class LimitedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
-        # Bytes since the parser has last reported a part of a request. The parser keeps the bytes of a header.
-        self._unreported = 0
+        # Bytes since the parser's last callback. The parser keeps the bytes of an incomplete header.
+        self._unreported_bytes = 0
         self._in_head = False
         self._head_timer: TimerHandle | None = None
         self._refusal = HTTPStatus.BAD_REQUEST
         self._unanswered: list[RequestResponseCycle] = []
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes in slices, refuse a head that grows too large, and start the timer of an incomplete head."""
         for begin in range(0, len(data), SLICE_BYTES):
             part = data[begin : begin + SLICE_BYTES]
-            self._unreported += len(part)
+            self._unreported_bytes += len(part)
             super().data_received(part)
             # Refused, or upgraded to a WebSocket.
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 return
-            if self._unreported > MAX_HEAD_BYTES:
+            if self._unreported_bytes > MAX_HEAD_BYTES:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
                 return
 
@@ -69,7 +70,8 @@ class LimitedHttp(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(STALL_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
 
     def on_message_begin(self) -> None:
-        self._unreported = 0
+        """Begin a head, or refuse a request behind too many pipelined requests."""
+        self._unreported_bytes = 0
         self._head_bytes = 0
         self._in_head = True
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -87,14 +89,16 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _add_to_head(self, size: int) -> None:
-        self._unreported = 0
+        """Count the bytes of a URL or header, and raise `_Refused` if the head is too large."""
+        self._unreported_bytes = 0
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
             self._refusal = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             raise _Refused
 
     def on_headers_complete(self) -> None:
-        self._unreported = 0
+        """End a head, start its request, and drop answered requests from `_unanswered`."""
+        self._unreported_bytes = 0
         self._in_head = False
         self._cancel_timer()
         super().on_headers_complete()
@@ -103,14 +107,15 @@ class LimitedHttp(HttpToolsProtocol):
             self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        self._unreported = 0
+        self._unreported_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._unreported = 0
+        self._unreported_bytes = 0
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Disconnect all unanswered requests."""
         self._cancel_timer()
         # uvicorn cancels only the last request. Answers to the others would be written to a closed socket.
         for cycle in self._unanswered:
@@ -126,6 +131,7 @@ class LimitedHttp(HttpToolsProtocol):
             self._refuse(self._refusal)
 
     def _refuse(self, status: HTTPStatus) -> None:
+        """Answer with an error, and close the connection."""
         if any(cycle.response_started and not cycle.response_complete for cycle in self._unanswered):
             # The client would take an error in the middle of an earlier answer for a part of that answer.
             self.transport.close()

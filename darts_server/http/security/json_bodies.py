@@ -41,14 +41,15 @@ class _LimitedRequest(Request):
         self._max_parts = max_parts
 
     async def json(self) -> Any:
+        """Return the parsed body, cached as in Starlette's method."""
         if hasattr(self, "_json"):
             return self._json
         body = await self.body()
         try:
             if len(body) <= INLINE_BYTES:
-                self._json = loaded(body, self._max_parts)
+                self._json = load_json(body, self._max_parts)
             else:
-                self._json = await anyio.to_thread.run_sync(loaded, body, self._max_parts, limiter=one_at_a_time)
+                self._json = await anyio.to_thread.run_sync(load_json, body, self._max_parts, limiter=one_at_a_time)
         except InvalidRequest as error:
             # FastAPI gives all errors in this method the same answer; the middleware gives ours.
             caller.get().refused = error
@@ -57,7 +58,7 @@ class _LimitedRequest(Request):
 
 
 def limit_json(application: FastAPI) -> None:
-    """Limit the JSON bodies of the routes that the app has now."""
+    """Limit the JSON bodies of the routes that the app has now. Bodies for admins may have more parts."""
     for route in application.routes:
         if isinstance(route, APIRoute):
             accesses = {find_route(method, route.path)[0] for method in route.methods}
@@ -67,11 +68,12 @@ def limit_json(application: FastAPI) -> None:
 
 
 async def _handle(handler: Any, max_parts: int, request: Request) -> Response:
+    """Call a route's handler with a request whose JSON is limited."""
     response: Response = await handler(_LimitedRequest(request, max_parts))
     return response
 
 
-def loaded(body: bytes, max_parts: int) -> Any:
+def load_json(body: bytes, max_parts: int) -> Any:
     """Parse a JSON text as ``json.loads`` does. Other threads run between two arrays of a list of arrays.
 
     Raises:
@@ -86,24 +88,26 @@ def loaded(body: bytes, max_parts: int) -> Any:
     if len(body) <= INLINE_BYTES:
         return json.loads(body)
 
+    # Parse each field, and each array of a list of arrays, in a call of its own.
     try:
         fields = raw_values(body, dict[str, msgspec.Raw])
     except InvalidRequest:
         # NaN and Infinity, which json.loads accepts, or no JSON.
         fields = None
     if fields is None:
-        return _loaded_at_once(body, max_parts)
+        return _load_at_once(body, max_parts)
     values: dict[str, Any] = {}
     for name, raw in fields.items():
         text = bytes(raw)
         arrays = split_list(text, AnyArray)
         if arrays is None:
-            values[name] = _loaded_at_once(text, max_parts)
+            values[name] = _load_at_once(text, max_parts)
         else:
-            values[name] = [_loaded_at_once(array, max_parts) for array in arrays]
+            values[name] = [_load_at_once(array, max_parts) for array in arrays]
     return values
 
 
-def _loaded_at_once(text: bytes, max_parts: int) -> Any:
+def _load_at_once(text: bytes, max_parts: int) -> Any:
+    """Parse a JSON text in one call, after a check that it takes little time."""
     check_structure(text, max_parts, MAX_VALUES_AT_ONCE, "in one prompt, or in a field that is no list of prompts")
     return json.loads(text)

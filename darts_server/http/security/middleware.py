@@ -22,7 +22,7 @@ from darts_server.exceptions import (
     TooLarge,
     Unauthorized,
 )
-from darts_server.http.body import BodyLimits, IncompleteBody, limited
+from darts_server.http.body import BodyLimits, IncompleteBody, limit_receive
 from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import ANY, OWN_LIMITS, TABLE
@@ -84,7 +84,7 @@ class SecurityMiddleware:
 
         # Limit the body.
         if scope["type"] == "http" and not has_own_limits:
-            receive = limited(scope, receive, self.limits, who)
+            receive = limit_receive(scope, receive, self.limits, who)
 
         # Replace a route's error response if our exception is its cause. A response in which the route has answered our
         # exception itself only gets the exception's headers.
@@ -125,6 +125,7 @@ class SecurityMiddleware:
             who.answered = None
 
     def _check_access(self, scope: Scope, method: str, path: str, access: RouteAccess | None) -> Caller:
+        """Return the caller of a request, or raise `Unauthorized` or `Forbidden`."""
         # The first of several headers with the same name counts.
         headers: dict[bytes, bytes] = {}
         is_forwarded = False
@@ -157,7 +158,8 @@ class SecurityMiddleware:
         return who
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
-        self.on_refusal(_reason(error))
+        """Count a refusal, and send it as an error response or as the close of a WebSocket."""
+        self.on_refusal(_refusal_reason(error))
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:100]})
             return
@@ -183,7 +185,7 @@ def find_route(method: str, path: str) -> tuple[RouteAccess | None, bool]:
     return None, False
 
 
-def _reason(error: DartsError) -> str:
+def _refusal_reason(error: DartsError) -> str:
     """Return the reason of a refusal, as a label in metrics."""
     if isinstance(error, Unauthorized):
         return "key"
@@ -192,6 +194,7 @@ def _reason(error: DartsError) -> str:
     if isinstance(error, ServerStopping | EngineDead):
         return "shutdown"
     if isinstance(error, InvalidRequest):
+        # Admission refuses a field that requests more candidates than a key or the server may have.
         return "body" if error.field == "body" else "quota"
     if isinstance(error, QuotaReached):
         return "quota"

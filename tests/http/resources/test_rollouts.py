@@ -28,7 +28,7 @@ from darts_server.http.resources.rollouts import (
     Reading,
     _respond,
     add_routes,
-    choose_form,
+    choose_media_type,
     encode_ascii,
     encode_event,
     event_chunks,
@@ -134,12 +134,12 @@ async def test_both_forms_have_the_same_trajectories(harness: Harness, client: h
 )
 def test_the_preferred_form_is_chosen(accept: str, chosen: str | None) -> None:
     with nullcontext() if chosen else pytest.raises(NotAcceptable):
-        assert choose_form(Headers({"accept": accept}), streams=False) == chosen
+        assert choose_media_type(Headers({"accept": accept}), streams=False) == chosen
 
 
 def test_several_headers_are_one_list() -> None:
     raw = [(b"accept", b"text/html"), (b"accept", TENSORS.encode())]
-    assert choose_form(Headers(raw=raw), streams=False) == TENSORS
+    assert choose_media_type(Headers(raw=raw), streams=False) == TENSORS
 
 
 @pytest.mark.parametrize(
