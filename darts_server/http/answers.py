@@ -42,7 +42,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def _encode_array(value: Any) -> Any:
-    """Return an array as a list, which msgspec can encode."""
+    """Return an array as a list for msgspec."""
     if isinstance(value, array | np.ndarray):
         return value.tolist()
     raise TypeError(f"cannot encode a {type(value).__name__}")
@@ -52,7 +52,7 @@ _encoder = msgspec.json.Encoder(enc_hook=_encode_array)
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call a slow function in one of a few threads, and return its result."""
+    """Call a slow function in one of a few threads."""
     return await anyio.to_thread.run_sync(function, limiter=_encoders)
 
 
@@ -87,7 +87,7 @@ class ClosingResponse(StreamingResponse):
 def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
     """Return the response with an answer. ``cleanup`` is closed when the answer was sent."""
     cleanup = cleanup or ExitStack()
-    # The web server buffers a small answer whole, so nothing has to wait for the client.
+    # The web server buffers a small answer whole.
     if len(answer) <= SLICE_BYTES:
         cleanup.close()
         return Response(answer, media_type=media_type)
@@ -117,7 +117,7 @@ class Readers:
         """Count a connection of the caller while the block runs.
 
         Raises:
-            QuotaReached: the caller's key has as many connections as allowed.
+            QuotaReached
         """
         name = caller.get().name
         if self._open[name] >= self._limit:
@@ -154,9 +154,9 @@ class SharedEncodings(Generic[T]):
 
     @contextmanager
     def use(self, key: Hashable, encode: Callable[[], T]) -> Iterator[asyncio.Future[T]]:
-        """Encode in a thread, or share the encoding that another connection has started under the same key.
+        """Encode in a thread, or use the encoding that another connection has started under the same key.
 
-        Yields a future of the encoding, which is kept while the block runs.
+        The encoding is kept while the block runs.
         """
         encoding = self._encodings.get(key)
         if encoding is None:

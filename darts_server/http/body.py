@@ -55,8 +55,7 @@ class Body(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_unknown(self) -> Self:
-        """Refuse the first unknown field, and suggest the known field with the nearest name."""
+    def _refuse_unknown_fields(self) -> Self:
         for name in self.model_extra or ():
             shown = name[:MAX_NAME_CHARS]
             nearest = get_close_matches(shown, type(self).model_fields, n=1)
@@ -82,23 +81,19 @@ class IncompleteBody(InvalidRequest):
 
 
 def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | None = None) -> Receive:
-    """Return a ``receive`` that limits a body's size and the wait for each chunk.
-
-    It raises `TooLarge` or `IncompleteBody`, and records the error in ``who``, so that the middleware answers it.
-    """
+    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`, and records the error in ``who``."""
     announced = Headers(scope=scope).get("content-length", "")
-    size = int(announced) if announced.isdecimal() else 0
+    announced_size = int(announced) if announced.isdecimal() else 0
     received = 0
     is_complete = False
 
     async def receive_limited() -> Message:
         nonlocal received, is_complete
-        # After the body, routes wait here for a disconnect, without a timeout.
+        # Routes wait for a disconnect without a timeout.
         if is_complete:
             return await receive()
         try:
-            # A body that is announced as too large is refused unread.
-            if size <= limits.max_bytes:
+            if announced_size <= limits.max_bytes:
                 try:
                     with anyio.fail_after(limits.stall_seconds):
                         message = await receive()
@@ -154,7 +149,7 @@ async def parse_body(model: type[ModelT], body: bytes, items: str | None = None)
 
 
 async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, text: bytes) -> ValidatedT:
-    """Return ``convert(body)``, called in a thread if ``text``, from which the body was parsed, is large."""
+    """Convert a body that was parsed from ``text``, a large body in a thread."""
     if len(text) <= INLINE_BYTES:
         return convert(body)
     return await anyio.to_thread.run_sync(convert, body)
@@ -196,7 +191,7 @@ def parse(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
 
 
 def _parse_at_once(model: type[ModelT], body: bytes) -> ModelT:
-    """Parse a JSON text in one call of pydantic, after a check that it takes little time."""
+    """Check and parse a text in one call of pydantic."""
     check_at_once(body)
     return _validate(model.model_validate_json, body)
 
@@ -206,7 +201,7 @@ class AnyObject(msgspec.Struct, gc=False):
 
 
 def raw_values(text: bytes, kind: Any) -> Any:
-    """Decode a JSON text as a container of ``msgspec.Raw``; ``None`` if the text has another type.
+    """Decode a JSON text as a container of ``msgspec.Raw``; ``None`` if the text has another type or is nested too deeply.
 
     Raises:
         InvalidRequest: the text is no JSON.
@@ -235,10 +230,7 @@ def split_list(text: bytes, kind: type[msgspec.Struct]) -> list[bytes] | None:
 
 
 def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple[str | int, ...] = ()) -> ValidatedT:
-    """Return the result of ``validate``, or raise `InvalidRequest` with the first invalid field.
-
-    ``place``: the path of the value in the body, for error messages.
-    """
+    """Return ``validate(value)``. ``place``: path of the value in the body, for errors."""
     try:
         return validate(value)
     except ValidationError as error:
@@ -246,7 +238,7 @@ def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple
 
     # Raised outside of the except block: as its context, pydantic's error would keep the whole body.
     message = first["msg"].removeprefix("Value error, ")
-    # The line would count from the beginning of the item, not of the body.
+    # A line number within the item would mislead.
     if first["type"] == "json_invalid" and place:
         message = message.partition(" at line ")[0]
     # The tags of unions are empty names.
@@ -277,7 +269,7 @@ def check_structure(text: bytes, max_parts: int, max_values: int, where: str) ->
     if parts <= max_parts:
         outside_strings = b"".join(text.split(b'"')[::2])
         parts += outside_strings.count(b"[") + outside_strings.count(b"{")
-        # Each value after the first in a list or object follows a comma.
+        # Values are counted by their commas.
         values = outside_strings.count(b",")
 
     if parts > max_parts:
@@ -309,6 +301,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     finally:
         for task in (working, disconnecting):
             task.cancel()
-            # An error of ``work`` was raised above. Nobody needs an error of a cancelled task.
+            # Errors of finished work are raised above.
             with suppress(asyncio.CancelledError, Exception):
                 await task

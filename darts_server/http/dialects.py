@@ -48,7 +48,7 @@ class Controls:
     """Whether admins may call any method of the workers."""
 
     async def load(self, field: str, path: str, *, lora: str | None = None, aborts: bool = False) -> None:
-        """Load weights from a file or folder, or a LoRA adapter from a folder, by the rule `KEEP`.
+        """Load weights from a file or folder, or a LoRA adapter from a folder.
 
         Args:
             field: name of the path's field in the request, for errors.
@@ -60,8 +60,7 @@ class Controls:
         """
         has_paused = False
 
-        async def pause() -> None:
-            """Pause and abort running requests, unless the trainer has paused and will resume."""
+        async def pause_if_aborts() -> None:
             nonlocal has_paused
             if aborts and not self.updates.coordinator.paused_by_trainer:
                 await self.engine.pause_generation(mode="abort")
@@ -69,9 +68,9 @@ class Controls:
 
         try:
             if lora is None:
-                await self.updates.load(path, KEEP, when_staged=pause)
+                await self.updates.load(path, KEEP, when_staged=pause_if_aborts)
             else:
-                await self.updates.loras.load(lora, path, KEEP, when_staged=pause)
+                await self.updates.loras.load(lora, path, KEEP, when_staged=pause_if_aborts)
         except InvalidRequest as error:
             # The trainer has other names for the fields.
             name = {"path": field, "name": "lora_name"}.get(error.field)
@@ -133,7 +132,6 @@ class ArealLoraIn(Body):
 
 def add_areal_routes(api: APIRouter, controls: Controls) -> None:
     def success(message: str) -> dict[str, Any]:
-        """Return an answer in AReaL's form."""
         return {"success": True, "message": message}
 
     @api.post("/areal_pause_generation")
@@ -193,7 +191,6 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
         A request without `weight_dir` is passed to vLLM's route of the same path, if the server has that route.
         """
         text = await request.body()
-        # The text is searched, because a body for vLLM's route has fields that `PrimeWeightsIn` refuses.
         if f'"{WEIGHT_DIR}"'.encode() not in text:
             handler = find_vllm_handler(request.app, UPDATE)
             if handler is not None:
@@ -277,7 +274,7 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
                     "and need --allow-dangerous-routes and vLLM's own route"
                 )
             return await handler(raw_request=request)
-        # As vLLM's route answers for a method of one worker that returns nothing.
+        # The form of vLLM's answer, for one worker.
         return {"results": [None]}
 
 
@@ -323,7 +320,7 @@ ROUTES = {"areal": add_areal_routes, "prime-rl": add_prime_rl_routes, "skyrl": a
 
 
 def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls) -> None:
-    """Add the routes of the enabled dialects to the app. Not every dialect has routes."""
+    """Add the routes of the enabled dialects."""
     api = APIRouter(tags=["dialects"], responses=FAILURES)
     for dialect in dialects:
         if dialect in ROUTES:
@@ -341,5 +338,5 @@ def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]
 
 
 def extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:
-    """Create the extensions that the dialects need for the bodies of vLLM's generation routes."""
+    """Create the extensions of the bodies of vLLM's generation routes."""
     return [CompletionTokenIds()] if "nemo-rl" in dialects else []

@@ -53,7 +53,7 @@ def status_of(error: DartsError) -> HTTPStatus:
 
 
 def fields_of(error: DartsError) -> dict[str, Any]:
-    """Return OpenAI's error object: message, type, name of the invalid field, and status."""
+    """Return OpenAI's error object."""
     status = status_of(error)
     # The engine's refusal may be caused by our own check of a field.
     cause = error.__cause__ if isinstance(error, EngineRefused) else error
@@ -66,7 +66,7 @@ def fields_of(error: DartsError) -> dict[str, Any]:
 
 
 def headers_of(error: DartsError) -> dict[str, str]:
-    """Return the response headers of an error: ``WWW-Authenticate`` or ``Retry-After``, or none."""
+    """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
     if error.retry_after is None:

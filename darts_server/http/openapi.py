@@ -31,7 +31,7 @@ BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "bi
 
 
 def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, Any]:
-    """Return a route's ``openapi_extra`` with a JSON body, which the route parses without FastAPI."""
+    """Return the ``openapi_extra`` of a route that parses its JSON body without FastAPI."""
     # FastAPI adds no definitions of models that it does not parse itself, so they are put into the schema.
     schema = model.model_json_schema()
     content: dict[str, Any] = {"schema": _inline_references(schema, schema.pop("$defs", {}))}
@@ -41,15 +41,12 @@ def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, An
 
 
 def binary_body(description: str) -> dict[str, Any]:
-    """Return a route's ``openapi_extra`` with a binary body."""
+    """Return the ``openapi_extra`` of a route with a binary body."""
     return {"requestBody": {"required": True, "description": description, "content": BYTES}}
 
 
 def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Return a schema with its references replaced by their definitions.
-
-    OpenAPI would resolve a reference against the whole document.
-    """
+    """Return a schema with definitions for references, which OpenAPI would resolve against the whole document."""
     if isinstance(schema, list):
         return [_inline_references(part, definitions) for part in schema]
     if not isinstance(schema, dict):

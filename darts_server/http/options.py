@@ -55,8 +55,7 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
         # Refused, because a misspelt header must not silently shape an evaluation.
         if name not in HEADERS:
             raise InvalidRequest(name, f"unknown header; supported headers are {', '.join(HEADERS)}")
-        # HTTP servers decode a value as Latin-1, but most clients send UTF-8.
-        # A value that is not UTF-8 stays Latin-1.
+        # HTTP servers decode a value as Latin-1, but most clients send UTF-8. Other values stay.
         with suppress(UnicodeError):
             value = value.encode("latin-1").decode()
         value = value.strip()
@@ -73,7 +72,7 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
 
 
 def _parse_group(value: str) -> dict[str, str | int]:
-    """Return the group's id and size, by option, from the value of `GROUP`: ``id=STRING;size=INT``."""
+    """Return the options in the value of `GROUP`."""
     options: dict[str, str | int] = {}
     for part in value.split(";"):
         name, equals, text = part.partition("=")
@@ -111,7 +110,7 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
 
 
 def validate_option(option: str, value: object, where: str) -> str | int:
-    """Return the valid value of an option. A size may be a string or a float, and is returned as an int.
+    """Return the valid value of an option. A size may be a string or a float.
 
     Raises:
         InvalidRequest: names ``where`` (header or argument) and the allowed values.
@@ -133,7 +132,7 @@ def validate_option(option: str, value: object, where: str) -> str | int:
 
 
 def _parse_whole_number(value: object) -> int | None:
-    """Return a whole number; ``None`` for other values. Strings of more than 5 digits exceed every size."""
+    # Longer numbers exceed every size.
     if isinstance(value, str) and re.fullmatch("[0-9]{1,5}", value):
         return int(value)
     # Some clients have only floats, and send 8.0.

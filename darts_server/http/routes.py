@@ -92,7 +92,7 @@ class SharedAnswers:
             await send(copy.deepcopy(message))
 
     async def _make_answer(self, key: object, scope: Scope) -> list[Message]:
-        """Call the app after the pause; return the messages of its answer."""
+        """Return the messages of a new answer, made after the pause."""
         messages: list[Message] = []
 
         async def no_body() -> Message:
@@ -103,7 +103,7 @@ class SharedAnswers:
 
         async with self._one_at_a_time:
             await asyncio.sleep(self._not_before - time.monotonic())
-            # Requests that arrive from now on get a newer answer.
+            # Later requests need a newer answer.
             del self._pending[key]
             begin = time.monotonic()
             try:
@@ -117,7 +117,7 @@ class SharedAnswers:
 def share_answers(application: FastAPI) -> None:
     """Share the answers of vLLM's public routes, because each answer takes milliseconds to make."""
     for route in list(application.routes):
-        # A route that is inserted at 0 is matched before vLLM's route.
+        # At 0, our route is matched before vLLM's.
         if isinstance(route, APIRoute) and route.path == METRICS:
             application.routes.insert(0, _create_metrics_route(route))
         elif isinstance(route, Mount) and route.path == METRICS:
@@ -128,10 +128,7 @@ def share_answers(application: FastAPI) -> None:
 
 
 def _create_metrics_route(route: APIRoute) -> Route:
-    """Return a route that calls vLLM's metrics endpoint in the event loop.
-
-    vLLM's own route runs in a thread, but our gauges read values that the event loop changes.
-    """
+    # vLLM's own route runs in a thread, but our gauges read values that the event loop changes.
 
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
         answer: Response = route.endpoint(Request(scope))
@@ -141,7 +138,7 @@ def _create_metrics_route(route: APIRoute) -> Route:
 
 
 def _create_description_route(application: FastAPI, route: Route) -> Route:
-    """Return a route that makes the description of the API once: it takes a second, and does not change."""
+    """Return a route that makes the API's description once: it takes a second, and does not change."""
     made: bytes | None = None
     one_at_a_time = asyncio.Lock()
 

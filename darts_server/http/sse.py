@@ -64,19 +64,19 @@ class EventStream(EventSourceResponse):
                     await send({**message, "body": part})
                     await asyncio.sleep(0)
 
-        # A reader that accepts nothing cannot receive the error either.
+        # A reader that stalls cannot get the error.
         with self._reader, suppress(SendTimeoutError):
             await super().__call__(scope, receive, send_slices)
 
 
 def encode(name: str, data: Any, event_id: int | None = None) -> bytes:
-    """Return the bytes of an event with ``data`` as JSON."""
+    """Encode an event with JSON data."""
     # ASCII only, because httpx also splits lines at U+2028 and similar characters.
     return encode_text(name, json.dumps(data, separators=(",", ":")), event_id)
 
 
 def encode_text(name: str, text: str, event_id: int | None = None) -> bytes:
-    """Return the bytes of an event with one line of ASCII text."""
+    """Encode an event with one line of ASCII text."""
     # sse-starlette's own encoder searches the text for line breaks, which doubles the time.
     number = "" if event_id is None else f"id: {event_id}\n"
     return f"{number}event: {name}\ndata: {text}\n\n".encode()

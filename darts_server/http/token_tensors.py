@@ -46,7 +46,7 @@ class TokenTensors:
         return ClosingResponse(parts, MEDIA_TYPE, len(header) + values_size, cleanup or ExitStack())
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the file in parts: the header with the offsets, tokens, log-probs and the answer."""
+        """Yield the file in parts."""
         # The safetensors library writes a whole file at once, and keeps the interpreter for .3 s per 100 MB.
         header, _ = self._header()
         lengths = [len(row) for row in self._token_ids]
@@ -62,7 +62,7 @@ class TokenTensors:
         return any(row is not None for row in self._logprobs)
 
     def _all_logprobs(self) -> Iterator[Any]:
-        """Yield the log-probs of each row; NaN for the tokens of a row without log-probs."""
+        """Yield each row's log-probs, or NaN."""
         for token_ids, logprobs in zip(self._token_ids, self._logprobs, strict=True):
             if logprobs is None:
                 yield np.full(len(token_ids), np.nan)
@@ -85,7 +85,7 @@ class TokenTensors:
             end += size * count
             fields[name] = {"dtype": dtype, "shape": [count], "data_offsets": [begin, end]}
         text = json.dumps(fields, separators=(",", ":")).encode()
-        # Padded, so that the tensors begin at a multiple of 8 bytes.
+        # Padded to align the tensors.
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, end
 

@@ -35,7 +35,6 @@ def add_routes(api: APIRouter) -> None:
 
     @api.get("/darts/", include_in_schema=False)
     async def page() -> Response:
-        """Return the page."""
         return Response(document, media_type="text/html", headers=headers)
 
     @api.get("/", include_in_schema=False)

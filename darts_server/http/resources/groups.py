@@ -61,7 +61,6 @@ class CandidateAnswer(BaseModel):
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
-        """Convert the record of a candidate, with times from its group's start."""
         reward, correct = rewards.by_index.get(record.index, (None, None))
         others = {
             "trajectory_id": f"{group.group_id}:{record.index}",
@@ -111,7 +110,7 @@ class GroupAnswer(GroupFacts):
 
     @classmethod
     def of(cls, record: GroupRecord, rewards: GroupRewards) -> Self:
-        """Convert the record of a group. Its candidates stay empty: `encode_group` adds them."""
+        """Return the answer without its candidates, which `encode_group` adds."""
         others = {
             "group_size": record.size,
             "duration": record.ended_at - record.started_at,
@@ -126,7 +125,7 @@ class GroupAnswer(GroupFacts):
 
 def encode_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
     """Yield a group's answer as JSON, in parts of about `SLICE_BYTES`."""
-    # The candidates are encoded between the two brackets of their empty list.
+    # Candidates go between the brackets of their empty list.
     head, place, tail = GroupAnswer.of(record, rewards).model_dump_json().encode().rpartition(b'"candidates":[')
     by_length = sorted(record.selected, key=lambda candidate: (candidate.tokens, candidate.index))
     ranks = {candidate.index: rank for rank, candidate in enumerate(by_length)}
@@ -164,7 +163,6 @@ class ListedGroup(BaseModel):
 
     @classmethod
     def of(cls, record: GroupRecord, now: float) -> Self:
-        """Convert the record of a group. ``now`` is on the clock of the records."""
         others = {
             "group_size": record.size,
             "candidates": len(record.candidates),
@@ -229,7 +227,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     readers = Readers("provenance of many candidates")
 
     async def parts_of(records: Sequence[GroupRecord]) -> AsyncIterator[bytes]:
-        """Yield the answer in parts. Each part is encoded in a thread when the earlier parts were sent."""
+        """Yield the answer in parts, each encoded in a thread when the earlier parts were sent."""
         yield b'{"groups":['
         for number, record in enumerate(records):
             if number:
@@ -243,6 +241,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     @api.get("/groups")
     async def newest() -> ListedGroups:
         """List your newest 100 groups that have ended, the newest first. Admins get the groups of all callers."""
+        # The clock of the records.
         now = time.monotonic()
         records = provenance.newest(caller.get().may_see, LISTED_GROUPS)
         return ListedGroups(groups=[ListedGroup.of(record, now) for record in records])

@@ -178,7 +178,7 @@ async def events(
     while not sources.stopping():
         now = time.monotonic()
         if now >= due:
-            # CPU time of this thread, because the machine may be busy with the engine.
+            # The thread's time, because the machine may be busy with the engine.
             cpu_begin = time.thread_time()
             update = viewer.next_update()
             health = sources.health()

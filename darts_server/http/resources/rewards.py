@@ -34,7 +34,6 @@ class RewardIn(Body):
 
     @model_validator(mode="after")
     def _check_trajectory(self) -> Self:
-        """Check that the trajectory is named in exactly one way."""
         has_id = self.trajectory_id is not None
         has_prompt = self.prompt_token_ids is not None
         has_completion = self.completion_token_ids is not None
@@ -44,7 +43,6 @@ class RewardIn(Body):
 
     @property
     def reward_report(self) -> Reward:
-        """The reward as `RewardMatcher` takes it."""
         correct = self.reward > 0 if self.correct is None else self.correct
         return Reward(
             self.reward,

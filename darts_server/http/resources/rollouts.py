@@ -108,10 +108,10 @@ class Reading:
 
     @contextmanager
     def listen(self, batch: BatchRun) -> Iterator[None]:
-        """Listen to a batch while the block runs, so that the batch is not cancelled.
+        """Keep a batch from being cancelled as idle while the block runs.
 
         Raises:
-            QuotaReached: the caller's key reads too many batches.
+            QuotaReached
         """
         # The candidates of a running batch count already, so its first connection does not.
         is_counted = batch.end is not None or batch.listeners > 0
@@ -140,7 +140,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         media_type = choose_media_type(request.headers, streams=answer_format.stream is not StreamMode.OFF)
         batch_request = await convert_body(RolloutsIn.request, body, raw)
         batch = await batches.open(batch_request, answer_format, key)
-        return await _respond(request, batch, 0, media_type, reading)
+        return await _respond(request, batch, media_type, reading, after=0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(batch_id: str, request: Request, last_event_id: Annotated[str | None, LAST] = None) -> Response:
@@ -157,7 +157,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
             raise InvalidRequest(
                 LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
             )
-        return await _respond(request, batch, after, media_type, reading)
+        return await _respond(request, batch, media_type, reading, after=after)
 
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
@@ -202,12 +202,8 @@ def choose_media_type(headers: Headers, *, streams: bool) -> str:
     raise NotAcceptable("Accept", f'accept {JSON} or {SAFETENSORS}, or send a request with "stream" for another form')
 
 
-async def _respond(request: Request, batch: BatchRun, after: int, media_type: str, reading: Reading) -> Response:
-    """Return a stream of a batch's events after event ``after``, or wait for the batch and return its whole answer.
-
-    Raises:
-        DartsError: of the batch, or of its first group if all groups failed without tokens.
-    """
+async def _respond(request: Request, batch: BatchRun, media_type: str, reading: Reading, *, after: int) -> Response:
+    """Return the batch's events after event ``after`` as a stream, or its whole answer."""
     if batch.feed is not None:
         events = event_chunks(batch.feed, after, batch.answer_format.stream, reading.events)
         return EventStream(events, reading.listen(batch))
@@ -301,7 +297,7 @@ async def event_chunks(
     A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
     """
     while (found := await feed.next(number)) is not None:
-        # Join the small events that are ready.
+        # Join small events that are ready.
         chunk = b""
         while found is not None and not is_large(found[1]):
             number = found[0]
@@ -311,7 +307,7 @@ async def event_chunks(
             yield chunk
             continue
 
-        # The next event is large: send the small events while it is encoded.
+        # Small events are sent while the large event is encoded.
         number = found[0]
         with shared.use((feed, number), partial(encode_event, *found, stream)) as encoding:
             # A slow reader must not keep the tokens of the event alive.
@@ -339,7 +335,7 @@ def is_large(event: Event) -> bool:
 
 
 def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
-    """Return the bytes of an event. ``number`` is its id for Last-Event-ID."""
+    """Encode an event. ``number`` is its id for Last-Event-ID."""
     # Events with tokens are encoded by msgspec, which is faster than the standard library.
     if isinstance(event, TokenDelta):
         delta = {
@@ -392,9 +388,9 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 def encode_ascii(value: Any) -> str:
-    """Return a value as JSON, as `encode_json` does, but with all characters outside of ASCII escaped."""
+    """Encode a value as `encode_json` does, with all but ASCII characters escaped."""
     text = encode_json(value).decode()
     if text.isascii():
         return text
-    # json.dumps escapes the characters. The slice removes its quotes.
+    # Escaped as by json.dumps, without its quotes.
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)

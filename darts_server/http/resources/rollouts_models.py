@@ -53,7 +53,7 @@ MAX_SHARED_BYTES = 64 * 1024 * 1024
 
 
 def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
-    """Return an annotation: validate a field as ``kind``, and keep it as JSON, in a fraction of the objects' memory."""
+    """Return an annotation that validates a field as ``kind``, and keeps it as JSON in a fraction of the memory."""
 
     def encode(value: object) -> bytes:
         # The standard library, because msgspec refuses integers of more than 64 bits.
@@ -66,7 +66,7 @@ def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
 
 
 def _dump_metadata(metadata: bytes | None, info: SerializationInfo) -> Any:
-    """Return metadata, which is kept as JSON: as objects for pydantic's JSON, else as text for `encode_json`."""
+    """Return metadata as objects for pydantic's JSON, else as JSON text."""
     if metadata is None:
         return None
     if info.mode_is_json():
@@ -120,11 +120,7 @@ class ChatOptionsIn(Body):
         return options
 
     def check_messages(self, messages: bytes | None) -> None:
-        """Check that a request with chat options has messages.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """Refuse chat options without messages, by a ValueError."""
         if messages is not None:
             return
         options = self.chat_options()
@@ -200,9 +196,8 @@ class RolloutsIn(ChatOptionsIn):
     @field_validator("policy", mode="before")
     @classmethod
     def _check_policy(cls, value: object) -> object:
-        """Refuse a policy's name without an object, and show the right form."""
         if isinstance(value, str):
-            # A long text is not repeated in the message.
+            # Long names are not repeated.
             name = value if len(value) <= NAME_CHARS else "NAME"
             raise ValueError(f'must be an object; write {{"name": {json.dumps(name)}}}')
         return value
@@ -210,13 +205,13 @@ class RolloutsIn(ChatOptionsIn):
     @field_validator("chunk_tokens")
     @classmethod
     def _check_chunk_tokens(cls, value: int, info: ValidationInfo) -> int:
-        # pydantic does not validate defaults, so the caller has sent the field.
+        # Called only if the caller has sent the field.
         if info.data.get("stream") != "tokens":
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
 
     def request(self) -> BatchRequest:
-        """Convert the body to the batch that `BatchRegistry.open` takes.
+        """Return the batch that runs.
 
         Raises:
             InvalidRequest: the batch has chat options, and no messages.
@@ -243,7 +238,7 @@ class RolloutsIn(ChatOptionsIn):
         return BatchRequest(prompts, **others)
 
     def _check_chat_options(self, options: dict[str, Raw], size: int) -> None:
-        """Check the batch's chat options, which have ``size`` bytes as JSON, and raise as `request`."""
+        """Check the batch's chat options. ``size``: their bytes as JSON."""
         chats = sum(prompt.messages is not None for prompt in self.prompts)
         if not chats:
             raise InvalidRequest(
@@ -298,7 +293,7 @@ class GroupOut(GroupFacts):
 
     @classmethod
     def of(cls, result: GroupResult) -> Self:
-        """Convert the result of a group. A group that failed early has no record."""
+        """Convert the result of a group."""
         record = result.record
         candidates = {}
         seconds = None
@@ -358,7 +353,6 @@ class UnfinishedOut(BaseModel):
 
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
-        """Convert a prompt whose group was stopped or aborted."""
         error = None if unfinished.error is None else error_object(unfinished.error)
         aborted = None if unfinished.group is None else _convert_aborted(unfinished.group)
         return cls(**shared_fields(cls, unfinished) | {"error": error, "aborted": aborted})
@@ -387,7 +381,7 @@ class CancelledOut(BaseModel):
 
 
 def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
-    """Return the output of a group's aborted candidates; ``None`` if the group was not aborted."""
+    """Return a group's aborted candidates; ``None`` if it was not aborted."""
     if result.aborted is None:
         return None
     candidates = {}
@@ -408,7 +402,7 @@ def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
 
 
 def error_object(error: Exception) -> dict[str, Any]:
-    """Return OpenAI's error object, with status 500 for exceptions that are not ours."""
+    """Return OpenAI's error object."""
     if not isinstance(error, DartsError):
         error = DartsError(f"{type(error).__name__}: {error}")
     return fields_of(error)

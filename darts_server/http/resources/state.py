@@ -33,7 +33,7 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
     exporting = anyio.Lock()
 
     def restore_file(data: bytes) -> int:
-        """Restore a saved file, and return its number of prompts. An invalid file is an `InvalidRequest`."""
+        """Restore a saved file; return its number of prompts."""
         try:
             store.restore(data)
         except (StateDamaged, StateTooNew) as error:

@@ -11,7 +11,7 @@ from darts_server.types import SelectedAs as Selection
 
 
 def _dump_values(values: Sequence[Any], info: SerializationInfo) -> Sequence[Any]:
-    """Return a list for pydantic's JSON, else the array itself, which `encode_json` encodes."""
+    """Return a list for pydantic's JSON. `encode_json` encodes arrays."""
     return list(values) if info.mode_is_json() else values
 
 
@@ -135,12 +135,11 @@ class UsageOut(BaseModel):
 
     @classmethod
     def of(cls, generated: int, returned: int, seconds: float) -> Self:
-        # Tokens that an earlier batch has generated may be returned too.
         return cls(generated=generated, returned=returned, wasted=max(0, generated - returned), seconds=seconds)
 
 
 def shared_fields(model: type[BaseModel], record: object) -> dict[str, Any]:
-    """Return the values of the record's attributes that are fields of the answer ``model``."""
+    """Return the fields of an answer that a record has under the same names."""
     return {name: getattr(record, name) for name in model.model_fields if hasattr(record, name)}
 
 
@@ -150,7 +149,7 @@ def trajectory_fields(
     sample: Sample,
     candidate: CandidateRecord,
 ) -> dict[str, Any]:
-    """Return the fields of a trajectory of type ``model``, from its record and its sample."""
+    """Return the fields of an answer's trajectory, from its record and its sample."""
     return shared_fields(model, candidate) | {
         "trajectory_id": trajectory_id,
         "token_ids": sample.token_ids,

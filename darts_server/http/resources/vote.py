@@ -106,7 +106,6 @@ class VoteIn(ChatOptionsIn):
 
     @property
     def vote_request(self) -> VoteRequest:
-        """The vote that `VoteRunner` runs."""
         text = self.prompt if isinstance(self.prompt, str) else None
         tokens = self.prompt if isinstance(self.prompt, list) else None
         options = self.chat_options()
@@ -147,7 +146,6 @@ class VoteOut(BaseModel):
 
     @classmethod
     def of(cls, result: VoteResult) -> Self:
-        """Convert the result of a vote, with log-probs if they were requested."""
         tally = result.tally
         ballots = {ballot.index: ballot for ballot in result.ballots}
         candidates = {candidate.index: candidate for candidate in result.record.candidates}

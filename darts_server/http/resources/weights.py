@@ -57,7 +57,7 @@ class UpdateAnswer(BaseModel):
 
     @classmethod
     def of(cls, record: UpdateRecord | None) -> Self | None:
-        """Convert the record of the last update; ``None`` before the first update."""
+        """Convert the last update, if there was any."""
         if record is None:
             return None
         return cls.model_validate(record)
@@ -164,7 +164,6 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
 
 
 def describe_weights(updates: Updates) -> WeightsAnswer:
-    """Return the served version, the LoRA adapters and the result of the last update."""
     coordinator = updates.coordinator
     loras = [
         LoraAnswer(name=name, version=lora.version, rank=lora.config.rank, scale=lora.config.scale)

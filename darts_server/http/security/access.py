@@ -78,7 +78,6 @@ class Keys:
         self._digests = self._read_digests()
 
     def _read_digests(self) -> list[bytes]:
-        """Return the digests of all keys, from the arguments and the file."""
         if self.file is None:
             return self._fixed
         try:
@@ -97,7 +96,7 @@ class Keys:
         return bool(self._digests)
 
     def find(self, key: bytes | None) -> str | None:
-        """Return the name of a valid key, which is its digest in hex; else ``None``."""
+        """Return a valid key's name, its digest in hex; else None."""
         if key is None:
             return None
         wanted = _digest(key)
@@ -108,7 +107,6 @@ class Keys:
         return found[0].hex()
 
     def has_name(self, name: str) -> bool:
-        """Return whether a key with this name is still valid."""
         return any(digest.hex() == name for digest in self._digests)
 
     def reload(self) -> None:
@@ -182,7 +180,6 @@ class Access:
 
     @property
     def needs_key(self) -> bool:
-        """Whether some routes need a key."""
         return bool(self.keys or self.admin_keys)
 
     def may_call(self, name: str | None) -> bool:
@@ -192,12 +189,11 @@ class Access:
         return self.keys.has_name(name) or self.admin_keys.has_name(name)
 
     def reload_keys(self) -> None:
-        """Read both key files again."""
         self.keys.reload()
         self.admin_keys.reload()
 
     def check(self, access: RouteAccess, what: str, key: bytes | None, sender: Sender) -> Caller:
-        """Check a request, and return its caller, without a name on public routes. ``what``: the route, for messages.
+        """Check a request, and return its caller. ``what``: method and path, for messages.
 
         Raises:
             Unauthorized, Forbidden
@@ -216,7 +212,7 @@ class Access:
         name = self.keys.find(key)
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
-        # A browser adds no key, so only requests without a key may come from a foreign web page.
+        # A browser sends no key by itself.
         if name is None:
             self.sites.check(sender.host, sender.origin)
         if access is RouteAccess.USE:

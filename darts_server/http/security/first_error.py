@@ -32,7 +32,7 @@ def end_at_first_error(application: FastAPI) -> None:
 
 
 def _mark_lists(schema: object) -> None:
-    """Set ``fail_fast`` in all lists of a core schema, in place."""
+    """Set ``fail_fast`` in all lists of a schema."""
     if isinstance(schema, dict):
         if schema.get("type") in LISTS:
             schema["fail_fast"] = True
@@ -45,9 +45,9 @@ def _mark_lists(schema: object) -> None:
 
 
 def _validate_or_refuse(body: object, validate: Callable[[object], object]) -> object:
-    """Return the validated body, or raise a ValueError, which pydantic reports, if a validator of vLLM fails.
+    """Validate a body; raise ValueError, which pydantic reports, if a validator of vLLM fails.
 
-    vLLM's validators see fields before their types are checked: ``"structured_outputs": 1`` is an AttributeError.
+    These validators see fields before their types are checked: ``"structured_outputs": 1`` is an AttributeError.
     """
     try:
         return validate(body)

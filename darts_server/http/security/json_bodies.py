@@ -41,7 +41,7 @@ class _LimitedRequest(Request):
         self._max_parts = max_parts
 
     async def json(self) -> Any:
-        """Return the parsed body, cached as in Starlette's method."""
+        """Return the parsed body, cached as by Starlette."""
         if hasattr(self, "_json"):
             return self._json
         body = await self.body()
@@ -58,17 +58,16 @@ class _LimitedRequest(Request):
 
 
 def limit_json(application: FastAPI) -> None:
-    """Limit the JSON bodies of the routes that the app has now. Bodies for admins may have more parts."""
+    """Limit the JSON bodies of the routes that the app has now."""
     for route in application.routes:
         if isinstance(route, APIRoute):
             accesses = {find_route(method, route.path)[0] for method in route.methods}
             # pydantic needs 2 to 4 µs for each part, in the event loop.
             max_parts = MAX_PARTS_AT_ONCE if RouteAccess.USE in accesses else MAX_ADMIN_PARTS
-            route.app = request_response(partial(_handle, route.get_route_handler(), max_parts))
+            route.app = request_response(partial(_handle_limited, route.get_route_handler(), max_parts))
 
 
-async def _handle(handler: Any, max_parts: int, request: Request) -> Response:
-    """Call a route's handler with a request whose JSON is limited."""
+async def _handle_limited(handler: Any, max_parts: int, request: Request) -> Response:
     response: Response = await handler(_LimitedRequest(request, max_parts))
     return response
 
@@ -88,7 +87,6 @@ def load_json(body: bytes, max_parts: int) -> Any:
     if len(body) <= INLINE_BYTES:
         return json.loads(body)
 
-    # Parse each field, and each array of a list of arrays, in a call of its own.
     try:
         fields = raw_values(body, dict[str, msgspec.Raw])
     except InvalidRequest:
@@ -108,6 +106,5 @@ def load_json(body: bytes, max_parts: int) -> Any:
 
 
 def _load_at_once(text: bytes, max_parts: int) -> Any:
-    """Parse a JSON text in one call, after a check that it takes little time."""
     check_structure(text, max_parts, MAX_VALUES_AT_ONCE, "in one prompt, or in a field that is no list of prompts")
     return json.loads(text)

@@ -36,6 +36,8 @@ FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """Prefixes of the headers that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
 GROUP_ID = "X-Darts-Group-Id"
+MAX_CLOSE_REASON = 100
+"""Characters of the reason for closing a WebSocket, which may have 123 bytes."""
 STATE_KEY = "darts_group_id"
 """Key of a request's state with the id of its groups, if the request was shaped."""
 
@@ -125,7 +127,6 @@ class SecurityMiddleware:
             who.answered = None
 
     def _check_access(self, scope: Scope, method: str, path: str, access: RouteAccess | None) -> Caller:
-        """Return the caller of a request, or raise `Unauthorized` or `Forbidden`."""
         # The first of several headers with the same name counts.
         headers: dict[bytes, bytes] = {}
         is_forwarded = False
@@ -158,10 +159,12 @@ class SecurityMiddleware:
         return who
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count a refusal, and send it as an error response or as the close of a WebSocket."""
+        """Count a refusal, and send its response."""
         self.on_refusal(_refusal_reason(error))
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:100]})
+            await send(
+                {"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:MAX_CLOSE_REASON]}
+            )
             return
 
         headers = headers_of(error)
@@ -194,7 +197,7 @@ def _refusal_reason(error: DartsError) -> str:
     if isinstance(error, ServerStopping | EngineDead):
         return "shutdown"
     if isinstance(error, InvalidRequest):
-        # Admission refuses a field that requests more candidates than a key or the server may have.
+        # Other fields request too many candidates.
         return "body" if error.field == "body" else "quota"
     if isinstance(error, QuotaReached):
         return "quota"

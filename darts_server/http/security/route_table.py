@@ -30,7 +30,7 @@ PUBLIC = {
 
 
 def _routes(methods: str, paths: str) -> dict[str, str]:
-    """Return the methods of each path. Both are separated by spaces."""
+    """Map paths to their methods, both separated by spaces."""
     return dict.fromkeys(paths.split(), methods)
 
 
