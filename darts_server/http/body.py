@@ -201,7 +201,7 @@ class AnyObject(msgspec.Struct, gc=False):
 
 
 def raw_values(text: bytes, kind: Any) -> Any:
-    """Decode a JSON text as a container of ``msgspec.Raw``; ``None`` if the text has another type or is nested too deeply.
+    """Decode a JSON text as a container of ``msgspec.Raw``; ``None`` for another type or too deep nesting.
 
     Raises:
         InvalidRequest: the text is no JSON.

@@ -180,7 +180,7 @@ def by_text(text: str, index: int) -> Script:
 async def answer_of(batch: BatchRun, media_type: str = JSON) -> Any:
     """Return the response to a caller that stays connected."""
     caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
-    return await _respond(caller, batch, 0, media_type, Reading())
+    return await _respond(caller, batch, media_type, Reading(), after=0)
 
 
 async def read_answer(batch: BatchRun) -> dict[str, Any]:
@@ -340,7 +340,7 @@ async def test_readers_that_do_not_read_share_one_encoding_and_cost_a_slice_each
 
     async def answer(connection: Connection) -> None:
         caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
-        response = await _respond(caller, batch, 0, media_type, reading)
+        response = await _respond(caller, batch, media_type, reading, after=0)
         await response(connection.scope, connection.receive, connection.send)
 
     with traced():
