@@ -1,6 +1,6 @@
 """Encode large answers in threads, once for all connections that read the same answer, and send them in slices.
 
-So a connection that does not read costs only the web server's buffer. The number of such connections is limited.
+So a connection that does not read costs only the web server's buffer.
 """
 
 import asyncio

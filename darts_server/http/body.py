@@ -81,7 +81,7 @@ class IncompleteBody(InvalidRequest):
 
 
 def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | None = None) -> Receive:
-    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`, and records the error in ``who``."""
+    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`; ``who`` gets the error for the middleware."""
     announced = Headers(scope=scope).get("content-length", "")
     announced_size = int(announced) if announced.isdecimal() else 0
     received = 0
@@ -177,6 +177,7 @@ def parse(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     if texts is None:
         return _parse_at_once(model, body)
 
+    # The other fields, with an empty list.
     whole = _parse_at_once(model, msgspec.json.encode(fields | {items: msgspec.Raw(b"[]")}))
 
     (item,) = get_args(model.model_fields[items].annotation)

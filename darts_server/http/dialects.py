@@ -60,7 +60,7 @@ class Controls:
         """
         has_paused = False
 
-        async def pause_if_aborts() -> None:
+        async def abort_running() -> None:
             nonlocal has_paused
             if aborts and not self.updates.coordinator.paused_by_trainer:
                 await self.engine.pause_generation(mode="abort")
@@ -68,9 +68,9 @@ class Controls:
 
         try:
             if lora is None:
-                await self.updates.load(path, KEEP, when_staged=pause_if_aborts)
+                await self.updates.load(path, KEEP, when_staged=abort_running)
             else:
-                await self.updates.loras.load(lora, path, KEEP, when_staged=pause_if_aborts)
+                await self.updates.loras.load(lora, path, KEEP, when_staged=abort_running)
         except InvalidRequest as error:
             # The trainer has other names for the fields.
             name = {"path": field, "name": "lora_name"}.get(error.field)
