@@ -129,7 +129,6 @@ def share_answers(application: FastAPI) -> None:
 
 def _create_metrics_route(route: APIRoute) -> Route:
     # vLLM's own route runs in a thread, but our gauges read values that the event loop changes.
-
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
         answer: Response = route.endpoint(Request(scope))
         await answer(scope, receive, send)
