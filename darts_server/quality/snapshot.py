@@ -61,7 +61,7 @@ class Standardiser:
         return Standardiser(0, np.zeros(width), np.zeros(width))
 
     def after(self, feature: Single) -> "Standardiser":
-        """Add a feature. From `MEMORY` features on, older features lose weight exponentially."""
+        """Return the mean and variance after one more feature. After `MEMORY` features, old features fade out."""
         count = min(self.count + 1, MEMORY)
         deviation = feature - self.mean
         mean = self.mean + deviation / count
@@ -70,6 +70,7 @@ class Standardiser:
 
     def apply(self, features: Single) -> Single:
         """Scale a feature, or rows of features, to mean 0 and variance 1."""
+        # Division by infinity makes a constant feature 0.
         spread = np.where(self.variance > MIN_VARIANCE, np.sqrt(self.variance), np.inf)
         scaled: Floats = (features - self.mean) / spread
         return np.clip(scaled, -CLIP, CLIP).astype(np.float32)
@@ -93,7 +94,9 @@ class Snapshot:
         return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
 
     def to_bytes(self) -> bytes:
+        """Serialize the head in the format at the top of this file."""
         hidden, features = self.arrays["hidden_weight"].shape
+        # A feature is a hidden state and its position.
         numbers = {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}
         arrays = {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance}
         body = safetensors.save(
@@ -151,7 +154,7 @@ def are_finite(arrays: Mapping[str, Single]) -> bool:
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all arrays by name."""
+    """Return the shapes of the network's weights and of Adam's moments by name. ``width``: size of a feature."""
     shapes: dict[str, tuple[int, ...]] = {
         "hidden_weight": (hidden, width),
         "hidden_bias": (hidden,),

@@ -72,6 +72,7 @@ def encode(document: Document) -> str:
 
 def pack(rows: Iterable[Row]) -> bytes:
     """Pack rows, ordered by kind and key, into one file. The same rows give the same bytes."""
+    # `gzip` would write the time too. A ``wbits`` of 31 gives the same format without it.
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, wbits=31)
     parts = []
     for kind, key, text in rows:
@@ -86,7 +87,7 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
     """Yield the rows of a file that ``pack`` made. ``limit``: maximum size of the JSON lines in bytes.
 
     Raises:
-        StateDamaged: the file is in another format, incomplete or too large, perhaps found after some rows.
+        StateDamaged: the file is in another format, incomplete or too large. May be raised after some rows.
         StateTooNew: a newer version made the file.
     """
     first = _FIRST_LINE.match(data)
@@ -131,4 +132,5 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
 
 
 def damaged(problem: str) -> StateDamaged:
+    """Return the error of an uploaded file. ``problem`` follows "the state given" in the message."""
     return StateDamaged(f"the state given {problem}; nothing was changed. Send a saved file, byte for byte")
