@@ -21,9 +21,11 @@ class Event(Generic[P]):
         self._failed: set[Callable[P, object]] = set()
 
     def add(self, *functions: Callable[P, object]) -> None:
+        """Call these functions too, after the functions that were added before."""
         self._functions += functions
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Report the event to all functions. Never raises an ``Exception``."""
         for function in self._functions:
             try:
                 function(*args, **kwargs)

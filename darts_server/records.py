@@ -15,6 +15,7 @@ GroupKey = tuple[str | None, str]
 def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans:
     """Extend spans to ``tokens`` tokens in all, with new tokens of ``version``; or cut the spans to fewer tokens."""
     extended: list[tuple[int, int]] = []
+    # Each span, and the new span at the end, gets at most the tokens that earlier spans leave.
     for span_version, length in (*spans, (version, tokens)):
         count = min(length, tokens)
         if count <= 0:
@@ -130,17 +131,18 @@ class GroupRecord:
             return None
         if self.completion_length is None:
             return self.bound
+        # The group waited for this candidate, even beyond the cohort's deadline.
         deadline = max(self.cohort_deadline, self.completion_length)
         return deadline if self.bound is None else min(deadline, self.bound)
 
     @property
     def counted(self) -> int:
-        """N: number of candidates that were not failed, aborted or restarted."""
+        """N: number of candidates since the last restart that did not fail and were not aborted."""
         return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
 
     @property
     def all_truncated(self) -> bool:
-        """Whether no returned trajectory finished by itself."""
+        """Whether there are returned trajectories, and none of them ended at a stop token or string."""
         return bool(self.selected) and all(c.finish_reason is not FinishReason.STOP for c in self.selected)
 
     @property
@@ -179,7 +181,7 @@ class CohortRecord:
     """Lengths of the returned trajectories of each group that returned any, in tokens."""
 
     def add(self, group: GroupRecord) -> None:
-        """Add a group that has ended."""
+        """Add the tokens, lengths and outcome of a group that has ended."""
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
         self.completed += group.outcome is Outcome.COMPLETED
