@@ -128,11 +128,7 @@ def close_store(store: Store, code: int) -> int:
 
 
 def _make_access(settings: Settings, args: Namespace) -> Access:
-    """Create the access rules from keys and hosts, and remove the admin key from the environment.
-
-    Raises:
-        InvalidSetting: keys are missing or unusable.
-    """
+    """Create the access rules, and remove the admin key from the environment."""
     admin_keys = []
     if settings.admin_api_key is not None:
         admin_keys.append(settings.admin_api_key.get_secret_value())
@@ -167,7 +163,7 @@ async def _serve(
     store: Store,
     staging: Staging,
 ) -> int:
-    """Start everything, serve until a signal or a lost engine, and return the exit code."""
+    """Serve until a signal or the loss of the engine, and return the exit code."""
     exit_on_signals()
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
@@ -222,7 +218,7 @@ def _start_engines(
 
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
-    """Read the key files again, and drop prompts that are carried over for keys that no longer exist."""
+    """Read the key files again, and drop carried prompts of removed keys."""
     access.reload_keys()
     batches.carried.drop_without_caller()
 
@@ -355,7 +351,6 @@ def _make_pruner(
     """
 
     def read_metric(name: str, prediction: str) -> float | None:
-        """Return a metric of raw scores, or of calibrated scores."""
         measured = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
         value: float | None = getattr(measured, name)
         return value
@@ -399,7 +394,7 @@ def _make_reads(
     bias: LengthBias,
     batches: VllmBatches,
 ) -> Reads:
-    """Return the functions that compute the values of `RolloutMetrics` at each scrape, by metric."""
+    """Return the functions that compute metrics at each scrape."""
     statistics = rollouts.statistics
     deadlines = rollouts.allocator.deadlines
     rewards = statistics.rewards
@@ -484,7 +479,7 @@ def extend(
 
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
-    """Check everything that a server needs, start nothing, and yield each result."""
+    """Check everything that a server needs, and start nothing."""
     args = flags.parse(vllm_argv)
     yield from check_local(settings, args)
     try:

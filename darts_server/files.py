@@ -26,7 +26,7 @@ class Stamp(NamedTuple):
     """Time of the last change in nanoseconds."""
 
     def fits(self, other: "Stamp") -> bool:
-        """Return whether both stamps may belong to the same state of a file."""
+        """Return whether both stamps may be of the same state."""
         if self.place == other.place:
             return self == other
         # Another machine has a mount of its own, or a copy, so only the size can be compared.

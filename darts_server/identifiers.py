@@ -29,7 +29,7 @@ def is_name(text: str, max_chars: int = NAME_CHARS) -> bool:
 
 
 def check_name(field: str, text: str, max_chars: int = NAME_CHARS) -> None:
-    """Check an identifier of a request. Empty text stands for no identifier.
+    """Accept a name, or empty text for no name.
 
     Raises:
         InvalidRequest: the identifier is too long, or not printable.
@@ -49,7 +49,7 @@ def header_value(identifier: str) -> str:
 
 
 def from_header(value: str) -> str:
-    """Decode an identifier that `header_value` encoded."""
+    """Decode a value of `header_value`."""
     return unquote(value)
 
 

@@ -26,11 +26,7 @@ CONSOLE = "(darts-server pid=%(process)d) %(levelname)s %(asctime)s [%(filename)
 
 
 def set_up(log_format: str, level: str | None) -> None:
-    """Configure logging here and, by environment variables, in vLLM's processes. Call before vLLM is imported.
-
-    Args:
-        log_format: see `logging_config`.
-        level: None for the level in vLLM's variable.
+    """Configure logging, before vLLM is imported. ``level``: ``None`` for the level in vLLM's variable.
 
     Raises:
         InvalidSetting: the format is ``json``, and a configuration of vLLM's logging is set.
@@ -52,8 +48,7 @@ def set_up(log_format: str, level: str | None) -> None:
 def logging_config(log_format: str, level: str) -> dict[str, Any]:
     """Return a configuration for `logging.config.dictConfig`.
 
-    ``log_format``: ``json`` for one JSON object per line, also for vLLM's and uvicorn's lines. Any other format makes
-    our lines look like vLLM's, and leaves other lines alone.
+    ``json``: one JSON object per line, also for vLLM's and uvicorn's lines. ``console``: our lines in vLLM's format.
     """
     formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": "%m-%d %H:%M:%S"}
     levels = {OURS: level}
@@ -99,7 +94,7 @@ class RequestId(logging.Filter):
 
 
 def log_group(record: GroupRecord) -> None:
-    # Groups end often, and the fields would be built for nothing.
+    # Groups end often, and building the fields takes time.
     if not logger.isEnabledFor(logging.DEBUG):
         return
     fields = {

@@ -21,11 +21,9 @@ class Event(Generic[P]):
         self._failed: set[Callable[P, object]] = set()
 
     def add(self, *functions: Callable[P, object]) -> None:
-        """Call these functions too, after the functions that were added before."""
         self._functions += functions
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Report the event to all functions. Never raises an ``Exception``."""
         for function in self._functions:
             try:
                 function(*args, **kwargs)
@@ -41,7 +39,6 @@ class Event(Generic[P]):
 class GroupEvents:
     def __init__(self) -> None:
         self.single_request_classified = Event[[TurnKind]]()
-        """A single request arrived."""
         self.group_sealed = Event[[bool]]()
         """A group of single requests was closed, full or not."""
         self.candidates_started = Event[[int]]()

@@ -15,7 +15,7 @@ GroupKey = tuple[str | None, str]
 def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans:
     """Extend spans to ``tokens`` tokens in all, with new tokens of ``version``; or cut the spans to fewer tokens."""
     extended: list[tuple[int, int]] = []
-    # Each span, and the new span at the end, gets at most the tokens that earlier spans leave.
+    # Each span gets at most the tokens that earlier spans leave.
     for span_version, length in (*spans, (version, tokens)):
         count = min(length, tokens)
         if count <= 0:
@@ -105,7 +105,7 @@ class GroupRecord:
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""
     generated_tokens: int = field(init=False, repr=False, compare=False)
-    """Number of all tokens. Carried candidates count in the group that resumes them."""
+    """Carried candidates count in the group that resumes them."""
     returned_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class GroupRecord:
 
     @property
     def all_truncated(self) -> bool:
-        """Whether there are returned trajectories, and none of them ended at a stop token or string."""
+        """Whether trajectories were returned, and none ended at a stop token or string."""
         return bool(self.selected) and all(c.finish_reason is not FinishReason.STOP for c in self.selected)
 
     @property
@@ -164,7 +164,7 @@ class CohortRecord:
     mean_candidates: float
     """M' in DARTS."""
     deadline: int | None = None
-    """Deadline in tokens, if it was set."""
+    """In tokens, if set."""
     explored: bool = False
     measured_seconds: float = 0.0
     """Seconds from the start of the first group to the end of the last group."""
@@ -172,7 +172,6 @@ class CohortRecord:
     returned_tokens: int = 0
     chosen: str | None = None
     completed: int = 0
-    """Number of complete groups."""
     stale_tokens: int = 0
     """Number of returned tokens with older weights than the newest in their group."""
     new_tokens: int = 0
@@ -181,7 +180,7 @@ class CohortRecord:
     """Lengths of the returned trajectories of each group that returned any, in tokens."""
 
     def add(self, group: GroupRecord) -> None:
-        """Add the tokens, lengths and outcome of a group that has ended."""
+        """Add a group that has ended."""
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
         self.completed += group.outcome is Outcome.COMPLETED

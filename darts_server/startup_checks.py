@@ -59,7 +59,7 @@ ok, warn, fail = (partial(Finding, verdict) for verdict in Verdict)
 
 
 def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
-    """Run the checks of every start, which need no time and no network, and yield each result."""
+    """Run the checks of every start, which need no time and no network."""
     yield ok("Python", f"{platform.python_version()} on {platform.platform()}")
     yield check_shared_memory()
     yield check_file_descriptors()
@@ -119,7 +119,7 @@ def check_file_descriptors(minimum: int = MIN_FILES) -> Finding:
 def check_port(host: str, port: int) -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As vLLM does: connections of an earlier server may still be in TIME_WAIT.
+        # As vLLM does: an earlier server's connections may still be in TIME_WAIT.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

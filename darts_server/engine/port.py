@@ -50,8 +50,7 @@ UNKNOWN_TOKENS = RequestTokens()
 class TokenSlice:
     """A candidate's generated tokens from some position on, with their log-probs if the engine computes them.
 
-    ``logprobs_requested``: whether the request asks for log-probs. If it does not, they were computed for a `Probe`
-    only, and are not to be returned to the caller.
+    ``logprobs_requested``: False if the log-probs are for a `Probe`, and must not be returned to the caller.
     """
 
     token_ids: Sequence[int]

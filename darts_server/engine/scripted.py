@@ -61,7 +61,7 @@ class ScriptedCandidate:
     is_taken: bool = False
     """Whether its result was taken. Then `stop` returns 0, as on vLLM."""
     states: list[tuple[int, HiddenState]] = field(default_factory=list)
-    """Hidden states that the probe has not received, each with the step at which it receives the state."""
+    """Hidden states that the probe has not received, each with the step of its arrival."""
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
 
     @property
@@ -94,7 +94,7 @@ class ScriptedCandidate:
         return result
 
     def step(self, now: int) -> None:
-        """Generate one token, and end at the script's length. A waiting or finished candidate does nothing."""
+        """Generate one token, unless the candidate waits or has finished."""
         if not self.is_running or not self.has_slot or now <= self.started_at + self.script.delay:
             return
         self.generated += 1
@@ -109,10 +109,9 @@ class ScriptedCandidate:
             self._finish(None if self.script.aborted else self.script.finish_reason)
 
     def fail(self, error: Exception) -> None:
-        """Let `result` raise ``error``, unless the candidate has finished."""
         if self.is_running:
             self._result.set_exception(error)
-            # Without this, asyncio logs an error if no task waits for the result.
+            # asyncio would log an exception that no task retrieves.
             self._result.exception()
 
     def abort_as_lost(self, tokens: int = 0) -> None:
@@ -124,7 +123,7 @@ class ScriptedCandidate:
         return list(range(self.generated))
 
     def _finish(self, reason: FinishReason | None) -> None:
-        """Set the result, unless the candidate has finished. ``reason``: None if it is aborted."""
+        """Set the result. ``reason``: None if the candidate was aborted."""
         if self.is_running:
             self._result.set_result(CandidateResult(self.generated, reason, self.output()))
 
@@ -139,7 +138,7 @@ class ScriptedEngine:
         self.weight_version = 0
         self.capacity: int | None = None
         self.slots: int | None = None
-        """Maximum number of candidates that run at once, ``None`` if unlimited. Other candidates wait."""
+        """Maximum number of candidates that run at once, ``None`` if unlimited."""
         self.has_priorities = False
         self.engines = 1
         self.probe_width: int | None = None
@@ -194,7 +193,6 @@ class ScriptedEngine:
         return slice_from(output, start)
 
     def token_ids(self, request: str, output: list[int]) -> tuple[list[int], list[int]]:
-        """Return the prompt's characters as code points, and the output."""
         return list(map(ord, request)), output
 
     async def step(self) -> None:
@@ -209,7 +207,7 @@ class ScriptedEngine:
         self.now += 1
         for candidate in self.running:
             candidate.step(self.now)
-        # Finished candidates count too, because their last states may be late.
+        # The last states of finished candidates may be late.
         for candidate in self.started:
             while candidate.probe is not None and candidate.states and candidate.states[0][0] <= self.now:
                 candidate.probe.on_state(candidate.states.pop(0)[1])

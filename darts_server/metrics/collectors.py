@@ -90,7 +90,7 @@ class Collectors:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
     def _create_read_gauges(self, gauges: Gauges, reads: Reads) -> None:
-        """Create gauges that read their values at each scrape, with a sample for each combination of label values."""
+        """Create gauges that read their values at each scrape."""
         for name, (text, labels) in gauges.items():
             gauge = ReadMetric(GaugeMetricFamily(name, text, labels=("model_name", *labels)), self._registry)
             for values in product(*labels.values()):
@@ -129,8 +129,6 @@ class ServingMetrics(Collectors):
 
 
 class AccessMetrics(Collectors):
-    """Count refused requests by reason."""
-
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._refused = self._counters(
@@ -146,8 +144,6 @@ class AccessMetrics(Collectors):
 
 
 class WeightMetrics(Collectors):
-    """Measure weight updates."""
-
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._updates = self._counters("darts_weight_updates", "Weight updates by outcome.", "outcome", UpdateOutcome)

@@ -65,8 +65,6 @@ DEADLINE_GAUGES = {
 
 
 class RolloutMetrics(Collectors):
-    """Count groups, cohorts, rewards and votes."""
-
     def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._sealed = self._counters(

@@ -173,7 +173,6 @@ class ReplayBuffer:
         return float((self._weights() * self._targets[:count]).sum() + 1) / (count + 2)
 
     def add(self, feature: Single, target: float, survival: float) -> None:
-        """Add an example. In a full buffer it replaces the oldest example."""
         place = self._added % self._targets.size
         self._features[place] = feature
         self._targets[place] = target
@@ -194,7 +193,7 @@ class ReplayBuffer:
         return self._features[sampled], targets, weights
 
     def _weights(self) -> Floats:
-        """Return each example's weight, which makes up for pruned trajectories. The mean is 1."""
+        """Return the weights of all examples, which make up for pruning."""
         return inverse_propensity_weights(self._survivals[: len(self)])
 
 

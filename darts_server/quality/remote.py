@@ -34,7 +34,7 @@ ANSWER_SECONDS = 300.0
 
 
 class RemoteHead:
-    """Head that is trained in another process, whose last report has status, metrics and scores. For all threads.
+    """Head for all threads. The last report of its process has status, metrics and scores.
 
     Args:
         width: size of the model's hidden states.
@@ -68,7 +68,6 @@ class RemoteHead:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start training in the background. Later calls do nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._supervise, name="darts-quality", daemon=True)
             self._thread.start()
@@ -95,10 +94,7 @@ class RemoteHead:
         return self._current[0]
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct.
-
-        The score is the prior if the head is not ``READY``, or if a value of ``hidden`` is not finite.
-        """
+        """Score a trajectory by its hidden state after ``position`` tokens, or by the prior, see `Score`."""
         feature = assemble_feature(hidden, position)
         report, snapshot = self._current
         if feature is None:
@@ -125,7 +121,7 @@ class RemoteHead:
         if snapshot is not None and snapshot.steps:
             report = TrainerReport(PruningStatus.READY, steps=snapshot.steps)
         with self._changed:
-            # The thread sends the new state, and `_apply` drops the report of a training that runs now.
+            # Then `_apply` drops the report of a training that runs now.
             self._restores += 1
             self._state = data
             self._current = (report, snapshot)
@@ -134,7 +130,7 @@ class RemoteHead:
             self._changed.notify_all()
 
     def _parse_state(self, state: bytes) -> Snapshot | None:
-        """Return the snapshot of a saved state, or None if ``state`` is empty."""
+        """Return None if ``state`` is empty."""
         return Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
 
     # --- the process, and the thread that supervises it -----------------------
@@ -181,7 +177,7 @@ class RemoteHead:
 
         while True:
             with self._changed:
-                # Wait for a label, and then for more labels until the next training is due.
+                # Wait for a label, then for more labels until the next training is due.
                 self._changed.wait_for(lambda: has_work(min_labels=1))
                 until_due = max(0.0, due - time.monotonic())
                 self._changed.wait_for(lambda: has_work(min_labels=NEW_LABELS), until_due)

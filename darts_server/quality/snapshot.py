@@ -61,7 +61,7 @@ class Standardiser:
         return Standardiser(0, np.zeros(width), np.zeros(width))
 
     def after(self, feature: Single) -> "Standardiser":
-        """Return the mean and variance after one more feature. After `MEMORY` features, old features fade out."""
+        """Return the statistics after one more feature. After `MEMORY` features, older features fade out."""
         count = min(self.count + 1, MEMORY)
         deviation = feature - self.mean
         mean = self.mean + deviation / count
@@ -94,7 +94,6 @@ class Snapshot:
         return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
 
     def to_bytes(self) -> bytes:
-        """Serialize the head in the format at the top of this file."""
         hidden, features = self.arrays["hidden_weight"].shape
         # A feature is a hidden state and its position.
         numbers = {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}
@@ -154,7 +153,7 @@ def are_finite(arrays: Mapping[str, Single]) -> bool:
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the network's weights and of Adam's moments by name. ``width``: size of a feature."""
+    """Return the shapes of weights and moments by name, for features of size ``width``."""
     shapes: dict[str, tuple[int, ...]] = {
         "hidden_weight": (hidden, width),
         "hidden_bias": (hidden,),

@@ -36,7 +36,7 @@ class Ticket:
     def __init__(self, admission: "Admission", name: str | None, who: Caller | None, candidates: int = 0) -> None:
         self._admission = admission
         self._name = name
-        # None if `split` made the ticket, which does not count in its request then.
+        # None if `split` made the ticket.
         self._who = who
         self._is_released = False
         self.candidates = 0
@@ -55,7 +55,7 @@ class Ticket:
         self._add(more)
 
     def fit(self, candidates: int) -> int:
-        """Change the number of candidates to ``candidates``, or to fewer if limits require it, and return it."""
+        """Change the number of candidates to ``candidates``, or to what limits allow, and return it."""
         free = max(0, self._admission.count_free(self._name))
         self._add(int(min(candidates - self.candidates, free)))
         return self.candidates
@@ -71,13 +71,12 @@ class Ticket:
         _move(other, self, other.candidates)
 
     def mark_started(self, candidates: int | None = None) -> None:
-        """Count candidates no longer as ahead of the engine, which counts them from now on. None: all candidates."""
+        """Stop counting candidates (None: all) as ahead of the engine, which counts them now."""
         started = self._ahead if candidates is None else min(candidates, self._ahead)
         self._ahead -= started
         self._admission.ahead -= started
 
     def release(self) -> None:
-        """Give all candidates back. Later calls do nothing."""
         if self._is_released:
             return
         self._is_released = True
@@ -96,7 +95,7 @@ class Ticket:
         self._count(candidates, max(candidates, -self._ahead))
 
     def _count(self, candidates: int, ahead: int) -> None:
-        """Change all counts. ``ahead``: change of the number of candidates that the engine does not have yet."""
+        """Change all counts. ``ahead``: change of the candidates that the engine does not have yet."""
         self.candidates += candidates
         self._ahead += ahead
         self._admission.ahead += ahead
@@ -167,10 +166,7 @@ class Admission:
         return Ticket(self, name, who, candidates)
 
     def count_free(self, name: str | None) -> float:
-        """Return how many more candidates the limits allow, including the quota of the key ``name``, if any.
-
-        The result is infinite without limits, and negative after groups were restarted.
-        """
+        """Return how many more candidates the key may have: negative after groups were restarted, else up to inf."""
         quota = self._bounds.max_per_caller
         free = inf
         if quota is not None and name is not None:
@@ -180,10 +176,7 @@ class Admission:
         return free
 
     def check(self, candidates: int, name: str | None, held: int, field: str) -> None:
-        """Raise an error of `admit` unless a request with ``held`` candidates may have ``candidates`` more.
-
-        ``name``: key whose quota counts, if any.
-        """
+        """Raise an error of `admit` unless a request with ``held`` candidates may have ``candidates`` more."""
         total = held + candidates
         quota = self._bounds.max_per_caller
         if quota is not None and name is not None:

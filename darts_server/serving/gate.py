@@ -35,8 +35,7 @@ class Gate:
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
         """Wait until the gate is open, and count as inside until the end of the block.
 
-        ``skip_wait``: enter a closed gate too, because work inside waits for this work. ``unshaped``: the work belongs
-        to no group.
+        ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: it is no group's.
         """
         # The gate may have been closed again before this task runs.
         while not (skip_wait or self._opened.is_set()):
@@ -62,7 +61,7 @@ class Gate:
             raise self._error.with_traceback(None)
 
     def leave(self) -> None:
-        """End one piece of work that `let_in` counted."""
+        """Undo a `let_in`."""
         self.inside -= 1
         self._left.set()
 
@@ -72,7 +71,7 @@ class Gate:
         self._opened.clear()
 
     def open(self, by: str = "") -> None:
-        """End the `close` of ``by``. The gate opens if nobody else has closed it."""
+        """Undo the `close` of ``by``."""
         self._closed_by.discard(by)
         if not self._closed_by and not self._opened.is_set():
             self._openings += 1

@@ -77,7 +77,6 @@ class Kept(Generic[K, V]):
         return self._shrink(self._limit, self._weight_limit, name)
 
     def pop(self, owner: str | None, key: K) -> V | None:
-        """Remove an entry, if it exists, and return its value."""
         name = owner or ""
         owned = self._owned.get(name)
         if owned is None or key not in owned.entries:
@@ -91,10 +90,7 @@ class Kept(Generic[K, V]):
         return self._shrink(inf, weight_limit, None)
 
     def _shrink(self, limit: float, weight_limit: float, newest: str | None) -> list[tuple[K, V]]:
-        """Drop entries beyond the limits, and return them.
-
-        ``newest``: owner whose last entry stays, because it was just added.
-        """
+        """Drop and return entries beyond the limits, but keep the last entry of ``newest``, which was just added."""
         dropped: list[tuple[K, V]] = []
         while self.size > limit or self.weight > weight_limit:
             ranking = self._by_size if self.size > limit else self._by_weight
@@ -109,7 +105,7 @@ class Kept(Generic[K, V]):
         return dropped
 
     def _count(self, name: str, owned: _Owned[K, V], entries: int, weight: int) -> None:
-        """Update totals and rankings after an owner's entries changed. ``entries``, ``weight``: the differences."""
+        """Update totals and rankings after an owner's entries changed by ``entries`` and ``weight``."""
         size = len(owned.entries)
         _move(self._by_size, name, size - entries, size)
         _move(self._by_weight, name, owned.weight, owned.weight + weight)

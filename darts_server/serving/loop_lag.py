@@ -42,29 +42,27 @@ def watch_loop(
     closed = threading.Event()
     # `loop.time()` would not do: the clock of uvloop stands still within a turn.
     due = time.monotonic() + interval
-    # `measure` is defined below.
     timer = loop.call_later(interval, lambda: measure())
 
     def measure() -> None:
-        """Report the timer's delay, and set the timer again."""
         nonlocal due, timer
         observe(max(0.0, time.monotonic() - due))
         due = time.monotonic() + interval
         timer = loop.call_later(interval, measure)
 
     def log_late_timers() -> None:
-        """Log the loop's stack once for each late timer, but not within `LOG_SECONDS` of the last line."""
+        """Log the loop's stack while the timer is late."""
         last_logged = 0.0
         silent_until = 0.0
         while not closed.wait(interval):
             now = time.monotonic()
             overdue_since = due
             delay = now - overdue_since
-            # The stack of a long delay is logged once, and many short delays do not fill the log.
+            # A long delay is logged once, and short delays must not fill the log.
             if delay < late or overdue_since == last_logged or now < silent_until:
                 continue
             frame = sys._current_frames().get(loop_thread)
-            # If the timer has fired meanwhile, the frame does not show what delayed it.
+            # If the timer has fired meanwhile, the frame belongs to something else.
             if frame is None or overdue_since != due:
                 continue
 

@@ -72,7 +72,7 @@ def encode(document: Document) -> str:
 
 def pack(rows: Iterable[Row]) -> bytes:
     """Pack rows, ordered by kind and key, into one file. The same rows give the same bytes."""
-    # `gzip` would write the time too. A ``wbits`` of 31 gives the same format without it.
+    # ``wbits=31`` is gzip's format, without the time that `gzip` would write.
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, wbits=31)
     parts = []
     for kind, key, text in rows:
@@ -132,5 +132,4 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
 
 
 def damaged(problem: str) -> StateDamaged:
-    """Return the error of an uploaded file. ``problem`` follows "the state given" in the message."""
     return StateDamaged(f"the state given {problem}; nothing was changed. Send a saved file, byte for byte")

@@ -88,7 +88,6 @@ def _create(path: Path) -> None:
 
 
 def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
-    """Raise `StateTooNew` if a newer version of this server wrote the file."""
     version = _read_pragma(connection, "user_version")
     if isinstance(version, int) and version > VERSION:
         raise StateTooNew(
@@ -98,17 +97,16 @@ def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open a connection in autocommit mode. ``mode``: SQLite's URI parameter, and more parameters after ``&``."""
+    """Open a connection. ``mode``: SQLite's URI parameter, and more parameters after ``&``."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    # SQLite advises both settings for files that may be damaged or malicious.
+    # SQLite advises both for files that may be damaged.
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
     return connection
 
 
 def _read_pragma(connection: sqlite3.Connection, name: str) -> object:
-    """Return the first value in a pragma's result."""
     row: tuple[object, ...] = connection.execute(f"PRAGMA {name}").fetchone()
     return row[0]
 
@@ -119,7 +117,6 @@ def checksum(kind: str, key: str, value: bytes) -> int:
 
 
 def damaged(path: Path, problem: str) -> StateDamaged:
-    """Return the error of a damaged file, with the remedy."""
     return StateDamaged(
         f"{path} is damaged: {problem}; it was not touched. Put a saved copy in its place, or move it "
         f"({path.name}, {path.name}-wal, {path.name}-shm) away to start without its content"
@@ -128,7 +125,7 @@ def damaged(path: Path, problem: str) -> StateDamaged:
 
 @contextmanager
 def translate_errors(path: Path) -> Iterator[None]:
-    """Translate errors of SQLite and of the operating system to `StateError` and its subclasses."""
+    """Translate errors of SQLite and of the operating system to a `StateError`."""
     try:
         yield
     except OSError as error:

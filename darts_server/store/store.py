@@ -234,7 +234,7 @@ class Store(AbstractContextManager["Store"]):
             raise StateError("the store is closed")
 
     def _keep(self, texts: _Texts, kind: str, key: str, text: str) -> None:
-        """Add a text as the newest of its kind, and drop the oldest text beyond the limit."""
+        """Add a text as the newest of its kind, and drop the oldest beyond the limit."""
         texts[kind][key] = text
         texts[kind].move_to_end(key)
         if len(texts[kind]) > self._limit:
@@ -271,7 +271,6 @@ class Store(AbstractContextManager["Store"]):
     def _read(self, connection: sqlite3.Connection) -> None:
         """Read all documents, but not again unless another process has written to the file; may raise `damaged`."""
         with translate_errors(self._path):
-            # SQLite changes this number when another connection writes.
             [[version]] = connection.execute("PRAGMA data_version")
             if version == self._version:
                 return
@@ -283,7 +282,7 @@ class Store(AbstractContextManager["Store"]):
                     raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
                 texts[kind][key] = text
         with self._lock:
-            # Documents that are not in the file yet are newer.
+            # Unwritten documents are newer.
             for (kind, key), text in self._unwritten.items():
                 texts[kind][key] = text
             self._texts = texts
