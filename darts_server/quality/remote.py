@@ -34,7 +34,7 @@ ANSWER_SECONDS = 300.0
 
 
 class RemoteHead:
-    """Head for all threads. The last report of its process has status, metrics and scores.
+    """Head that all threads may use. Status and metrics are of the last report of its process.
 
     Args:
         width: size of the model's hidden states.
@@ -130,7 +130,7 @@ class RemoteHead:
             self._changed.notify_all()
 
     def _parse_state(self, state: bytes) -> Snapshot | None:
-        """Return None if ``state`` is empty."""
+        """Parse a saved state, or return None if it is empty."""
         return Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
 
     # --- the process, and the thread that supervises it -----------------------

@@ -55,7 +55,7 @@ class Ticket:
         self._add(more)
 
     def fit(self, candidates: int) -> int:
-        """Change the number of candidates to ``candidates``, or to what limits allow, and return it."""
+        """Change the number of candidates to ``candidates``, or to the maximum within limits, and return it."""
         free = max(0, self._admission.count_free(self._name))
         self._add(int(min(candidates - self.candidates, free)))
         return self.candidates
@@ -166,7 +166,7 @@ class Admission:
         return Ticket(self, name, who, candidates)
 
     def count_free(self, name: str | None) -> float:
-        """Return how many more candidates the key may have: negative after groups were restarted, else up to inf."""
+        """Return how many more candidates a key may have: inf without limits, below 0 after groups were restarted."""
         quota = self._bounds.max_per_caller
         free = inf
         if quota is not None and name is not None:

@@ -35,7 +35,8 @@ class Gate:
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
         """Wait until the gate is open, and count as inside until the end of the block.
 
-        ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: it is no group's.
+        ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: the work belongs to no
+        group.
         """
         # The gate may have been closed again before this task runs.
         while not (skip_wait or self._opened.is_set()):

@@ -90,7 +90,7 @@ class Kept(Generic[K, V]):
         return self._shrink(inf, weight_limit, None)
 
     def _shrink(self, limit: float, weight_limit: float, newest: str | None) -> list[tuple[K, V]]:
-        """Drop and return entries beyond the limits, but keep the last entry of ``newest``, which was just added."""
+        """Drop and return entries beyond the limits, but keep the last entry of owner ``newest``, just added."""
         dropped: list[tuple[K, V]] = []
         while self.size > limit or self.weight > weight_limit:
             ranking = self._by_size if self.size > limit else self._by_weight
