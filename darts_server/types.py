@@ -208,9 +208,8 @@ class PromptSpec:
     def size_bytes(self) -> int:
         """Memory of the prompt."""
         parts = (self.messages, self.text, self.metadata, self.chat_options)
-        return TOKEN_ID_BYTES * len(self.token_ids or ()) + sum(
-            sys.getsizeof(part) for part in parts if part is not None
-        )
+        encoded = sum(sys.getsizeof(part) for part in parts if part is not None)
+        return TOKEN_ID_BYTES * len(self.token_ids or ()) + encoded
 
 
 @dataclass(frozen=True, slots=True)
