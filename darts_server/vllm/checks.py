@@ -1,6 +1,6 @@
 """Start-up checks of vLLM's devices and model, without loading the model.
 
-Each check returns a description and, if something is wrong, an error message with the remedy.
+Checks return a description and, if something is wrong, an error message with the remedy, else None.
 """
 
 import os
@@ -16,8 +16,8 @@ CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def devices() -> tuple[str, str | None]:
-    """Describe the devices that models run on, and check that there is a device."""
+def check_devices() -> tuple[str, str | None]:
+    """Describe the devices that models run on. Return an error, too, if there is no device, else None."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
         return f"{built}, CPU" if can_compile() else f"{built}, CPU; {NO_COMPILER}", None
@@ -40,8 +40,12 @@ def probe_fault(args: Namespace) -> str | None:
     return None
 
 
-def model(args: Namespace) -> tuple[str, str | None]:
-    """Check that the model's folder is complete, or that the model is cached or on the hub."""
+def check_model(args: Namespace) -> tuple[str, str | None]:
+    """Check that the model's folder is complete, or that the model is cached or on the hub.
+
+    Returns:
+        The model with the result, and an error message or None.
+    """
     name = str(args.model)
     path = Path(name)
     # vLLM streams models from object stores.
@@ -73,7 +77,7 @@ def model(args: Namespace) -> tuple[str, str | None]:
 
 
 def model_bytes(args: Namespace) -> int | None:
-    """Return the size of the model's weights in bytes, or None unless the model is a folder."""
+    """Return the size of the model's weights in bytes, or None unless the model is a folder with weights."""
     folder = Path(str(args.model))
     if not folder.is_dir():
         return None

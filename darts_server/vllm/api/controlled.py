@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.lora import VllmLoras
-from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_finite, is_abort_by_route, note_own_error
+from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_finite, note_own_error, take_route_abort
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
 from darts_server.vllm.requests.held import HeldRequests
@@ -49,9 +49,10 @@ class ControlledLLM(AsyncLLM):
 
     @cached_property
     def ranks(self) -> Ranks:
+        """Choice of the data-parallel engine of each group."""
         return Ranks(self.vllm_config.parallel_config.data_parallel_size, self.engine_core)
 
-    async def handle_received(self) -> None:
+    async def wait_for_received_outputs(self) -> None:
         """Wait until all outputs that engines have sent so far are processed."""
         # The answer to a call, such as a pause, arrives while earlier outputs still wait in vLLM's queue.
         queue: asyncio.Queue[Any] = self.engine_core.outputs_queue
@@ -68,7 +69,7 @@ class ControlledLLM(AsyncLLM):
         args: Any = (),
         kwargs: Any = None,
     ) -> list[Any]:
-        """Call the workers of all data-parallel engines. vLLM returns only the first engine's answers."""
+        """Return the answers of the workers of all data-parallel engines. vLLM returns only the first engine's."""
         core = self.engine_core
         call = ("collective_rpc", method, timeout, args, kwargs)
         if isinstance(core, FleetCore):
@@ -78,13 +79,14 @@ class ControlledLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Load a LoRA adapter, unless it would replace a pushed adapter or has NaN or infinity."""
+        """Load a LoRA adapter, or raise an error if it would replace a pushed adapter or has NaN or infinity."""
         if self.loras is not None:
             self.loras.check_foreign_load(lora_request)
             await run_sync(check_adapter_numbers, Path(lora_request.lora_path))
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
+        """Raise the error that the server has failed with, or vLLM's error if the engine is dead."""
         self.gate.check()
         await super().check_health()
 
@@ -98,7 +100,7 @@ class ControlledLLM(AsyncLLM):
         async def pause() -> None:
             try:
                 await AsyncLLM.pause_generation(self, mode=mode, clear_cache=clear_cache)
-                await self.handle_received()
+                await self.wait_for_received_outputs()
             finally:
                 if not self.is_pause_wanted:
                     await AsyncLLM.resume_generation(self)
@@ -112,12 +114,14 @@ class ControlledLLM(AsyncLLM):
         await asyncio.shield(task)
 
     async def resume_engine(self) -> None:
+        """Resume the engine. A pause that takes effect later is undone by `pause_engine`."""
         self.is_pause_wanted = False
         await AsyncLLM.resume_generation(self)
 
     # --- control calls of trainers -------------------------------------------------
 
     async def _coordinate(self, plain: Callable[[], Awaitable[T]], coordinated: Callable[[Updates], Awaitable[T]]) -> T:
+        """Return the result of ``coordinated`` for a trainer's call, or of ``plain`` if there are no ``updates``."""
         with note_own_error():
             if self.updates is None:
                 return await plain()
@@ -131,20 +135,21 @@ class ControlledLLM(AsyncLLM):
         clear_cache: bool = True,
     ) -> None:
         """Wait for whole groups or abort them, and pause. New requests wait for the resume."""
+        # vLLM's older parameter for the mode.
         if wait_for_inflight_requests:
             mode = "wait"
         pause = partial(self.pause_engine, mode, clear_cache)
         await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """Resume the engine, at the end of an update in progress. `Conflict`: the engine is asleep."""
+        """Resume the engine, now or at the end of an update. Raise `Conflict` if the engine is asleep."""
         resume = self.resume_engine
         await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests, and all groups if ``/abort_requests`` aborts everything."""
+        """Abort requests, and all groups with them if ``/abort_requests`` names no requests."""
         abort = partial(super().abort, request_id, internal=internal)
-        if not is_abort_by_route():
+        if not take_route_abort():
             await abort()
             return
         # The route passes internal ids if its caller named no requests.
@@ -152,22 +157,24 @@ class ControlledLLM(AsyncLLM):
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         """Wait for whole groups or abort them, and sleep. New requests wait for the wake-up."""
+        # Level 0 is a pause.
         sleep = partial(super().sleep, level, mode)
         await self._coordinate(
             sleep, lambda updates: updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
         )
 
     async def release_kv_cache_memory(self) -> None:
+        """Free the memory of the paused engine's KV cache until the wake-up."""
         free = super().release_kv_cache_memory
         await self._coordinate(free, lambda updates: updates.coordinator.free_by_trainer(KV_CACHE, free))
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
-        """Wake the engine up. Since vLLM 0.32 the result is whether all of it is awake."""
+        """Wake up the parts of the engine in ``tags``, or all. Since vLLM 0.32 the result is whether all are awake."""
         wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
         return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
 
     async def scale_elastic_ep(self, *args: Any, **more: Any) -> None:
-        # The engines of --replicas are not ranks of one engine.
+        """Change the number of ranks as vLLM does. Engines of --replicas are no ranks: raise `UpdateUnsupported`."""
         with note_own_error():
             if isinstance(self.engine_core, FleetCore):
                 raise UpdateUnsupported("the number of engines cannot be changed; restart with another --replicas")
@@ -179,10 +186,12 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def start_draft_weight_update(self) -> None:
+        """Start an update of the draft model, like `start_weight_update`."""
         start = super().start_draft_weight_update
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def update_weights(self, request: Any) -> None:
+        """Write tensors of an update that has started. A failure ends the update."""
         update = partial(super().update_weights, request)
 
         async def write() -> None:
@@ -203,6 +212,7 @@ class ControlledLLM(AsyncLLM):
         await self.update_weights(SimpleNamespace(update_info=update_info))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
+        """Finish an update and set the new weight version. Raise `UpdateFailed` if weights have NaN or infinity."""
         finish = partial(super().finish_weight_update, *args, **more)
 
         async def finish_as(version: int) -> None:

@@ -80,12 +80,15 @@ class VllmCandidate:
     """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
+        """Return the number of generated tokens, or None once the final output has arrived."""
         return self.held.tokens(self.collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
+        """Return the tokens from position ``start`` on, or None once the final output has arrived."""
         state = self.held.states.get(self.collector.request_id)
         if state is None or state.detokenizer is None:
             return None
+        # Until now, the engine may have held the tokens back.
         if not self.is_released:
             self.is_released = True
             self.held.release(self.collector.request_id)
@@ -94,6 +97,7 @@ class VllmCandidate:
         return TokenSlice(tokens, None if values is None else values[start:], self.deferred.returns_logprobs)
 
     def stop(self) -> int:
+        """Abort the candidate, and return the number of tokens that it has generated."""
         self.aborts.add(self.collector)
         tokens = self.tokens()
         if tokens is not None:
@@ -103,6 +107,7 @@ class VllmCandidate:
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
     async def result(self) -> CandidateResult[RequestOutput]:
+        """Wait for the final output, also of an aborted candidate, or raise an `EngineError`."""
         try:
             output = await self.collector.get()
         except Exception as error:
@@ -124,6 +129,7 @@ class VllmCandidate:
                 "or it overflows at this precision"
             )
 
+        # An aborted candidate has no finish reason.
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
@@ -150,10 +156,12 @@ class VllmEngine:
 
     @property
     def unfinished(self) -> int:
+        """Number of requests that run or wait in vLLM."""
         return len(self._llm.output_processor.request_states)
 
     @property
     def probe_width(self) -> int | None:
+        """Width of the hidden states, or None if probes get none."""
         return self._probes.width
 
     async def start(
@@ -164,7 +172,7 @@ class VllmEngine:
         order: float = 0.0,
         prefix: TokenSlice | None = None,
     ) -> VllmCandidate:
-        """Start a candidate. ``prefix``: tokens of a candidate that is resumed."""
+        """Start candidate ``index`` of a request. ``order``: see `place`. ``prefix``: tokens that it continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
             params = request.params_of(index)
@@ -205,6 +213,7 @@ class VllmEngine:
             )
 
     def check_resumable(self, request: PromptRequest) -> None:
+        """Raise `InvalidRequest` if `resume` cannot continue candidates of this request."""
         check_resumable(request.params)
 
     async def resume(
@@ -214,9 +223,11 @@ class VllmEngine:
         prefix: TokenSlice,
         order: float = 0.0,
     ) -> VllmCandidate:
+        """Start a candidate that continues the tokens in ``prefix``."""
         return await self.start(request, index, order=order, prefix=prefix)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
+        """Abort the requests of collectors. If that fails, `VllmCandidate.result` raises the error."""
         try:
             # The engine answers an abort with the output that it has generated so far.
             await self._llm.engine_core.abort_requests_async([collector.request_id for collector in collectors])
@@ -227,9 +238,11 @@ class VllmEngine:
                     collector.put(CandidateFailed(f"vLLM failed to abort request {collector.request_id}: {error}"))
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
+        """Return an output with its first ``tokens`` tokens only."""
         return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
+        """Return the output of a candidate that was aborted before it generated more than ``prefix``."""
         return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
@@ -239,20 +252,23 @@ class VllmEngine:
         finish_reason: FinishReason,
         text: str,
     ) -> RequestOutput:
+        """Return the output of a candidate that finished on another engine."""
         deferred = Deferred(self._tokenizer, request.params, tokens)
         return deferred.make_output(request.prompt, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
+        """Return the tokens of an output from position ``start`` on, with log-probs if the request asks for them."""
         completion = output.outputs[0]
         values = sampled_logprobs(completion)
         return TokenSlice(list(completion.token_ids[start:]), None if values is None else values[start:])
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the token ids of the prompt and of the completion."""
         return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 
 def translate(error: Exception) -> EngineError:
-    """Translate an exception of vLLM to an error of the port."""
+    """Return the `EngineError` that stands for an exception of vLLM."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, EngineDeadError):
