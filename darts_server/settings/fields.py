@@ -38,7 +38,7 @@ Dialect = Literal["areal", "nemo-rl", "prime-rl", "skyrl"]
 
 
 def _parse_dialects(value: object) -> object:
-    """Return the distinct names in ``areal,skyrl`` or in a list. Raise `ValueError` for an unknown name."""
+    """Return the distinct names in ``areal,skyrl`` or in a list."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
         names = [names]
@@ -50,7 +50,7 @@ def _parse_dialects(value: object) -> object:
 
 
 def _parse_detection_points(value: Any) -> object:
-    """Return the whole numbers in ``128,512`` or in a list, ascending and without duplicates."""
+    """Return the whole numbers in ``128,512`` or in a list, ascending."""
     try:
         parts = value.split(",") if isinstance(value, str) else value
         points = {int(part) for part in parts}
@@ -62,7 +62,6 @@ def _parse_detection_points(value: Any) -> object:
 
 
 def _parse_redundancy(value: object, parse: ValidatorFunctionWrapHandler) -> object:
-    """Parse by pydantic, but raise a single error."""
     # pydantic would report an error for each type of the union.
     try:
         return parse(value)
@@ -74,7 +73,6 @@ Redundancy = Annotated[Annotated[float, Field(ge=1, le=16)] | Literal["auto"], W
 
 
 def _check_group_pattern(text: str) -> str:
-    """Return the pattern unchanged, or raise `ValueError`. An empty text is no pattern."""
     try:
         groups = re.compile(text).groups
     except re.error as error:
@@ -220,7 +218,6 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        """Raise `ValueError` if settings contradict each other or the file system."""
         is_limited = self.policy not in ("off", "uniform", "arrol")
         if is_limited and self.redundancy != "auto" and self.redundancy > self.max_redundancy:
             raise ValueError(

@@ -36,9 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
-    """Load settings from the flags, the environment and the TOML file ``config``.
+    """Load settings from flags, the environment and the TOML file ``config``.
 
-    ``flags``: values by the names of settings, None for a flag that was not given.
+    ``flags``: values by setting; None if not given.
 
     Raises:
         InvalidSetting: names the key, the value and the allowed values.
@@ -64,7 +64,7 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
 
 
 def _describe(error: Any, given: Mapping[str, str]) -> str:
-    """Describe an error of pydantic: the source and value of the setting, and which values are allowed."""
+    """Describe pydantic's error with the setting's source and help."""
     message = _message_of(error)
     # An error of a combination of settings has no location.
     if not error["loc"]:
@@ -121,7 +121,7 @@ def flag_of(name: str) -> str:
 
 
 def help_of(field: FieldInfo) -> str:
-    """Return the help text of a setting: description, range and default, as far as they exist."""
+    """Return the help text of a setting: description, range and default."""
     parts = [str(field.description)]
     minimum = next((m.ge for m in field.metadata if hasattr(m, "ge")), None)
     maximum = next((m.le for m in field.metadata if hasattr(m, "le")), None)
@@ -154,7 +154,7 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         return "FILE" if name.endswith("_file") else "FOLDER"
     if field.annotation in METAVARS:
         return METAVARS[field.annotation]
-    # A setting without a default is of the type ``Literal[...] | None``.
+    # For ``Literal[...] | None``.
     for choices in (field.annotation, *get_args(field.annotation)):
         if get_origin(choices) is Literal:
             return "{" + ",".join(get_args(choices)) + "}"

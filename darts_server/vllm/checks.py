@@ -1,6 +1,6 @@
 """Start-up checks of vLLM's devices and model, without loading the model.
 
-Checks return a description and, if something is wrong, an error message with the remedy, else None.
+Each check returns a description and, if something is wrong, an error message with the remedy.
 """
 
 import os
@@ -17,7 +17,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def check_devices() -> tuple[str, str | None]:
-    """Describe the devices that models run on. Return an error, too, if there is no device, else None."""
+    """Describe the devices that models run on, and return an error message if there is none."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
         return f"{built}, CPU" if can_compile() else f"{built}, CPU; {NO_COMPILER}", None
@@ -41,11 +41,7 @@ def probe_fault(args: Namespace) -> str | None:
 
 
 def check_model(args: Namespace) -> tuple[str, str | None]:
-    """Check that the model's folder is complete, or that the model is cached or on the hub.
-
-    Returns:
-        The model with the result, and an error message or None.
-    """
+    """Describe the model, and return an error message if its files cannot be found."""
     name = str(args.model)
     path = Path(name)
     # vLLM streams models from object stores.
@@ -77,7 +73,7 @@ def check_model(args: Namespace) -> tuple[str, str | None]:
 
 
 def model_bytes(args: Namespace) -> int | None:
-    """Return the size of the model's weights in bytes, or None unless the model is a folder with weights."""
+    """Return the size of the model's weights in bytes, or None unless the model is a folder."""
     folder = Path(str(args.model))
     if not folder.is_dir():
         return None

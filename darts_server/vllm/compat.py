@@ -33,14 +33,14 @@ def vllm_version() -> str | None:
 
 
 def version_warning(installed: str | None) -> str | None:
-    """Return a warning for a version that is not tested, or None. ``installed``: None without vLLM."""
+    """Return a warning, or None for a version of a tested series."""
     if (installed or "").startswith(tuple(f"{series}." for series in TESTED_SERIES)):
         return None
     return f"vLLM {installed} is not tested with darts-server; {' and '.join(TESTED_SERIES)} are"
 
 
 def load_chat_template(template: str | None) -> str | None:
-    """Return a chat template, which may be in the file of that name."""
+    """Return a chat template. ``template``: its text or file."""
     # vLLM 0.32 has moved the function.
     try:
         from vllm.renderers.chat_utils import load_chat_template  # type: ignore[import-not-found]

@@ -49,7 +49,6 @@ class ControlledLLM(AsyncLLM):
 
     @cached_property
     def ranks(self) -> Ranks:
-        """Choice of the data-parallel engine of each group."""
         return Ranks(self.vllm_config.parallel_config.data_parallel_size, self.engine_core)
 
     async def wait_for_received_outputs(self) -> None:
@@ -69,7 +68,7 @@ class ControlledLLM(AsyncLLM):
         args: Any = (),
         kwargs: Any = None,
     ) -> list[Any]:
-        """Return the answers of the workers of all data-parallel engines. vLLM returns only the first engine's."""
+        """Return the answers of all data-parallel engines. vLLM returns only the first engine's."""
         core = self.engine_core
         call = ("collective_rpc", method, timeout, args, kwargs)
         if isinstance(core, FleetCore):
@@ -79,14 +78,14 @@ class ControlledLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Load a LoRA adapter, or raise an error if it would replace a pushed adapter or has NaN or infinity."""
+        """Load a LoRA adapter, unless it would replace a pushed adapter or has NaN or infinity."""
         if self.loras is not None:
             self.loras.check_foreign_load(lora_request)
             await run_sync(check_adapter_numbers, Path(lora_request.lora_path))
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
-        """Raise the error that the server has failed with, or vLLM's error if the engine is dead."""
+        """Raise the error of `ShapingLLM.fail`, or vLLM's."""
         self.gate.check()
         await super().check_health()
 
@@ -114,14 +113,14 @@ class ControlledLLM(AsyncLLM):
         await asyncio.shield(task)
 
     async def resume_engine(self) -> None:
-        """Resume the engine. A pause that takes effect later is undone by `pause_engine`."""
+        """Resume the engine. Pending pauses are undone."""
         self.is_pause_wanted = False
         await AsyncLLM.resume_generation(self)
 
     # --- control calls of trainers -------------------------------------------------
 
     async def _coordinate(self, plain: Callable[[], Awaitable[T]], coordinated: Callable[[Updates], Awaitable[T]]) -> T:
-        """Return the result of ``coordinated`` for a trainer's call, or of ``plain`` if there are no ``updates``."""
+        """Return the result of ``coordinated``, or of ``plain`` if there are no ``updates``."""
         with note_own_error():
             if self.updates is None:
                 return await plain()
@@ -142,12 +141,12 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """Resume the engine, now or at the end of an update. Raise `Conflict` if the engine is asleep."""
+        """Resume the engine, now or after an update. `Conflict`: the engine is asleep."""
         resume = self.resume_engine
         await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests, and all groups with them if ``/abort_requests`` names no requests."""
+        """Abort requests, and all groups if ``/abort_requests`` names no requests."""
         abort = partial(super().abort, request_id, internal=internal)
         if not take_route_abort():
             await abort()
@@ -157,24 +156,22 @@ class ControlledLLM(AsyncLLM):
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         """Wait for whole groups or abort them, and sleep. New requests wait for the wake-up."""
-        # Level 0 is a pause.
         sleep = partial(super().sleep, level, mode)
         await self._coordinate(
             sleep, lambda updates: updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
         )
 
     async def release_kv_cache_memory(self) -> None:
-        """Free the memory of the paused engine's KV cache until the wake-up."""
         free = super().release_kv_cache_memory
         await self._coordinate(free, lambda updates: updates.coordinator.free_by_trainer(KV_CACHE, free))
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
-        """Wake up the parts of the engine in ``tags``, or all. Since vLLM 0.32 the result is whether all are awake."""
+        """Wake up the parts in ``tags``, or all. Since vLLM 0.32 the result is whether all are awake."""
         wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
         return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
 
     async def scale_elastic_ep(self, *args: Any, **more: Any) -> None:
-        """Change the number of ranks as vLLM does. Engines of --replicas are no ranks: raise `UpdateUnsupported`."""
+        # The engines of --replicas are not ranks of one engine.
         with note_own_error():
             if isinstance(self.engine_core, FleetCore):
                 raise UpdateUnsupported("the number of engines cannot be changed; restart with another --replicas")
@@ -186,12 +183,10 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def start_draft_weight_update(self) -> None:
-        """Start an update of the draft model, like `start_weight_update`."""
         start = super().start_draft_weight_update
         await self._coordinate(start, lambda updates: updates.external.start(start))
 
     async def update_weights(self, request: Any) -> None:
-        """Write tensors of an update that has started. A failure ends the update."""
         update = partial(super().update_weights, request)
 
         async def write() -> None:
@@ -212,7 +207,6 @@ class ControlledLLM(AsyncLLM):
         await self.update_weights(SimpleNamespace(update_info=update_info))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
-        """Finish an update and set the new weight version. Raise `UpdateFailed` if weights have NaN or infinity."""
         finish = partial(super().finish_weight_update, *args, **more)
 
         async def finish_as(version: int) -> None:

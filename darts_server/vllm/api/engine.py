@@ -1,14 +1,13 @@
 """vLLM behind the engine port. Each candidate is a vLLM request with final-only output.
 
-This relies on six undocumented details of vLLM, each covered by a test on the real engine:
+This relies on undocumented details of vLLM, which tests on the real engine cover:
 
-* ``add_request`` returns a collector. Its ``request_id`` is vLLM's internal id of the request.
+* The ``request_id`` of the collector that ``add_request`` returns is vLLM's internal id.
 * ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far.
-* ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
-  is found.
+* ``detokenizer.output_token_ids`` is append-only, and a prefix of the final output, even if a stop string is found.
 * While a final-only request runs, vLLM reads neither its detokenizer's text nor its log-probs, see
   :mod:`darts_server.vllm.requests.outputs`.
-* An aborted final-only request still yields the output that was generated before the abort.
+* An aborted final-only request still yields its output.
 * ``abort(..., internal=True)`` takes internal ids.
 """
 
@@ -80,15 +79,15 @@ class VllmCandidate:
     """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
-        """Return the number of generated tokens, or None once the final output has arrived."""
+        """Return the number of generated tokens, or None after the final output."""
         return self.held.tokens(self.collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
-        """Return the tokens from position ``start`` on, or None once the final output has arrived."""
+        """Return the tokens from ``start`` on, or None after the final output."""
         state = self.held.states.get(self.collector.request_id)
         if state is None or state.detokenizer is None:
             return None
-        # Until now, the engine may have held the tokens back.
+        # Held tokens would arrive with the final output.
         if not self.is_released:
             self.is_released = True
             self.held.release(self.collector.request_id)
@@ -97,7 +96,7 @@ class VllmCandidate:
         return TokenSlice(tokens, None if values is None else values[start:], self.deferred.returns_logprobs)
 
     def stop(self) -> int:
-        """Abort the candidate, and return the number of tokens that it has generated."""
+        """Abort the candidate, and return its number of tokens."""
         self.aborts.add(self.collector)
         tokens = self.tokens()
         if tokens is not None:
@@ -107,7 +106,7 @@ class VllmCandidate:
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
     async def result(self) -> CandidateResult[RequestOutput]:
-        """Wait for the final output, also of an aborted candidate, or raise an `EngineError`."""
+        """Wait for the final output, or raise an `EngineError`."""
         try:
             output = await self.collector.get()
         except Exception as error:
@@ -129,7 +128,7 @@ class VllmCandidate:
                 "or it overflows at this precision"
             )
 
-        # An aborted candidate has no finish reason.
+        # None if the candidate was aborted.
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
@@ -156,12 +155,11 @@ class VllmEngine:
 
     @property
     def unfinished(self) -> int:
-        """Number of requests that run or wait in vLLM."""
+        """Number of requests in vLLM."""
         return len(self._llm.output_processor.request_states)
 
     @property
     def probe_width(self) -> int | None:
-        """Width of the hidden states, or None if probes get none."""
         return self._probes.width
 
     async def start(
@@ -172,7 +170,7 @@ class VllmEngine:
         order: float = 0.0,
         prefix: TokenSlice | None = None,
     ) -> VllmCandidate:
-        """Start candidate ``index`` of a request. ``order``: see `place`. ``prefix``: tokens that it continues."""
+        """Start a candidate. ``order``: see `place`. ``prefix``: tokens that the candidate continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
             params = request.params_of(index)
@@ -213,7 +211,6 @@ class VllmEngine:
             )
 
     def check_resumable(self, request: PromptRequest) -> None:
-        """Raise `InvalidRequest` if `resume` cannot continue candidates of this request."""
         check_resumable(request.params)
 
     async def resume(
@@ -223,11 +220,10 @@ class VllmEngine:
         prefix: TokenSlice,
         order: float = 0.0,
     ) -> VllmCandidate:
-        """Start a candidate that continues the tokens in ``prefix``."""
         return await self.start(request, index, order=order, prefix=prefix)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
-        """Abort the requests of collectors. If that fails, `VllmCandidate.result` raises the error."""
+        """Abort requests. If that fails, `VllmCandidate.result` raises the error."""
         try:
             # The engine answers an abort with the output that it has generated so far.
             await self._llm.engine_core.abort_requests_async([collector.request_id for collector in collectors])
@@ -238,11 +234,10 @@ class VllmEngine:
                     collector.put(CandidateFailed(f"vLLM failed to abort request {collector.request_id}: {error}"))
 
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
-        """Return an output with its first ``tokens`` tokens only."""
         return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
-        """Return the output of a candidate that was aborted before it generated more than ``prefix``."""
+        """Return the output of a candidate that was aborted after ``prefix``."""
         return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
@@ -257,13 +252,11 @@ class VllmEngine:
         return deferred.make_output(request.prompt, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
-        """Return the tokens of an output from position ``start`` on, with log-probs if the request asks for them."""
         completion = output.outputs[0]
         values = sampled_logprobs(completion)
         return TokenSlice(list(completion.token_ids[start:]), None if values is None else values[start:])
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the token ids of the prompt and of the completion."""
         return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 

@@ -184,7 +184,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
             # If the state has changed, the files of old weights may be gone, and the new weights are loaded.
             if state == state_of_others():
                 raise
-        # The arguments of a pause are its mode, and whether it clears caches.
+        # Arguments: mode and clear_cache.
         pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
         await llm.engine_core._call_utility_async(*pause, engine=engine.name)
 

@@ -85,7 +85,7 @@ class ShapingLLM(ControlledLLM):
 
     @property
     def admission(self) -> Admission:
-        """Admission of ``rollouts``. Until it is set, nothing is limited."""
+        """Admission of ``rollouts``, or without limits."""
         if self.rollouts is None:
             return Admission(lambda: 0, None)
         return self.rollouts.admission
@@ -112,8 +112,7 @@ class ShapingLLM(ControlledLLM):
         check_request(self.vllm_config, request)
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
 
-        # Choose the policy, and recognise the trajectory and group of the request. Prepared
-        # requests and streamed inputs are not shaped.
+        # Choose the policy, and recognise the trajectory and group of the request.
         rollouts = self.rollouts
         turns = None
         turn = Turn()
@@ -155,7 +154,7 @@ class ShapingLLM(ControlledLLM):
             if route.ticket is None:
                 route.ticket = self.admission.admit(route.beams)
                 route.ticket.mark_started()
-            # The ticket of the route counts all beams.
+            # ``route.ticket`` counts all beams.
             ticket = route.ticket.split(candidates=0)
 
         answers_at_stop = shaping.on_stop == "answer" and not route.beams
@@ -197,7 +196,7 @@ class ShapingLLM(ControlledLLM):
         return await super().add_request(*args, **more)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """Send a request to the engine, and forget it if that fails. vLLM forgets it only for n > 1."""
+        """Send a request, and forget it if that fails. vLLM does so only for n > 1."""
         try:
             await super()._add_request(request, *args)
         except BaseException:
@@ -205,7 +204,7 @@ class ShapingLLM(ControlledLLM):
             raise
 
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a call. Record each answer before its caller can continue the trajectory."""
+        """Yield outputs. Record an answer before its caller can continue it."""
         request = generation.request
         plan = generation.plan
         turns = generation.turns
@@ -374,7 +373,6 @@ class ShapingLLM(ControlledLLM):
         yield to_choice(request.request_id, output, 0, last=True)
 
     def _make_join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
-        """Describe a request for the joiner, which forms groups of requests with the same key."""
         request = generation.request
         # Callers with different keys must not answer each other's requests.
         common = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{generation.group_name}"
@@ -390,16 +388,16 @@ class ShapingLLM(ControlledLLM):
         )
 
     def _count_tokens(self, request_id: str) -> int:
-        """Return the number of tokens that a running request has generated, or 0 if it does not run."""
-        # Running requests may have the same id, which callers choose.
+        """Return how many tokens a running request has generated."""
+        # Several requests may have this id.
         internal_ids = self.output_processor.external_req_ids.get(request_id, ())
         return max((self.held.tokens(internal_id) or 0 for internal_id in internal_ids), default=0)
 
     def wrap_output_reader(self) -> None:
-        """Report the engine's death, and let other tasks run, when vLLM's task reads the engine's next outputs.
+        """Report the engine's death, and let other tasks run between two outputs of the engine.
 
         Reading from a queue that is not empty does not yield to the event loop. An API process that is slower than its
-        engine would process the whole growing queue in one turn, and stop, start and answer nothing meanwhile.
+        engine would do nothing but process the growing queue.
         """
         engine_core: Any = self.engine_core
         get_output = engine_core.get_output_async
@@ -422,7 +420,7 @@ class ShapingLLM(ControlledLLM):
         """Abort requests, and the groups that they run as."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await super().abort(ids, internal=internal)
-        # A group has the id of its request, but no internal id.
+        # A group has the id of its request.
         if not internal and self.rollouts is not None:
             for group_id in ids:
                 self.rollouts.abort(group_id)
@@ -446,8 +444,7 @@ class ShapingLLM(ControlledLLM):
         self.output_processor.propagate_error(error)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """End the engine, and record whether it was dead before."""
-        # vLLM also calls this if its constructor has failed.
+        # vLLM calls this even if the constructor failed.
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)

@@ -43,7 +43,7 @@ class VllmLoras:
         self._raw_names = raw_names
 
     async def layers(self) -> LoraLayers:
-        """Return the shapes of the layers that LoRA adapters can change, and the maximum rank."""
+        """Return the layers that LoRA adapters can change."""
         if self._layers is None:
             tensors = await self._checkpoint()
             matrices: dict[str, tuple[int, int]] = {}
@@ -58,7 +58,6 @@ class VllmLoras:
         return self._layers
 
     def check_name(self, name: str) -> None:
-        """Raise `InvalidRequest` or `Conflict` if another model or adapter is served under this name."""
         if self._registry.is_base_model(name):
             raise InvalidRequest("name", f"{name!r} is the model itself; choose another name")
         registered = self._registry.lora_requests.get(name)
@@ -69,7 +68,7 @@ class VllmLoras:
             )
 
     async def load(self, name: str, folder: Path) -> None:
-        """Serve the adapter in ``folder`` as ``name``, shaped, and unshaped with `RAW_SUFFIX`."""
+        """Serve the adapter in ``folder`` as ``name``, and unshaped with `RAW_SUFFIX`."""
         number = self.pushed[name].lora_int_id if name in self.pushed else self._registry.lora_id_counter.inc(1)
         # The LoRARequest that is sent with requests has no load_inplace: with it, the engine would load the files at
         # every step.
@@ -90,7 +89,6 @@ class VllmLoras:
         self._raw_names.add(raw)
 
     async def unload(self, name: str) -> None:
-        """Serve a pushed adapter no longer. Do nothing if there is no adapter of this name."""
         request = self.pushed.pop(name, None)
         if request is None:
             return

@@ -95,7 +95,7 @@ class ProbeReceiver:
 
 @asynccontextmanager
 async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
-    """Install the probe in the engine's workers, and yield the receiver of its states. If that fails, see `fault`."""
+    """Install the probe in the engine's workers, and yield its receiver. If that fails, ``fault`` says why."""
     probes = ProbeReceiver()
 
     async def receive_all() -> None:

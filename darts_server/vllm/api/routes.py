@@ -59,10 +59,9 @@ class Extension(Protocol):
     """Reads further fields of a parsed request, and adds fields to its answer."""
 
     def before(self, request: Any) -> None:
-        """Read a request before vLLM handles it. Raises `InvalidRequest`."""
+        """Raises `InvalidRequest`."""
 
-    def after(self, request: Any, answer: Any) -> None:
-        """Add fields to vLLM's answer, which may be a stream."""
+    def after(self, request: Any, answer: Any) -> None: ...
 
 
 def extend_routes(
@@ -135,7 +134,7 @@ def _with_options(
     check_options: CheckOptions,
     extensions: Sequence[Extension],
 ) -> Handler:
-    """Return a generation handler that reads our options, and calls ``handler`` with a `RouteCall` as context."""
+    """Return a handler that reads our options, and sets `route_call` for ``handler``."""
 
     @wraps(handler)
     async def handle(request: Any, raw_request: Any = None) -> Any:
@@ -202,8 +201,7 @@ def _with_options(
 
 
 async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield a stream's parts with ``call`` as context."""
-    # This needs no reset: the task that sends the stream ends with it.
+    """Yield a stream's parts with ``call`` as context, in a task that ends with the stream."""
     route_call.set(call)
     async with aclosing(answer):
         async for part in answer:
@@ -251,7 +249,7 @@ _control_call: ContextVar[_ControlCall | None] = ContextVar("darts_control_call"
 
 @contextmanager
 def note_own_error() -> Iterator[None]:
-    """Record an error of ours that the block raises, so that the control route answers it, see `_keep_own_errors`."""
+    """Record an error of ours that the block raises, for `_keep_own_errors`."""
     try:
         yield
     except DartsError as error:
@@ -271,7 +269,7 @@ def take_route_abort() -> bool:
 
 
 def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
-    """Return a control handler that raises the error of `note_own_error`, even if vLLM's ``handler`` catches it."""
+    """Return a handler that raises our recorded error, even if ``handler`` catches it."""
 
     @wraps(handler)
     async def handle(**values: Any) -> Any:
@@ -298,7 +296,7 @@ checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True
 
 
 def _with_finite_check(handler: Handler) -> Handler:
-    """Return a handler that sets `checks_finite` from the query parameter of that purpose."""
+    """Return a handler that sets `checks_finite` for ``handler``."""
 
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
@@ -334,7 +332,7 @@ def _make_error(
     *args: Any,
     **more: Any,
 ) -> Any:
-    """Stand in for vLLM's ``create_error_response``, which is ``make``: our errors keep their fields and message."""
+    """Stand in for vLLM's ``create_error_response``, which is ``make``."""
     if not isinstance(message, DartsError):
         return make(message, *args, **more)
     fields = fields_of(message)
@@ -461,7 +459,7 @@ def _allow_several_choices(serving_tokens: Any) -> None:
 async def _add_missing_choices(
     outputs: AsyncGenerator[RequestOutput, None], choices: int
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield outputs. The first output gets the choices that it lacks, empty and unfinished."""
+    """Add missing choices, empty and unfinished, to the first output."""
     is_first = True
     async with aclosing(outputs):
         async for output in outputs:

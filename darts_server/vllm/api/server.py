@@ -42,7 +42,7 @@ def take_api_keys(args: Namespace) -> list[str]:
 
 
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Set up logging, run ``main`` in vLLM's kind of event loop, and return its result, the process's exit code."""
+    """Set up logging, run ``main`` in vLLM's kind of event loop, and return its exit code."""
     configure_logging_from_args(args)
     # A library that vLLM uses raises the root logger's level to ERROR when the app is made.
     ours = getLogger("darts_server")
@@ -55,7 +55,7 @@ def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
 
 
 def bind_socket(args: Namespace) -> "closing[socket.socket]":
-    """Bind the server's address, before the engine starts, which takes long. Return the socket as a context."""
+    """Bind the server's address before the engine starts, which takes long."""
     _, sock = setup_server(args, reuse_port=False)
     return closing(sock)
 
@@ -72,7 +72,7 @@ async def make_app(
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
-    # `flags.parse` has added a raw name for each name.
+    # `flags.parse` has added raw names.
     raw_names = set(names[len(names) // 2 :])
     limit_texts(llm.renderer)
     tokenize_in_threads(application.state)
@@ -150,7 +150,7 @@ async def serve(
             http=protocol,
             **log_options,
         )
-    # vLLM returns the rest of the shutdown.
+    # vLLM returns the rest of the shutdown as a coroutine.
     await ended
 
 

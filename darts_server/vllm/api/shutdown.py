@@ -38,7 +38,7 @@ MIN_WATCHES = 10
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
-    """Return the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and prolong the engine's timeout."""
+    """Return the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and make vLLM's longer."""
     seconds = grace if grace is not None else float(args.shutdown_timeout or GRACE_SECONDS)
     # A signal to the process group reaches the engine too, which must run until work was handed back.
     args.shutdown_timeout = math.ceil(seconds + HAND_BACK_SECONDS)
@@ -65,7 +65,7 @@ def handle_sighup(reload: Callable[[], None] | None) -> None:
 
 
 def exit_at_once(number: int, _: object = None) -> None:
-    """End the engine's processes, and exit with a shell's code for the signal."""
+    """End the engine's processes, and exit with the signal's code."""
     children = multiprocessing.active_children()
     workers: list[psutil.Process] = []
     for child in children:
@@ -157,7 +157,7 @@ class Shutdown:
             self._llm.rollouts.joiner.drain()
 
     async def run(self, exit: Callable[[], None]) -> None:
-        """Wait for a reason to stop. Then let work finish, hand back or fail the rest, and call ``exit``."""
+        """Wait for a reason to stop, end all work, and call ``exit``."""
         reason = await self._lifecycle.wait_for_stop()
         # A dead engine finishes nothing.
         if isinstance(reason, ServerStopping) and await self._is_busy_after(self._grace):
@@ -170,7 +170,7 @@ class Shutdown:
         if await self._is_busy_after(seconds=0.0):
             self._batches.fail(reason)
             self._llm.fail(reason)
-            # Callers get their errors.
+            # Wait until callers have their errors.
             await self._is_busy_after(ANSWER_SECONDS)
         exit()
 
@@ -186,7 +186,7 @@ class Shutdown:
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int) -> int:
-    """Return the exit code, and log its reason unless it is 0. ``lost``: carried prompts that could not be saved."""
+    """Return the exit code, and log its reason. ``lost``: carried prompts that could not be saved."""
     reason = lifecycle.stop_reason
     if not isinstance(reason, ServerStopping) and (reason or llm.died):
         logger.critical("%s", reason or f"the engine died: {cause_of_death(llm.engine_core)}")

@@ -42,7 +42,7 @@ class VllmModel:
         return self._llm.weight_version
 
     async def expected_tensors(self) -> ExpectedTensors:
-        """Return the tensors that new weights must have. A tied head may be omitted."""
+        """Return the tensors of new weights, which may omit a tied head."""
         tensors = {name: file.tensors[name] for name, file in (await self.checkpoint_tensors()).items()}
         embeddings = [name for name in tensors if name.endswith(EMBEDDING)]
         tied: dict[str, str] = {}
@@ -51,7 +51,7 @@ class VllmModel:
         return ExpectedTensors(tensors, tied)
 
     async def checkpoint_tensors(self) -> TensorSet:
-        """Return the tensors of the checkpoint, or raise `UpdateUnsupported` if weights cannot be replaced."""
+        """Return the checkpoint's tensors, if weights can be replaced."""
         if self.loras is not None:
             raise UpdateUnsupported(
                 "weights of a model that takes LoRA adapters cannot be replaced here; push LoRA adapters only, or "
@@ -69,7 +69,6 @@ class VllmModel:
     # These methods do not call ControlledLLM's pause_generation and resume_generation, which count as the trainer's.
 
     async def pause(self) -> None:
-        """Pause all requests, so that they continue with other weights."""
         # "keep" leaves running requests in the scheduler's queue. With clear_cache vLLM drops their KV blocks too, and
         # computes them again with the new weights when they continue.
         await self._llm.pause_engine("keep")
@@ -82,7 +81,6 @@ class VllmModel:
         await self._llm.pause_engine("abort")
 
     async def load(self, files: FilePlan) -> None:
-        """Load a full set of weights in all workers."""
         await self._call_workers("darts_load_weights", _encode_plan(files))
         self._loaded = files
         self._llm.written_by_trainer = False
@@ -99,6 +97,7 @@ class VllmModel:
         try:
             if self._loaded is not None:
                 plan = _encode_plan(self._loaded)
+                # Arguments as in `ControlledLLM.collective_rpc`.
                 _raise_first(await call("collective_rpc", "darts_load_weights", None, (plan,), None))
             if self.loras is not None:
                 for lora in self.loras.pushed.values():
@@ -108,21 +107,18 @@ class VllmModel:
         await call("set_weight_version", str(self._llm.weight_version))
 
     async def abandon_update(self) -> None:
-        """End an unfinished update through vLLM's own routes in all workers."""
         await self._call_workers("darts_abandon_update")
 
     async def clear_caches(self) -> None:
-        """Clear the prefix cache. vLLM refuses that while requests use it."""
         if not await self._llm.reset_prefix_cache():
             logger.warning("paused requests keep caches of the old weights, because POST /pause kept them")
 
     async def set_version(self, version: int) -> None:
-        """Set the weight version in the engines and here."""
         await self._llm.update_weight_version(str(version))
         self._llm.weight_version = version
 
     async def _call_workers(self, method: str, *args: object) -> None:
-        """Call a method of `WorkerExtension` in all workers. Raise `UpdateFailed` with the first error."""
+        """Call a method of `WorkerExtension`, and raise the first error of a worker."""
         try:
             errors = await self._llm.collective_rpc(method, args=args)
         except Exception as error:
@@ -130,7 +126,7 @@ class VllmModel:
         _raise_first(errors)
 
     def _check_supported(self) -> None:
-        """Raise `UpdateUnsupported` for untested configurations: a model with wrong weights trains badly."""
+        """Raise `UpdateUnsupported` for untested configurations: wrong weights do not fail, they train badly."""
         config: Any = self._llm.vllm_config
         sizes = config.parallel_config
         parallelism = {"tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size}
@@ -153,7 +149,6 @@ class VllmModel:
             raise UpdateUnsupported(f"the model's config ties {HEAD}, and its checkpoint has one; remove either")
 
     def _read_checkpoint(self) -> TensorSet:
-        """Read the headers of the model's files, or raise `UpdateUnsupported` if that fails."""
         model = self._llm.model_config
         try:
             tensors = read_tensors(Path(get_model_path(model.model, model.revision)), "checkpoint")
@@ -168,7 +163,7 @@ def _encode_plan(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
 
 
 def _raise_first(errors: Sequence[str | None]) -> None:
-    """Raise `UpdateFailed` with the first error, or return if all are None."""
+    """Raise `UpdateFailed` with the first error that is not None."""
     for error in errors:
         if error is not None:
             raise UpdateFailed(f"the engine could not load the weights: {error}")
