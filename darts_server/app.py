@@ -167,7 +167,7 @@ async def _serve(
     exit_on_signals()
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
-    with server.bound_socket(args) as sock, ExitStack() as closing:
+    with server.bind_socket(args) as sock, ExitStack() as closing:
         log_start(args.model)
         async with _start_engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, store, staging, closing)
@@ -444,7 +444,7 @@ def extend(
         statistics.rewards,
         rooms.updates.coordinator,
         lambda: rooms.store.fault,
-        stopping=lambda: server.stopping(application),
+        stopping=lambda: server.is_stopping(application),
     )
     application.include_router(
         router(

@@ -82,9 +82,9 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
     version = vllm_version()
     warning = version_warning(version)
     yield ok("vLLM", version or "none") if warning is None else warn("vLLM", warning)
-    yield _judge("devices", *checks.devices())
+    yield _judge("devices", *checks.check_devices())
     if has_model:
-        yield _judge("model", *checks.model(args))
+        yield _judge("model", *checks.check_model(args))
     else:
         yield warn("model", "no model given; name a model to check it too")
 

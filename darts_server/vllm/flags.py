@@ -110,7 +110,7 @@ def extension(users: str | None) -> str:
 
 
 def refuse_speculation(speculative_config: object) -> None:
-    """Refuse speculative decoding on CPU as an `InvalidSetting`, because it changes the sampled distribution there."""
+    """Raise `InvalidSetting` for speculative decoding on CPU, because it changes the sampled distribution there."""
     # Measured in plain vLLM 0.31 at temperature 1 on the tiny model: answers have 35 tokens without speculation, and
     # 160 with n-gram speculation (`benchmarks.speculation`). Greedy answers agree.
     if speculative_config and current_platform.is_cpu():

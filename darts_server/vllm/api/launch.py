@@ -163,7 +163,7 @@ def without_keys(argv: Sequence[str]) -> list[str]:
 async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> None:
     """Bring an engine that has started again to the weights, LoRA adapters and pause of the other engines.
 
-    At the return, in the same turn of the event loop, the others still have that state.
+    When it returns, the other engines still have that state.
     """
 
     def state_of_others() -> tuple[Any, ...]:
@@ -184,6 +184,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
             # If the state has changed, the files of old weights may be gone, and the new weights are loaded.
             if state == state_of_others():
                 raise
+        # Arguments: mode and clear_cache.
         pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
         await llm.engine_core._call_utility_async(*pause, engine=engine.name)
 
