@@ -150,11 +150,18 @@ def engine_client(core: FleetCore) -> Iterator[None]:
 
 
 def without_keys(argv: Sequence[str]) -> list[str]:
-    """Return vLLM's flags without ``--api-key KEY…``."""
+    """Return vLLM's flags without ``--api-key KEY…``, in all the ways in which vLLM reads it."""
     kept = []
     is_key = False
     for word in argv:
-        is_key = word.startswith("--api-key") or (is_key and not word.startswith("-"))
+        if word.startswith("-"):
+            name, equals, _ = word.partition("=")
+            # vLLM reads underscores as dashes, and a beginning of the name that no other flag has.
+            is_flag = name.replace("_", "-").startswith("--api-k")
+            # A key after "=" is the only one of its flag.
+            is_key = is_flag and not equals
+            if is_flag:
+                continue
         if not is_key:
             kept.append(word)
     return kept
