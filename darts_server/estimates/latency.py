@@ -176,7 +176,7 @@ class LatencyModel:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values."""
+        """Arguments that restore the model, as JSON values."""
         batches = []
         seconds = []
         ages = []
@@ -202,6 +202,7 @@ class LatencyModel:
         if not 0 <= started <= batch:
             raise ValueError(f"started must be from 0 to the batch, {batch}, got {started}")
         seconds = float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}")
+        # A step with starts includes prefills, so it does not count for the curve.
         if started:
             self._starts.append((batch, started, seconds))
             return
@@ -230,6 +231,7 @@ class LatencyModel:
         return start_seconds(self._starts, self.curve)
 
     def _fit(self) -> LatencyCurve | None:
+        """Fit the curve to the usual steps of each bin; see `curve`."""
         points = []
         for index, steps in self._bins.items():
             if len(steps) < MIN_STEPS:
@@ -240,6 +242,7 @@ class LatencyModel:
             typical = ordered[round(TYPICAL * (len(ordered) - 1))]
             usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
             weight = len(steps) * math.exp2((self._last_step[index] - self._steps) / HALF_LIFE)
+            # Isotonic regression needs weights above 0.
             points.append((batch, fmean(usual) * math.sqrt(batch), max(weight, 1e-12)))
         points.sort()
         if not points or points[-1][0] < SPREAD * points[0][0]:

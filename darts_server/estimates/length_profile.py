@@ -58,12 +58,12 @@ class LengthProfile:
             if counts and len(counts) != len(EDGES) - 1:
                 raise ValueError(f"{name} must have {len(EDGES) - 1} counts, got {len(counts)}")
             for place, count in enumerate(counts):
-                check_number(name, count, NO_COUNT if count else 0)
+                check_number(name, count, low=NO_COUNT if count else 0)
                 self._counts[row, place] = count
 
     @property
     def state(self) -> dict[str, list[float]]:
-        """JSON values."""
+        """Arguments that restore the profile, as JSON values."""
         finished, censored = self._counts.tolist()
         return {"finished": finished, "censored": censored}
 

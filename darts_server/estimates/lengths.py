@@ -79,7 +79,7 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     Raises:
         ValueError: no candidate generated anything.
     """
-    sample = _completed(observations)
+    sample = _complete(observations)
     n = len(sample)
     weights, firsts, _ = zip(*sample, strict=True)
     mean = math.fsum(map(mul, weights, firsts)) / n
@@ -96,21 +96,22 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
     """Return (weight, length) pairs, with each censored candidate at its expected length.
 
-    They serve for distributions over many prompts, because they ignore how much the expected lengths vary.
+    They leave out how much this length may vary, so they suit only distributions over many prompts.
     """
     has_finished = any(not o.censored for o in observations)
     has_censored = any(o.censored and o.tokens > 0 for o in observations)
     if not (has_finished and has_censored):
+        # Nothing is censored, or no finished candidate shows how lengths continue.
         return [(1.0, float(o.tokens)) for o in observations if o.tokens > 0]
-    return [(weight, first) for weight, first, _ in _completed(observations)]
+    return [(weight, first) for weight, first, _ in _complete(observations)]
 
 
 Weighted = tuple[float, float, float]
 """Weight of a candidate in the sample, and E[x] and E[x²] of its length."""
 
 
-def _completed(observations: Sequence[Observation]) -> list[Weighted]:
-    """Return the completed sample.
+def _complete(observations: Sequence[Observation]) -> list[Weighted]:
+    """Return the sample with the expected moments of censored lengths.
 
     Each censored candidate gives its weight to longer candidates in equal votes, and keeps the share of the shape. A
     longer candidate that is censored too passes on the weight that it received.
@@ -251,8 +252,9 @@ class FittedShape:
 
 
 def _hazard(z: float) -> float:
-    """Return density over survival of the standard normal."""
+    """Return the hazard of the standard normal at ``z``: its density divided by the probability to exceed ``z``."""
     if z > ERFC_RANGE:
+        # erfc underflows to 0 here, so the asymptotic form is used.
         return z + 1 / z
     return math.sqrt(2 / math.pi) * math.exp(-z * z / 2) / math.erfc(z / math.sqrt(2))
 

@@ -56,7 +56,7 @@ class MeanLength:
 
 
 def single_length(tokens: int, weight: float = 1.0) -> MeanLength:
-    """Return the mean length of one trajectory."""
+    """Return the `MeanLength` of a single trajectory."""
     return MeanLength(1, float(tokens), weight)
 
 
@@ -122,13 +122,13 @@ def restore_stats(state: Sequence[Sequence[Any]]) -> RewardStats:
         ValueError, TypeError: the state has another form, or a number is out of range.
     """
     right, wrong, (groups, zero_variance) = state
-    stats = RewardStats(_mean_length(right), _mean_length(wrong), groups, zero_variance)
+    stats = RewardStats(_restore_mean_length(right), _restore_mean_length(wrong), groups, zero_variance)
     if max(stats.groups, *astuple(stats.right), *astuple(stats.wrong)) > LARGEST:
         raise ValueError(f"statistics of rewards have counts or lengths out of range: {stats}")
     return stats
 
 
-def _mean_length(state: Sequence[Any]) -> MeanLength:
+def _restore_mean_length(state: Sequence[Any]) -> MeanLength:
     # Older versions saved squared deviations and squares of weights too.
     if len(state) == 5:
         count, mean, _, weight, _ = state

@@ -207,7 +207,7 @@ class RecentCompletionLengths:
         """
         if len(self._lengths) < MIN_GROUPS:
             return None
-        known = self._known()
+        known = self._uncut()
         tokens = rule.from_lengths(known, len(self._lengths))
         if tokens is None:
             rule = replace(rule, recent=self.quantile(rule))
@@ -216,10 +216,10 @@ class RecentCompletionLengths:
 
     def quantile(self, rule: Deadline) -> int | None:
         """Return the quantile of groups that were not cut, before it is stretched, or None below `MIN_GROUPS`."""
-        known = self._known()
+        known = self._uncut()
         if len(known) < MIN_GROUPS:
             return None
         return rule.quantile_of(known, len(known))
 
-    def _known(self) -> list[int]:
+    def _uncut(self) -> list[int]:
         return [tokens for tokens in self._lengths if tokens]

@@ -10,7 +10,7 @@ from random import Random
 import httpx
 
 from darts_server.offline.demo.problems import sample_problem
-from darts_server.offline.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, Step, draw, table, verdict
+from darts_server.offline.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, Step, draw, format_table, verdict
 from darts_server.offline.demo.server import DARTS, serving
 
 DESCRIPTION = """\
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         return _fail("interrupted; the server was stopped")
 
     groups = sum(len(step.lengths) for step in raw.steps)
-    print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{table(raw, others)}\n")
+    print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{format_table(raw, others)}\n")
     print("Figures vary from run to run. Times vary most, if the machine does other work.")
     if not others:
         return 0

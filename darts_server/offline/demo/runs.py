@@ -100,7 +100,7 @@ class Batches:
         with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
             if response.is_error:
                 raise RuntimeError(f"the server answered {response.status_code}: {response.read().decode()}")
-            for event, data in events(response.iter_lines()):
+            for event, data in parse_events(response.iter_lines()):
                 if data.get("error"):
                     raise RuntimeError(f"the server answered: {data['error']['message']}")
                 if event == "group":
@@ -126,7 +126,7 @@ class Batches:
         return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, self._waiting, truncated)
 
 
-def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parse_events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Parse server-sent events whose data is one line of JSON, as darts-server sends them."""
     name = ""
     for line in lines:
@@ -155,7 +155,7 @@ class Run:
         """Share of the returned trajectories that were cut off before the limit of raw."""
 
 
-def table(raw: Run, others: Sequence[Run]) -> str:
+def format_table(raw: Run, others: Sequence[Run]) -> str:
     """Format a table with a column for each run."""
     runs = [raw, *others]
     rows = [

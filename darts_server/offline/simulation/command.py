@@ -13,7 +13,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.offline.simulation.baselines import baselines
 from darts_server.offline.simulation.policies import DEFAULT, NAMES, Policy, parse_policy, split_policies
 from darts_server.offline.simulation.presets import PRESETS, with_engines
-from darts_server.offline.simulation.summary import LEGEND, Summary, relative_to, summarise, table
+from darts_server.offline.simulation.summary import LEGEND, Summary, format_table, relative_to, summarise
 from darts_server.offline.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_policy
 from darts_server.offline.simulation.workload import Format, TracedWorkload, Workload, describe, read_traces
 from darts_server.policy.auto import MARGIN
@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
         f"\n{name}: {steps} steps, {prompts} prompts x {size} trajectories, at most {workload.max_tokens} tokens, "
-        f"engines: {machine.replicas}\n{about}{advice(policies, summaries)}\n{LEGEND}\n\n{table(summaries)}"
+        f"engines: {machine.replicas}\n{about}{advice(policies, summaries)}\n{LEGEND}\n\n{format_table(summaries)}"
     )
     return 0
 

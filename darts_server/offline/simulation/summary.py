@@ -100,7 +100,7 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
     return float(np.mean(sizes))
 
 
-def table(summaries: Sequence[Summary]) -> str:
+def format_table(summaries: Sequence[Summary]) -> str:
     """Format summaries as lines of text."""
     rows = [[title for title, _ in COLUMNS.values()]]
     for summary in summaries:

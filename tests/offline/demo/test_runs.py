@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from darts_server.offline.demo.problems import sample_problem
-from darts_server.offline.demo.runs import Batches, Method, Run, Step, table, verdict
+from darts_server.offline.demo.runs import Batches, Method, Run, Step, format_table, verdict
 
 PROBLEMS = [sample_problem(Random(seed)) for seed in (1, 2)]
 
@@ -67,7 +67,7 @@ def shaped(seconds: float = 3.0) -> Run:
 
 
 def test_table_has_a_line_for_each_figure_and_a_column_for_each_run() -> None:
-    rows = [line.split("  ", 1) for line in table(RAW, [shaped()]).splitlines()]
+    rows = [line.split("  ", 1) for line in format_table(RAW, [shaped()]).splitlines()]
     assert {name.strip(): rest[0].split() for name, *rest in rows[2:]} == {
         "seconds, all steps": ["4.0", "3.0"],
         "right answers": ["50.0%", "75.0%"],

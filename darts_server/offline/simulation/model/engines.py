@@ -128,7 +128,7 @@ class Clock:
             context = prompts + done
             prefilled = done + np.where(is_first, prompts, rest)
         else:
-            stays = _admissions(
+            stays = _schedule_stays(
                 machine.max_num_seqs, space, group.tolist(), own.tolist(), shared.tolist(), tokens.tolist()
             )
             numbers, begin, end, generated, is_new = np.asarray(stays).T
@@ -165,7 +165,7 @@ class Clock:
         ends[run == 0] = inf
         return Clock(rows, starts, ends, sequence, begin, end, steps, seconds, count, prefill, linear, square)
 
-    def at(self, steps: Floats) -> Floats:
+    def seconds_at(self, steps: Floats) -> Floats:
         """Return the seconds at which ``steps`` steps are done, at most the end."""
         part = np.clip(np.searchsorted(self.steps, steps, side="left") - 1, 0, self.linear.size - 1)
         more = np.minimum(steps, self.steps[-1]) - self.steps[part]
@@ -175,7 +175,7 @@ class Clock:
     def completion(self, completed: Floats) -> Floats:
         """Return the seconds at which groups are complete, but not before ``completed`` steps, shape (G,)."""
         last = np.where(np.isfinite(self.ends), self.ends, 0.0).max(axis=1)
-        return self.at(np.maximum(last, completed))
+        return self.seconds_at(np.maximum(last, completed))
 
     def generated_until(self, seconds: float) -> Floats:
         """Return the tokens of each candidate, with those of the current step, shape (G, C)."""
@@ -231,7 +231,7 @@ class Clocks:
         """Return the seconds at which each group has run its number of ``steps``, shape (G,)."""
         seconds = np.zeros(self.placed.size)
         for clock in self.clocks:
-            seconds[clock.rows] = clock.at(clock.starts[:, 0] + steps[clock.rows])
+            seconds[clock.rows] = clock.seconds_at(clock.starts[:, 0] + steps[clock.rows])
         return seconds
 
     def steps_at(self, seconds: float) -> Floats:
@@ -242,7 +242,7 @@ class Clocks:
         return steps
 
 
-def _admissions(
+def _schedule_stays(
     places: int,
     space: float,
     group: list[int],
