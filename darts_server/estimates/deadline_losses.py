@@ -210,7 +210,6 @@ class GroupLosses(Losses):
 
     def with_group(self, group: Answer) -> "GroupLosses":
         """Return the losses after another group, given by its shortest right answer, or else by its longest answer."""
-        # The group is added to one of three histograms.
         right: list[Answer] = []
         wrong: list[Answer] = []
         cut: list[Answer] = []
@@ -220,7 +219,6 @@ class GroupLosses(Losses):
         if group.is_right:
             right.append(group)
         elif group.cut and bin_of(group.relative_length) < LAST_BIN - 1:
-            # A later deadline could still keep the group.
             cut.append(group)
         else:
             wrong.append(group)
@@ -235,7 +233,7 @@ class GroupLosses(Losses):
     def _uncut(self) -> list[float] | None:
         if sum(self.right) < MIN_RIGHT_GROUPS:
             return None
-        # The Kaplan-Meier estimate: the groups that ran longer share the weight of a group that was cut.
+        # The Kaplan-Meier estimate.
         uncut = [0.0] * (LAST_BIN + 1)
         # Number of groups that each group in the present bin stands for.
         factor = 1.0
@@ -262,7 +260,7 @@ def _check_histogram(name: str, value: Any) -> None:
 
 
 def _bin(relative_length: float) -> int:
-    """Return the bin of a `Histogram` that contains a relative length."""
+    """Return the bin of a relative length."""
     if relative_length <= 1:
         return 0
     # `ROUNDING` keeps a length at the upper end of a bin in this bin.

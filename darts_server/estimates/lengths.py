@@ -11,9 +11,9 @@ the lengths that the candidate may have reached. The lengths come from two sourc
 * an assumed shape with `SHAPE_VOTES`, fitted to the sample (`FittedShape`).
 
 Without censored lengths the result is the plain mean and the sample std (n - 1). With 8 of 12 or 16 returned, the std
-of geometric lengths is up to 10 % too small, and that of log-normal lengths up to 15 % (sigma .5) or 33 % (.8). With
-two modes it is between 55 % too small and 77 % too large, because a long mode beyond the K-th shortest cannot be seen.
-A sampled candidate makes all errors smaller. `tests/estimates/test_lengths.py` has the table.
+is up to 33 % too small. With two modes it is between 55 % too small and 77 % too large, because a long mode beyond the
+K-th shortest cannot be seen. A sampled candidate makes all errors smaller. `tests/estimates/test_lengths.py` has the
+table.
 """
 
 import math
@@ -101,7 +101,7 @@ def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, fl
     has_finished = any(not o.censored for o in observations)
     has_censored = any(o.censored and o.tokens > 0 for o in observations)
     if not (has_finished and has_censored):
-        # Nothing is censored, or no finished candidate shows how lengths continue.
+        # There is nothing to complete, or nothing to learn from.
         return [(1.0, float(o.tokens)) for o in observations if o.tokens > 0]
     return [(weight, first) for weight, first, _ in _complete(observations)]
 
@@ -157,9 +157,8 @@ def _complete(observations: Sequence[Observation]) -> list[Weighted]:
 class FittedShape:
     """The assumed shape of a prompt's lengths: their fourth root is normal, with ``mean`` and ``std``.
 
-    Eight of 16 lengths do not reveal a shape, so one shape serves all prompts. With the logarithm, log-normal lengths
-    are within 15 %, but lengths with two modes or a lighter tail are up to three times too wide. With the cube root,
-    log-normal lengths are a few per cent shorter. The fourth root is the compromise.
+    Eight of 16 lengths do not reveal a shape, so one shape serves all prompts. With the logarithm, lengths with two
+    modes or a lighter tail are up to three times too wide. With the cube root, log-normal lengths are too short.
 
     The tail is at most as heavy as with a constant chance to end per token: one end in ``wait`` tokens, the mean number
     of tokens per end so far.
@@ -252,9 +251,9 @@ class FittedShape:
 
 
 def _hazard(z: float) -> float:
-    """Return the hazard of the standard normal at ``z``: its density divided by the probability to exceed ``z``."""
+    """Return the standard normal's density at ``z``, divided by the probability to exceed ``z``."""
     if z > ERFC_RANGE:
-        # erfc underflows to 0 here, so the asymptotic form is used.
+        # erfc underflows here, so the asymptote is used.
         return z + 1 / z
     return math.sqrt(2 / math.pi) * math.exp(-z * z / 2) / math.erfc(z / math.sqrt(2))
 

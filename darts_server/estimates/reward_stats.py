@@ -5,8 +5,7 @@ DARTS (arXiv 2605.30859) compares the mean lengths of right and wrong trajectori
 right answers need their length.
 
 A shaped policy does not return a plain sample, so each trajectory counts with 1 / (its probability to be returned).
-Without weights the pass rate is off by up to .1, and the difference of lengths by 40 % (random worlds with the 7
-shortest of 12 and one sampled candidate). If a policy gives no weights, the difference is usually too close to zero.
+Without weights the pass rate is off by up to .1, and the difference of lengths, usually too close to zero, by 40 %.
 
 Over a whole data set, right trajectories look shorter if harder prompts have longer trajectories.
 """

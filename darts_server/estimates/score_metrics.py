@@ -88,7 +88,7 @@ def evaluate(labels: Collection[Label], max_weight: float = MAX_WEIGHT) -> Score
 
 
 def _arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
-    """Return the arguments as arrays, with weights of 1 by default."""
+    """Return arrays, with weights of 1 by default."""
     x = np.asarray(values, dtype=np.float64)
     if weights is None:
         weights = np.ones(x.size)

@@ -72,7 +72,7 @@ class Candidate:
         return self.finish_reason is FinishReason.STOP
 
     def apply(self, event: CandidateEvent) -> None:
-        """Update the candidate after an event. Late events change nothing, see `MOVES`.
+        """Update the candidate after an event.
 
         Raises:
             IllegalMove: the event cannot happen in this state.
@@ -95,7 +95,7 @@ class Candidate:
                     self.quality = quality
         self.state = following
 
-        # If the group has discarded the candidate already, the group's reason stays.
+        # A reason that the group has given stays.
         if isinstance(event, Failed | Lost) and self.reason is None:
             if isinstance(event, Lost) and event.by_caller:
                 self.reason = DiscardReason.ABORTED

@@ -166,7 +166,7 @@ class Group:
         return decisions + self.handle()
 
     def handle(self, *events: Event) -> list[Decision]:
-        """Apply events in their order, and return the decisions that no future event can change.
+        """Apply events in their order, and return decisions.
 
         Raises:
             IllegalMove: an event cannot happen. Nothing is decided.
@@ -199,7 +199,6 @@ class Group:
                         self._failed_for_good = True
                         self._replacements_left = 0
                 case Lost(index=index, by_caller=by_caller) if was_running:
-                    # A loss that the caller did not cause uses up no replacement.
                     if self._losses_left and not by_caller:
                         self._losses_left -= 1
                         self._replacements_left += 1
@@ -212,7 +211,7 @@ class Group:
             return []
         decisions: list[Decision] = []
         if not self.is_open:
-            # Before the rule is known, only a failure that no replacement can mend decides.
+            # Nothing else is decided before the rule is known.
             if self._failed_for_good:
                 decisions.extend(self._give_up())
             return decisions
@@ -384,7 +383,6 @@ class Group:
         return Start(tuple(indices))
 
     def _stop(self, index: int, reason: DiscardReason) -> Stop:
-        """Discard a running candidate, and return the decision to stop it."""
         candidate = self.candidates[index]
         candidate.discard(reason)
         self.standings.update(candidate)
@@ -399,7 +397,7 @@ class Group:
     # --- outcomes -----------------------------------------------------------
 
     def _complete(self) -> Complete:
-        """End the group: select among the finished candidates, and discard the others."""
+        """Select among the finished candidates, and discard the others."""
         selection = self.standings.select()
         for candidate in self.candidates:
             if candidate.index in selection:
@@ -422,7 +420,7 @@ class Group:
             if candidate.running:
                 yield Stop(candidate.index, reason)
             if candidate.index in self.delivered:
-                # While candidates run, a selection may leave out a delivered candidate.
+                # A delivered candidate stays, even if `select` leaves it out.
                 candidate.select(selection.get(candidate.index, SelectedAs.SHORT))
             elif candidate.alive:
                 candidate.discard(reason)
@@ -460,10 +458,7 @@ def selection_weights(group: Group) -> dict[int, float]:
 
 
 def sampled_from(group: Group) -> int | None:
-    """Return from how many candidates a complete group was sampled, all with the same probability.
-
-    None if the rule does not sample from all survivors.
-    """
+    """Return from how many candidates a complete group was sampled uniformly, or None under other rules."""
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_survivors:
         return None
     return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.candidates[group.restarted_from :])

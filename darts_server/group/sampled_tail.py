@@ -68,9 +68,9 @@ class SampledTailSelector(Selector):
         return [c for c in by_draw if c.tail_draw <= last]
 
     def _count_lower_draws(self, beyond: Candidate) -> int:
-        """Return how many candidates outside the K places have a lower draw than ``beyond``, in the best case for it.
+        """Return the smallest possible number of candidates outside the K places with a lower draw than ``beyond``.
 
-        ``beyond``: a candidate of `_beyond`. The number does not fall as its draw rises, so `stops` can bisect.
+        It does not fall as the draw of ``beyond``, a candidate of `_beyond`, rises. So `stops` can bisect.
         """
         # As many running candidates with a lower draw as possible must get a place. If s of them do, they finish before
         # the last s finished candidates of the K shortest, which lose their places. For each of the s, at most one
@@ -92,7 +92,7 @@ class SampledTailSelector(Selector):
     def stops(self) -> dict[int, DiscardReason]:
         beyond = self._beyond()
         longest = self.rule.num_longest
-        # A candidate has lost the tail once L others certainly have lower draws. The highest draw loses first.
+        # A candidate has lost the tail once L others certainly have lower draws.
         if not beyond or self._count_lower_draws(beyond[-1]) < longest:
             return {}
         first = bisect_left(beyond, longest, key=self._count_lower_draws)
@@ -154,12 +154,12 @@ class CutTailSelector(SampledTailSelector):
         if winner.index in self.delivered:
             # Delivered before there was a deadline.
             return True
-        # While the group's own deadline may fall, a winner beyond the cohort's deadline may still be cut.
+        # The group's own deadline may still fall, and cut a late winner.
         is_late = self.deadline is not None and winner.tokens > self.deadline
         return super()._is_final(winner) and not (is_late and self.num_below_threshold(self.rule.completion_place))
 
     def stops(self) -> dict[int, DiscardReason]:
-        # If all selected candidates are final, the length at `completion_place` is not needed.
+        # All selected candidates are final.
         are_short_certain = self.num_certain() == self.rule.num_shortest
         if are_short_certain and all(not c.running and self._is_final(c) for c in self._winners()):
             return {index: DiscardReason.TAIL_PRUNED for _, index in self.running}

@@ -57,7 +57,7 @@ class Selector:
         """Length in tokens at which every candidate is cut, or None."""
 
     def update(self, candidate: Candidate) -> None:
-        """Move a changed candidate to its place in the order, or remove it if it was discarded."""
+        """Move a changed candidate to its place, or remove it if it was discarded."""
         index = candidate.index
         self.checks = None
         if index in self._entries:
@@ -118,7 +118,7 @@ class Selector:
             return {}
         tokens, last = self.valid[places - 1]
         below = self.running[: self.num_below_threshold(places)]
-        # A running candidate gets at least one token more. With a higher index, an equal length is beyond.
+        # The candidate will be longer than this count, or at least as long and have the higher index.
         return {index: tokens if index < last else tokens - 1 for _, index in below}
 
     def next_check(self, key: Key, places: int) -> int | None:
@@ -130,7 +130,7 @@ class Selector:
         if rank >= min(places, len(self.valid)):
             return None
         tokens, index = self.valid[rank]
-        # A running candidate gets at least one token more. With a higher index, an equal length is behind.
+        # At equal lengths, the higher index is behind.
         if key[1] > index:
             tokens -= 1
         return tokens
@@ -150,10 +150,7 @@ class Selector:
         return {}
 
     def deliveries(self) -> list[int]:
-        """Return the indices of finished candidates that are certain to be in the group.
-
-        Candidates that an earlier call has returned may be left out.
-        """
+        """Return finished candidates that are certain to be in the group, unless an earlier call has returned them."""
         return []
 
     def check_at(self) -> dict[int, int]:
@@ -237,7 +234,6 @@ class InOrder(SelectionRule):
         return {c.index: 1.0 for c in candidates if c.selected_as is not None}
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        # A truncated candidate is discarded for its index too.
         return DiscardReason.MIDDLE
 
 

@@ -121,7 +121,10 @@ def _trace(
     samples: int,
     cap_flag: int | None,
 ) -> TracedLengths:
-    """Return the lengths of a prompt. Lengths that were not seen are drawn, or left out if ``ratios`` is None."""
+    """Return the lengths of a prompt. Lengths that were not seen are drawn, or left out if ``ratios`` is None.
+
+    ``samples``: number of lengths for a prompt without observations.
+    """
     cap = prompt.max_tokens
     if cap_flag is not None:
         cap = cap_flag if cap is None else min(cap, cap_flag)

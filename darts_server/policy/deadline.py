@@ -82,6 +82,7 @@ class Deadline:
         if self.recent is None:
             return None
         tokens = max(self.recent, self.quantile_of(completion_lengths, known) or 0)
+        # The share of known lengths at which the extension is `MAX_EXTENSION`.
         least = MIN_KNOWN / MAX_EXTENSION ** (1 / EXTENSION_POWER)
         extension = max(1.0, float((MIN_KNOWN / max(known / groups, least)) ** EXTENSION_POWER))
         return self._stretched(tokens, extension)
@@ -151,6 +152,7 @@ class CohortDeadline:
             self._update()
 
     def _update(self) -> None:
+        """Set the deadline if the reports suffice, or else the pending bound."""
         rule = self._rule
         if rule is None or self.tokens is not None:
             return

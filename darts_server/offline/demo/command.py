@@ -91,6 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(message: str) -> int:
+    """Print an error, and return the exit code."""
     print(f"darts-server demo: {message}", file=sys.stderr)
     return 1
 

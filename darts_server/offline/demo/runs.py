@@ -15,6 +15,10 @@ from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Problem, rew
 RAW = "raw"
 CLEAR = 0.15
 """Times whose ratio is closer to 1 are called equal: runs of a few seconds vary as much."""
+ROUNDS_TO_ZERO = 0.005
+"""Largest share that is printed as 0 %."""
+NEARLY_ALL = 0.95
+"""Share of the generated tokens above which a run is said to discard nothing."""
 TIMEOUT_SECONDS = 300.0
 """A batch of the tiny model takes a few seconds, and some tens on a busy machine."""
 
@@ -186,9 +190,9 @@ def verdict(raw: Run, others: Sequence[Run]) -> str:
             answers = f"has as many right answers (within the noise of ± {noise:.0f} points)"
 
         selection = "returns the shorter answers"
-        if run.cut > 0.005:
+        if run.cut > ROUNDS_TO_ZERO:
             selection = f"cuts off {run.cut:.0%} of the answers"
-        elif sum(run.lengths) > 0.95 * run.generated:
+        elif sum(run.lengths) > NEARLY_ALL * run.generated:
             selection = "discards nothing"
         longest = f"longest answer {max(run.lengths)} tokens, raw {max(raw.lengths)}"
         differences.append(f"{run.name} takes {pace}, {answers} and {selection} ({longest})")

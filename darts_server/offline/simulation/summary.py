@@ -77,7 +77,10 @@ def relative_to(off: Summary, summary: Summary) -> Summary:
 
 
 def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
-    """Return the mean over groups, or None if a group has no weights, see `SelectionRule.weights`."""
+    """Return the mean of (sum w)² / sum w² / size over groups with weights w.
+
+    None if a group has no weights, see `SelectionRule.weights`.
+    """
     sizes = []
     for step in steps:
         batch = step.batch

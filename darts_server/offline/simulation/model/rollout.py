@@ -55,7 +55,7 @@ class Rollout:
 
     @property
     def busy(self) -> float:
-        """Share of time that places are taken, of the most places that each engine ever used."""
+        """Mean share of the engines' places that are taken. An engine has as many places as it ever used at once."""
         peak = sum(float(clock.count.max()) for clock in self.clocks.clocks)
         busy = sum(clock.busy_until(self.seconds) for clock in self.clocks.clocks)
         return min(1.0, busy / (peak * self.seconds))
@@ -153,7 +153,7 @@ def _find_deadline(
     completed: Floats,
     clocks: Clocks,
 ) -> KnownDeadline | None:
-    """Return the deadline that the cohort computes from its groups' reports, in their order.
+    """Return the deadline that the cohort computes from its groups' reports, or None if it never becomes known.
 
     Each group needs ``needs`` tokens, reports them after ``reported`` steps, and is complete after ``completed`` steps.
     """
@@ -221,6 +221,7 @@ class Groups:
 
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, rows: Ints) -> "Groups":
+        """Take the groups ``rows`` of a batch, which share a rule."""
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
         done = np.where(started, batch.generated_before[rows], 0.0)
         lengths = np.where(started, batch.ends[rows], inf)
