@@ -175,7 +175,7 @@ class Clock:
         return np.asarray(self.seconds[part] + np.where(more > 0, seconds, 0.0))
 
     def completion(self, completed: Floats) -> Floats:
-        """Return the seconds at which each group's candidates have ended and ``completed`` steps are done, shape (G,)."""
+        """Return the seconds at which groups' candidates have ended and ``completed`` steps are done, shape (G,)."""
         last = np.where(np.isfinite(self.ends), self.ends, 0.0).max(axis=1)
         return self.seconds_at(np.maximum(last, completed))
 
