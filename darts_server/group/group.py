@@ -238,7 +238,7 @@ class Group:
                 candidate.reason = DiscardReason.CARRIED
         return decisions
 
-    def end_decided(self) -> list[Decision]:
+    def end_as_decided(self) -> list[Decision]:
         """Stop the other candidates, because the delivered candidates have decided the caller's vote."""
         if self.outcome is not None:
             return []

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     traces: list[TracedLengths] = []
     lines: list[str] = []
     for prompt in prompts:
-        traced = _trace(prompt, ratios, rng, options.samples, options.cap)
+        traced = _trace_prompt(prompt, ratios, rng, options.samples, options.cap)
         if not traced.lengths:
             continue
         traces.append(traced)
@@ -114,7 +114,7 @@ def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) ->
         )
 
 
-def _trace(
+def _trace_prompt(
     prompt: PromptStats,
     ratios: Floats | None,
     rng: np.random.Generator,

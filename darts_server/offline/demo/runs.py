@@ -174,7 +174,7 @@ def format_table(raw: Run, others: Sequence[Run]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def verdict(raw: Run, others: Sequence[Run]) -> str:
+def compare(raw: Run, others: Sequence[Run]) -> str:
     """Say in one sentence how each run differs from raw."""
     # Two standard errors of a difference in points: trajectories of the same prompts differ by chance.
     noise = 200 * sqrt(2 * raw.right * (1 - raw.right) / len(raw.lengths))
