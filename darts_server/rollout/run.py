@@ -198,7 +198,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def finish_early(self) -> None:
         """End the group with the trajectories delivered so far."""
-        self._act(self._group.end_decided())
+        self._act(self._group.end_as_decided())
         self._close()
 
     def cancel(self, error: Exception | None = None, reason: DiscardReason = DiscardReason.CANCELLED) -> None:

@@ -178,7 +178,7 @@ class Allocator:
         name = _name(plan)
         if shaping.adaptive and len(stds) < MIN_COHORT:
             price = self._prices.load(name) or ShadowPrice()
-            counts = [price.candidates(std, mean, low, high) for std in stds]
+            counts = [price.allocate(std, mean, low, high) for std in stds]
             self._prices.save(name, asdict(price))
             return counts, mean
 
