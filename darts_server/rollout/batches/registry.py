@@ -80,6 +80,7 @@ class _DurableBatch:
     timer: asyncio.TimerHandle | None = None
 
     def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
+        """Call ``action`` after a time, in place of the previous action."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
@@ -256,7 +257,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def _handle_task_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._running[batch_id]
         if task.cancelled():
-            # A kept batch keeps its task, whose error has frames with all generated tokens until it is raised.
+            # A kept batch keeps its task. Raising the task's error lets go of frames with all generated tokens.
             with suppress(asyncio.CancelledError):
                 task.exception()
 
@@ -274,6 +275,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         durable.schedule(self._retention.resume_seconds, cancel_if_idle)
 
     def _handle_end(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
+        """Keep an ended durable batch, within the limits."""
         if durable is None:
             return
         durable.has_ended = True

@@ -63,7 +63,7 @@ class Monitor:
         found.sort(key=itemgetter(0))
         return [record for _, record in found]
 
-    def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
+    def running_groups(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Yield visible running groups, the newest first, up to the limits."""
         candidates = 0
         visible = (run for run in reversed(self.rollouts.runs) if may_see(run.owner))
@@ -99,24 +99,24 @@ class Viewer:
         self._running = {}
 
         for record in monitor.ended_after(self._groups_seen, self.may_see):
-            now = _group(record, record, record.policy)
+            now = _group_fields(record, record, record.policy)
             now["ended"] = record.ended_at
             now["outcome"] = record.outcome.value
             if record.deadline is not None:
                 now["deadline"] = record.deadline
             if record.error is not None:
                 now["error"] = record.error
-            now["candidates"] = [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
+            now["candidates"] = [_candidate_fields(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
             changes.append(_changes(now, previous.pop(record.group_id, None)))
         self._groups_seen = monitor.ended
 
-        for run in monitor.newest(self.may_see):
+        for run in monitor.running_groups(self.may_see):
             group_id = run.spec.group_id
             # Two callers have chosen the same id. Viewers know groups by their ids, so the newest group is shown.
             if group_id in self._running:
                 continue
             before = previous.pop(group_id, None)
-            now = _group(run.spec, run, run.spec.plan.policy)
+            now = _group_fields(run.spec, run, run.spec.plan.policy)
             old: list[Fields] = []
             if before is not None and before["began"] == run.started_at:
                 old = before["candidates"]
@@ -126,7 +126,7 @@ class Viewer:
                 if index < len(old) and _is_final(old[index]):
                     candidates.append(old[index])
                 else:
-                    candidates.append(_candidate(run.runner.record(index)))
+                    candidates.append(_candidate_fields(run.runner.make_record(index)))
             now["candidates"] = candidates
             self._running[group_id] = now
             changes.append(_changes(now, before))
@@ -145,7 +145,7 @@ def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
-def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], policy: str) -> Fields:
+def _group_fields(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], policy: str) -> Fields:
     fields = {
         "group_id": spec.group_id,
         "began": group.started_at,
@@ -161,7 +161,7 @@ def _is_final(candidate: Fields) -> bool:
     return "stop" in candidate and candidate["state"] in ("selected", "discarded")
 
 
-def _candidate(record: CandidateRecord) -> Fields:
+def _candidate_fields(record: CandidateRecord) -> Fields:
     if record.selected_as is not None:
         state = "selected"
     elif record.reason is not None:

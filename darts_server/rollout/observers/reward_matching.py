@@ -181,7 +181,7 @@ class RewardMatcher:
             stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
             fully_rewarded: list[ReturnedGroup] = []
             for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
-                found = self._find(reward)
+                found = self._find_trajectories(reward)
                 unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
                 for trajectory in unrewarded:
                     group = trajectory.group
@@ -208,7 +208,7 @@ class RewardMatcher:
             await asyncio.sleep(0)
         return report
 
-    def _find(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
+    def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
         who = caller.get()
         if reward.trajectory_id is None:
             found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
@@ -226,6 +226,7 @@ class RewardMatcher:
         return ()
 
     def _learn(self, stats: dict[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
+        """Learn ``stats`` by prompt key, and report fully rewarded groups."""
         for group in fully_rewarded:
             stats[group.prompt_key] += RewardStats(groups=1, zero_variance=int(group.zero_variance))
         self._rewards.learn(stats)
