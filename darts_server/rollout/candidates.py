@@ -69,7 +69,7 @@ class CandidateHistory:
     started_at: float | None = None
     ended_at: float | None = None
     stopped_tokens: int = 0
-    """Number of tokens when the candidate was stopped."""
+    """Number of tokens at the stop."""
     version_start: int | None = None
     version_end: int | None = None
     earlier_spans: VersionSpans = ()
@@ -189,7 +189,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             task.add_done_callback(self._tasks.discard)
 
     def poll(self) -> list[Progress | Scored]:
-        """Return new scores, and the progress of candidates that have reached their count in `Group.check_at`."""
+        """Return new scores, and the progress of candidates that have reached their `Group.check_at`."""
         events: list[Progress | Scored] = []
         for index, tokens_due in self._group.check_at.items():
             running = self.running.get(index)
@@ -209,7 +209,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         return events
 
     def prepare_restart(self) -> None:
-        """Give the requests of the candidates to the next candidates, which start without carried tokens."""
+        """Keep the requests of the candidates for the next candidates, and drop carried tokens."""
         self.own_requests.extend(c.request for c in self.candidates if c.state.alive and c.has_own_request)
         self.finish_times.clear()
         # Carried tokens may be too old for the new weights, also if their candidate has not started yet.
@@ -347,7 +347,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def _answer_aborting(
         self, candidate: CandidateRun[RequestT, OutputT], result: CandidateResult[OutputT] | None = None
     ) -> None:
-        """Answer the callers that aborted, with no tokens unless there is a ``result``."""
+        """Answer the callers that aborted, without tokens unless there is a ``result``."""
         for caller in candidate.aborting:
             if caller.done():
                 continue
@@ -439,7 +439,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self, candidate: CandidateRun[RequestT, OutputT], order: float
     ) -> CandidateResult[OutputT]:
         """Replace a cut candidate whose engine died before it sent the tokens."""
-        # The lost candidate had reached the cut, so a candidate that ends before the cut is not of its distribution.
+        # The lost candidate had reached the cut, so a candidate that ends earlier cannot replace it.
         index = candidate.state.index
         for _ in range(MAX_TRIES):
             running = await self._engine.start(candidate.request, candidate.number, None, order)
@@ -516,7 +516,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._answer_aborting(candidate)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Output the carried tokens of an aborted candidate that did not run."""
+        """Output the carried tokens of an aborted candidate."""
         if not candidate.aborted:
             return
         carried = candidate.carried

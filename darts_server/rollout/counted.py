@@ -20,7 +20,7 @@ from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 MOST_MEMBERS = 4
 """Maximum requests of a group, as a multiple of its size. Requests that left may be sent again."""
 MAX_RESTING = 4096
-"""Maximum groups that wait for further requests while no request of theirs runs: four steps of 1,024 groups."""
+"""Maximum groups that wait for further requests while none runs: four steps of 1,024 groups."""
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +131,7 @@ class _CountedGroup:
         groups = self.groups
         is_full = self.taken_seats == self.size
         if not (is_full or self.is_over_at_rest or self.is_exhausted):
-            # The group waits for further requests. If too many groups wait, the oldest end.
+            # Wait for further requests. If too many groups wait, the oldest end.
             for dropped, _ in groups.resting.put(self.owner, self, None):
                 dropped.expire()
             return

@@ -60,7 +60,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         create_run: `Rollouts.create_run`.
         timeout: seconds without a further request after which a group is closed early.
         named_timeout: the same for groups with a name. A pool of trajectories may send the next request of a group only
-            when another trajectory has ended, and no server sees trajectories in their environments.
+            when another trajectory has ended.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
-        """Give a late caller the seat of a disconnected caller; return the seat, or None if no seat is vacant."""
+        """Give a late caller the seat of a disconnected caller; return it, or None if none is vacant."""
         if self.run.has_ended:
             return None
         seat = next((seat for seat in self.seats if seat.caller is None and not seat.answered), None)
@@ -278,7 +278,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self.run.open(plan.rule_for(allocation.saturated), allocation)
 
     def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:
-        """Return the seats that may get a trajectory: any free seat, unless its candidate was aborted."""
+        """Return the seats that may get a trajectory: all free seats, unless it was aborted."""
         free = [seat for seat in self.seats if seat.output is None]
         candidates = self.run.runner.candidates
         candidate = candidates[trajectory.index]

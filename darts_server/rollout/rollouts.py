@@ -65,7 +65,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         gate: running groups are inside.
         brownout: reduces redundancy while candidates wait.
         scorer: scores candidates. Without a scorer, policies that prune are refused.
-        clock: monotonic seconds.
     """
 
     def __init__(

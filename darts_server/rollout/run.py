@@ -43,7 +43,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     """Runs a group from its first candidate to its end.
 
     Only `runner` waits for the engine, in one task per candidate. Everything else is synchronous, so a stop reaches the
-    engine in the turn of the event loop in which its reason occurred.
+    engine at once.
 
     Args:
         ticket: holds the group's candidates.
@@ -121,7 +121,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._carry_out(self._group.add_candidate())
 
     def open(self, rule: SelectionRule, allocation: Allocation) -> None:
-        """Set the selection rule, join the cohort, and start the candidates that the allocation still lacks."""
+        """Set the selection rule, join the cohort, and start the missing candidates of the allocation."""
         # The group may have failed while its requests were being collected.
         if self.has_ended:
             allocation.drop()
@@ -269,12 +269,12 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the group has its outcome, though its caller may not have all trajectories yet."""
+        """Whether the group has its outcome. Its caller may not have all trajectories yet."""
         return self._group.outcome is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the trajectories were selected, though the caller may not have all of them yet."""
+        """Whether the trajectories were selected."""
         return self._group.outcome is Outcome.COMPLETED
 
     @property
@@ -289,9 +289,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         quota = self.spec.quota
         try:
             if quota is not None and not quota.left and not self.has_ended:
-                # Several groups may finish in one step of the engine. A complete group cannot be carried over, so stop
-                # this group before its state machine handles the event. A candidate that has just finished is carried
-                # over with its whole answer.
+                # Several groups may finish in one step of the engine. Stop this group before its state machine handles
+                # the event, as a complete group cannot be carried over.
                 self.is_surplus = True
                 self.stop_to_carry()
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))

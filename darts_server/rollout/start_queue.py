@@ -1,8 +1,8 @@
 """Start a few candidates in each turn of the event loop, and order them on an engine with priorities.
 
 Long candidates start first, because a rollout ends with its last candidate. The order does not change which
-trajectories are returned. It starves no request: a long request overtakes a shorter request only if it arrives later by
-less than its additional duration.
+trajectories are returned. It starves no request: a long request overtakes a shorter request only if it arrives soon
+after it.
 """
 
 import asyncio

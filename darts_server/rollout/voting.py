@@ -43,7 +43,7 @@ KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
 """Votes are for test time, when the trainer makes no steps."""
 SAVE_SECONDS = 2.0
-"""Seconds between two writes of up to some 100 KB for each kind."""
+"""Seconds between two writes of up to 100 KB."""
 POLICY = "vote"
 """Policy name in the records of votes."""
 LOGPROBS = "logprobs"
@@ -54,8 +54,8 @@ MAX_DECISION_CHECKS = 64
 TEXT_CHARS = 16_384
 """Number of last characters of a text that are searched."""
 SEARCH_SECONDS = 0.5
-"""Processor time for one text. A linear pattern takes some milliseconds for the longest text. A match of RE2 cannot be
-interrupted, but `TEXT_CHARS` and the largest pattern limit it to 3 seconds. The event loop continues meanwhile."""
+"""Processor time for one text. A linear pattern takes some milliseconds. A match of RE2 cannot be interrupted, but
+`TEXT_CHARS` and the largest pattern limit it to 3 seconds."""
 
 Score = Literal["head", "logprob", "lowest_logprob"]
 
@@ -179,7 +179,7 @@ class BallotBox(Generic[RequestT, OutputT]):
         return count_votes(votes, self._weighting)
 
     def _make_votes(self) -> tuple[list[Vote], list[Vote]]:
-        """Make votes of the ballots with an answer; return the votes with a score, and the votes without."""
+        """Make votes of the ballots with answers; return the votes with and without a score."""
         kind = self._vote.score
         votes: list[Vote] = []
         unscored: list[Vote] = []
@@ -227,7 +227,6 @@ class VoteRunner(Generic[RequestT, OutputT]):
         confidence: calibrates scores from log-probs.
         vote_ended: called with the outcome of every vote and the number of stopped candidates.
         searches: runs the callers' patterns outside the event loop.
-        clock: monotonic seconds.
     """
 
     def __init__(

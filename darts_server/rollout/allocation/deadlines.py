@@ -104,8 +104,8 @@ class Deadlines:
         losses = before
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
-        # Without weights some candidates can never be returned, so that the deadline's losses do not show unless the
-        # group was explored.
+        # Without weights some candidates can never be returned, which hides the deadline's losses unless the group was
+        # explored.
         if record.explored or all(c.weight is not None for c in record.selected):
             losses = losses.with_answers(_answers(record, correct), record.explored, max_lost.answers)
             group = _shortest_answer(record, correct)
@@ -116,7 +116,7 @@ class Deadlines:
 
 
 def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
-    """Return rewarded or cut answers, with lengths relative to the limit that discards them, without a stretch.
+    """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its stretch.
 
     The limit is the bound for an answer that the group would wait for, and otherwise the deadline. A cut candidate had
     become longer than its group would wait for, unless it was cut at the bound.

@@ -26,7 +26,7 @@ NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates a planner with a caller's policy overrides, or raises ``InvalidRequest``."""
 
 SHORTEST: Mapping[str, object] = {"max_tokens": 1}
-"""Sampling parameters of the shortest answer. A prompt that is too long for this answer is too long for any."""
+"""Sampling parameters of the shortest answer. A prompt that is too long for it is too long for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,5 +365,5 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
 
 
 def describe_terms(plan: Plan, sampling: Mapping[str, object]) -> str:
-    """Return policy and sampling as a text. A batch can resume groups of batches with the same text, on any server."""
+    """Return policy and sampling as a text. A batch can resume groups of batches with the same text."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"

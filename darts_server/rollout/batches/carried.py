@@ -165,7 +165,7 @@ class CarriedPrompts:
         return taken
 
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
-        """Keep prompts within the limits. ``older``: prompts that were taken before the caller's other prompts came."""
+        """Keep prompts within the limits. ``older``: prompts that go before the kept prompts."""
         prompts = [*older, *self._kept.pop(owner, ()), *new]
         kept: list[CarriedPrompt] = []
         size = 0
@@ -237,7 +237,7 @@ class SavedPrompts:
         self._model = model
 
     def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
-        """Save prompts, made portable, in order until ``seconds`` have passed; return how many are on the disk."""
+        """Save portable prompts in order until ``seconds`` have passed; return how many are on the disk."""
         ends_at = time.monotonic() + seconds
         saved = 0
         size = 0
@@ -264,7 +264,7 @@ class SavedPrompts:
     async def save_in_time(
         self, prompts: Sequence[Owned], renderer: PromptRenderer[Any, Any], *, with_tokens: bool
     ) -> int:
-        """Save as many prompts at shutdown as there is time for; log and return the number of lost prompts.
+        """Save prompts at shutdown while there is time; log and return the number of lost prompts.
 
         A prompt starts again if its tokens cannot be saved in time.
         """

@@ -207,7 +207,7 @@ class CandidateCursor:
         self._run = None
 
     def drop_run(self) -> None:
-        """End the candidate without an event, as its batch failed."""
+        """Let go of the run without an event, as the batch failed."""
         self._run = None
 
     def advance(self, chunk: int) -> Iterator[_Entry]:
@@ -319,8 +319,7 @@ class EventFeed:
         self._chunk = chunk
         self._interval = interval
         self._replayable = replayable
-        # A delta is its candidate in the log, and its token range in `_ranges`. An object for each delta would take 90
-        # bytes, and a delta may be a single token.
+        # A delta is its candidate in the log, and its token range in `_ranges`. An object would take 90 bytes.
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
         # Number of events that were removed from the front of the log.
@@ -353,6 +352,7 @@ class EventFeed:
             self._notify(number)
 
     def group_ended(self, result: GroupResult) -> None:
+        # The group may have failed before its start.
         group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
         group.end_events()

@@ -80,7 +80,7 @@ class _DurableBatch:
     timer: asyncio.TimerHandle | None = None
 
     def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
-        """Call ``action`` after a time, in place of the previous action."""
+        """Call ``action`` later, in place of the previous action."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
@@ -93,7 +93,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     A batch without a key is cancelled when its caller disconnects.
 
     Args:
-        clock: monotonic seconds.
         saved: keeps carried prompts for the next server, or None to lose them.
         has_initial_weights: returns whether the weights never changed. The next server starts with the initial weights,
             and cannot continue from tokens of other weights.
@@ -257,7 +256,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def _handle_task_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._running[batch_id]
         if task.cancelled():
-            # A kept batch keeps its task. Raising the task's error lets go of frames with all generated tokens.
+            # A kept batch keeps its task. Raising the error frees its frames with all generated tokens.
             with suppress(asyncio.CancelledError):
                 task.exception()
 

@@ -58,7 +58,6 @@ class BatchRun:
 
     ``replayable``: whether there may be several listeners, each from the first event on.
     ``on_idle``: called when the last listener has left before the end.
-    ``clock``: monotonic seconds.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class BatchRun:
                 streams = self.feed is not None
                 lost = [group.carried for group in self._prepared.groups if not (streams and group.is_decided)]
                 self._kept.put(self.owner, (), filter(None, lost))
-            # The registry may keep this batch: it must not keep prompts, nor tokens of prompts that are carried over.
+            # The registry may keep this batch, but must not keep its prompts and tokens.
             self._prepared = replace(self._prepared, groups=(), terms="")
             self._results = []
 
@@ -266,7 +265,7 @@ class BatchRun:
         missing = self._prepared.needed
         for next_result in asyncio.as_completed(tasks.values()):
             result = await next_result
-            # Another group takes the place of a group that is not complete.
+            # Another group takes the place.
             if result is None or result.error is not None:
                 self._places.release()
             if result is None:
@@ -318,6 +317,7 @@ class BatchRun:
                 tasks[group.number].cancel()
         try:
             for task in tasks.values():
+                # One group per turn, as each group stops all of its candidates.
                 if not task.done():
                     task.cancel()
                     await asyncio.sleep(0)

@@ -81,7 +81,7 @@ def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
 
 
 def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
-    """Return the lengths of a group's candidates, censored for stopped and cut candidates, which would be longer.
+    """Return the lengths of a group's candidates. Stopped and cut candidates are censored.
 
     ``beyond_limit``: whether the lengths of truncated candidates are censored too.
     """
@@ -96,7 +96,7 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 
 
 def length_limit(record: GroupRecord) -> int | None:
-    """Return the length in tokens at which candidates were truncated, or ``max_tokens`` if none was; None if unknown.
+    """Return the length in tokens at which candidates were truncated, or ``max_tokens``. None: unknown.
 
     The model's context may be shorter than the request's ``max_tokens``.
     """
@@ -199,7 +199,7 @@ class Latency:
         return None if curve is None else curve.step_seconds(batch)
 
     def completion_seconds(self, groups: Sequence[Sequence[int]]) -> list[float]:
-        """Return the seconds until each group is complete if all start together, or nothing while they are unknown.
+        """Return the seconds until each group is complete if all start together, or an empty list.
 
         ``groups``: lengths of trajectories in tokens, in queueing order.
         """
@@ -229,7 +229,7 @@ class Latency:
         return self._model
 
     def _write(self) -> None:
-        # After a restore, the earlier model must not replace the restored model.
+        # Do not replace a restored model.
         before = self._model
         if self._learned() is before:
             self._states.save(ENGINE_KEY, before.state)

@@ -48,7 +48,7 @@ class Monitor:
 
     def group_ended(self, record: GroupRecord) -> None:
         self.ended += 1
-        self._records.put(record.owner, self.ended, record, _shown_candidates(record))
+        self._records.put(record.owner, self.ended, record, _count_shown(record))
 
     def ended_after(self, count: int, may_see: MaySee) -> list[GroupRecord]:
         """Return kept records of visible groups after the first ``count``, in the order of their ends."""
@@ -68,7 +68,7 @@ class Monitor:
         candidates = 0
         visible = (run for run in reversed(self.rollouts.runs) if may_see(run.owner))
         for place, run in enumerate(visible):
-            candidates += _shown_candidates(run)
+            candidates += _count_shown(run)
             # The newest group is always shown.
             if place and (place >= self.max_groups or candidates > self._max_candidates):
                 return
@@ -77,10 +77,7 @@ class Monitor:
 
 @dataclass(slots=True)
 class Viewer:
-    """One viewer of the monitor.
-
-    An update covers all changes since the previous update, so a viewer that updates rarely costs less.
-    """
+    """One viewer of the monitor."""
 
     monitor: Monitor
     may_see: MaySee
@@ -112,7 +109,7 @@ class Viewer:
 
         for run in monitor.running_groups(self.may_see):
             group_id = run.spec.group_id
-            # Two callers have chosen the same id. Viewers know groups by their ids, so the newest group is shown.
+            # Two callers have chosen the same id. The newest group is shown.
             if group_id in self._running:
                 continue
             before = previous.pop(group_id, None)
@@ -121,7 +118,7 @@ class Viewer:
             if before is not None and before["began"] == run.started_at:
                 old = before["candidates"]
             candidates: list[Fields] = []
-            for index in range(_shown_candidates(run)):
+            for index in range(_count_shown(run)):
                 # Candidates that do not change any more are used again.
                 if index < len(old) and _is_final(old[index]):
                     candidates.append(old[index])
@@ -141,7 +138,7 @@ class Viewer:
         }
 
 
-def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
+def _count_shown(group: GroupRecord | GroupRun[Any, Any]) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
@@ -192,7 +189,7 @@ def _without_none(fields: Fields) -> Fields:
 
 
 def _changes(now: Fields, before: Fields | None) -> Fields:
-    """Return the changes of a group, or the whole group if it is new or has reused the id of another group."""
+    """Return the changes of a group, or the whole group if it is new or reuses an id."""
     if before is None or before["began"] != now["began"]:
         return now
     old = before["candidates"]

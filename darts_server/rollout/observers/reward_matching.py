@@ -107,8 +107,6 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 class RewardMatcher:
     """Match rewards to trajectories of the ``kept`` newest groups, and learn from them. At a limit, see `Kept`.
 
-    A trajectory takes about 400 bytes, and the record of a candidate another 400.
-
     Args:
         on_group_rewarded: called when all trajectories of a group have rewards, with the group's record, correctness by
             candidate index, and whether all rewards are equal.
@@ -170,9 +168,8 @@ class RewardMatcher:
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
         """Match rewards to kept trajectories that have no reward. Yields to the event loop between chunks.
 
-        Callers may choose the same ids, so an id names a trajectory of the caller. An admin, such as a service that
-        computes all rewards, may name another caller's trajectory. Tokens name trajectories of the caller, or of other
-        callers if the caller has none.
+        Callers may choose the same ids, so an id names a trajectory of the caller. An admin may name
+        another caller's trajectory. Tokens name trajectories of the caller, or of other callers if the caller has none.
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):

@@ -103,7 +103,6 @@ class Pruner:
         width: returns the width of the engine's hidden states, or None if the engine provides none.
         documents: store of everything that is learned.
         weight_version: returns the served version of the weights.
-        clock: monotonic seconds.
     """
 
     def __init__(

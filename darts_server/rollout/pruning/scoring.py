@@ -84,10 +84,7 @@ def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[floa
 
 
 def logprob_score(kind: ScoreKind, logprobs: tuple[float, ...]) -> float | None:
-    """Return the geometric mean of the probabilities of all tokens, or of the lowest window. None: no finite log-probs.
-
-    This score needs no rewards, and separates right from wrong less well than a trained head.
-    """
+    """Return the geometric mean of the probabilities of all tokens, or of the lowest window; None if unusable."""
     usable = _usable_logprobs(logprobs)
     if usable is None:
         return None
