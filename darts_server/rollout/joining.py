@@ -87,7 +87,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._early_is_logged = False
         self.counted = CountedGroups(
             observer,
-            self.report_sealed,
+            self.report_closed,
             weight_version,
             timeout,
             self._named_timeout,
@@ -136,7 +136,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             group.closed.set()
         self.counted.drain()
 
-    def report_sealed(self, *, full: bool, planned: int) -> None:
+    def report_closed(self, *, full: bool, planned: int) -> None:
         """Report a closed group, and log once if many lack some of their ``planned`` requests."""
         self._observer.group_sealed(full)
         self._closed_early.append(not full)
@@ -270,7 +270,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             plan = plan.shrunk(len(self.seats))
         allocation = Allocation(plan.size)
         if not self._joiner.draining:
-            self._joiner.report_sealed(full=full, planned=self._first.plan.size)
+            self._joiner.report_closed(full=full, planned=self._first.plan.size)
             allocation = await self._joiner.allocator.allocate(plan, self._first.prompt_key)
             # The group may have failed meanwhile, and then its ticket is released.
             if not self.run.has_ended:

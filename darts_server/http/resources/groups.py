@@ -25,7 +25,7 @@ from darts_server.http.resources.trajectories import (
 )
 from darts_server.identifiers import from_header
 from darts_server.records import CandidateRecord, GroupRecord
-from darts_server.rollout.learned.statistics import Statistics, summarize_rewards, summarize_lengths
+from darts_server.rollout.learned.statistics import Statistics, summarize, summarize_lengths
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import GroupRewards, RewardMatcher
 from darts_server.types import FinishReason, Outcome
@@ -271,7 +271,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
                 "prompt_key",
                 f"there are no statistics of prompt {prompt_key!r}; GET /darts/v1/groups/ID returns its key",
             )
-        reward_stats = summarize_rewards(statistics.rewards.prompts.load(prompt_key))
+        reward_stats = summarize(statistics.rewards.prompts.load(prompt_key))
         rewards = None
         if reward_stats is not None:
             rewards = PromptRewardsAnswer(**reward_stats)

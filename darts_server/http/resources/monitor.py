@@ -15,7 +15,7 @@ from darts_server.http.answers import Readers
 from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
-from darts_server.rollout.learned.statistics import Rewards, summarize_rewards
+from darts_server.rollout.learned.statistics import Rewards, summarize
 from darts_server.rollout.observers.monitor import MaySee, Monitor, Viewer
 from darts_server.types import Outcome
 from darts_server.weights.coordinator import Coordinator
@@ -132,7 +132,7 @@ class MonitorSources:
             last=UpdateAnswer.of(self.updates.last),
         )
         rewards = None
-        learned = summarize_rewards(self.rewards.dataset)
+        learned = summarize(self.rewards.dataset)
         if learned is not None:
             rewards = MonitorRewards.model_validate(learned)
         return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")

@@ -85,7 +85,7 @@ class Allocator:
             raise
 
     async def _allocate_waiting(self, name: str, plan: Plan) -> None:
-        """Answer all calls of `allocate` within the window."""
+        """Answer all calls of `allocate` at the end of the window."""
         await asyncio.sleep(self._window)
         waiting = [(key, result) for key, result in self._waiting.pop(name) if not result.cancelled()]
         if not waiting:

@@ -289,7 +289,8 @@ def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
     return summary
 
 
-def summarize_rewards(stats: RewardStats | None) -> dict[str, Any] | None:
+def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
+    """Return reward statistics as JSON values, or None without rewards."""
     if stats is None or stats.pass_rate is None:
         return None
     return {
