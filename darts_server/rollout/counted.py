@@ -20,7 +20,7 @@ from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 MOST_MEMBERS = 4
 """Maximum requests of a group, as a multiple of its size. Requests that left may be sent again."""
 MAX_RESTING = 4096
-"""Maximum groups that wait for further requests while none runs: four steps of 1,024 groups."""
+"""Maximum groups that wait for further requests while no request of theirs runs: four steps of 1,024 groups."""
 
 
 @dataclass(slots=True, eq=False)

@@ -197,7 +197,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             on_abort=OnAbort.ANSWER,
             tokens=first.tokens,
         )
-        self._ticket = first.ticket.split(0)
+        self._ticket = first.ticket.split(candidates=0)
         self.run = joiner.create_run(spec, self.closed.set, self._ticket)
         if first.name is not None:
             self.run.request_ids += (first.name,)

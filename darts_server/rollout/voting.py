@@ -71,7 +71,7 @@ class Confidence:
     ) -> None:
         blobs = BlobStore(documents, VOTE_BLOBS)
         self.points: Mapping[str, DetectionPoint] = {
-            kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
+            kind: DetectionPoint(blobs, kind, calibration, width=0, name=f"of votes by {kind}") for kind in KINDS
         }
         # By group id, candidate index and kind.
         self._scores: Kept[str, Mapping[int, Mapping[str, float]]] = Kept(kept)

@@ -232,7 +232,7 @@ class GroupBuilder:
                 await self.add("carried", carried.prompt, carried)
             except InvalidRequest as error:
                 try:
-                    await self._renderer.make_request(carried.prompt, SHORTEST, 1, self.batch_id)
+                    await self._renderer.make_request(carried.prompt, SHORTEST, size=1, request_id=self.batch_id)
                 except InvalidRequest:
                     # The earlier server had another chat template or a longer context.
                     dropped.append((carried.identity[0], error.message))

@@ -347,6 +347,7 @@ class EventFeed:
 
     def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
         group = self._groups.get(number)
+        # The groups of a failed batch are gone.
         if group is not None:
             group.follow_candidates()[index].select(sample)
             self._notify(number)
@@ -415,6 +416,7 @@ class EventFeed:
             if self._chunk is None:
                 await self._changed.wait()
                 continue
+            # Wait for a change, until the next poll.
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next_poll):
                     await self._changed.wait()

@@ -96,7 +96,7 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 
 
 def length_limit(record: GroupRecord) -> int | None:
-    """Return the length in tokens at which candidates were truncated, or ``max_tokens``. None: unknown.
+    """Return the length in tokens at which candidates were truncated, or ``max_tokens`` if none was; None if unknown.
 
     The model's context may be shorter than the request's ``max_tokens``.
     """
@@ -199,7 +199,7 @@ class Latency:
         return None if curve is None else curve.step_seconds(batch)
 
     def completion_seconds(self, groups: Sequence[Sequence[int]]) -> list[float]:
-        """Return the seconds until each group is complete if all start together, or an empty list.
+        """Return the seconds until each group is complete if all start together; empty if unknown.
 
         ``groups``: lengths of trajectories in tokens, in queueing order.
         """
@@ -254,7 +254,7 @@ class Rewards:
         return lengths.mean if lengths.count else None
 
     def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
-        """``new_stats``: by prompt key, or None without a key."""
+        """Add reward statistics by prompt key, or None without a key."""
         for key, stats in new_stats.items():
             if key is not None:
                 earlier = self.prompts.load(key) or RewardStats()

@@ -84,7 +84,7 @@ def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[floa
 
 
 def logprob_score(kind: ScoreKind, logprobs: tuple[float, ...]) -> float | None:
-    """Return the geometric mean of the probabilities of all tokens, or of the lowest window; None if unusable."""
+    """Return the geometric mean of all probabilities, or of the lowest window; None without finite log-probs."""
     usable = _usable_logprobs(logprobs)
     if usable is None:
         return None
