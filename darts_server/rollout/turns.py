@@ -7,8 +7,7 @@ continues a trajectory if
 * its tokens begin with a prompt and its answer, except the answer's last tokens; or
 * its tokens begin with a whole prompt that was answered, and it names no group. Many trainers render the whole chat
   again for each turn, and templates change the answer: they drop the reasoning, or white space; or
-* it was aborted before its first token, and is sent again. If all requests of a group were aborted, the group is formed
-  again.
+* it was aborted before its first token, and is sent again.
 """
 
 import logging

@@ -55,6 +55,7 @@ class AutoBatch:
     generation: int | None = None
 
     def start(self) -> None:
+        """Called when the first group starts."""
         self.opening = self.auto.opening()
         self.generation = self.auto.statistics.documents.generation
 

@@ -87,6 +87,7 @@ class Cohort:
                 asyncio.get_running_loop().call_soon(self._set_deadline, group)
 
     def _set_deadline(self, group: object) -> None:
+        """Set the deadline of a running group, unless the cohort explores."""
         if group in self._members and not self.record.explored:
             assert self.rule is not None
             assert self.deadline.tokens is not None

@@ -193,7 +193,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def restore(self) -> None:
         """Move the prompts that the last server has saved from the disk into memory.
 
-        Call this when the server is about to serve: a server that fails to start must leave the prompts on the disk.
+        Call this last: a server that fails to start must leave the prompts on the disk.
         """
         if self._saved is None:
             return

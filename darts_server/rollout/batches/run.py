@@ -413,6 +413,7 @@ class BatchRun:
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
     def _start_group(self, group: BatchGroup, group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
+        """Start a group, from its carried tokens unless they are too old."""
         can_carry = self._carry is Carry.RESUME
         resumed = group.resumed
         if resumed is not None:

@@ -311,6 +311,7 @@ class LengthBias:
         self._returned: deque[Sequence[CandidateRecord]] = deque(maxlen=BIAS_GROUPS)
 
     def group_ended(self, record: GroupRecord) -> None:
+        """Keep the lengths of a completed group."""
         if record.outcome is Outcome.COMPLETED:
             sample = complete_sample(observations(record, beyond_limit=False))
             # A stopped candidate would have become longer, but not longer than its request allows.

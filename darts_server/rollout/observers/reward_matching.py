@@ -159,6 +159,7 @@ class RewardMatcher:
         self._learn({group.prompt_key: stats}, fully_rewarded)
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
+        """Return the rewards of a group; empty if they are not kept."""
         group = self._groups.of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
@@ -206,6 +207,7 @@ class RewardMatcher:
         return report
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
+        """Return the trajectories that a reward names. Several may have the same tokens."""
         who = caller.get()
         if reward.trajectory_id is None:
             found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
@@ -254,6 +256,7 @@ class RewardMatcher:
             self._forget(dropped)
 
     def _forget(self, group: ReturnedGroup) -> None:
+        """Remove a dropped group from the other tables."""
         owner, group_id = group.key
         self._owners[group_id].discard(owner)
         if not self._owners[group_id]:

@@ -41,6 +41,7 @@ class GroupScorer:
         self._dropped: set[int] = set()
 
     def create_probe(self, index: int) -> Probe:
+        """Return a probe. Its scores are kept until `mark_started`."""
         self._early[index] = []
         points = self._pruner.detect_at if self._pruner.uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._pruner.uses_logprobs)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 STEP_GROUPS = 256
 """Rewarded groups that count as one step while the weights do not change: a usual number of prompts."""
 SAVE_SECONDS = 0.3
-"""Time from learning to saving. The store takes another half second: a killed process loses at most the last second."""
+"""Time from learning to saving. A killed process loses at most the last second."""
 RELOAD_SECONDS = 1.0
 """Time between two checks whether a restore has replaced the store."""
 SCORE_BYTES = 500
@@ -361,6 +361,7 @@ class Pruner:
         return self._points[max((at for at in self.detect_at if at <= tokens), default=self.detect_at[0])]
 
     def _ensure_points_and_head(self, width: int) -> None:
+        """Create points and head in the first call, and load their saved states. ``width``: of the head's input."""
         if self._points:
             return
         kind = self._settings.kind

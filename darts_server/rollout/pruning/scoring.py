@@ -150,6 +150,7 @@ class DetectionPoint:
         self._restore(None)
 
     def _restore(self, blob: Blob | None) -> None:
+        """Start with the labels of a saved blob, or without labels."""
         self._has_changes = False
         self.estimator = SurvivalEstimator()
         self.calibrator = Calibrator(self._calibration)
