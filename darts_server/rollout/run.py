@@ -198,11 +198,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def finish_early(self) -> None:
         """End the group with the trajectories delivered so far."""
-<<<<<<< HEAD
-        self._act(self._group.end_as_decided())
-=======
-        self._carry_out(self._group.end_decided())
->>>>>>> pkg-c
+        self._carry_out(self._group.end_as_decided())
         self._close()
 
     def cancel(self, error: Exception | None = None, reason: DiscardReason = DiscardReason.CANCELLED) -> None:
