@@ -132,7 +132,6 @@ def split_rewards(
 
 
 def rewards_body(rewards: Iterable[Reward]) -> dict[str, Any]:
-    """Build the body of a request."""
     return {"rewards": [_reward_body(reward) for reward in rewards]}
 
 
@@ -174,6 +173,7 @@ def to_dataset(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | Non
 
 
 def _copy(kind: Callable[[Any], T], values: object) -> T | None:
+    """Copy a collection to a `kind`, such as `list`."""
     return None if values is None else kind(values)
 
 
@@ -204,6 +204,7 @@ def _reward_of_key(key: Trajectory | str, value: float) -> Reward:
 
 
 def _reward_of(trajectory: Trajectory, value: float, prompt_token_ids: Sequence[int] | None) -> Reward:
+    """Name a trajectory by its id, or by its tokens if it has no id."""
     if trajectory.trajectory_id is not None:
         return Reward(trajectory_id=trajectory.trajectory_id, reward=value)
     if prompt_token_ids is None:

@@ -81,6 +81,7 @@ class Facade:
         self._safe = safe.keys()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # `lifespan` needs no answer.
         if scope["type"] != "http":
             return
         status, answer = await self._answer(scope, receive)
@@ -91,6 +92,7 @@ class Facade:
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
     async def _answer(self, scope: Any, receive: Any) -> tuple[int, Json]:
+        """Return the status and the body of the response."""
         path = scope["path"]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if reason := self._refusal(headers):
@@ -184,6 +186,7 @@ class Facade:
         return {"workers": [{"id": "darts", "url": url}], "urls": [url]}
 
     async def _loads(self, *_: Any) -> Json:
+        """Return the number of requests in flight."""
         return {"loads": [{"num_reqs": self._running}]}
 
     async def _forward(self, path: str, body: Json | None = None) -> Json:
