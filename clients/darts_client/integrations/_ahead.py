@@ -200,7 +200,7 @@ class GroupRequests:
     def cancel(self) -> None:
         """Cancel a request that still runs in another thread."""
         if self._running is not None and self._running.id is not None:
-            # Otherwise the server cancels the batch a minute later.
+            # Otherwise the server cancels the batch a minute after this process has ended.
             with suppress(DartsError), self._server.client() as client:
                 client.cancel(self._running.id)
 
