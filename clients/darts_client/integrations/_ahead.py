@@ -126,7 +126,7 @@ class BatchesAhead:
         return partial(self._request_batch, started, self._tokenize(started), self._drawn + len(new), waiting)
 
     def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the pending prompts that start again, those that wait, and the number of new prompts."""
+        """Return the pending prompts to start again, the pending prompts that wait, and the number of new prompts."""
         num_undrawn = self._batches_left * self._size - len(pending) - len(self._spare)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0
