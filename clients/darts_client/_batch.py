@@ -34,7 +34,7 @@ class Batch:
     """Groups with an `error` and no trajectories."""
     unfinished: tuple[Unfinished, ...]
     carried: int
-    """Number of prompts that the server keeps for later batches of this API key."""
+    """Number of prompts that the server keeps for later batches."""
     usage: Usage
 
 

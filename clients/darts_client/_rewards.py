@@ -173,7 +173,6 @@ def to_dataset(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | Non
 
 
 def _copy(kind: Callable[[Any], T], values: object) -> T | None:
-    """Copy a collection to a `kind`, such as `list`."""
     return None if values is None else kind(values)
 
 

@@ -262,7 +262,6 @@ class BatchReader:
         return self._request.idempotency_key is not None
 
     def _start(self, started: _BatchStarted) -> None:
-        """Record the id and the settings of the batch."""
         # With `carried`, the server may add prompts of earlier batches.
         if self._request.carried:
             self._num_prompts = max(self._num_prompts, started.groups)
@@ -274,7 +273,6 @@ class BatchReader:
         self._survivors = started.survivors
 
     def _finish_group(self, payload: GroupPayload) -> GroupEvent:
-        """Return the event of a group that is complete or has failed."""
         number = payload.number
         if not 0 <= number < self._num_prompts or number in self._finished:
             raise ProtocolError(f"group {number} is not one of {self._num_prompts}, or came twice")

@@ -138,7 +138,6 @@ def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | 
 
 
 def _pad_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
-    """Return each token's version, or None if a version is unknown."""
     versions: list[int] = []
     for trajectory in trajectories:
         if sum(tokens for _, tokens in trajectory.version_spans) != trajectory.length:

@@ -50,7 +50,6 @@ class AheadOptions:
         return cls(prompts_ahead=0.5, carry="resume", policy="auto")
 
     def __bool__(self) -> bool:
-        """Return whether prompts are started ahead of their step."""
         return bool(self.prompts_ahead or self.max_staleness)
 
     def check(self, args: GRPOConfig, advantages: str) -> None:

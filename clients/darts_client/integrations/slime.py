@@ -92,7 +92,6 @@ class Facade:
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
     async def _answer(self, scope: Any, receive: Any) -> tuple[int, Json]:
-        """Return the status and the body of the response."""
         path = scope["path"]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if reason := self._refusal(headers):
