@@ -123,7 +123,7 @@ class Buffer:
         self._nans += output.num_nans_in_logits
 
     def join(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Empty the buffer into ``output``: its own tokens become the last ones."""
+        """Move all buffered tokens into ``output``, before its own tokens, and return it."""
         self.add(output)
         output.new_token_ids = self.tokens
         output.new_logprobs = None
@@ -144,8 +144,8 @@ class Buffer:
 
 def buffer_limit(number: int) -> int:
     """Return the number of tokens at which the buffer of a request is sent: from 256 to 511."""
-    # Requests that begin together have different limits, so that they are not all sent in the same step.
-    return MIN_BUFFER_TOKENS + 7 * number % MIN_BUFFER_TOKENS
+    # Requests that begin together have successive numbers. With different limits they are not sent in the same step.
+    return MIN_BUFFER_TOKENS + (7 * number) % MIN_BUFFER_TOKENS
 
 
 class HoldingQueue:
@@ -162,6 +162,7 @@ class HoldingQueue:
         self._reported_at = -inf
 
     def get(self) -> Any:
+        """Wait for the next message to a client."""
         while not self._outbox:
             item = self._messages.get()
             # vLLM queues a byte string when the engine dies, and the client index -1 for messages to its coordinator.
@@ -240,6 +241,7 @@ class HoldingQueue:
         return sent
 
     def _release(self, request_ids: Iterable[str]) -> list[EngineCoreOutputs]:
+        """Stop holding requests, and return their buffered tokens."""
         outputs = []
         for request_id in request_ids:
             buffer = self._buffers.get(request_id)
@@ -252,6 +254,7 @@ class HoldingQueue:
         return [self._report(EngineCoreOutputs(outputs=outputs), is_due=False)]
 
     def _report(self, message: EngineCoreOutputs, is_due: bool) -> Report:
+        """Make a report of a message. ``is_due``: with counts and steps."""
         report = Report(**structs.asdict(message), buffered=self._buffered)
         self._buffered = 0
         if is_due:
@@ -288,7 +291,10 @@ def has_more_than_outputs(message: EngineCoreOutputs) -> bool:
 
 
 def hold_outputs(engine: Any) -> None:
-    """Change vLLM's class ``EngineCoreProc``: it holds outputs, answers aborts, and has the method `RELEASE`."""
+    """Change vLLM's class ``EngineCoreProc``: it holds outputs, answers aborts, and has the method `RELEASE`.
+
+    Calling this again changes nothing.
+    """
     if hasattr(engine, RELEASE):
         return
     add = engine.preprocess_add_request
@@ -307,7 +313,6 @@ def hold_outputs(engine: Any) -> None:
         running = [self.scheduler.requests.get(request_id) for request_id in request_ids]
         abort(self, request_ids)
         # vLLM does not answer aborts by clients.
-
         self._send_abort_outputs(
             [request for request in running if request is not None and number_of(request.sampling_params)]
         )
@@ -326,6 +331,7 @@ def hold_outputs(engine: Any) -> None:
 
 
 def number_of(params: Any) -> int:
+    """Return a request's `NUMBER`, or 0."""
     if params is None or not params.extra_args:
         return 0
     number: int = params.extra_args.get(NUMBER, 0)

@@ -116,6 +116,7 @@ def end_with_server() -> None:
         _watch_in_forks()
 
 
+# Cached: register once.
 @cache
 def _watch_in_forks() -> None:
     """Let forks of this process end with the server. vLLM loads no plugins in forks."""
@@ -127,18 +128,18 @@ def _watch_in_forks() -> None:
 
 
 def end_with_process(*pids: int) -> None:
-    """Let this process end when another process ends, which need not be its parent."""
+    """Let this process end when any of the processes ``pids`` ends, which need not be its parents."""
     # Not by the kernel's ``PR_SET_PDEATHSIG``: that ends a process together with the thread that started it, which need
     # not be the parent's main thread.
     try:
         processes = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
+        # A process has ended already.
         os._exit(1)
 
     def exit_after_end() -> None:
         wait(processes)
         # No caller is left, and a log line could block on a pipe without a reader.
-
         os._exit(1)
 
     Thread(
