@@ -1,15 +1,14 @@
 """Hold the outputs of requests in the engine's process until they are read, so that the API process pays per request.
 
-vLLM sends every token to the API process as soon as it is sampled. Each token costs that process 25 to 40 us, although
-most are not read before their request finishes. So a request whose caller reads only its final output is *held*. Its
-first token is sent at once, with the log-probs of its prompt and vLLM's times. Its other tokens stay in a buffer. They
-are sent when the request ends, or in parts of some hundred tokens: a part is little work for one turn of the event
-loop, and a lost engine loses at most one part of each request. In between, the engine reports token counts.
+vLLM sends every token to the API process as soon as it is sampled, which costs that process 25 to 40 us. So a request
+whose caller reads only its final output is *held*. Its first token is sent at once, with the log-probs of its prompt
+and vLLM's times. Its other tokens stay in a buffer. They are sent when the request ends, or in parts of some hundred
+tokens: a part is little work for a turn of the event loop, and a lost engine loses at most one part of each request. In
+between, the engine reports token counts.
 
-This code runs in the engine's thread that sends outputs. Its counterpart in the API process is
-`darts_server.vllm.requests.held`, which numbers the requests. The engine answers an abort of a numbered request with
-all of its tokens, because no other process has them. When somebody starts to read a held request as a stream, it is
-released: from then on its tokens are sent as they are sampled.
+This code runs in the engine's thread that sends outputs. In the API process, `darts_server.vllm.requests.held` numbers
+the requests. The engine answers an abort of a numbered request with all of its tokens. When a caller starts to read a
+held request as a stream, it is released: its tokens are sent as they are sampled.
 """
 
 import os
@@ -33,7 +32,7 @@ NOT_HELD = "darts_not_held"
 RELEASE = "darts_release"
 """Name of the engine's method that releases requests."""
 RANK = "DARTS_ENGINE_RANK"
-"""Environment variable with the rank of an engine in a fleet. vLLM itself takes such an engine for the only one."""
+"""Environment variable with the rank of an engine in a fleet, which its vLLM does not know."""
 
 # The API process looks at counts at twice this interval. While a count is late, tokens are generated for nothing.
 REPORT_SECONDS = 0.01
@@ -331,7 +330,7 @@ def hold_outputs(engine: Any) -> None:
 
 
 def number_of(params: Any) -> int:
-    """Return a request's `NUMBER`, or 0."""
+    """Return the `NUMBER` of a request with these sampling parameters, or 0."""
     if params is None or not params.extra_args:
         return 0
     number: int = params.extra_args.get(NUMBER, 0)

@@ -56,7 +56,6 @@ class SecondRunnerStep:
         self._places = {request_id: place for place, request_id in enumerate(self._batch.req_ids)}
 
     def count_computed(self, request_id: str) -> int | None:
-        """Count as `FirstRunnerStep` does."""
         place = self._places.get(request_id)
         if place is None:
             return None

@@ -71,7 +71,10 @@ class WorkerExtension:
                 )
 
     def darts_abandon_update(self) -> str | None:
-        """End an update through vLLM's own routes: incomplete layers keep their old tensors. Return an error's text."""
+        """End an update through vLLM's own routes. Return None, or the error's text.
+
+        Incomplete layers keep their old tensors.
+        """
         model = self.model_runner.get_model()
         try:
             for layer in model.modules():
@@ -109,7 +112,7 @@ class WorkerExtension:
         return names
 
     def darts_install_probe(self, address: str) -> str | None:
-        """Send hidden states to ``address``. Return an error's text, or None."""
+        """Send hidden states to ``address``. Return None, or the error's text."""
         return install(self, address)
 
     def darts_complete_update(self) -> None:

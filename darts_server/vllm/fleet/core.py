@@ -316,7 +316,7 @@ class FleetCore(AsyncMPClient):
         return [answer for result in results if not isinstance(result, BaseException) for answer in result]
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
-        """Install the probe. Return the workers' answers: None or an error's text."""
+        """Install the probe. Return the workers' answers: None, or the error's text."""
         call = (RPC, INSTALL, None, (engine.hidden_states,), None)
         answers: list[str | None] = await self._call_utility_async(*call, engine=engine.name)
         return answers
@@ -392,8 +392,6 @@ def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
 
 
 class Engine:
-    """An engine, as the receiver of its connection."""
-
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank = hello.rank
         self.name = hello.rank.to_bytes(2, "little")

@@ -57,7 +57,7 @@ class Ranks:
                     self._ended.popitem(last=False)
 
     def _least_loaded(self) -> int:
-        """Return the rank with the fewest running requests, or 0 if no engine is up."""
+        """Return the rank with the fewest requests, or 0 if no engine is up."""
         if self._core is None:
             ranks = list(range(len(self._running)))
         else:

@@ -119,11 +119,10 @@ class HostActor:
         self.end(signal.SIGKILL)
         return self._child.returncode
 
-    def end(self, number: int = signal.SIGTERM) -> None:
-        """Send a signal to the host and its engine."""
+    def end(self, signal_number: int = signal.SIGTERM) -> None:
         if self._child is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, number)
+                os.killpg(self._child.pid, signal_number)
 
 
 class Placed:

@@ -1,7 +1,7 @@
 """The requests that engines hold, from the API process: their token counts, aborts, releases and metrics.
 
-`darts_server.vllm.engine_core.holding` explains the word. This process numbers each request with a final output only.
-A numbered request is held unless its tokens are read while they are generated.
+See `darts_server.vllm.engine_core.holding`. A numbered request is held unless its tokens are read while they are
+generated.
 """
 
 import asyncio
@@ -176,7 +176,7 @@ class HeldRequests:
             ids = [internal_id for name in ids for internal_id in self._internal_ids.get(name, ())]
         numbered = []
         others = []
-        # Without duplicates: vLLM raises at the second mention of a request that it has forgotten at the first.
+        # Without duplicates: vLLM raises if it has forgotten a request already.
         for request_id in dict.fromkeys(ids):
             if numbered_of(self.states.get(request_id)) is None:
                 others.append(request_id)

@@ -1,8 +1,8 @@
 """Make text and log-probs of candidates' outputs when something reads them. Most are never read.
 
-While a candidate runs, its state in vLLM collects token ids and the engine's log-probs. vLLM's own code makes text or
-log-probs of them when either is read. So the results are vLLM's, and discarded candidates and truncated ends cost
-nothing. Only the text of a request with stop strings is made while it grows, because they are searched for in it.
+While a candidate runs, its state in vLLM only collects token ids and the engine's log-probs. vLLM's own code makes text
+or log-probs of them when either is read, so discarded candidates and truncated ends cost nothing. Only text that is
+searched for stop strings is made while it grows.
 """
 
 import asyncio
@@ -231,8 +231,8 @@ class Deferred:
                 yield from self._make_logprobs(completion)
 
     def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
-        # Incrementally, as vLLM detokenizes while it generates: decoding all tokens at once can give another text, for
-        # example around special tokens and incomplete characters.
+        # In slices, as vLLM does while it generates: decoding all tokens at once can give another text, for example
+        # around special tokens.
         detokenizer = self._detokenizer or self._new_detokenizer()
         # A used detokenizer keeps its tokens.
         self._detokenizer = None

@@ -56,8 +56,7 @@ RESUMABLE = frozenset(
         "output_text_buffer_length",
     }
 )
-"""Sampling parameters that do not depend on where the prompt ends. All others, also those of later versions of vLLM,
-are assumed to depend on it."""
+"""Sampling parameters that do not depend on where the prompt ends. All others are assumed to depend on it."""
 # White space and reasoning tags before an answer. Templates render them otherwise when the answer is part of the chat.
 UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
 MAX_END_TOKENS = 24
@@ -78,8 +77,7 @@ DERIVED = frozenset(
         "cache_salt",
     }
 )
-"""Fields of a prompt that change nothing that the model sees. All others, also those of later versions of vLLM, are a
-part of the prompt's key."""
+"""Fields of a prompt that change nothing that the model sees. All others are a part of the prompt's key."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ NO_EFFECT_ON_DISTRIBUTION = frozenset(
         "watermarking",
     }
 )
-"""Sampling parameters that decide where a trajectory ends, or which of its values are returned. All others, also those
-of later versions of vLLM, are assumed to change the distribution that tokens are sampled from."""
+"""Sampling parameters that decide where a trajectory ends, or which of its values are returned. All others are assumed
+to change the distribution that tokens are sampled from."""
 PROCESSED_LOGPROBS = "processed_logprobs"
 RAW_LOGPROBS = "raw_logprobs"
 LOGPROBS = "logprobs"

@@ -38,8 +38,7 @@ MAX_DEPTH = 64
 MAX_BRACKETS = 256
 # Seconds that the event loop waits for a check. Usual checks take a few milliseconds, the worst within limits a minute.
 CHECK_SECONDS = 0.5
-# Seconds of each window that the event loop waits for all checks. A lone caller may use half of them: for one long
-# check, or for a hundred usual ones.
+# Seconds of each window that the event loop waits for all checks. A lone caller may use half of them.
 WAITED_SECONDS = 1.0
 WINDOW_SECONDS = 5.0
 MAX_PENDING = 32
