@@ -223,6 +223,7 @@ class FleetCore(AsyncMPClient):
         return engine
 
     async def _send_input_message(self, message: Sequence[Any], engine: bytes, *_: Any) -> None:
+        """Stand in for vLLM's method: send to the engine's host."""
         self._find_engine(engine).connection.send(message)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -322,6 +323,7 @@ class FleetCore(AsyncMPClient):
         return answers
 
     def shutdown(self, timeout: float | None = None) -> None:
+        """Close all connections. The hosts end with them."""
         for engine in list(self.engines.values()):
             engine.connection.close("the coordinator stops")
             engine.joining.cancel()

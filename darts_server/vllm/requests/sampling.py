@@ -90,6 +90,7 @@ class SamplingReader:
         return params
 
     def _parse(self, sampling: Mapping[str, object]) -> SamplingParams:
+        """Check and convert the caller's parameters. `read` sets n."""
         for name, value in sampling.items():
             if name not in self._allowed:
                 what = "is set by this server" if name in RESERVED else "is unknown"
