@@ -109,7 +109,7 @@ async def start_fleet(
 
     core = FleetCore(config)
     token = secrets.token_hex(16)
-    hub = await listen(host, token, core.joined)
+    hub = await listen(host, token, core.add_engine)
     port = int(hub.sockets[0].getsockname()[1])
     flags = without_keys(argv)
     starts = [msgspec.json.encode(Start(flags, host, port, token, rank)) for rank in range(count)]
