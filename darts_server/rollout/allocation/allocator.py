@@ -29,7 +29,7 @@ PRICE = json_kind("price", ShadowPrice)
 
 
 class Allocator:
-    """Allocate candidates over the groups that arrive within ``window`` seconds (DARTS, section 2b in PAPERS.md).
+    """Allocate candidates over the groups that arrive within ``window`` seconds (as the DARTS paper does for a batch).
 
     The mean over all groups of one policy and size stays at the budget.
 
