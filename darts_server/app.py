@@ -106,7 +106,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
     if failed:
         raise InvalidSetting("\n".join(failed))
 
-    access = _access(settings, args)
+    access = _make_access(settings, args)
     # Only this machine reaches a Unix socket.
     if args.uds is None:
         check_listening(args.host, access, settings.allow_unauthenticated)
@@ -128,7 +128,8 @@ def close_store(store: Store, code: int) -> int:
     return code
 
 
-def _access(settings: Settings, args: Namespace) -> Access:
+def _make_access(settings: Settings, args: Namespace) -> Access:
+    """Create the access rules, and remove the admin key from the environment."""
     admin_keys = []
     if settings.admin_api_key is not None:
         admin_keys.append(settings.admin_api_key.get_secret_value())
@@ -163,12 +164,13 @@ async def _serve(
     store: Store,
     staging: Staging,
 ) -> int:
+    """Serve until a signal or the loss of the engine, and return the exit code."""
     exit_on_signals()
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
-    with server.bound_socket(args) as sock, ExitStack() as closing:
+    with server.bind_socket(args) as sock, ExitStack() as closing:
         log_start(args.model)
-        async with _engines(settings, args, argv) as engine:
+        async with _start_engines(settings, args, argv) as engine:
             rooms = make_rooms(settings, engine, access, store, staging, closing)
             has_key_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
@@ -201,7 +203,11 @@ async def _serve(
     return exit_code(engine.llm, lifecycle, lost)
 
 
-def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> AbstractAsyncContextManager[RunningEngine]:
+def _start_engines(
+    settings: Settings,
+    args: Namespace,
+    argv: Sequence[str],
+) -> AbstractAsyncContextManager[RunningEngine]:
     """Start one engine, or several engines under Ray."""
     if settings.replicas is None:
         return start_engine(args)
@@ -213,6 +219,7 @@ def _engines(settings: Settings, args: Namespace, argv: Sequence[str]) -> Abstra
 
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
+    """Read the key files again, and drop carried prompts of removed keys."""
     access.reload_keys()
     batches.carried.drop_without_caller()
 
@@ -287,7 +294,7 @@ def make_rooms(
     provenance = Provenance()
     monitor = Monitor(rollouts)
     confidence = Confidence(store)
-    metrics = RolloutMetrics(engine.model_name, _read_metrics(rollouts, store, bias, batches))
+    metrics = RolloutMetrics(engine.model_name, _make_reads(rollouts, store, bias, batches))
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
@@ -344,13 +351,13 @@ def _make_pruner(
         InvalidSetting: the default policy prunes, and the engine sends no hidden states.
     """
 
-    def predicted(name: str, prediction: str) -> float | None:
+    def read_metric(name: str, prediction: str) -> float | None:
         measured = pruner.score_metrics() if prediction == "score" else pruner.calibrated_metrics()
         value: float | None = getattr(measured, name)
         return value
 
     reads: Reads = {
-        **{f"darts_quality_{name}": partial(predicted, name) for name in METRICS},
+        **{f"darts_quality_{name}": partial(read_metric, name) for name in METRICS},
         "darts_quality_loss": lambda: pruner.report.loss,
         "darts_quality_status": lambda status: pruner.status is status,
     }
@@ -382,13 +389,13 @@ def _make_pruner(
     return pruner
 
 
-def _read_metrics(
+def _make_reads(
     rollouts: VllmRollouts,
     store: Store,
     bias: LengthBias,
     batches: VllmBatches,
 ) -> Reads:
-    """Return the functions that read metrics at each scrape."""
+    """Return the functions that compute metrics at each scrape."""
     statistics = rollouts.statistics
     deadlines = rollouts.allocator.deadlines
     rewards = statistics.rewards
@@ -438,7 +445,7 @@ def extend(
         statistics.rewards,
         rooms.updates.coordinator,
         lambda: rooms.store.fault,
-        stopping=lambda: server.stopping(application),
+        stopping=lambda: server.is_stopping(application),
     )
     application.include_router(
         router(
@@ -477,7 +484,7 @@ def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     args = flags.parse(flags.speculation_flags(vllm_argv, settings.speculate == "auto"))
     yield from check_local(settings, args)
     try:
-        yield check_address(args, _access(settings, args), settings.allow_unauthenticated)
+        yield check_address(args, _make_access(settings, args), settings.allow_unauthenticated)
     except InvalidSetting as error:
         yield fail("keys", str(error))
     yield from check_vllm(args, has_model=bool(args.model_tag) or "--model" in vllm_argv)

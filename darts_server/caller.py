@@ -8,8 +8,6 @@ from darts_server.exceptions import DartsError
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """The caller of a request."""
-
     name: str | None = None
     """Name of the key."""
     is_admin: bool = False

@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
+    """Run a server, and return the exit code."""
     parsed = _parse("serve", SERVE, SERVE_MORE, argv)
     if parsed is None:
         return 0
@@ -98,6 +99,7 @@ def _serve(argv: list[str]) -> int:
 
 
 def _doctor(argv: list[str]) -> int:
+    """Print the result of each check, and return 1 if a check failed, else 0."""
     try:
         parsed = _parse("doctor", DOCTOR, "", argv)
     except InvalidSetting as error:
@@ -115,7 +117,7 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _print_findings(findings: Iterable[startup_checks.Finding]) -> int:
-    """Print each finding as soon as it is known, and return the exit code."""
+    """Print each finding as soon as it is known, and return 1 if a check failed, else 0."""
     failed = False
     for finding in findings:
         print(finding, flush=True)
@@ -131,7 +133,7 @@ def _version(_: list[str]) -> int:
 
 
 def _main_of(module: str) -> Callable[[list[str]], int]:
-    """Return the ``main`` function of a module that is imported when the command runs."""
+    """Return a function that imports a module and calls its ``main``."""
     return lambda argv: import_module(module).main(argv)
 
 

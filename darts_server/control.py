@@ -24,7 +24,7 @@ class Control:
         self._rollouts: Rollouts[Any, Any] | None = None
 
     def apply_to(self, rollouts: Rollouts[Any, Any]) -> None:
-        """Give ``rollouts`` a new planner with every change."""
+        """Let every later `change` replace the planner of ``rollouts``."""
         self._rollouts = rollouts
 
     def current(self) -> dict[str, object]:
@@ -45,7 +45,7 @@ class Control:
         """Change settings for groups that are planned from now on, and return `current`.
 
         Raises:
-            InvalidRequest: names the key that cannot be changed so; nothing was changed.
+            InvalidRequest: names the key that cannot change, or has an invalid value. Nothing was changed.
         """
         settings = apply_patch(self.settings, patch)
         planner = make_planner(settings)
@@ -59,7 +59,7 @@ class Control:
         """Create the planner of one batch. The key ``name`` overrides the policy, other keys override settings.
 
         Raises:
-            InvalidRequest: names the key that cannot be changed so.
+            InvalidRequest: names the key that cannot be overridden, or has an invalid value.
         """
         settings_of = {"name": "policy"}
         patch = {settings_of.get(key, key): value for key, value in overrides.items()}
@@ -69,7 +69,7 @@ class Control:
 def make_planner(settings: Settings) -> Planner:
     """Create the policies that the settings describe."""
     if settings.redundancy == "auto":
-        # The redundancy until the spread of lengths is known.
+        # This redundancy applies until the spread of lengths is known.
         redundancy = min(REDUNDANCY, settings.max_redundancy)
         budget = BudgetKind.CV_LOG
     else:
@@ -82,6 +82,7 @@ def make_planner(settings: Settings) -> Planner:
         max_redundancy=settings.max_redundancy,
         budget=budget,
     )
+    # A share of 1 lifts the limit for groups too.
     deadline = Deadline(
         quantile=settings.deadline_quantile,
         exploration=settings.exploration,

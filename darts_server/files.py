@@ -109,6 +109,7 @@ def _place() -> str:
 
 
 def _open(path: Path, root: Path | None) -> int:
+    """Return the descriptor of a regular file or a folder. ``root``: see `open_file`."""
     try:
         descriptor = os.open(path, _READ) if root is None else _open_below(root, path.relative_to(root).parts)
     except OSError as error:
@@ -123,7 +124,10 @@ def _open(path: Path, root: Path | None) -> int:
 
 
 def _open_below(root: Path, parts: tuple[str, ...]) -> int:
-    """Open the root, and each component relative to its parent's descriptor, so that no parent can be replaced."""
+    """Return the descriptor of the last component.
+
+    Each component is opened relative to its parent's descriptor, so that no parent can be replaced.
+    """
     if ".." in parts:
         raise ValueError(f"must not have '..' in it: {parts}")
     names = parts or (".",)

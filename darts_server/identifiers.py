@@ -29,7 +29,8 @@ def is_name(text: str, max_chars: int = NAME_CHARS) -> bool:
 
 
 def check_name(field: str, text: str, max_chars: int = NAME_CHARS) -> None:
-    """
+    """Accept a name, or empty text for no name.
+
     Raises:
         InvalidRequest: the identifier is too long, or not printable.
     """
@@ -48,7 +49,7 @@ def header_value(identifier: str) -> str:
 
 
 def from_header(value: str) -> str:
-    """Decode `header_value`."""
+    """Decode a value of `header_value`."""
     return unquote(value)
 
 

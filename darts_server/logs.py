@@ -25,16 +25,16 @@ OURS = "darts_server"
 CONSOLE = "(darts-server pid=%(process)d) %(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 
 
-def set_up(form: str, level: str | None) -> None:
+def set_up(log_format: str, level: str | None) -> None:
     """Configure logging, before vLLM is imported. ``level``: ``None`` for the level in vLLM's variable.
 
     Raises:
-        InvalidSetting: the form is JSON, and a configuration of vLLM's logging is set.
+        InvalidSetting: the format is ``json``, and a configuration of vLLM's logging is set.
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").upper() or "INFO"
     os.environ[LEVEL_VARIABLE] = level
-    config = config_for(form, level)
-    if form == "json":
+    config = logging_config(log_format, level)
+    if log_format == "json":
         other = os.environ.get(CONFIG_VARIABLE)
         if other:
             raise InvalidSetting(f"--log-format json and {CONFIG_VARIABLE} = {other} exclude each other; omit one")
@@ -45,11 +45,14 @@ def set_up(form: str, level: str | None) -> None:
     logging.config.dictConfig(config)
 
 
-def config_for(form: str, level: str) -> dict[str, Any]:
-    """Return a logging configuration: one JSON object per line in every process, or our lines in vLLM's format."""
+def logging_config(log_format: str, level: str) -> dict[str, Any]:
+    """Return a configuration for `logging.config.dictConfig`.
+
+    ``json``: one JSON object per line, also for vLLM's and uvicorn's lines. ``console``: our lines in vLLM's format.
+    """
     formatter: dict[str, Any] = {"format": CONSOLE, "datefmt": "%m-%d %H:%M:%S"}
     levels = {OURS: level}
-    if form == "json":
+    if log_format == "json":
         formatter = {
             "()": "pythonjsonlogger.json.JsonFormatter",
             "fmt": "%(asctime)s %(levelname)s %(name)s %(message)s %(process)d",
@@ -91,6 +94,7 @@ class RequestId(logging.Filter):
 
 
 def log_group(record: GroupRecord) -> None:
+    # Groups end often, and building the fields takes time.
     if not logger.isEnabledFor(logging.DEBUG):
         return
     fields = {

@@ -39,7 +39,6 @@ class Event(Generic[P]):
 class GroupEvents:
     def __init__(self) -> None:
         self.single_request_classified = Event[[TurnKind]]()
-        """A single request arrived."""
         self.group_sealed = Event[[bool]]()
         """A group of single requests was closed, full or not."""
         self.candidates_started = Event[[int]]()

@@ -15,6 +15,7 @@ GroupKey = tuple[str | None, str]
 def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans:
     """Extend spans to ``tokens`` tokens in all, with new tokens of ``version``; or cut the spans to fewer tokens."""
     extended: list[tuple[int, int]] = []
+    # Each span gets at most the tokens that earlier spans leave.
     for span_version, length in (*spans, (version, tokens)):
         count = min(length, tokens)
         if count <= 0:
@@ -104,7 +105,7 @@ class GroupRecord:
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""
     generated_tokens: int = field(init=False, repr=False, compare=False)
-    """Number of all tokens. Carried candidates count in the group that resumes them."""
+    """Carried candidates count in the group that resumes them."""
     returned_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -130,17 +131,18 @@ class GroupRecord:
             return None
         if self.completion_length is None:
             return self.bound
+        # The group waited for this candidate, even beyond the cohort's deadline.
         deadline = max(self.cohort_deadline, self.completion_length)
         return deadline if self.bound is None else min(deadline, self.bound)
 
     @property
     def counted(self) -> int:
-        """N: number of candidates that were not failed, aborted or restarted."""
+        """N: number of candidates since the last restart that did not fail and were not aborted."""
         return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
 
     @property
     def all_truncated(self) -> bool:
-        """Whether no returned trajectory finished by itself."""
+        """Whether trajectories were returned, and none ended at a stop token or string."""
         return bool(self.selected) and all(c.finish_reason is not FinishReason.STOP for c in self.selected)
 
     @property
@@ -162,7 +164,7 @@ class CohortRecord:
     mean_candidates: float
     """M' in DARTS."""
     deadline: int | None = None
-    """Deadline in tokens, if it was set."""
+    """In tokens, if set."""
     explored: bool = False
     measured_seconds: float = 0.0
     """Seconds from the start of the first group to the end of the last group."""
@@ -170,7 +172,6 @@ class CohortRecord:
     returned_tokens: int = 0
     chosen: str | None = None
     completed: int = 0
-    """Number of complete groups."""
     stale_tokens: int = 0
     """Number of returned tokens with older weights than the newest in their group."""
     new_tokens: int = 0

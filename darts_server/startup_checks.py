@@ -82,9 +82,9 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
     version = vllm_version()
     warning = version_warning(version)
     yield ok("vLLM", version or "none") if warning is None else warn("vLLM", warning)
-    yield _judge("devices", *checks.devices())
+    yield _judge("devices", *checks.check_devices())
     if has_model:
-        yield _judge("model", *checks.model(args))
+        yield _judge("model", *checks.check_model(args))
     else:
         yield warn("model", "no model given; name a model to check it too")
 
@@ -106,6 +106,7 @@ def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARE
 
 
 def check_file_descriptors(minimum: int = MIN_FILES) -> Finding:
+    """Check the hard limit only, because vLLM raises the soft limit."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ok("files", "no limit")
@@ -118,6 +119,7 @@ def check_file_descriptors(minimum: int = MIN_FILES) -> Finding:
 def check_port(host: str, port: int) -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As vLLM does: an earlier server's connections may still be in TIME_WAIT.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -195,7 +197,7 @@ def check_policy(settings: Settings) -> Finding:
 
 
 def check_probe(settings: Settings, fault: str | None) -> Finding:
-    """Check whether the quality head can get hidden states, as far as flags show."""
+    """Check whether the quality head can get hidden states. ``fault``: why the flags prevent it, or None."""
     is_needed = "arrol" in settings.policy and "head" in settings.quality
     if fault is None:
         return ok("probe", "available" if is_needed else "not needed by the default policy")

@@ -184,6 +184,10 @@ class RequestOptions:
     """Answer if the server stops: ``fail`` for an error, ``answer`` for the partial output."""
 
 
+TOKEN_ID_BYTES = 36
+"""Memory of a token id in a list: the pointer and the integer."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
     """A caller's prompt: exactly one of token ids, chat messages and text.
@@ -202,9 +206,10 @@ class PromptSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the prompt: a token id in a list takes 36 bytes."""
+        """Memory of the prompt."""
         parts = (self.messages, self.text, self.metadata, self.chat_options)
-        return 36 * len(self.token_ids or ()) + sum(sys.getsizeof(part) for part in parts if part is not None)
+        encoded = sum(sys.getsizeof(part) for part in parts if part is not None)
+        return TOKEN_ID_BYTES * len(self.token_ids or ()) + encoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ async def test_keys_are_taken_from_the_environment_so_that_the_engine_does_not_i
     for name, key in {"VLLM_API_KEY": "one", "DARTS_ADMIN_API_KEY": "root"}.items():
         monkeypatch.setenv(name, key)
     args = Namespace(api_key=None, host="127.0.0.1", uds=None, allowed_origins=[])
-    access = app._access(settings.load({}, None), args)
+    access = app._make_access(settings.load({}, None), args)
     assert access.keys.find(b"one")
     assert access.admin_keys.find(b"root")
     assert not {"one", "root"} & set(os.environ.values())

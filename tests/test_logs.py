@@ -41,7 +41,7 @@ def logging_to(config: dict[str, Any]) -> io.StringIO:
 
 
 def test_json_lines_have_their_values_as_fields() -> None:
-    output = logging_to(logs.config_for("json", "DEBUG"))
+    output = logging_to(logs.logging_config("json", "DEBUG"))
     token = caller.set(Caller(request_id="mine"))
     try:
         log_group(record())
@@ -58,21 +58,21 @@ def test_json_lines_have_their_values_as_fields() -> None:
 
 
 def test_the_ready_line_has_the_address_and_the_size_of_groups() -> None:
-    output = logging_to(logs.config_for("console", "INFO"))
+    output = logging_to(logs.logging_config("console", "INFO"))
     log_ready("http://127.0.0.1:8000", "m", "auto", None)
     log_ready("http://127.0.0.1:8000", "m", "off", 8)
     ungrouped, grouped = output.getvalue().splitlines()
     assert "darts-server is ready: http://127.0.0.1:8000 (page: http://127.0.0.1:8000/darts/)" in ungrouped
     assert ungrouped.endswith("model m, policy auto, single requests that name no group are not grouped (--group-size)")
     assert grouped.endswith("model m, policy off, single requests of one prompt form groups of 8")
-    output = logging_to(logs.config_for("json", "INFO"))
+    output = logging_to(logs.logging_config("json", "INFO"))
     log_ready("http://127.0.0.1:8000", "m", "auto", None)
     line = json.loads(output.getvalue())
     assert (line["url"], line["policy"], line["group_size"]) == ("http://127.0.0.1:8000", "auto", None)
 
 
 def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:
-    output = logging_to(logs.config_for("console", "INFO"))
+    output = logging_to(logs.logging_config("console", "INFO"))
     log_group(record())
     log_cohort(CohortRecord("darts_cut", 64, 12.5, 60, False, 2.5, 1000, 600))
     log_cohort(CohortRecord("auto", 8, 8.0, None, False, 2.5, 1000, 1000, "6 of 8 prompts run"))
@@ -90,7 +90,7 @@ def test_vllm_gets_the_same_configuration_in_its_own_variables() -> None:
     assert os.environ[logs.LEVEL_VARIABLE] == "WARNING"
     with open(os.environ[logs.CONFIG_VARIABLE]) as file:
         config = json.load(file)
-    assert config == logs.config_for("json", "WARNING")
+    assert config == logs.logging_config("json", "WARNING")
     assert set(NAMES) == set(config["loggers"])
     os.unlink(file.name)
     assert not logging.getLogger("vllm").isEnabledFor(logging.INFO)

@@ -149,7 +149,7 @@ def test_a_policy_that_needs_hidden_states_fails_where_they_are_not_available() 
 )
 def test_a_missing_model_is_a_fault(name: str, expected_fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    _, fault = checks.model(Namespace(model=name, revision=None))
+    _, fault = checks.check_model(Namespace(model=name, revision=None))
     if expected_fault is None:
         assert fault is None
     else:
@@ -157,7 +157,7 @@ def test_a_missing_model_is_a_fault(name: str, expected_fault: str | None, monke
 
 
 def test_a_folder_without_a_model_fails_and_the_size_of_a_model_is_found(tmp_path: Path) -> None:
-    assert "config.json" in str(checks.model(Namespace(model=str(tmp_path), revision=None))[1])
+    assert "config.json" in str(checks.check_model(Namespace(model=str(tmp_path), revision=None))[1])
     assert (checks.model_bytes(Namespace(model=str(MODEL))) or 0) > 100_000
     assert checks.model_bytes(Namespace(model="some/name")) is None
 

@@ -132,7 +132,7 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
     args = flags.parse([*ARGV, "--max-num-seqs", str(SLOTS)])
     with Store(None) as store, Staging(None) as staging, ExitStack() as closing:
         async with launch.start_fleet(args, ARGV, engines, places.place, "127.0.0.1", 0.0) as engine:
-            access = app._access(loaded, args)
+            access = app._make_access(loaded, args)
             rooms = app.make_rooms(loaded, engine, access, store, staging, closing)
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             yield engine.llm

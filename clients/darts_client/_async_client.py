@@ -94,7 +94,7 @@ class AsyncClient:
         await self._transport.aclose()
 
     async def health(self) -> None:
-        """Return if the server is healthy. Raise a DartsError otherwise."""
+        """Raise a DartsError unless the server is healthy."""
         await self._transport.send("GET", "/health", timeout=HEALTH_TIMEOUT)
 
     async def wait_until_healthy(self, timeout: float) -> None:
@@ -233,7 +233,7 @@ class AsyncClient:
             continue_final_message=continue_final_message,
             **sampling,
         )
-        return self._start_batch(request, completed_group, timeout, progress)
+        return self._prepare_batch(request, completed_group, timeout, progress)
 
     def stream_tokens(
         self,
@@ -255,7 +255,7 @@ class AsyncClient:
         request = rollouts_request(
             prompts, "tokens", group_size=group_size, max_tokens=max_tokens, chunk_tokens=chunk_tokens, **options
         )
-        return self._start_batch(request, lambda event: event, timeout, progress)
+        return self._prepare_batch(request, lambda event: event, timeout, progress)
 
     async def stream(
         self,
@@ -383,6 +383,7 @@ class AsyncClient:
             score: "head" for the server's quality head, "logprob" or "lowest_logprob".
             sampling: vLLM's other parameters. See `rollouts` for the options of a chat.
         """
+        # The body of a plain prompt has one item.
         form, value = next(iter(prompt_body(prompt).items()))
         own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
         options = {
@@ -404,13 +405,14 @@ class AsyncClient:
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
         return check_vote(body, parse_response(Vote, response))
 
-    def _start_batch(
+    def _prepare_batch(
         self,
         request: RolloutsRequest,
         select: Callable[[Event], ItemT | None],
         timeout: float | None,
         progress: bool,
     ) -> AsyncRollouts[ItemT]:
+        """Return an iterator that starts the batch at its first item. `select`: returns an event's item, or None."""
         batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
         bar = ProgressBar(request.num_groups) if progress else None
         return AsyncRollouts(self._transport, batch, select, bar)

@@ -112,6 +112,7 @@ class AsyncRollouts(Generic[ItemT]):
             await self._cancel()
 
     async def _read_events(self) -> AsyncGenerator[Event | None]:
+        """Yield `None` once the batch has an id, then its events. Reconnect if the connection is lost."""
         while not self._batch.is_over:
             method, path, options = self._batch.next_request()
             try:
@@ -130,6 +131,7 @@ class AsyncRollouts(Generic[ItemT]):
             await async_sleep(delay)
 
     async def _cancel(self) -> None:
+        """Cancel the batch if it still runs. If that fails, the server does so a minute later."""
         # The caller may be cancelled, which must not stop this request.
         with suppress(DartsError), async_shield(CANCEL_TIMEOUT):
             if self._batch.is_unnamed:

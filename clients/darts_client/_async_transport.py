@@ -91,7 +91,7 @@ class AsyncTransport:
 
 
 class _AsyncLimitedStream(httpx.AsyncByteStream):
-    """The bytes of a response until the time limit."""
+    """The bytes of a response, and TimedOut after the time limit."""
 
     def __init__(self, stream: object, limit: TimeLimit) -> None:
         assert isinstance(stream, httpx.AsyncByteStream)

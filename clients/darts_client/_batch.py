@@ -33,9 +33,8 @@ class Batch:
     failed: tuple[Group, ...]
     """Groups with an `error` and no trajectories."""
     unfinished: tuple[Unfinished, ...]
-    """Prompts without a group, because others were complete first or because they were aborted."""
     carried: int
-    """Number of prompts that the server keeps for later batches of this API key."""
+    """Number of prompts that the server keeps for later batches."""
     usage: Usage
 
 
@@ -119,7 +118,7 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
 
 
 def _read_tensors(content: bytes, source: str) -> tuple[bytes, TokenRows]:
-    """Read the answer's JSON and its rows from a safetensors file."""
+    """Return the answer's JSON and its rows from a safetensors file."""
     try:
         start = HEADER_LENGTH + int.from_bytes(content[:HEADER_LENGTH], "little")
         fields: dict[str, Any] = json.loads(content[HEADER_LENGTH:start])
@@ -133,6 +132,7 @@ def _read_tensors(content: bytes, source: str) -> tuple[bytes, TokenRows]:
 
 # The annotation is a string because Python 3.11 has no `array[Any]`.
 def _array(field: Mapping[str, Any], data: memoryview) -> "array[Any]":
+    """Return a tensor's numbers. `field`: its entry in the header."""
     begin, end = field["data_offsets"]
     values = array(TYPES[field["dtype"]])
     if not 0 <= begin <= end <= len(data):

@@ -102,12 +102,10 @@ def completion_request(
 
 
 def parse_models(response: httpx.Response) -> list[str]:
-    """Return the ids of `/v1/models`, in the server's order."""
     return [model.id for model in parse_response(_ModelList, response).data]
 
 
 def first_model(models: Sequence[str]) -> str:
-    """Return the default model."""
     if not models:
         raise ProtocolError("the server lists no model; name a model")
     return models[0]
@@ -150,9 +148,8 @@ def _by_prompt(choices: list[_Choice], *, prompts: int, group_size: int) -> list
 
 def _prompt_token_ids(request: CompletionRequest, number: int, members: list[_Choice]) -> tuple[int, ...] | None:
     """Return the tokens of the prompt, if all members answer that prompt."""
-    # Only its index links a choice to its prompt. If the server returned one choice too few for a prompt and one too
-    # many for the next prompt, an answer would be in the wrong group without a gap in the indices. The prompt's tokens
-    # reveal that.
+    # Only its index links a choice to its prompt. If a prompt had a choice too few, and the next prompt a choice too
+    # many, an answer would be in the wrong group. The prompt's tokens reveal that.
     token_ids = members[0].prompt_token_ids
     if any(choice.prompt_token_ids != token_ids for choice in members):
         raise ProtocolError(f"the choices of prompt {number} answer different prompts")
@@ -164,6 +161,7 @@ def _prompt_token_ids(request: CompletionRequest, number: int, members: list[_Ch
 
 
 def _trajectory(k: int, choice: _Choice, with_logprobs: bool) -> Trajectory:
+    """Return a complete choice as the trajectory `k` of its group."""
     name = f"choice {choice.index}"
     if choice.finish_reason not in _FINISH_REASONS:
         raise ProtocolError(f"{name} has finish reason {choice.finish_reason!r}, not stop or length")

@@ -120,9 +120,9 @@ def was_never_sent(error: DartsError) -> bool:
 
 
 def raise_for_status(response: httpx.Response) -> None:
-    """Raise the error that belongs to an error status."""
     if response.is_success:
         return
+    # The header may also be a date.
     seconds = response.headers.get("Retry-After", "")
     retry_after = float(seconds) if seconds.isdecimal() else None
     raise _status_error(response.status_code, _error_object(response), response.reason_phrase, retry_after)
@@ -141,6 +141,7 @@ def _status_error(
     default_message: str,
     retry_after: float | None = None,
 ) -> StatusError:
+    """Return the exception. `error`: OpenAI's object, or FastAPI's with a `detail`."""
     default_kind = ServerFault if status >= 500 else StatusError
     kind = _BY_STATUS.get(status, default_kind)
     message = _text(error.get("message")) or _text(error.get("detail")) or default_message

@@ -67,10 +67,12 @@ class TokenSequence:
         return [] if self.cache is None else [self.cache]
 
     def next_row(self, count: int) -> Row:
+        """Return the row of the next `count` tokens. A prompt's tokens are not scored."""
         end = self.num_forwarded + count
         return Row(self.past(), self.tokens[self.num_forwarded : end], [])
 
     def add_result(self, result: Result) -> None:
+        """Keep the result of a forwarded row."""
         if self.cache is None:
             self.cache = result.cache
         else:
@@ -114,9 +116,11 @@ class CandidateSequence(TokenSequence):
         return not self.is_finished or self.num_pending > 0
 
     def past(self) -> list[KeysValues]:
+        # `super()` fails in a dataclass with slots.
         return [*self.prompt.past(), *TokenSequence.past(self)]
 
     def next_row(self, count: int) -> Row:
+        """Return the row of the next `count` tokens, which scores the tokens after them."""
         start = self.num_forwarded
         end = start + count
         return Row(self.past(), self.tokens[start:end], self.tokens[start + 1 : end + 1])
@@ -129,6 +133,7 @@ class CandidateSequence(TokenSequence):
         self._drop_cache_if_done()
 
     def finish(self, length: int) -> None:
+        """Finish with the first `length` completion tokens, which follow the prompt's last token."""
         del self.tokens[length + 1 :]
         self.num_forwarded = min(self.num_forwarded, length)
         self.is_finished = True
@@ -147,7 +152,7 @@ class CandidateSequence(TokenSequence):
 
 
 def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tuple[TokenSequence, Row]]:
-    """Choose rows with rows times (longest past + most inputs) <= `batch_tokens`.
+    """Choose sequences to forward together. rows * (longest past + most inputs) is at most `batch_tokens`.
 
     A single row may have that many inputs beside its past.
     """
@@ -188,6 +193,7 @@ def check_supported(model: Any) -> None:
 
 @torch.no_grad()
 def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: bool) -> list[Result]:
+    """Forward all rows in one padded pass."""
     # Dropout would be active in training mode.
     if model.training:
         raise ValueError("model: is in training mode; call model.eval() first")
@@ -232,7 +238,7 @@ def _split_new(cache: Any, past_width: int, counts: Sequence[int]) -> list[KeysV
 
 
 def _stack(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tensor:
-    """Return [layers, rows, heads, width, size]: the parts of each row, then zeros."""
+    """Return [layers, rows, heads, width, size]: the parts of each row, then zeros. `like`: any part."""
     layers, heads, _, size = like.shape
     result = like.new_zeros(layers, len(rows), heads, width, size)
     for row, parts in enumerate(rows):
@@ -245,7 +251,7 @@ def _stack(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tensor
 
 
 def _inputs(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return ids and positions [rows, most inputs] and the mask [rows, longest past + most inputs]."""
+    """Return the model's arguments: ids and positions [rows, most inputs], mask [rows, longest past + most inputs]."""
     counts = torch.tensor([len(row.inputs) for row in rows])
     past = torch.tensor(lengths)
     offsets = torch.arange(int(counts.max())).expand(len(rows), -1)
@@ -261,6 +267,7 @@ def _inputs(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -
 
 
 def _score(logits: Tensor, targets: Sequence[int], temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the targets' log-probs, and entropies if requested."""
     # Float32 scores over the vocabulary exist for one row at a time.
     scores = (logits[: len(targets)].float() / temperature).log_softmax(dim=-1)
     target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)

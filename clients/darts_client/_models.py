@@ -35,11 +35,12 @@ def parse(model: type[ModelT], content: str | bytes, source: str, rows: Any = No
 
 
 def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
-    """Parse the body of a response like `parse`."""
     return parse(model, response.content, response.url.path)
 
 
 def _list_or_row(name: str) -> WrapValidator:
+    """Return a validator that reads a list, or calls the method `name` of `TokenRows` with a row number."""
+
     def read(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
         if info.context is not None:
             return getattr(info.context, name)(value)

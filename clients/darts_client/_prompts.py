@@ -87,11 +87,11 @@ def as_token_ids(tokens: Any) -> list[int]:
 
 
 def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _as_list(prompts: Any) -> list[Any]:
+    """Return a list, also for a single prompt."""
     if isinstance(prompts, str | PromptSpec):
         return [prompts]
     if len(prompts) == 0:

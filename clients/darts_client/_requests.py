@@ -39,7 +39,6 @@ def root_url(base_url: str) -> str:
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
-    """Return the header that carries the API key, if there is a key."""
     if api_key is None:
         return {}
     return {"Authorization": f"Bearer {api_key}"}
@@ -56,7 +55,6 @@ def quote_segment(name: str) -> str:
 
 
 def batch_path(batch_id: str) -> str:
-    """Return the path of a batch of rollouts."""
     return f"{API}/rollouts/{quote_segment(batch_id)}"
 
 
@@ -164,6 +162,5 @@ class TimeLimit:
         return self._end is not None and self._clock() >= self._end
 
     def raise_if_over(self) -> None:
-        """Raise TimedOut if the time is over."""
         if self.is_over:
             raise TimedOut(f"the batch was not complete after {self._seconds:g} s")

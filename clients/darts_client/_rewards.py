@@ -132,7 +132,6 @@ def split_rewards(
 
 
 def rewards_body(rewards: Iterable[Reward]) -> dict[str, Any]:
-    """Build the body of a request."""
     return {"rewards": [_reward_body(reward) for reward in rewards]}
 
 
@@ -204,6 +203,7 @@ def _reward_of_key(key: Trajectory | str, value: float) -> Reward:
 
 
 def _reward_of(trajectory: Trajectory, value: float, prompt_token_ids: Sequence[int] | None) -> Reward:
+    """Name a trajectory by its id, or by its tokens if it has no id."""
     if trajectory.trajectory_id is not None:
         return Reward(trajectory_id=trajectory.trajectory_id, reward=value)
     if prompt_token_ids is None:

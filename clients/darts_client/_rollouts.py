@@ -196,6 +196,7 @@ def build_group(
 
 
 def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_logprobs: bool) -> Trajectory:
+    """Build a trajectory. Raise ProtocolError unless it is complete."""
     token_ids, logprobs = tokens
     name = f"trajectory {payload.trajectory_id}"
     if len(token_ids) != payload.length:

@@ -82,8 +82,8 @@ class CandidateAssembly:
         self._closed: set[int] = set()
 
     def append(self, delta: Delta) -> Delta:
-        """Append a delta. Raise ProtocolError unless it starts where the previous delta ended."""
-        candidate = self._running(delta.number, delta.trajectory_id)
+        """Append a delta, and return it. Raise ProtocolError unless it starts where the previous delta ended."""
+        candidate = self._open_candidate(delta.number, delta.trajectory_id)
         received = len(candidate.token_ids)
         if delta.start != received:
             raise ProtocolError(f"a delta of {delta.trajectory_id} starts at {delta.start}, not at {received}")
@@ -95,8 +95,8 @@ class CandidateAssembly:
         return delta
 
     def select(self, end: TrajectoryEnd) -> TrajectoryEvent:
-        """Finish a candidate that was selected."""
-        candidate = self._running(end.number, end.trajectory_id)
+        """Finish a candidate that was selected, and return its event."""
+        candidate = self._open_candidate(end.number, end.trajectory_id)
         received = len(candidate.token_ids)
         # Deltas may go beyond the length at which the server cuts a candidate.
         if end.length > received or (end.length < received and not end.cut):
@@ -115,8 +115,8 @@ class CandidateAssembly:
         )
 
     def discard(self, discard: Discard) -> Discard:
-        """Finish a candidate that was discarded."""
-        candidate = self._running(discard.number, discard.trajectory_id)
+        """Finish a candidate that was discarded, and return its event."""
+        candidate = self._open_candidate(discard.number, discard.trajectory_id)
         candidate.is_finished = True
         candidate.token_ids.clear()
         candidate.logprobs.clear()
@@ -136,7 +136,8 @@ class CandidateAssembly:
                 raise ProtocolError(f"group {number} is complete, but {trajectory_id} has not finished")
         self._closed.add(number)
 
-    def _running(self, number: int, trajectory_id: str) -> _Candidate:
+    def _open_candidate(self, number: int, trajectory_id: str) -> _Candidate:
+        """Return a candidate that has not ended. Its first event creates it."""
         candidate = self._groups.setdefault(number, {}).setdefault(trajectory_id, _Candidate())
         if candidate.is_finished or number in self._closed:
             raise ProtocolError(f"an event of {trajectory_id} came after its end")
@@ -242,7 +243,6 @@ class BatchReader:
         return self.limit.bound(delay)
 
     def connection_lost(self) -> ConnectionFailed:
-        """Return the error for a connection that was closed in order, but before the end of the batch."""
         return ConnectionFailed(f"{ROLLOUTS}: the connection was closed before the end of the batch")
 
     @property
@@ -287,6 +287,7 @@ class BatchReader:
         return GroupEvent(group)
 
     def _finish(self, done: _BatchDone) -> Done:
+        """Record the results of the batch, or raise its first error, see `read`."""
         numbers = list(self._finished) + [prompt.number for prompt in done.unfinished]
         numbers.sort()
         if numbers != list(range(self._num_prompts)):
@@ -314,7 +315,7 @@ def _parse_event(model: type[ModelT], sse: ServerSentEvent) -> ModelT:
 
 
 def completed_group(event: Event) -> Group | None:
-    """Return the group that the event completes, if any."""
+    """Return the group that the event completes, or None, also if the group failed."""
     if isinstance(event, GroupEvent) and event.group.error is None:
         return event.group
     return None

@@ -67,6 +67,7 @@ def _weighted_means_of_others(
 
 
 def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:
+    """Return the mean reward of the `count` shortest others of each trajectory."""
     returned = _returned(group)
     shortest = [i for i, trajectory in enumerate(returned) if trajectory.selected_as == "short"]
     shortest.sort(key=lambda i: (returned[i].length, i))
@@ -78,7 +79,7 @@ def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: S
 
 
 def _weights(group: Group | GroupRecord, values: Sequence[float]) -> tuple[list[float], int]:
-    """Return the weight of each trajectory, and N."""
+    """Return the weight of each trajectory, and N. Check that there is one of `values` for each."""
     returned = _returned(group)
     if isinstance(group, Group):
         name = f"group {group.number}"

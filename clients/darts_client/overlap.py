@@ -232,6 +232,7 @@ class Overlap:
             self.drop(trajectory_id)
 
     def _forward_all(self, trajectory_id: str) -> CandidateSequence:
+        """Return a trajectory after all its tokens have been forwarded."""
         candidate = self._candidate(trajectory_id)
         while candidate.num_pending:
             self.step()

@@ -34,9 +34,9 @@ class CandidateResult(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class RequestTokens:
-    """How many tokens a request takes.
+    """Token counts of a request, ``None`` if unknown.
 
-    ``prompt``: of its prompt; ``most``: that a candidate may generate. ``None`` where that is not known.
+    ``prompt``: tokens of the prompt. ``most``: maximum number of tokens that a candidate may generate.
     """
 
     prompt: int | None = None
@@ -50,8 +50,7 @@ UNKNOWN_TOKENS = RequestTokens()
 class TokenSlice:
     """A candidate's generated tokens from some position on, with their log-probs if the engine computes them.
 
-    ``logprobs_requested``: whether the request asks for log-probs. If it does not, they were computed for a `Probe`
-    only, and are not to be returned to the caller.
+    ``logprobs_requested``: False if the log-probs are for a `Probe`, and must not be returned to the caller.
     """
 
     token_ids: Sequence[int]
@@ -101,10 +100,10 @@ class RunningCandidate(Protocol[OutputT]):
         """
 
     def stop(self) -> int:
-        """Abort the candidate and return the number of tokens that it has generated; harmless if it has finished.
+        """Abort the candidate, and return the number of tokens generated so far.
 
-        Called at most once. Returns before the engine has aborted it; :meth:`result` then returns the output up to the
-        abort.
+        Called at most once. Returns before the engine has aborted the candidate; `result` then returns the output up to
+        the abort. A finished candidate does not change, and the number is 0 if its result was taken.
         """
 
     async def result(self) -> CandidateResult[OutputT]:
@@ -124,31 +123,30 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 
     @property
     def capacity(self) -> int | None:
-        """Maximum number of candidates that run at once, ``None`` if unlimited. More than that wait in its queue."""
+        """Maximum number of candidates that run at once, ``None`` if unlimited. More candidates wait in a queue."""
 
     @property
     def engines(self) -> int:
-        """How many engines are behind this port. Each has an equal part of both, and a batch of its own."""
+        """Number of engines behind this port. Each runs its own batch, with an equal share of `capacity`."""
 
     @property
     def unfinished(self) -> int:
-        """Number of requests that are running or queued, those of other clients included."""
+        """Number of requests that are running or queued, including requests of other clients."""
 
     @property
     def has_priorities(self) -> bool:
-        """Whether candidates that wait start by their ``order``, and not as they came."""
+        """Whether queued candidates start by the ``order`` of `start`, not first come, first served."""
 
     @property
     def probe_width(self) -> int | None:
-        """Width of the hidden states that it reports to a `Probe`; ``None`` if it cannot report any."""
+        """Width of the hidden states that the engine reports to a `Probe`, ``None`` if it reports none."""
 
     async def start(
         self, request: RequestT_contra, index: int, probe: Probe | None = None, order: float = 0.0
     ) -> RunningCandidate[OutputT]:
         """Start candidate ``index`` of a request.
 
-        ``order``: of candidates whose callers gave them the same priority those with the lowest start first, if it
-        `has_priorities`.
+        ``order``: if the engine `has_priorities`, queued candidates of equal priority start from the lowest order.
 
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead
@@ -164,11 +162,11 @@ class Engine(Protocol[RequestT_contra, OutputT]):
     async def resume(
         self, request: RequestT_contra, index: int, prefix: TokenSlice, order: float = 0.0
     ) -> RunningCandidate[OutputT]:
-        """Start candidate ``index`` of a request with what it had generated when it was stopped.
+        """Continue candidate ``index`` of a request after the tokens that it had generated when it was stopped.
 
-        ``prefix``: at least one token, with log-probs if the request asks for them. Counts, tokens and outputs include
-        it. With a seed, the other tokens are sampled with a seed of their own, from the candidate's and the number of
-        tokens. ``order``: see `start`.
+        ``prefix``: these tokens, at least one, with log-probs if the request asks for them. Token counts and outputs
+        include the prefix. If the candidate has a seed, new tokens get another seed, made from it and the prefix's
+        length. ``order``: see `start`.
 
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead
@@ -178,7 +176,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Truncate an output to its first ``tokens`` tokens, as if the request's ``max_tokens`` had been ``tokens``."""
 
     def aborted_output(self, request: RequestT_contra, prefix: TokenSlice = NOTHING) -> OutputT:
-        """Return the output of a candidate that was aborted before it started, or went on from ``prefix``."""
+        """Return the output of a candidate that was aborted before the engine started it: ``prefix`` alone."""
 
     def finished_output(
         self, request: RequestT_contra, tokens: TokenSlice, finish_reason: FinishReason, text: str
@@ -196,11 +194,11 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
     """Renders callers' prompts into the engine's requests, and its outputs into samples."""
 
     def effective_sampling(self, sampling: Mapping[str, object]) -> Mapping[str, object]:
-        """Return the sampling parameters in force for a request, as values of JSON; those that are off are left out.
+        """Check sampling parameters, and return the parameters in force as JSON values. Unset parameters are omitted.
 
         Raises:
-            InvalidRequest: names the parameter; also if log-probs were requested that the engine does not compute from
-                the distribution that it would sample from.
+            InvalidRequest: names the invalid parameter, which is ``logprobs`` if the engine's log-probs ignore another
+                parameter, such as ``temperature``.
         """
 
     async def make_request(
@@ -213,13 +211,13 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
         """
 
     def prompt_key(self, request: RequestT) -> str:
-        """Return the key for the prompt's statistics, for callers that give none."""
+        """Return the key of the prompt's statistics for callers that give no key. The seed does not change it."""
 
     def tokens(self, request: RequestT) -> RequestTokens:
-        """Return how many tokens the request takes, as far as that is known before it runs."""
+        """Return the token counts that are known before the request runs."""
 
     def tail_seed(self, request: RequestT) -> Sequence[int] | None:
-        """Return the seed for sampling the group's tail; ``None`` for a random one."""
+        """Return the seed for sampling the group's tail, ``None`` for a random seed."""
 
     async def to_sample(self, output: OutputT_contra) -> Sample:
-        """Convert a trajectory's output to a `Sample`; a long one in several turns of the event loop."""
+        """Convert a trajectory's output to a `Sample`. Other tasks run while a long output is converted."""

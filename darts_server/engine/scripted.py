@@ -45,7 +45,7 @@ class ScriptedCandidate:
     """A candidate whose output is the list of its token ids, ``[0, 1, 2, …]``, with log-probs 0, -1/8, -2/8, ….
 
     ``started_at``: the engine's step at its start, and later at which it got a slot. ``generated``: tokens so far.
-    ``stop_lag``: turns of the event loop after which a stop is answered. ``order``: of those that wait for a slot.
+    ``stop_lag``: turns of the event loop from `stop` to the result. ``order``: the lowest order gets a slot first.
     """
 
     request: str
@@ -59,9 +59,9 @@ class ScriptedCandidate:
     has_slot: bool = True
     stopped: bool = False
     is_taken: bool = False
-    """Whether its result was taken: then `stop` does not know its tokens any more, as on vLLM."""
+    """Whether its result was taken. Then `stop` returns 0, as on vLLM."""
     states: list[tuple[int, HiddenState]] = field(default_factory=list)
-    """Those that its probe has not got, each with the step in which it gets it."""
+    """Hidden states that the probe has not received, each with the step of its arrival."""
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
 
     @property
@@ -75,16 +75,17 @@ class ScriptedCandidate:
         return slice_from(self.output(), start) if self.is_running else None
 
     def stop(self) -> int:
+        """Abort the candidate in ``stop_lag`` turns of the event loop, and return its tokens, or 0 if `is_taken`."""
         assert not self.stopped, f"candidate {self.index} of {self.request!r} was stopped twice"
         self.stopped = True
 
-        def wait(turns: int) -> None:
+        def abort_after(turns: int) -> None:
             if turns:
-                asyncio.get_running_loop().call_soon(wait, turns - 1)
+                asyncio.get_running_loop().call_soon(abort_after, turns - 1)
             else:
                 self._finish(None)
 
-        wait(self.stop_lag)
+        abort_after(self.stop_lag)
         return 0 if self.is_taken else self.generated
 
     async def result(self) -> CandidateResult[list[int]]:
@@ -93,7 +94,7 @@ class ScriptedCandidate:
         return result
 
     def step(self, now: int) -> None:
-        """Generate one token, unless the candidate is delayed or has finished."""
+        """Generate one token, unless the candidate waits or has finished."""
         if not self.is_running or not self.has_slot or now <= self.started_at + self.script.delay:
             return
         self.generated += 1
@@ -110,10 +111,11 @@ class ScriptedCandidate:
     def fail(self, error: Exception) -> None:
         if self.is_running:
             self._result.set_exception(error)
-            self._result.exception()  # marks it as retrieved: there may be no task that waits for it
+            # asyncio would log an exception that no task retrieves.
+            self._result.exception()
 
-    def lose(self, tokens: int = 0) -> None:
-        """End as with an engine that is lost, which has sent the first ``tokens`` tokens."""
+    def abort_as_lost(self, tokens: int = 0) -> None:
+        """Abort the candidate as if its engine was lost after it had sent the first ``tokens`` tokens."""
         self.generated = min(self.generated, tokens)
         self._finish(None)
 
@@ -121,6 +123,7 @@ class ScriptedCandidate:
         return list(range(self.generated))
 
     def _finish(self, reason: FinishReason | None) -> None:
+        """Set the result. ``reason``: None if the candidate was aborted."""
         if self.is_running:
             self._result.set_result(CandidateResult(self.generated, reason, self.output()))
 
@@ -135,7 +138,7 @@ class ScriptedEngine:
         self.weight_version = 0
         self.capacity: int | None = None
         self.slots: int | None = None
-        """How many candidates run at once; the others wait. ``None``: all run."""
+        """Maximum number of candidates that run at once, ``None`` if unlimited."""
         self.has_priorities = False
         self.engines = 1
         self.probe_width: int | None = None
@@ -143,7 +146,7 @@ class ScriptedEngine:
         self.start_error: Exception | None = None
         """Raised by :meth:`start` while set."""
         self.stop_lag = 0
-        """Turns of the event loop after which candidates that start from now on answer a stop; 0 for at once."""
+        """``stop_lag`` of candidates that start from now on."""
         self._script = script
         self._dead = False
 
@@ -197,13 +200,15 @@ class ScriptedEngine:
         waiting = [candidate for candidate in self.running if not candidate.has_slot]
         if self.has_priorities:
             waiting.sort(key=lambda candidate: candidate.order)
+        # `running` includes waiting candidates.
         free = 0 if self.slots is None else self.slots - len(self.running) + len(waiting)
         for candidate in waiting[:free]:
             candidate.has_slot, candidate.started_at = True, self.now
         self.now += 1
         for candidate in self.running:
             candidate.step(self.now)
-        for candidate in self.started:  # also of those that have finished
+        # The last states of finished candidates may be late.
+        for candidate in self.started:
             while candidate.probe is not None and candidate.states and candidate.states[0][0] <= self.now:
                 candidate.probe.on_state(candidate.states.pop(0)[1])
         await settle()

@@ -125,7 +125,7 @@ class Calibrator:
         return self._fit()[0]
 
     def probability(self, score: float) -> float:
-        """Return the probability q of a correct answer."""
+        """Return the probability q of a correct answer, or the prior while the labels are not ready."""
         if self.labels_status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins

@@ -78,6 +78,7 @@ class Losses(ABC):
         if not self.has_whole_bins:
             place = log(stretch) / log(RATIO_STEP)
         whole = floor(place)
+        # The bin that contains the stretch loses only its part beyond the stretch.
         beyond = sum(weights[whole + 1 :]) - (place - whole) * sum(weights[whole + 1 : whole + 2])
         return beyond / sum(weights)
 
@@ -139,9 +140,9 @@ class DeadlineLosses(Losses):
 
         ``max_share``: largest share of right answers that deadlines may lose.
         """
-        # The smaller the share, and the more candidates an answer represents, the more answers are remembered.
         right = [answer for answer in answers if answer.is_right]
         cut = [answer for answer in answers if answer.cut and not answer.is_right]
+        # The smaller the share, and the more candidates an answer represents, the more answers are remembered.
         heaviest = max((answer.weight for answer in answers), default=1.0)
         fade = (len(right) + len(cut)) * max(max_share, MIN_SHARE) / (LOST_REMEMBERED * heaviest)
         losses = replace(
@@ -149,6 +150,7 @@ class DeadlineLosses(Losses):
             right=_with_answers(self.right, right, fade),
             cut=_with_answers(self.cut, cut, fade, _nearest_edge),
         )
+        # Only an explored group shows the answers beyond the deadline.
         if not explored:
             return losses
         fade = len(right) / MEMORY
@@ -231,6 +233,7 @@ class GroupLosses(Losses):
     def _uncut(self) -> list[float] | None:
         if sum(self.right) < MIN_RIGHT_GROUPS:
             return None
+        # The Kaplan-Meier estimate.
         uncut = [0.0] * (LAST_BIN + 1)
         # Number of groups that each group in the present bin stands for.
         factor = 1.0
@@ -257,6 +260,7 @@ def _check_histogram(name: str, value: Any) -> None:
 
 
 def _bin(relative_length: float) -> int:
+    """Return the bin of a relative length."""
     if relative_length <= 1:
         return 0
     # `ROUNDING` keeps a length at the upper end of a bin in this bin.

@@ -5,8 +5,8 @@ batch activates more experts, and has stairs where batches are padded. So no for
 means of usual steps by batch size, and makes them monotone (isotonic regression of logarithms). `LatencyCurve`
 interpolates.
 
-With 5 % noise and a fifth of the steps delayed up to a hundredfold, the curve is off by 1 % on average and by 5 to 8 %
-at worst (three kinds of engine). A line with one bend was off by 5 % and 17 %.
+With 5 % noise and a fifth of the steps delayed, the curve is off by 1 % on average and by 8 % at worst. A line with a
+bend was off by 5 % and 17 %.
 """
 
 import math
@@ -109,9 +109,8 @@ class LatencyCurve:
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:
     """Return the seconds that each start adds to its step, or None before `MIN_STARTS` steps.
 
-    On a real engine, 64 to 128 sequences that were submitted together got their first tokens within two to four steps,
-    which took longer the more sequences started. So the cost is a number of seconds for each start. It includes
-    prefills; if a prefill is split over steps, only the last step counts.
+    On a real engine, steps took longer the more sequences started. So the cost is a number of seconds for each start.
+    It includes prefills; if a prefill is split over steps, only the last step counts.
 
     The seconds of a step beyond the decode curve are due to its n starts. Least absolute deviations fit their cost: the
     median of (seconds beyond the curve) / n, weighted by n. Least squares would follow the largest stall. So would the
@@ -176,7 +175,7 @@ class LatencyModel:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON values."""
+        """Saved state as JSON values."""
         batches = []
         seconds = []
         ages = []
@@ -202,6 +201,7 @@ class LatencyModel:
         if not 0 <= started <= batch:
             raise ValueError(f"started must be from 0 to the batch, {batch}, got {started}")
         seconds = float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}")
+        # Prefills make this step longer than the curve's steps.
         if started:
             self._starts.append((batch, started, seconds))
             return
@@ -230,6 +230,7 @@ class LatencyModel:
         return start_seconds(self._starts, self.curve)
 
     def _fit(self) -> LatencyCurve | None:
+        """Fit the curve to the bins, or return None; see `curve`."""
         points = []
         for index, steps in self._bins.items():
             if len(steps) < MIN_STEPS:
@@ -240,6 +241,7 @@ class LatencyModel:
             typical = ordered[round(TYPICAL * (len(ordered) - 1))]
             usual = ordered[bisect_left(ordered, typical / USUAL) : bisect_right(ordered, typical * USUAL)]
             weight = len(steps) * math.exp2((self._last_step[index] - self._steps) / HALF_LIFE)
+            # Isotonic regression needs weights above 0.
             points.append((batch, fmean(usual) * math.sqrt(batch), max(weight, 1e-12)))
         points.sort()
         if not points or points[-1][0] < SPREAD * points[0][0]:

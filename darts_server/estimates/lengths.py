@@ -11,9 +11,9 @@ the lengths that the candidate may have reached. The lengths come from two sourc
 * an assumed shape with `SHAPE_VOTES`, fitted to the sample (`FittedShape`).
 
 Without censored lengths the result is the plain mean and the sample std (n - 1). With 8 of 12 or 16 returned, the std
-of geometric lengths is up to 10 % too small, and that of log-normal lengths up to 15 % (sigma .5) or 33 % (.8). With
-two modes it is between 55 % too small and 77 % too large, because a long mode beyond the K-th shortest cannot be seen.
-A sampled candidate makes all errors smaller. `tests/estimates/test_lengths.py` has the table.
+is up to 33 % too small. With two modes it is between 55 % too small and 77 % too large, because a long mode beyond the
+K-th shortest cannot be seen. A sampled candidate makes all errors smaller. `tests/estimates/test_lengths.py` has the
+table.
 """
 
 import math
@@ -79,7 +79,7 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
     Raises:
         ValueError: no candidate generated anything.
     """
-    sample = _completed(observations)
+    sample = _complete(observations)
     n = len(sample)
     weights, firsts, _ = zip(*sample, strict=True)
     mean = math.fsum(map(mul, weights, firsts)) / n
@@ -96,21 +96,22 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
     """Return (weight, length) pairs, with each censored candidate at its expected length.
 
-    They serve for distributions over many prompts, because they ignore how much the expected lengths vary.
+    They leave out how much this length may vary, so they suit only distributions over many prompts.
     """
     has_finished = any(not o.censored for o in observations)
     has_censored = any(o.censored and o.tokens > 0 for o in observations)
     if not (has_finished and has_censored):
+        # There is nothing to complete, or nothing to learn from.
         return [(1.0, float(o.tokens)) for o in observations if o.tokens > 0]
-    return [(weight, first) for weight, first, _ in _completed(observations)]
+    return [(weight, first) for weight, first, _ in _complete(observations)]
 
 
 Weighted = tuple[float, float, float]
 """Weight of a candidate in the sample, and E[x] and E[x²] of its length."""
 
 
-def _completed(observations: Sequence[Observation]) -> list[Weighted]:
-    """Return the completed sample.
+def _complete(observations: Sequence[Observation]) -> list[Weighted]:
+    """Return the sample with the expected moments of censored lengths.
 
     Each censored candidate gives its weight to longer candidates in equal votes, and keeps the share of the shape. A
     longer candidate that is censored too passes on the weight that it received.
@@ -156,9 +157,8 @@ def _completed(observations: Sequence[Observation]) -> list[Weighted]:
 class FittedShape:
     """The assumed shape of a prompt's lengths: their fourth root is normal, with ``mean`` and ``std``.
 
-    Eight of 16 lengths do not reveal a shape, so one shape serves all prompts. With the logarithm, log-normal lengths
-    are within 15 %, but lengths with two modes or a lighter tail are up to three times too wide. With the cube root,
-    log-normal lengths are a few per cent shorter. The fourth root is the compromise.
+    Eight of 16 lengths do not reveal a shape, so one shape serves all prompts. With the logarithm, lengths with two
+    modes or a lighter tail are up to three times too wide. With the cube root, log-normal lengths are too short.
 
     The tail is at most as heavy as with a constant chance to end per token: one end in ``wait`` tokens, the mean number
     of tokens per end so far.
@@ -251,8 +251,9 @@ class FittedShape:
 
 
 def _hazard(z: float) -> float:
-    """Return density over survival of the standard normal."""
+    """Return the standard normal's density at ``z``, divided by the probability to exceed ``z``."""
     if z > ERFC_RANGE:
+        # erfc underflows here, so the asymptote is used.
         return z + 1 / z
     return math.sqrt(2 / math.pi) * math.exp(-z * z / 2) / math.erfc(z / math.sqrt(2))
 

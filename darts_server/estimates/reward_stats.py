@@ -5,8 +5,7 @@ DARTS (arXiv 2605.30859) compares the mean lengths of right and wrong trajectori
 right answers need their length.
 
 A shaped policy does not return a plain sample, so each trajectory counts with 1 / (its probability to be returned).
-Without weights the pass rate is off by up to .1, and the difference of lengths by 40 % (random worlds with the 7
-shortest of 12 and one sampled candidate). If a policy gives no weights, the difference is usually too close to zero.
+Without weights the pass rate is off by up to .1, and the difference of lengths, usually too close to zero, by 40 %.
 
 Over a whole data set, right trajectories look shorter if harder prompts have longer trajectories.
 """
@@ -56,7 +55,7 @@ class MeanLength:
 
 
 def single_length(tokens: int, weight: float = 1.0) -> MeanLength:
-    """Return the mean length of one trajectory."""
+    """Return the `MeanLength` of a single trajectory."""
     return MeanLength(1, float(tokens), weight)
 
 
@@ -122,13 +121,13 @@ def restore_stats(state: Sequence[Sequence[Any]]) -> RewardStats:
         ValueError, TypeError: the state has another form, or a number is out of range.
     """
     right, wrong, (groups, zero_variance) = state
-    stats = RewardStats(_mean_length(right), _mean_length(wrong), groups, zero_variance)
+    stats = RewardStats(_restore_mean_length(right), _restore_mean_length(wrong), groups, zero_variance)
     if max(stats.groups, *astuple(stats.right), *astuple(stats.wrong)) > LARGEST:
         raise ValueError(f"statistics of rewards have counts or lengths out of range: {stats}")
     return stats
 
 
-def _mean_length(state: Sequence[Any]) -> MeanLength:
+def _restore_mean_length(state: Sequence[Any]) -> MeanLength:
     # Older versions saved squared deviations and squares of weights too.
     if len(state) == 5:
         count, mean, _, weight, _ = state

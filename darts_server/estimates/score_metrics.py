@@ -22,7 +22,10 @@ WINDOW = 1024
 
 
 def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
-    """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins."""
+    """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
+
+    None without labels.
+    """
     q, y, w = _arrays(probabilities, targets, weights)
     mass = w.sum()
     if not mass:
@@ -33,7 +36,7 @@ def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers
 
 
 def brier_score(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
-    """Compute the mean of (probability - target)². 0 is perfect, and a constant half has 1/4."""
+    """Compute the mean of (probability - target)², or None without labels. 0 is perfect, a constant half has 1/4."""
     q, y, w = _arrays(probabilities, targets, weights)
     mass = w.sum()
     if not mass:
@@ -85,6 +88,7 @@ def evaluate(labels: Collection[Label], max_weight: float = MAX_WEIGHT) -> Score
 
 
 def _arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
+    """Return arrays, with weights of 1 by default."""
     x = np.asarray(values, dtype=np.float64)
     if weights is None:
         weights = np.ones(x.size)

@@ -21,7 +21,7 @@ class State(Enum):
 CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
 
 # The state after each legal event. An engine stops a candidate asynchronously, so events that were sent before the stop
-# still arrive afterwards, and change nothing. The same holds for scores and progress of a finished candidate.
+# still arrive later, and change nothing. The same holds for progress after the end, and scores after the selection.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
     (State.RUNNING, Progress): State.RUNNING,
@@ -72,7 +72,7 @@ class Candidate:
         return self.finish_reason is FinishReason.STOP
 
     def apply(self, event: CandidateEvent) -> None:
-        """Update the state after an event.
+        """Update the candidate after an event.
 
         Raises:
             IllegalMove: the event cannot happen in this state.
@@ -95,6 +95,7 @@ class Candidate:
                     self.quality = quality
         self.state = following
 
+        # A reason that the group has given stays.
         if isinstance(event, Failed | Lost) and self.reason is None:
             if isinstance(event, Lost) and event.by_caller:
                 self.reason = DiscardReason.ABORTED

@@ -11,8 +11,8 @@ def weight_factor(survivals: Sequence[float], started: int) -> float:
     The reported number of candidates is n - f: all n that were started without the f that failed. It is too large for
     these weights, because some pruned candidates would have failed later: weighted means would be too small.
 
-    Let d of the n candidates be doomed to fail, all sets of this size alike. Let W_i be 1 / survival until candidate i
-    ended, and 0 if it was pruned. Given the doomed set,
+    Let d of the n candidates be doomed to fail, all sets of this size equally likely. Let W_i be 1 / survival until
+    candidate i ended, and 0 if it was pruned. Given the doomed set,
 
     * E[W_i x_i] = x_i, and the product of the W of several candidates has expectation 1, because every decision keeps
       the expectation;

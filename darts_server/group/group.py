@@ -122,7 +122,7 @@ class Group:
         return self.standings.checks
 
     def add_candidate(self) -> list[Decision]:
-        """Start one candidate before the group is open. Nothing is decided until the group opens."""
+        """Start a candidate before the group is open, or when a paused group resumes."""
         if self.is_open:
             raise IllegalMove("the group is open already")
         if self._num_paused is not None:
@@ -130,7 +130,7 @@ class Group:
             return []
         if self.outcome is not None:
             return []
-        return [self._start(1)]
+        return [self._start(count=1)]
 
     def open(self, rule: SelectionRule, candidates: int) -> list[Decision]:
         """Start the missing candidates, and begin to decide.
@@ -149,12 +149,14 @@ class Group:
         self._allocated = candidates
         if self._max_replacements is None:
             self._replacements_left = rule.size
+            # Replacements cover the remaining `rule.size` losses.
             self._losses_left = (MAX_LOSSES - 1) * rule.size
         else:
             self._replacements_left = self._max_replacements
-        self._follow_candidates()
+        self._rebuild_standings()
 
         if self._num_paused is not None:
+            # `resume` starts all candidates.
             self._num_paused = max(self._num_paused, candidates)
             return []
         missing = candidates - len(self.standings.candidates)
@@ -209,6 +211,7 @@ class Group:
             return []
         decisions: list[Decision] = []
         if not self.is_open:
+            # Nothing else is decided before the rule is known.
             if self._failed_for_good:
                 decisions.extend(self._give_up())
             return decisions
@@ -229,12 +232,13 @@ class Group:
         if self.outcome is not None:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
+        # Candidates that the group stopped earlier are resumed too.
         for candidate in self.candidates[self.restarted_from :]:
             if candidate.reason is not None and candidate.reason not in GONE:
                 candidate.reason = DiscardReason.CARRIED
         return decisions
 
-    def end_decided(self) -> list[Decision]:
+    def end_as_decided(self) -> list[Decision]:
         """Stop the other candidates, because the delivered candidates have decided the caller's vote."""
         if self.outcome is not None:
             return []
@@ -263,7 +267,7 @@ class Group:
             candidate.discard(DiscardReason.RESTARTED)
         self._num_paused = self._allocated if self.is_open else len(alive)
         self.restarted_from = len(self.candidates)
-        self._follow_candidates()
+        self._rebuild_standings()
         self._pending_scores = []
         self._finished_late = []
         return stops
@@ -287,7 +291,7 @@ class Group:
         self.standings.bound = event.bound
         self.standings.checks = None
 
-    def _follow_candidates(self) -> None:
+    def _rebuild_standings(self) -> None:
         """Create the rule's selector, and give it the candidates since the latest restart."""
         self.standings = self.rule.selector_type(self.rule, self._deliver_early)
         self.standings.delivered = self.delivered
@@ -325,6 +329,7 @@ class Group:
                 yield self._stop(score.index, DiscardReason.PRUNED)
 
     def _decide(self) -> Iterator[Decision]:
+        """Replace, cut, stop and deliver candidates, and complete the group when no candidate runs."""
         self._needs_decision = False
         selector = self.standings
 
@@ -365,6 +370,7 @@ class Group:
                     yield Deliver(index)
 
     def _start(self, count: int) -> Start:
+        """Create ``count`` candidates, and return the decision to start them."""
         # All random numbers are drawn before a candidate runs, so that results do not depend on timing.
         indices = range(len(self.candidates), len(self.candidates) + count)
         for index in indices:
@@ -391,6 +397,7 @@ class Group:
     # --- outcomes -----------------------------------------------------------
 
     def _complete(self) -> Complete:
+        """Select among the finished candidates, and discard the others."""
         selection = self.standings.select()
         for candidate in self.candidates:
             if candidate.index in selection:
@@ -413,6 +420,7 @@ class Group:
             if candidate.running:
                 yield Stop(candidate.index, reason)
             if candidate.index in self.delivered:
+                # A delivered candidate stays, even if `select` leaves it out.
                 candidate.select(selection.get(candidate.index, SelectedAs.SHORT))
             elif candidate.alive:
                 candidate.discard(reason)
@@ -439,6 +447,7 @@ def selection_weights(group: Group) -> dict[int, float]:
         else:
             counted.append(candidate)
     weights = group.rule.weights(counted) or {}
+    # If no failed candidate could have been pruned, the factor is 1.
     if min(failed, default=1.0) == 1:
         return weights
     factor = weight_factor(failed, len(counted) + len(failed))
@@ -449,16 +458,16 @@ def selection_weights(group: Group) -> dict[int, float]:
 
 
 def sampled_from(group: Group) -> int | None:
-    """Return the number of candidates that a complete group is a plain sample of, or None under other rules."""
+    """Return from how many candidates a complete group was sampled uniformly, or None under other rules."""
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_survivors:
         return None
     return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.candidates[group.restarted_from :])
 
 
 def tail_share(group: Group) -> float:
-    """Return the share of candidates that a complete group has sampled, without pruned and short candidates.
+    """Return the sampled share of a complete group's tail, which is all but the short, pruned and failed candidates.
 
-    It is 1 if the rule samples none. It is only nearly the probability to be selected, because pruning depends on the
+    It is 1 if no candidate is sampled. It is only nearly the probability to be selected, because pruning depends on the
     sample. It suffices for labels, but not for `selection_weights`.
     """
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:

@@ -26,6 +26,7 @@ class SampledTailSelector(Selector):
     def select(self) -> dict[int, SelectedAs]:
         places = self.rule.num_shortest
         selection = {index: SelectedAs.SHORT for _, index in self.valid[:places]}
+        # If valid candidates are missing, truncated candidates fill up.
         truncated = SelectedAs.LONG_TRUNCATED if len(selection) == places else SelectedAs.FILL
 
         # The lowest draws of the rest get the tail, and the places of the shortest that no valid candidate takes.
@@ -39,7 +40,7 @@ class SampledTailSelector(Selector):
         return sorted((self.candidates[index] for _, index in keys), key=attrgetter("tail_draw"))
 
     def _beyond(self) -> list[Candidate]:
-        """Return the running candidates beyond the threshold, the lowest tail draw first."""
+        """Return the running candidates that can get no place among the shortest, the lowest tail draw first."""
         place = self.rule.completion_place if self.has_deadline else self.rule.num_shortest
         return self._by_draw(self.running[self.num_below_threshold(place) :])
 
@@ -57,7 +58,7 @@ class SampledTailSelector(Selector):
         return bisect_left(ranks, True, key=is_uncertain)
 
     def _winners(self) -> list[Candidate]:
-        """Return the candidates that are in the group because of their tail draws, unless they become short."""
+        """Return the candidates whose tail draws win a place, if they do not end among the K shortest."""
         # They have the lowest draws among all candidates that are not certain to be short. Places of the shortest that
         # no valid candidate can take belong to the tail.
         can_be_valid = len(self.valid) + len(self.running)
@@ -66,10 +67,10 @@ class SampledTailSelector(Selector):
         last = max((c.tail_draw for c in by_draw[:sampled]), default=-inf)
         return [c for c in by_draw if c.tail_draw <= last]
 
-    def _fewest_lower(self, beyond: Candidate) -> int:
-        """Return the smallest number of candidates outside the K places that can have a lower tail draw.
+    def _count_lower_draws(self, beyond: Candidate) -> int:
+        """Return the smallest possible number of candidates outside the K places with a lower draw than ``beyond``.
 
-        It does not fall as the draw of ``beyond``, a candidate of `_beyond`, rises.
+        It does not fall as the draw of ``beyond``, a candidate of `_beyond`, rises. So `stops` can bisect.
         """
         # As many running candidates with a lower draw as possible must get a place. If s of them do, they finish before
         # the last s finished candidates of the K shortest, which lose their places. For each of the s, at most one
@@ -91,9 +92,10 @@ class SampledTailSelector(Selector):
     def stops(self) -> dict[int, DiscardReason]:
         beyond = self._beyond()
         longest = self.rule.num_longest
-        if not beyond or self._fewest_lower(beyond[-1]) < longest:
+        # A candidate has lost the tail once L others certainly have lower draws.
+        if not beyond or self._count_lower_draws(beyond[-1]) < longest:
             return {}
-        first = bisect_left(beyond, longest, key=self._fewest_lower)
+        first = bisect_left(beyond, longest, key=self._count_lower_draws)
         return {candidate.index: DiscardReason.TAIL_PRUNED for candidate in beyond[first:]}
 
     def deliveries(self) -> list[int]:
@@ -102,7 +104,7 @@ class SampledTailSelector(Selector):
         return short + tail
 
     def _is_final(self, winner: Candidate) -> bool:
-        """Whether a finished winner is in the group. An invalid winner is, once the K places are taken."""
+        """Whether a finished winner is certain to be in the group: it is valid, or the K places are taken."""
         return winner.valid or len(self.valid) >= self.rule.num_shortest
 
     def check_at(self) -> dict[int, int]:
@@ -134,7 +136,10 @@ class CutTailSelector(SampledTailSelector):
     has_deadline = True
 
     def _own_deadline(self) -> int | None:
-        """Return the group's deadline in tokens once it is final: the bound if too few candidates are valid."""
+        """Return the group's final deadline in tokens: the bound if too few candidates are valid.
+
+        None while the deadline may change.
+        """
         if self.deadline is None or self.num_below_threshold(self.rule.completion_place):
             return None
         last = self.nth_shortest(self.rule.completion_place)
@@ -149,10 +154,12 @@ class CutTailSelector(SampledTailSelector):
         if winner.index in self.delivered:
             # Delivered before there was a deadline.
             return True
+        # The group's own deadline may still fall, and cut a late winner.
         is_late = self.deadline is not None and winner.tokens > self.deadline
         return super()._is_final(winner) and not (is_late and self.num_below_threshold(self.rule.completion_place))
 
     def stops(self) -> dict[int, DiscardReason]:
+        # All selected candidates are final.
         are_short_certain = self.num_certain() == self.rule.num_shortest
         if are_short_certain and all(not c.running and self._is_final(c) for c in self._winners()):
             return {index: DiscardReason.TAIL_PRUNED for _, index in self.running}

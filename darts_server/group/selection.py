@@ -57,7 +57,7 @@ class Selector:
         """Length in tokens at which every candidate is cut, or None."""
 
     def update(self, candidate: Candidate) -> None:
-        """Move a candidate to its place after a change."""
+        """Move a changed candidate to its place, or remove it if it was discarded."""
         index = candidate.index
         self.checks = None
         if index in self._entries:
@@ -118,6 +118,7 @@ class Selector:
             return {}
         tokens, last = self.valid[places - 1]
         below = self.running[: self.num_below_threshold(places)]
+        # The candidate will be longer than this count, or at least as long and have the higher index.
         return {index: tokens if index < last else tokens - 1 for _, index in below}
 
     def next_check(self, key: Key, places: int) -> int | None:
@@ -129,6 +130,7 @@ class Selector:
         if rank >= min(places, len(self.valid)):
             return None
         tokens, index = self.valid[rank]
+        # At equal lengths, the higher index is behind.
         if key[1] > index:
             tokens -= 1
         return tokens
@@ -263,6 +265,7 @@ class DualEndSelector(Selector):
 
     def stops(self) -> dict[int, DiscardReason]:
         if self.rule.num_longest:
+            # Any running candidate may become the longest.
             return {}
         below = self.num_below_threshold(self.rule.num_shortest)
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running[below:]}
@@ -333,6 +336,7 @@ class AllSurvivors(SelectionRule):
         object.__setattr__(self, "fewest", 1)
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        # All survivors are selected.
         return {c.index: 1 / c.survival for c in candidates if c.selected_as is not None}
 
 
@@ -356,6 +360,7 @@ class SampledSurvivors(SelectionRule):
     samples_survivors = True
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+        """Return 1 / (probability to survive x probability to be drawn among the survivors), by index."""
         selected = [c for c in candidates if c.selected_as is not None]
         survivors = sum(c.reason is not DiscardReason.PRUNED for c in candidates)
         share = survivors / len(selected)

@@ -1,6 +1,6 @@
 """Encode large answers in threads, once for all connections that read the same answer, and send them in slices.
 
-So a connection that does not read costs only the web server's buffer. The number of such connections is limited.
+So a connection that does not read costs only the web server's buffer.
 """
 
 import asyncio
@@ -42,6 +42,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def _encode_array(value: Any) -> Any:
+    """Return an array as a list for msgspec."""
     if isinstance(value, array | np.ndarray):
         return value.tolist()
     raise TypeError(f"cannot encode a {type(value).__name__}")
@@ -86,6 +87,7 @@ class ClosingResponse(StreamingResponse):
 def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) -> Response:
     """Return the response with an answer. ``cleanup`` is closed when the answer was sent."""
     cleanup = cleanup or ExitStack()
+    # The web server buffers a small answer whole.
     if len(answer) <= SLICE_BYTES:
         cleanup.close()
         return Response(answer, media_type=media_type)

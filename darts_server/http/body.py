@@ -55,10 +55,10 @@ class Body(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_unknown(self) -> Self:
+    def _refuse_unknown_fields(self) -> Self:
         for name in self.model_extra or ():
             shown = name[:MAX_NAME_CHARS]
-            nearest = get_close_matches(shown, type(self).model_fields, 1)
+            nearest = get_close_matches(shown, type(self).model_fields, n=1)
             remedy = f"write {nearest[0]}" if nearest else "remove it"
             raise PydanticCustomError(UNKNOWN_FIELD, "is unknown; {remedy}", {"remedy": remedy, "name": shown})
         return self
@@ -80,19 +80,20 @@ class IncompleteBody(InvalidRequest):
         super().__init__("body", "is incomplete; send the request again")
 
 
-def limited(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | None = None) -> Receive:
-    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`, and records the error in ``who``."""
+def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | None = None) -> Receive:
+    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`; ``who`` gets the error for the middleware."""
     announced = Headers(scope=scope).get("content-length", "")
-    size = int(announced) if announced.isdecimal() else 0
+    announced_size = int(announced) if announced.isdecimal() else 0
     received = 0
     is_complete = False
 
     async def receive_limited() -> Message:
         nonlocal received, is_complete
+        # Routes wait for a disconnect without a timeout.
         if is_complete:
             return await receive()
         try:
-            if size <= limits.max_bytes:
+            if announced_size <= limits.max_bytes:
                 try:
                     with anyio.fail_after(limits.stall_seconds):
                         message = await receive()
@@ -130,7 +131,7 @@ async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STA
         TooLarge: the body, or its announced length, exceeds ``max_bytes``.
         IncompleteBody: the sender disconnected, or was silent for ``stall_seconds``.
     """
-    receive = limited(request.scope, request.receive, BodyLimits(max_bytes, stall_seconds))
+    receive = limit_receive(request.scope, request.receive, BodyLimits(max_bytes, stall_seconds))
     is_complete = False
     while not is_complete:
         message = await receive()
@@ -141,20 +142,20 @@ async def chunks_of(request: Request, max_bytes: int, stall_seconds: float = STA
 
 
 async def parse_body(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
-    """Parse a JSON body, a large body in a thread. Arguments and errors are those of `parsed`."""
+    """Parse a JSON body, a large body in a thread. Arguments and errors are those of `parse`."""
     if len(body) <= INLINE_BYTES:
-        return parsed(model, body)
-    return await anyio.to_thread.run_sync(parsed, model, body, items, limiter=one_at_a_time)
+        return parse(model, body)
+    return await anyio.to_thread.run_sync(parse, model, body, items, limiter=one_at_a_time)
 
 
-async def converted(convert: Callable[[ModelT], ValidatedT], body: ModelT, text: bytes) -> ValidatedT:
+async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, text: bytes) -> ValidatedT:
     """Convert a body that was parsed from ``text``, a large body in a thread."""
     if len(text) <= INLINE_BYTES:
         return convert(body)
     return await anyio.to_thread.run_sync(convert, body)
 
 
-def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
+def parse(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     """Parse a JSON body.
 
     pydantic does not release the interpreter while it reads a text: a million token ids take .1 s. So the items of a
@@ -168,30 +169,32 @@ def parsed(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT
         TooLarge: the list has more than `MAX_ITEMS`, or a text that is parsed at once has too many parts or values.
     """
     if items is None or len(body) <= INLINE_BYTES:
-        return _parsed_at_once(model, body)
+        return _parse_at_once(model, body)
     fields = raw_values(body, dict[str, msgspec.Raw])
     texts = None
     if fields is not None and items in fields:
         texts = split_list(bytes(fields[items]), AnyObject)
     if texts is None:
-        return _parsed_at_once(model, body)
+        return _parse_at_once(model, body)
 
-    whole = _parsed_at_once(model, msgspec.json.encode(fields | {items: msgspec.Raw(b"[]")}))
+    # The other fields, with an empty list.
+    whole = _parse_at_once(model, msgspec.json.encode(fields | {items: msgspec.Raw(b"[]")}))
 
     (item,) = get_args(model.model_fields[items].annotation)
     values = []
     for number, text in enumerate(texts):
         check_at_once(text)
-        values.append(_validated(item.model_validate_json, text, (items, number)))
+        values.append(_validate(item.model_validate_json, text, (items, number)))
 
     # The assignment validates the length of the list. It does not validate the items again.
-    _validated(lambda value: setattr(whole, items, value), values)
+    _validate(lambda value: setattr(whole, items, value), values)
     return whole
 
 
-def _parsed_at_once(model: type[ModelT], body: bytes) -> ModelT:
+def _parse_at_once(model: type[ModelT], body: bytes) -> ModelT:
+    """Check and parse a text in one call of pydantic."""
     check_at_once(body)
-    return _validated(model.model_validate_json, body)
+    return _validate(model.model_validate_json, body)
 
 
 class AnyObject(msgspec.Struct, gc=False):
@@ -199,7 +202,7 @@ class AnyObject(msgspec.Struct, gc=False):
 
 
 def raw_values(text: bytes, kind: Any) -> Any:
-    """Decode a JSON text as a container of ``msgspec.Raw``; ``None`` if the text has another type.
+    """Decode a JSON text as a container of ``msgspec.Raw``; ``None`` for another type or too deep nesting.
 
     Raises:
         InvalidRequest: the text is no JSON.
@@ -213,7 +216,7 @@ def raw_values(text: bytes, kind: Any) -> Any:
 
 
 def split_list(text: bytes, kind: type[msgspec.Struct]) -> list[bytes] | None:
-    """Return the items of a JSON list as texts; ``None`` if the text is no list or an item is not of that kind.
+    """Return the items of a JSON list as texts; ``None`` if the text is no list, or an item is no ``kind``.
 
     Raises:
         TooLarge: the list has more than `MAX_ITEMS` items.
@@ -227,8 +230,8 @@ def split_list(text: bytes, kind: type[msgspec.Struct]) -> list[bytes] | None:
     return [bytes(item) for item in raw_values(text, list[msgspec.Raw])]
 
 
-def _validated(validate: Callable[[Any], ValidatedT], value: object, place: tuple[str | int, ...] = ()) -> ValidatedT:
-    """Validate a value. ``place``: of the value in the body, for error messages."""
+def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple[str | int, ...] = ()) -> ValidatedT:
+    """Return ``validate(value)``. ``place``: path of the value in the body, for errors."""
     try:
         return validate(value)
     except ValidationError as error:
@@ -236,6 +239,7 @@ def _validated(validate: Callable[[Any], ValidatedT], value: object, place: tupl
 
     # Raised outside of the except block: as its context, pydantic's error would keep the whole body.
     message = first["msg"].removeprefix("Value error, ")
+    # A line number within the item would mislead.
     if first["type"] == "json_invalid" and place:
         message = message.partition(" at line ")[0]
     # The tags of unions are empty names.
@@ -266,6 +270,7 @@ def check_structure(text: bytes, max_parts: int, max_values: int, where: str) ->
     if parts <= max_parts:
         outside_strings = b"".join(text.split(b'"')[::2])
         parts += outside_strings.count(b"[") + outside_strings.count(b"{")
+        # Values are counted by their commas.
         values = outside_strings.count(b",")
 
     if parts > max_parts:
@@ -297,5 +302,6 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     finally:
         for task in (working, disconnecting):
             task.cancel()
+            # Errors of finished work are raised above.
             with suppress(asyncio.CancelledError, Exception):
                 await task

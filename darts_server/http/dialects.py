@@ -60,7 +60,7 @@ class Controls:
         """
         has_paused = False
 
-        async def pause() -> None:
+        async def abort_running() -> None:
             nonlocal has_paused
             if aborts and not self.updates.coordinator.paused_by_trainer:
                 await self.engine.pause_generation(mode="abort")
@@ -68,9 +68,9 @@ class Controls:
 
         try:
             if lora is None:
-                await self.updates.load(path, KEEP, when_staged=pause)
+                await self.updates.load(path, KEEP, when_staged=abort_running)
             else:
-                await self.updates.loras.load(lora, path, KEEP, when_staged=pause)
+                await self.updates.loras.load(lora, path, KEEP, when_staged=abort_running)
         except InvalidRequest as error:
             # The trainer has other names for the fields.
             name = {"path": field, "name": "lora_name"}.get(error.field)
@@ -89,7 +89,7 @@ class LoraIn(Body):
     lora_path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
 
 
-def vllms_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
+def find_vllm_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
     """Return vLLM's handler of a path that a dialect has taken over; ``None`` if vLLM has no such route."""
     found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
     # Our route stands first.
@@ -131,34 +131,34 @@ class ArealLoraIn(Body):
 
 
 def add_areal_routes(api: APIRouter, controls: Controls) -> None:
-    def done(message: str) -> dict[str, Any]:
+    def success(message: str) -> dict[str, Any]:
         return {"success": True, "message": message}
 
     @api.post("/areal_pause_generation")
     async def pause() -> dict[str, Any]:
         """Abort running requests, return their tokens so far, and let new requests wait."""
         await controls.engine.pause_generation(mode="abort")
-        return done("Generation is paused, and all requests were aborted")
+        return success("Generation is paused, and all requests were aborted")
 
     @api.post("/areal_continue_generation")
     async def resume() -> dict[str, Any]:
         """End the pause."""
         await controls.engine.resume_generation()
-        return done("Generation continues")
+        return success("Generation continues")
 
     @api.post("/areal_update_weights", openapi_extra=json_body(ArealWeightsIn))
     async def update(request: Request) -> dict[str, Any]:
         """Load the weights in a folder, or change nothing."""
         body = await parse_body(ArealWeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("model_path", body.model_path, aborts=True)
-        return done(f"The weights have version {controls.updates.coordinator.version}")
+        return success(f"The weights have version {controls.updates.coordinator.version}")
 
     @api.post("/areal_update_weights_lora", openapi_extra=json_body(ArealLoraIn))
     async def update_lora(request: Request) -> dict[str, Any]:
         """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
         body = await parse_body(ArealLoraIn, await read_body(request, MAX_REQUEST_BYTES))
         await controls.load("lora_model_path", body.lora_model_path, lora=body.lora_name, aborts=True)
-        return done(f"The LoRA adapter has version {controls.updates.coordinator.version}")
+        return success(f"The LoRA adapter has version {controls.updates.coordinator.version}")
 
     async def refuse(request: Request) -> None:
         """Refuse weights by NCCL."""
@@ -192,7 +192,7 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
         """
         text = await request.body()
         if f'"{WEIGHT_DIR}"'.encode() not in text:
-            handler = vllms_handler(request.app, UPDATE)
+            handler = find_vllm_handler(request.app, UPDATE)
             if handler is not None:
                 return await handler(raw_request=request)
 
@@ -267,13 +267,14 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
         elif call.method == FINISH:
             await controls.engine.finish_weight_update()
         else:
-            handler = vllms_handler(request.app, RPC)
+            handler = find_vllm_handler(request.app, RPC)
             if not controls.dangerous or handler is None:
                 raise Forbidden(
                     f"of {RPC} only {START}, {WRITE} and {FINISH} are enabled; others call any method of the workers, "
                     "and need --allow-dangerous-routes and vLLM's own route"
                 )
             return await handler(raw_request=request)
+        # The form of vLLM's answer, for one worker.
         return {"results": [None]}
 
 
@@ -319,6 +320,7 @@ ROUTES = {"areal": add_areal_routes, "prime-rl": add_prime_rl_routes, "skyrl": a
 
 
 def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls) -> None:
+    """Add the routes of the enabled dialects."""
     api = APIRouter(tags=["dialects"], responses=FAILURES)
     for dialect in dialects:
         if dialect in ROUTES:

@@ -31,26 +31,26 @@ BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "bi
 
 
 def json_body(model: type[BaseModel], *examples: dict[str, Any]) -> dict[str, Any]:
-    """Describe a JSON body that a route parses without FastAPI."""
+    """Return the ``openapi_extra`` of a route that parses its JSON body without FastAPI."""
     # FastAPI adds no definitions of models that it does not parse itself, so they are put into the schema.
     schema = model.model_json_schema()
-    content: dict[str, Any] = {"schema": _inlined(schema, schema.pop("$defs", {}))}
+    content: dict[str, Any] = {"schema": _inline_references(schema, schema.pop("$defs", {}))}
     if examples:
         content["examples"] = {str(i): {"value": example} for i, example in enumerate(examples)}
     return {"requestBody": {"required": True, "content": {"application/json": content}}}
 
 
 def binary_body(description: str) -> dict[str, Any]:
-    """Describe a binary body."""
+    """Return the ``openapi_extra`` of a route with a binary body."""
     return {"requestBody": {"required": True, "description": description, "content": BYTES}}
 
 
-def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Replace references by their definitions. OpenAPI would resolve a reference against the whole document."""
+def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
+    """Return a schema with definitions for references, which OpenAPI would resolve against the whole document."""
     if isinstance(schema, list):
-        return [_inlined(part, definitions) for part in schema]
+        return [_inline_references(part, definitions) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {name: _inlined(part, definitions) for name, part in schema.items()}
+        return _inline_references(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inline_references(part, definitions) for name, part in schema.items()}

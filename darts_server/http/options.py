@@ -55,7 +55,7 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
         # Refused, because a misspelt header must not silently shape an evaluation.
         if name not in HEADERS:
             raise InvalidRequest(name, f"unknown header; supported headers are {', '.join(HEADERS)}")
-        # HTTP servers decode a value as Latin-1, but most clients send UTF-8.
+        # HTTP servers decode a value as Latin-1, but most clients send UTF-8. Other values stay.
         with suppress(UnicodeError):
             value = value.encode("latin-1").decode()
         value = value.strip()
@@ -65,20 +65,21 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
     options: dict[str, Any] = {}
     for name, value in ours.items():
         if name == GROUP:
-            options |= _group_options(value)
+            options |= _parse_group(value)
         else:
-            options[HEADERS[name]] = checked_option(HEADERS[name], value, name)
+            options[HEADERS[name]] = validate_option(HEADERS[name], value, name)
     return RequestOptions(**options)
 
 
-def _group_options(value: str) -> dict[str, str | int]:
+def _parse_group(value: str) -> dict[str, str | int]:
+    """Return the options in the value of `GROUP`."""
     options: dict[str, str | int] = {}
     for part in value.split(";"):
         name, equals, text = part.partition("=")
         option = GROUP_PARTS.get(name.strip().lower())
         if option is None or not equals or option in options:
             raise InvalidRequest(GROUP, f"write id=STRING;size=INT, or one of the two parts, not {value!r}")
-        options[option] = checked_option(option, text.strip(), GROUP)
+        options[option] = validate_option(option, text.strip(), GROUP)
     return options
 
 
@@ -98,7 +99,7 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
             supported = ", ".join(XARG_PREFIX + option for option in OTHER_PLACES)
             raise InvalidRequest(where, f"unknown option; supported options are {supported}")
 
-        checked = checked_option(option, value, where)
+        checked = validate_option(option, value, where)
         other = getattr(options, option)
         if other not in (None, checked):
             raise InvalidRequest(
@@ -108,14 +109,14 @@ def merge_options(options: RequestOptions, extra_args: Mapping[str, Any]) -> Req
     return replace(options, **merged)
 
 
-def checked_option(option: str, value: object, where: str) -> str | int:
-    """Validate the value of an option. A size may be a string or a float.
+def validate_option(option: str, value: object, where: str) -> str | int:
+    """Return the valid value of an option. A size may be a string or a float.
 
     Raises:
         InvalidRequest: names ``where`` (header or argument) and the allowed values.
     """
     if option == "group_size":
-        size = _whole_number(value)
+        size = _parse_whole_number(value)
         if size is not None and 1 <= size <= MAX_GROUP_SIZE:
             return size
         wanted = f"the group's size, a whole number from 1 to {MAX_GROUP_SIZE}"
@@ -130,7 +131,8 @@ def checked_option(option: str, value: object, where: str) -> str | int:
     raise InvalidRequest(where, f"must be {wanted}, got {shortened(value)}; correct or omit it")
 
 
-def _whole_number(value: object) -> int | None:
+def _parse_whole_number(value: object) -> int | None:
+    # Longer numbers exceed every size.
     if isinstance(value, str) and re.fullmatch("[0-9]{1,5}", value):
         return int(value)
     # Some clients have only floats, and send 8.0.

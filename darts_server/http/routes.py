@@ -42,7 +42,7 @@ def router(
     monitored: monitor.MonitorSources,
     needs_key: bool,
 ) -> APIRouter:
-    """Create the routes. ``needs_key``: whether their description names a key. `SecurityMiddleware` checks keys."""
+    """Create the routes. ``needs_key``: whether OpenAPI describes a key. `SecurityMiddleware` checks it."""
     dependencies = [Depends(BEARER)] if needs_key else []
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
@@ -84,28 +84,30 @@ class SharedAnswers:
         if pending is None:
             if len(self._pending) >= MAX_PENDING:
                 raise Overloaded(f"{MAX_PENDING} other requests wait for answers of this page; retry", RETRY_SECONDS)
-            pending = asyncio.create_task(self._make(key, scope))
+            pending = asyncio.create_task(self._make_answer(key, scope))
             self._pending[key] = pending
 
         for message in await asyncio.shield(pending):
             # A copy, because middleware adds headers to the message.
             await send(copy.deepcopy(message))
 
-    async def _make(self, key: object, scope: Scope) -> list[Message]:
+    async def _make_answer(self, key: object, scope: Scope) -> list[Message]:
+        """Return the messages of a new answer, made after the pause."""
         messages: list[Message] = []
 
         async def no_body() -> Message:
             return {"type": "http.request", "body": b"", "more_body": False}
 
-        async def keep(message: Message) -> None:
+        async def collect(message: Message) -> None:
             messages.append(message)
 
         async with self._one_at_a_time:
             await asyncio.sleep(self._not_before - time.monotonic())
+            # Later requests need a newer answer.
             del self._pending[key]
             begin = time.monotonic()
             try:
-                await self._app(scope, no_body, keep)
+                await self._app(scope, no_body, collect)
             finally:
                 end = time.monotonic()
                 self._not_before = end + PAUSE * (end - begin)
@@ -115,16 +117,17 @@ class SharedAnswers:
 def share_answers(application: FastAPI) -> None:
     """Share the answers of vLLM's public routes, because each answer takes milliseconds to make."""
     for route in list(application.routes):
+        # At 0, our route is matched before vLLM's.
         if isinstance(route, APIRoute) and route.path == METRICS:
-            application.routes.insert(0, _metrics_in_the_loop(route))
+            application.routes.insert(0, _create_metrics_route(route))
         elif isinstance(route, Mount) and route.path == METRICS:
             # The mount gets all other paths that begin with /metrics.
             route.app = SharedAnswers(route.app, varies=True)
         elif isinstance(route, Route) and route.path == application.openapi_url:
-            application.routes.insert(0, _made_once(application, route))
+            application.routes.insert(0, _create_description_route(application, route))
 
 
-def _metrics_in_the_loop(route: APIRoute) -> Route:
+def _create_metrics_route(route: APIRoute) -> Route:
     # vLLM's own route runs in a thread, but our gauges read values that the event loop changes.
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
         answer: Response = route.endpoint(Request(scope))
@@ -133,8 +136,8 @@ def _metrics_in_the_loop(route: APIRoute) -> Route:
     return Route(METRICS, SharedAnswers(metrics, varies=False), methods=["GET"], include_in_schema=False)
 
 
-def _made_once(application: FastAPI, route: Route) -> Route:
-    # The description of the API takes a second to make, and does not change while the server runs.
+def _create_description_route(application: FastAPI, route: Route) -> Route:
+    """Return a route that makes the API's description once: it takes a second, and does not change."""
     made: bytes | None = None
     one_at_a_time = asyncio.Lock()
 

@@ -64,6 +64,7 @@ class EventStream(EventSourceResponse):
                     await send({**message, "body": part})
                     await asyncio.sleep(0)
 
+        # A reader that stalls cannot get the error.
         with self._reader, suppress(SendTimeoutError):
             await super().__call__(scope, receive, send_slices)
 

@@ -51,9 +51,9 @@ class TokenTensors:
         header, _ = self._header()
         lengths = [len(row) for row in self._token_ids]
         yield header + np.cumsum([0, *lengths], dtype=I64).tobytes()
-        yield from _converted(self._token_ids, I32)
+        yield from _convert_rows(self._token_ids, I32)
         if self._has_logprobs:
-            yield from _converted(self._all_logprobs(), F32)
+            yield from _convert_rows(self._all_logprobs(), F32)
         for start in range(0, len(self.answer), CHUNK_BYTES):
             yield self.answer[start : start + CHUNK_BYTES]
 
@@ -62,6 +62,7 @@ class TokenTensors:
         return any(row is not None for row in self._logprobs)
 
     def _all_logprobs(self) -> Iterator[Any]:
+        """Yield each row's log-probs, or NaN."""
         for token_ids, logprobs in zip(self._token_ids, self._logprobs, strict=True):
             if logprobs is None:
                 yield np.full(len(token_ids), np.nan)
@@ -84,12 +85,13 @@ class TokenTensors:
             end += size * count
             fields[name] = {"dtype": dtype, "shape": [count], "data_offsets": [begin, end]}
         text = json.dumps(fields, separators=(",", ":")).encode()
+        # Padded to align the tensors.
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, end
 
 
-def _converted(rows: Iterable[Any], dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """Convert rows to chunks of bytes. Short rows share a chunk."""
+def _convert_rows(rows: Iterable[Any], dtype: np.dtype[Any]) -> Iterator[bytes]:
+    """Yield the values of rows as chunks of bytes. Short rows share a chunk."""
     chunk_values = CHUNK_BYTES // dtype.itemsize
     chunk = bytearray()
     for number, row in enumerate(rows, 1):

@@ -89,18 +89,19 @@ class Collectors:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
-    def _read_gauges(self, gauges: Gauges, reads: Reads) -> None:
+    def _create_read_gauges(self, gauges: Gauges, reads: Reads) -> None:
         """Create gauges that read their values at each scrape."""
         for name, (text, labels) in gauges.items():
             gauge = ReadMetric(GaugeMetricFamily(name, text, labels=("model_name", *labels)), self._registry)
             for values in product(*labels.values()):
                 gauge.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
-    def _read_totals(self, totals: Mapping[str, str], reads: Reads) -> None:
-        """Create counters that read their values at each scrape."""
+    def _create_read_counters(self, totals: Mapping[str, str], reads: Reads) -> None:
+        """Create counters that read their values at each scrape. ``totals``: help texts by name."""
+        labels = (self._model,)
         for name, text in totals.items():
             counter = ReadMetric(CounterMetricFamily(name, text, labels=("model_name",)), self._registry)
-            counter.reads[self._model,] = reads[name]
+            counter.reads[labels] = reads[name]
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
@@ -117,8 +118,8 @@ class ServingMetrics(Collectors):
 
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._read_gauges(ENGINE_GAUGES, reads)
-        self._read_totals(ENGINE_TOTALS, reads)
+        self._create_read_gauges(ENGINE_GAUGES, reads)
+        self._create_read_counters(ENGINE_TOTALS, reads)
         lag = self._histogram(
             "darts_event_loop_lag_seconds",
             "Delay of a timer of the event loop, ten times a second. From 0.25 s on, the log has the stack.",
@@ -128,8 +129,6 @@ class ServingMetrics(Collectors):
 
 
 class AccessMetrics(Collectors):
-    """Count refused requests by reason."""
-
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._refused = self._counters(
@@ -145,8 +144,6 @@ class AccessMetrics(Collectors):
 
 
 class WeightMetrics(Collectors):
-    """Measure weight updates."""
-
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._updates = self._counters("darts_weight_updates", "Weight updates by outcome.", "outcome", UpdateOutcome)

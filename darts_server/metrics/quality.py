@@ -57,7 +57,7 @@ class QualityMetrics(Collectors, PruningObserver):
             "Trainings of the quality head that diverged and were undone.",
         )
         if reads is not None:
-            self._read_gauges(GAUGES, reads)
+            self._create_read_gauges(GAUGES, reads)
 
     def trajectory_scored(self, *, usable: bool) -> None:
         self._scores[usable].inc()

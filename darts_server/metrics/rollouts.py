@@ -65,8 +65,6 @@ DEADLINE_GAUGES = {
 
 
 class RolloutMetrics(Collectors):
-    """Count groups, cohorts, rewards and votes."""
-
     def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._sealed = self._counters(
@@ -172,8 +170,8 @@ class RolloutMetrics(Collectors):
         }
         self._reads = reads
         if reads is not None:
-            self._read_gauges(GAUGES, reads)
-            self._read_totals(TOTALS, reads)
+            self._create_read_gauges(GAUGES, reads)
+            self._create_read_counters(TOTALS, reads)
 
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single[kind].inc()
@@ -201,6 +199,7 @@ class RolloutMetrics(Collectors):
 
         for candidate in record.candidates:
             self._ended[candidate.reason or "selected"].inc()
+            # A carried candidate counts at its end, in a later group.
             if candidate.reason is not DiscardReason.CARRIED:
                 self._length.labels(self._model, "generated").observe(candidate.tokens)
             if candidate.selected_as is not None:

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     traces: list[TracedLengths] = []
     lines: list[str] = []
     for prompt in prompts:
-        traced = _trace(prompt, ratios, rng, options.samples, options.cap)
+        traced = _trace_prompt(prompt, ratios, rng, options.samples, options.cap)
         if not traced.lengths:
             continue
         traces.append(traced)
@@ -114,14 +114,17 @@ def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) ->
         )
 
 
-def _trace(
+def _trace_prompt(
     prompt: PromptStats,
     ratios: Floats | None,
     rng: np.random.Generator,
     samples: int,
     cap_flag: int | None,
 ) -> TracedLengths:
-    """Return the lengths of a prompt. Lengths that were not seen are drawn, or left out if ``ratios`` is None."""
+    """Return the lengths of a prompt. Lengths that were not seen are drawn, or left out if ``ratios`` is None.
+
+    ``samples``: number of lengths for a prompt without observations.
+    """
     cap = prompt.max_tokens
     if cap_flag is not None:
         cap = cap_flag if cap is None else min(cap, cap_flag)

@@ -151,7 +151,7 @@ class ShadowPrice:
         check_number("debt", self.debt, -MAX_DEBT, MAX_DEBT)
         check_number("carry", self.carry, -0.5, BELOW_HALF)
 
-    def candidates(
+    def allocate(
         self,
         std: float | None,
         target: float,
@@ -190,6 +190,7 @@ class ShadowPrice:
 
 
 def _mean(stds: Sequence[float]) -> float:
+    """Return the mean, or 0 without values."""
     if not stds:
         return 0.0
     return math.fsum(stds) / len(stds)
@@ -215,16 +216,17 @@ class Brownout:
         return cls(max(BROWNOUT_SHARE * max_waiting, capacity), max_waiting)
 
     def scale_at(self, waiting: int) -> float:
-        """Return the scale for so many waiting candidates. Nothing changes."""
+        """Return the scale for so many waiting candidates, without storing it."""
         if self._end <= self._start:
             return 1.0
+        # The scale falls at once, but rises only after the gap `RELIEF`.
         width = self._end - self._start
         least = (self._end - (waiting + RELIEF * self._start)) / width
         greatest = min(max((self._end - waiting) / width, 0.0), 1.0)
         return min(max(self.scale, least), greatest)
 
     def update(self, waiting: int) -> float:
-        """Store and return the scale for so many waiting candidates. It decides how the scale rises again."""
+        """Store and return the scale for so many waiting candidates. The stored scale delays the next rise."""
         self.scale = self.scale_at(waiting)
         return self.scale
 

@@ -163,6 +163,7 @@ def choose_ahead(
     why = ""
     is_test = False
     if extra and (1 - state.ending_last) * offered < needed:
+        # The batch would have to wait for the last groups.
         begun = needed
         why = f"; {state.ending_last:.0%} of the groups end together, so that running ahead saves nothing"
     elif extra and relative is not None:
@@ -172,6 +173,7 @@ def choose_ahead(
         why = f"; running ahead takes {relative:.2f} of the time"
         if is_test:
             why += ", tested"
+        # A test runs the other kind.
         if prefers_ahead == is_test:
             begun = needed
     reason = f"{begun} of {offered} prompts run, and the first {needed} groups are returned{why}"
@@ -185,8 +187,10 @@ def _is_test(
     prefers_ahead: bool,
 ) -> bool:
     """Return whether the batch tests the kind that is expected to be slower."""
+    # A test that has begun goes on.
     if state.tested % TEST_BATCHES:
         return True
+    # The other kind is only estimated, and may be faster.
     if prefers_ahead and not state.alone and relative > CLEAR:
         return True
     slower = state.alone if prefers_ahead else state.ahead

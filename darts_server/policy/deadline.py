@@ -82,6 +82,7 @@ class Deadline:
         if self.recent is None:
             return None
         tokens = max(self.recent, self.quantile_of(completion_lengths, known) or 0)
+        # The share of known lengths at which the extension is `MAX_EXTENSION`.
         least = MIN_KNOWN / MAX_EXTENSION ** (1 / EXTENSION_POWER)
         extension = max(1.0, float((MIN_KNOWN / max(known / groups, least)) ** EXTENSION_POWER))
         return self._stretched(tokens, extension)
@@ -151,6 +152,7 @@ class CohortDeadline:
             self._update()
 
     def _update(self) -> None:
+        """Set the deadline if the reports suffice, or else the pending bound."""
         rule = self._rule
         if rule is None or self.tokens is not None:
             return
@@ -207,7 +209,7 @@ class RecentCompletionLengths:
         """
         if len(self._lengths) < MIN_GROUPS:
             return None
-        known = self._known()
+        known = self._uncut()
         tokens = rule.from_lengths(known, len(self._lengths))
         if tokens is None:
             rule = replace(rule, recent=self.quantile(rule))
@@ -216,10 +218,10 @@ class RecentCompletionLengths:
 
     def quantile(self, rule: Deadline) -> int | None:
         """Return the quantile of groups that were not cut, before it is stretched, or None below `MIN_GROUPS`."""
-        known = self._known()
+        known = self._uncut()
         if len(known) < MIN_GROUPS:
             return None
         return rule.quantile_of(known, len(known))
 
-    def _known(self) -> list[int]:
+    def _uncut(self) -> list[int]:
         return [tokens for tokens in self._lengths if tokens]

@@ -73,6 +73,7 @@ class Shaping:
 
     @property
     def prunes(self) -> bool:
+        """Whether candidates are scored, and pruned unless the keep ratio is 1."""
         return self.pruning is not None
 
     @property
@@ -135,7 +136,7 @@ class Shaping:
             return SampledSurvivors(size)
         if self.completion_share is not None:
             place = ceil(self.completion_share * size - ROUNDING)
-            return CutTail(place, size - place, place)
+            return CutTail(place, size - place, last_needed=place)
 
         longest = self.num_longest
         shortest = size - longest

@@ -182,6 +182,7 @@ class MajorityWeighting:
         cast: int,
         remaining: Sequence[int],
     ) -> WorstCases:
+        # All remaining votes are for the rival.
         yield leader, _with_votes(rival, Fraction(len(remaining)), remaining)
 
 
@@ -194,6 +195,7 @@ class RankWeighting:
         ordered = sorted(vote.score for vote in votes)
         weights = []
         for vote in votes:
+            # Equal scores share the mean of their first and last rank.
             twice_rank = bisect_left(ordered, vote.score) + bisect_right(ordered, vote.score) - 1
             weights.append(Fraction(twice_rank, 2 * (len(votes) - 1)))
         return weights
@@ -312,6 +314,7 @@ def is_decided(votes: Sequence[Vote], remaining: Sequence[int], weighting: Weigh
     if not votes:
         return False
     leader, *rivals = _score_answers(votes, weighting).values()
+    # `NO_VOTES` is the rival that has no vote yet.
     for rival in (NO_VOTES, *rivals):
         for leader_after, rival_after in weighting.worst_cases(leader, rival, len(votes), sorted(remaining)):
             if rival_after > leader_after:

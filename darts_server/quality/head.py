@@ -193,6 +193,7 @@ class ReplayBuffer:
         return self._features[sampled], targets, weights
 
     def _weights(self) -> Floats:
+        """Return the weights of all examples, which make up for pruning."""
         return inverse_propensity_weights(self._survivals[: len(self)])
 
 

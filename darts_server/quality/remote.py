@@ -34,7 +34,7 @@ ANSWER_SECONDS = 300.0
 
 
 class RemoteHead:
-    """Head that is trained in another process, whose last report has status, metrics and scores. For all threads.
+    """Head that all threads may use. Status and metrics are of the last report of its process.
 
     Args:
         width: size of the model's hidden states.
@@ -94,7 +94,7 @@ class RemoteHead:
         return self._current[0]
 
     def score(self, hidden: NDArray[np.floating], position: int) -> Score:
-        """Predict the probability that a trajectory with this hidden state after ``position`` tokens is correct."""
+        """Score a trajectory by its hidden state after ``position`` tokens, or by the prior, see `Score`."""
         feature = assemble_feature(hidden, position)
         report, snapshot = self._current
         if feature is None:
@@ -116,11 +116,12 @@ class RemoteHead:
         Raises:
             StateDamaged, InvalidRequest: see `Snapshot.from_bytes`; nothing was changed.
         """
-        snapshot = self._read(data)
+        snapshot = self._parse_state(data)
         report = TrainerReport()
         if snapshot is not None and snapshot.steps:
             report = TrainerReport(PruningStatus.READY, steps=snapshot.steps)
         with self._changed:
+            # Then `_apply` drops the report of a training that runs now.
             self._restores += 1
             self._state = data
             self._current = (report, snapshot)
@@ -128,7 +129,8 @@ class RemoteHead:
                 self._unsent.clear()
             self._changed.notify_all()
 
-    def _read(self, state: bytes) -> Snapshot | None:
+    def _parse_state(self, state: bytes) -> Snapshot | None:
+        """Parse a saved state, or return None if it is empty."""
         return Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
 
     # --- the process, and the thread that supervises it -----------------------
@@ -139,7 +141,7 @@ class RemoteHead:
         while not self._closed:
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), trainer.start_worker)
             try:
-                self._run(self._pool)
+                self._train_until_closed(self._pool)
             except TimeoutError:
                 logger.error("the quality head's trainer has not answered for %g seconds", ANSWER_SECONDS)
             except Exception:
@@ -161,7 +163,7 @@ class RemoteHead:
                 return
             logger.warning("the quality head's trainer died and is restarted")
 
-    def _run(self, pool: ProcessPoolExecutor) -> None:
+    def _train_until_closed(self, pool: ProcessPoolExecutor) -> None:
         """Send restores and labels to the process, and apply its reports, until the head is closed.
 
         Raises ``BrokenExecutor`` if the process has died, and ``TimeoutError`` if it hangs.
@@ -170,14 +172,15 @@ class RemoteHead:
         sent_restores = -1
         due = 0.0
 
-        def is_due(labels: int) -> bool:
-            return self._closed or sent_restores != self._restores or len(self._unsent) >= labels
+        def has_work(min_labels: int) -> bool:
+            return self._closed or sent_restores != self._restores or len(self._unsent) >= min_labels
 
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: is_due(1))
+                # Wait for a label, then for more labels until the next training is due.
+                self._changed.wait_for(lambda: has_work(min_labels=1))
                 until_due = max(0.0, due - time.monotonic())
-                self._changed.wait_for(lambda: is_due(NEW_LABELS), until_due)
+                self._changed.wait_for(lambda: has_work(min_labels=NEW_LABELS), until_due)
                 if self._closed:
                     return
                 # The lock is held so that `close` sees the process that `submit` starts, and so that labels stay unsent
@@ -199,8 +202,8 @@ class RemoteHead:
                 process.kill()
 
     def _apply(self, report: TrainerReport, state: bytes, restores: int) -> None:
-        """Score by the new state from now on, unless there was a restore since the training began."""
-        snapshot = self._read(state)
+        """Use a training's report and state, unless there was a restore since it began. Ignore an empty ``state``."""
+        snapshot = self._parse_state(state)
         with self._changed:
             if restores != self._restores:
                 return

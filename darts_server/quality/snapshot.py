@@ -61,7 +61,7 @@ class Standardiser:
         return Standardiser(0, np.zeros(width), np.zeros(width))
 
     def after(self, feature: Single) -> "Standardiser":
-        """Add a feature. From `MEMORY` features on, older features lose weight exponentially."""
+        """Return the statistics after one more feature. After `MEMORY` features, older features fade out."""
         count = min(self.count + 1, MEMORY)
         deviation = feature - self.mean
         mean = self.mean + deviation / count
@@ -70,6 +70,7 @@ class Standardiser:
 
     def apply(self, features: Single) -> Single:
         """Scale a feature, or rows of features, to mean 0 and variance 1."""
+        # Division by infinity makes a constant feature 0.
         spread = np.where(self.variance > MIN_VARIANCE, np.sqrt(self.variance), np.inf)
         scaled: Floats = (features - self.mean) / spread
         return np.clip(scaled, -CLIP, CLIP).astype(np.float32)
@@ -94,6 +95,7 @@ class Snapshot:
 
     def to_bytes(self) -> bytes:
         hidden, features = self.arrays["hidden_weight"].shape
+        # A feature is a hidden state and its position.
         numbers = {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}
         arrays = {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance}
         body = safetensors.save(
@@ -151,7 +153,7 @@ def are_finite(arrays: Mapping[str, Single]) -> bool:
 
 
 def shapes(width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all arrays by name."""
+    """Return the shapes of weights and moments by name, for features of size ``width``."""
     shapes: dict[str, tuple[int, ...]] = {
         "hidden_weight": (hidden, width),
         "hidden_bias": (hidden,),

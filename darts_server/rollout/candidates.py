@@ -69,7 +69,7 @@ class CandidateHistory:
     started_at: float | None = None
     ended_at: float | None = None
     stopped_tokens: int = 0
-    """Number of tokens when the candidate was stopped."""
+    """Number of tokens at the stop."""
     version_start: int | None = None
     version_end: int | None = None
     earlier_spans: VersionSpans = ()
@@ -77,11 +77,11 @@ class CandidateHistory:
     resumed: int = 0
     """Number of carried tokens."""
 
-    def mark_started(self, now: float, weight_version: int, origin: CarriedCandidate[OutputT]) -> None:
+    def mark_started(self, now: float, weight_version: int, carried: CarriedCandidate[OutputT]) -> None:
         self.started_at = now
-        self.earlier_spans = origin.version_spans
-        self.version_start = origin.version_spans[0][0] if origin.version_spans else weight_version
-        self.resumed = origin.tokens
+        self.earlier_spans = carried.version_spans
+        self.version_start = carried.version_spans[0][0] if carried.version_spans else weight_version
+        self.resumed = carried.tokens
 
     def version_spans(self, tokens: int) -> VersionSpans:
         """Return the weight versions of the first ``tokens`` tokens."""
@@ -169,7 +169,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- all candidates -----------------------------------------------------
 
     def start(self, indices: Iterable[int]) -> None:
-        """Start candidates, each in its turn."""
+        """Start candidates, each in its turn of the `StartQueue`."""
         loop = asyncio.get_running_loop()
         for index in indices:
             assert index == len(self.candidates), "decisions to start are carried out in their order"
@@ -189,7 +189,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             task.add_done_callback(self._tasks.discard)
 
     def poll(self) -> list[Progress | Scored]:
-        """Return new scores, and the progress of candidates with a token count of interest."""
+        """Return new scores, and the progress of candidates that have reached their `Group.check_at`."""
         events: list[Progress | Scored] = []
         for index, tokens_due in self._group.check_at.items():
             running = self.running.get(index)
@@ -208,8 +208,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._stop_on_engine(self.candidates[index])
         return events
 
-    def suspend(self) -> None:
-        """Keep the requests of the candidates for the next candidates, before the group restarts."""
+    def prepare_restart(self) -> None:
+        """Keep the requests of the candidates for the next candidates, and drop carried tokens."""
         self.own_requests.extend(c.request for c in self.candidates if c.state.alive and c.has_own_request)
         self.finish_times.clear()
         # Carried tokens may be too old for the new weights, also if their candidate has not started yet.
@@ -217,7 +217,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         for candidate in self.candidates:
             candidate.carried = NEW
 
-    def weights_change(self) -> None:
+    def record_weight_version(self) -> None:
         """Record the weight version of all tokens so far, before the paused engine gets new weights."""
         for index, running in self.running.items():
             tokens = running.tokens()
@@ -238,9 +238,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             tokens = max(candidate.state.tokens, candidate.history.stopped_tokens)
         if candidate.state.cut:
             return tokens
+        # The engine may not have reported the carried tokens yet.
         return max(tokens, candidate.history.resumed)
 
-    def record(self, index: int, weight: float | None = None) -> CandidateRecord:
+    def make_record(self, index: int, weight: float | None = None) -> CandidateRecord:
+        """Return the present record. ``weight``: see `selection_weights`."""
         candidate = self.candidates[index]
         state = candidate.state
         history = candidate.history
@@ -276,6 +278,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         generated = running.tokens_from(start)
         if generated is None or generated.logprobs_requested:
             return generated
+        # The log-probs were computed for a score only.
         return replace(generated, logprobs=None)
 
     async def collect_carried(self) -> list[CarriedCandidate[OutputT]]:
@@ -344,6 +347,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def _answer_aborting(
         self, candidate: CandidateRun[RequestT, OutputT], result: CandidateResult[OutputT] | None = None
     ) -> None:
+        """Answer the callers that aborted, without tokens unless there is a ``result``."""
         for caller in candidate.aborting:
             if caller.done():
                 continue
@@ -363,6 +367,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- running a candidate ------------------------------------------------
 
     async def _run(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
+        """Run a candidate to its end, and report its events."""
         state = candidate.state
         index = state.index
         # A restart during the start replaces `candidate.carried`.
@@ -375,12 +380,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 await self._starts.wait(carried_tokens=carried.tokens)
                 # The group may have stopped the candidate while it waited.
                 if not state.running:
-                    self._ticket.mark_started(1)
+                    self._ticket.mark_started(candidates=1)
                     self._return_unstarted(candidate)
                     return
 
                 order = self._order(carried.tokens)
-                running = await self._start_on_engine(candidate, carried, order)
+                running = await self._start_or_resume(candidate, carried, order)
                 self.running[index] = running
                 candidate.history.mark_started(self._clock(), self._engine.weight_version, carried)
                 if state.running:
@@ -416,7 +421,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             # Callers have no answer yet if the candidate failed, or was stopped before it reached the engine.
             self._answer_aborting(candidate)
 
-    async def _start_on_engine(
+    async def _start_or_resume(
         self,
         candidate: CandidateRun[RequestT, OutputT],
         carried: CarriedCandidate[OutputT],
@@ -425,16 +430,16 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         try:
             if carried.tokens:
                 return await self._engine.resume(candidate.request, candidate.number, carried.prefix, order)
-            probe = None if self.scorer is None else self.scorer.probe_for(candidate.state.index)
+            probe = None if self.scorer is None else self.scorer.create_probe(candidate.state.index)
             return await self._engine.start(candidate.request, candidate.number, probe, order)
         finally:
-            self._ticket.mark_started(1)
+            self._ticket.mark_started(candidates=1)
 
     async def _generate_again(
         self, candidate: CandidateRun[RequestT, OutputT], order: float
     ) -> CandidateResult[OutputT]:
         """Replace a cut candidate whose engine died before it sent the tokens."""
-        # The lost candidate had reached the cut, so a candidate that ends before the cut is not of its distribution.
+        # The lost candidate had reached the cut, so a candidate that ends earlier cannot replace it.
         index = candidate.state.index
         for _ in range(MAX_TRIES):
             running = await self._engine.start(candidate.request, candidate.number, None, order)
@@ -460,7 +465,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         assert result is not None
 
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
-        self._ticket.mark_started(1)
+        self._ticket.mark_started(candidates=1)
         candidate.history.mark_started(self._clock(), version, carried)
         if candidate.state.running:
             self._on_events(Started(candidate.state.index))
@@ -511,6 +516,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._answer_aborting(candidate)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
+        """Output the carried tokens of an aborted candidate."""
         if not candidate.aborted:
             return
         carried = candidate.carried

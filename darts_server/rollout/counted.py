@@ -44,7 +44,7 @@ class Member:
         self.version_start = self.group.groups.weight_version()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], reason: FinishReason) -> None:
-        """Record the trajectory, before its caller gets the end of it."""
+        """Report the trajectory and end the request. Called before the caller gets the last tokens."""
         group = self.group
         trajectory = TrajectoryRecord(
             group.group_id,
@@ -59,12 +59,13 @@ class Member:
         self._end(len(token_ids), reason, None)
 
     def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
-        """Record an end without a trajectory, unless the request has ended. ``tokens``: tokens that the caller got."""
+        """End the request without a trajectory, if it runs. ``tokens``: tokens that the caller got."""
         # The engine may have forgotten the tokens.
         if self.record is None:
             self._end(max(tokens, self.generated()), None, reason)
 
     def _end(self, tokens: int, finish_reason: FinishReason | None, reason: DiscardReason | None) -> None:
+        """Make the record, and end the group if it is over."""
         groups = self.group.groups
         version = groups.weight_version()
         selected_as = None
@@ -108,15 +109,17 @@ class _CountedGroup:
     """Whether the group ends when no request runs."""
 
     @property
-    def seats(self) -> int:
+    def taken_seats(self) -> int:
+        """Number of requests that have not left."""
         return sum(member.record is None or member.record.reason is None for member in self.members)
 
     @property
-    def has_most(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether too many requests have left the group for another request to join."""
         return len(self.members) >= MOST_MEMBERS * self.size
 
     def expire(self) -> None:
+        """End the group as soon as no request runs."""
         self.is_over_at_rest = True
         self.end_if_over()
 
@@ -126,8 +129,9 @@ class _CountedGroup:
         if len(records) < len(self.members):
             return
         groups = self.groups
-        is_full = self.seats == self.size
-        if not (is_full or self.is_over_at_rest or self.has_most):
+        is_full = self.taken_seats == self.size
+        if not (is_full or self.is_over_at_rest or self.is_exhausted):
+            # Wait for further requests. If too many groups wait, the oldest end.
             for dropped, _ in groups.resting.put(self.owner, self, None):
                 dropped.expire()
             return
@@ -142,7 +146,7 @@ class _CountedGroup:
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
         if not groups.draining:
-            groups.report_sealed(full=is_full, planned=self.size)
+            groups.report_closed(full=is_full, planned=self.size)
         groups.observer.group_ended(
             GroupRecord(
                 group_id=self.group_id,
@@ -170,21 +174,21 @@ class CountedGroups:
     leaves its seat to another request.
 
     Args:
-        report_sealed: called with ``full`` and ``planned`` when a group ends.
+        report_closed: called with ``full`` and ``planned`` when a group ends.
         timeout, named_timeout: see `GroupJoiner`.
     """
 
     def __init__(
         self,
         observer: GroupEvents,
-        report_sealed: Callable[..., None],
+        report_closed: Callable[..., None],
         weight_version: Callable[[], int],
         timeout: float,
         named_timeout: float,
         clock: Callable[[], float],
     ) -> None:
         self.observer = observer
-        self.report_sealed = report_sealed
+        self.report_closed = report_closed
         self.weight_version = weight_version
         self.clock = clock
         self.draining = False
@@ -197,7 +201,7 @@ class CountedGroups:
     def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
         """Add a request to a group. Its `Member` must finish or leave."""
         groups = self._groups.setdefault(request.join_key, [])
-        group = next((group for group in groups if group.seats < group.size and not group.has_most), None)
+        group = next((group for group in groups if group.taken_seats < group.size and not group.is_exhausted), None)
         if group is None:
             # The group keeps nothing of the engine's request: thousands of groups may rest, with long prompts.
             group = _CountedGroup(
@@ -228,7 +232,7 @@ class CountedGroups:
         self.observer.candidates_started(1)
         return member
 
-    def weights_change(self) -> None:
+    def record_weight_version(self) -> None:
         """Record the weight version of all tokens, before the paused model gets new weights."""
         version = self.weight_version()
         for group in self._all_groups():

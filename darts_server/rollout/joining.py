@@ -47,7 +47,7 @@ class _Seat(Generic[RequestT, OutputT]):
     """Whether the caller gets the partial output of its own candidate, and leaves."""
 
     def give(self, output: OutputT) -> None:
-        """Give the seat and its caller their trajectory."""
+        """Keep a trajectory for the seat, and answer the caller if it waits."""
         self.output = output
         if self.caller is not None and not self.caller.done() and not self.aborted:
             self.caller.set_result(output)
@@ -57,15 +57,15 @@ class GroupJoiner(Generic[RequestT, OutputT]):
     """Finds a group for each single request.
 
     Args:
-        collect: `Rollouts.collect`.
+        create_run: `Rollouts.create_run`.
         timeout: seconds without a further request after which a group is closed early.
         named_timeout: the same for groups with a name. A pool of trajectories may send the next request of a group only
-            when another trajectory has ended, and no server sees trajectories in their environments.
+            when another trajectory has ended.
     """
 
     def __init__(
         self,
-        collect: Callable[[GroupSpec[RequestT], Callable[[], None], Ticket], GroupRun[RequestT, OutputT]],
+        create_run: Callable[[GroupSpec[RequestT], Callable[[], None], Ticket], GroupRun[RequestT, OutputT]],
         allocator: Allocator,
         observer: GroupEvents,
         timeout: float,
@@ -73,7 +73,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         weight_version: Callable[[], int],
         clock: Callable[[], float],
     ) -> None:
-        self.collect = collect
+        self.create_run = create_run
         self.allocator = allocator
         self.groups: dict[str, list[_JoinedGroup[RequestT, OutputT]]] = {}
         """Running groups, by join key."""
@@ -87,7 +87,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._early_is_logged = False
         self.counted = CountedGroups(
             observer,
-            self.report_sealed,
+            self.report_closed,
             weight_version,
             timeout,
             self._named_timeout,
@@ -95,7 +95,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         )
 
     async def join(self, request: JoinRequest[RequestT], on_join: Callable[[str], None]) -> OutputT:
-        """Return the trajectory of a request. ``on_join`` is called with the group's id.
+        """Join a request to a group, and return its trajectory. ``on_join`` is called with the group's id.
 
         Raises:
             EngineError: error of the last failed candidate, if too few candidates could finish.
@@ -136,8 +136,8 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             group.closed.set()
         self.counted.drain()
 
-    def report_sealed(self, *, full: bool, planned: int) -> None:
-        """Report a closed group, and log once if many groups lack requests."""
+    def report_closed(self, *, full: bool, planned: int) -> None:
+        """Report a closed group, and log once if many lack some of their ``planned`` requests."""
         self._observer.group_sealed(full)
         self._closed_early.append(not full)
         count = sum(self._closed_early)
@@ -156,6 +156,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
     def _find_seat(
         self, request: JoinRequest[RequestT]
     ) -> tuple["_JoinedGroup[RequestT, OutputT]", _Seat[RequestT, OutputT]]:
+        """Return a group and a seat: a new seat in an open group, a vacant seat, or a seat in a new group."""
         groups = self.groups.get(request.join_key, [])
         for group in groups:
             if not group.closed.is_set():
@@ -196,8 +197,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             on_abort=OnAbort.ANSWER,
             tokens=first.tokens,
         )
-        self._ticket = first.ticket.split(0)
-        self.run = joiner.collect(spec, self.closed.set, self._ticket)
+        self._ticket = first.ticket.split(candidates=0)
+        self.run = joiner.create_run(spec, self.closed.set, self._ticket)
         if first.name is not None:
             self.run.request_ids += (first.name,)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
@@ -220,7 +221,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
-        """Give the seat of a disconnected caller to a late caller."""
+        """Give a late caller the seat of a disconnected caller; return it, or None if none is vacant."""
         if self.run.has_ended:
             return None
         seat = next((seat for seat in self.seats if seat.caller is None and not seat.answered), None)
@@ -242,6 +243,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     # --- the group's own task -----------------------------------------------
 
     async def _answer_callers(self) -> None:
+        """Wait until the group is closed, and give each trajectory to a random seat."""
         rng = random.Random()
         try:
             await self.closed.wait()
@@ -261,14 +263,14 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             self._end()
 
     async def _open(self) -> None:
-        """Start the extra candidates of a group whose size is the number of its seats."""
+        """Set the group's size to the number of its seats, and start the extra candidates."""
         plan = self._first.plan
         full = len(self.seats) == plan.size
         if not full:
             plan = plan.shrunk(len(self.seats))
         allocation = Allocation(plan.size)
         if not self._joiner.draining:
-            self._joiner.report_sealed(full=full, planned=self._first.plan.size)
+            self._joiner.report_closed(full=full, planned=self._first.plan.size)
             allocation = await self._joiner.allocator.allocate(plan, self._first.prompt_key)
             # The group may have failed meanwhile, and then its ticket is released.
             if not self.run.has_ended:
@@ -276,6 +278,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self.run.open(plan.rule_for(allocation.saturated), allocation)
 
     def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:
+        """Return the seats that may get a trajectory: all free seats, unless it was aborted."""
         free = [seat for seat in self.seats if seat.output is None]
         candidates = self.run.runner.candidates
         candidate = candidates[trajectory.index]
@@ -290,7 +293,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return others or free
 
     def _end(self) -> None:
-        # Not in the task alone, because it may be cancelled before its first step.
+        """Remove the group and stop its candidates, once."""
+        # Also outside the task, which may be cancelled before its first step.
         if self._ended:
             return
         self._ended = True

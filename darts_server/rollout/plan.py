@@ -33,6 +33,7 @@ class Plan:
     """Selection rule, unless the prompt is saturated."""
 
     def __post_init__(self) -> None:
+        # This also checks the size.
         object.__setattr__(self, "rule", self.shaping.selection_rule(self.size))
 
     def rule_for(self, saturated: bool) -> SelectionRule:
@@ -42,7 +43,7 @@ class Plan:
         return self.rule
 
     def candidates(self, scale: float) -> int:
-        """Return the candidates of a prompt without statistics, at a ``scale`` of the redundancy, 0 to 1."""
+        """Return the number of candidates without statistics. ``scale``: share of the redundancy to use, 0 to 1."""
         return reduce_candidates(self.shaping.candidates(self.size), self.size, scale)
 
     def shrunk(self, size: int) -> "Plan":
@@ -133,7 +134,7 @@ class Planner:
             raise InvalidRequest(field, f"must be at most {self.limits.max_group_size}, got {size}; lower it")
 
         if name == OFF or (name == AUTO and not in_batch) or size <= 1:
-            # A request that names `off` itself may be an evaluation, and evaluations are not counted.
+            # A plan under `OFF` only counts the group. A request that names `off` may be an evaluation: not counted.
             is_counted = size > 1 and n <= 1 and options.policy != OFF and not in_batch
             return Plan(OFF, UNSHAPED, size, single=True) if is_counted else None
         if self.limits.group_size not in (None, size):

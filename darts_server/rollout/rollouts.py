@@ -65,7 +65,6 @@ class Rollouts(Generic[RequestT, OutputT]):
         gate: running groups are inside.
         brownout: reduces redundancy while candidates wait.
         scorer: scores candidates. Without a scorer, policies that prune are refused.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
-            self.collect,
+            self.create_run,
             self.allocator,
             self.observers,
             intervals.join,
@@ -122,7 +121,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- planning -----------------------------------------------------------
 
     def plan(self, n: int, options: RequestOptions, turn: Turn | None = None) -> Plan | None:
-        """Plan a request for ``n`` trajectories of a prompt, see `Planner.plan`.
+        """Plan a request, see `Planner.plan`. None: the engine serves the request without us.
 
         Without ``turn`` a single request opens a trajectory.
 
@@ -142,9 +141,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan
 
     def check_scorable(self, plan: Plan) -> None:
-        """
+        """Check that this server can score candidates for a policy that prunes.
+
         Raises:
-            InvalidRequest: the policy prunes, and the server cannot score candidates.
+            InvalidRequest: the server cannot.
         """
         if self.can_score:
             return
@@ -173,7 +173,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         return self._brownout.scale_at(self.admission.waiting)
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
-        """Return the order of a request that arrives now."""
+        """Return the function that orders the candidates of a request that arrives now."""
         if not self.engine.has_priorities:
             return lambda _: 0.0
         now = self._context.clock()
@@ -197,18 +197,18 @@ class Rollouts(Generic[RequestT, OutputT]):
 
         ``ticket``: holds the allocation until the group has ended. ``carried``: see `GroupRun`.
         """
-        run = self.collect(spec, ticket=ticket, carried=carried)
+        run = self.create_run(spec, ticket=ticket, carried=carried)
         run.open(spec.plan.rule_for(allocation.saturated), allocation)
         return run
 
-    def collect(
+    def create_run(
         self,
         spec: GroupSpec[RequestT],
         on_end: Callable[[], None] | None = None,
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Create a group that may get its candidates before it is opened.
+        """Create a group without candidates, which the caller must open. ``ticket``, ``carried``: see `start`.
 
         ``on_end``: called when the group has ended, with any outcome.
         """
@@ -263,6 +263,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     @property
     def running(self) -> int:
+        """Number of running groups."""
         return len(self.runs)
 
     def learn_unshaped(
@@ -271,7 +272,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         ends: Sequence[tuple[int, FinishReason]],
         request: RequestTokens = UNKNOWN_TOKENS,
     ) -> None:
-        """Learn the lengths of a request that the engine has served without us."""
+        """Learn the lengths of a request that the engine has served without us.
+
+        ``ends``: number of tokens and finish reason of each trajectory.
+        """
         now = self._context.clock()
         version = self.engine.weight_version
         candidates = [
@@ -334,8 +338,8 @@ class Rollouts(Generic[RequestT, OutputT]):
     def weights_change(self) -> None:
         """Record the weight version of all tokens, before the paused model gets new weights."""
         for run in list(self.runs):
-            run.runner.weights_change()
-        self.joiner.counted.weights_change()
+            run.runner.record_weight_version()
+        self.joiner.counted.record_weight_version()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates."""
@@ -345,9 +349,10 @@ class Rollouts(Generic[RequestT, OutputT]):
 
 
 def check_document(kind: str, document: Document) -> None:
-    """
+    """Check a document of a saved state. Unknown kinds pass.
+
     Raises:
-        ValueError: the document of a saved state cannot be used. The message names the field.
+        ValueError: the document cannot be used. The message names the field.
     """
     found = KINDS.get(kind)
     if found is not None:

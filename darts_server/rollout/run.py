@@ -43,7 +43,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     """Runs a group from its first candidate to its end.
 
     Only `runner` waits for the engine, in one task per candidate. Everything else is synchronous, so a stop reaches the
-    engine in the turn of the event loop in which its reason occurred.
+    engine at once.
 
     Args:
         ticket: holds the group's candidates.
@@ -118,10 +118,10 @@ class GroupRun(Generic[RequestT, OutputT]):
     def add_candidate(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
         self.runner.own_requests.append(request)
-        self._act(self._group.add_candidate())
+        self._carry_out(self._group.add_candidate())
 
     def open(self, rule: SelectionRule, allocation: Allocation) -> None:
-        """Start the missing candidates of the allocation."""
+        """Set the selection rule, join the cohort, and start the missing candidates of the allocation."""
         # The group may have failed while its requests were being collected.
         if self.has_ended:
             allocation.drop()
@@ -132,7 +132,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             mean = cohort.record.mean_candidates
             self._need_place = place_of_need(rule.completion_place, allocation.candidates, mean)
             cohort.join(self, self.set_deadline)
-        self._act(self._group.open(rule, allocation.candidates))
+        self._carry_out(self._group.open(rule, allocation.candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
         """Yield each trajectory once it is certain to be in the group. Leaving early stops all candidates.
@@ -174,20 +174,20 @@ class GroupRun(Generic[RequestT, OutputT]):
     def suspend(self) -> bool:
         """Stop all candidates until `resume`, if possible. Return whether no candidate runs."""
         if self._group.can_restart:
-            self.runner.suspend()
-            self._act(self._group.restart())
+            self.runner.prepare_restart()
+            self._carry_out(self._group.restart())
         return self._group.is_paused or self.has_ended
 
     def resume(self) -> None:
         """Start new candidates after `suspend`."""
-        self._act(self._group.resume())
+        self._carry_out(self._group.resume())
 
     def set_deadline(self, tokens: int, bound: int | None = None) -> None:
         """Apply the cohort's deadline, and the length in tokens at which every candidate is cut."""
         self._feed(DeadlineSet(tokens, bound))
 
     def poll(self) -> None:
-        """Feed new scores, and the progress of candidates that reached a token count of interest."""
+        """Feed new scores, and progress that the state machine needs. Report to the cohort if the group is late."""
         try:
             self._report_late_group()
             events = self.runner.poll()
@@ -198,20 +198,20 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def finish_early(self) -> None:
         """End the group with the trajectories delivered so far."""
-        self._act(self._group.end_decided())
+        self._carry_out(self._group.end_as_decided())
         self._close()
 
     def cancel(self, error: Exception | None = None, reason: DiscardReason = DiscardReason.CANCELLED) -> None:
         """End the group and stop its candidates. ``error``: the reason, for the record."""
         # Nothing is awaited, so this works while the caller is being cancelled.
-        self._act(self._group.cancel(reason))
+        self._carry_out(self._group.cancel(reason))
         self._close(error)
 
     def stop_to_carry(self, error: DartsError | None = None) -> None:
         """End a running group, so that another run can resume the result of `CandidateRunner.collect_carried`."""
         # An ended group was counted in its batch.
         assert not self.has_ended
-        self._act(self._group.carry())
+        self._carry_out(self._group.carry())
         self._close(error)
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
@@ -269,12 +269,12 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the group has its outcome, though its caller may not have all trajectories yet."""
+        """Whether the group has its outcome. Its caller may not have all trajectories yet."""
         return self._group.outcome is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the trajectories were selected, though the caller may not have all of them yet."""
+        """Whether the trajectories were selected."""
         return self._group.outcome is Outcome.COMPLETED
 
     @property
@@ -285,17 +285,17 @@ class GroupRun(Generic[RequestT, OutputT]):
     # --- the state machine --------------------------------------------------
 
     def _feed(self, *events: Event) -> None:
+        """Pass events to the state machine."""
         quota = self.spec.quota
         try:
             if quota is not None and not quota.left and not self.has_ended:
-                # Several groups may finish in one step of the engine. A complete group cannot be carried over, so stop
-                # this group before its state machine handles the event. A candidate that has just finished is carried
-                # over with its whole answer.
+                # Several groups may finish in one step of the engine. Stop this group before its state machine handles
+                # the event, as a complete group cannot be carried over.
                 self.is_surplus = True
                 self.stop_to_carry()
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
                 return
-            self._act(self._group.handle(*events))
+            self._carry_out(self._group.handle(*events))
         except Exception as error:
             self._handle_bug(error, *events)
 
@@ -304,7 +304,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         logger.error("group %s failed on the events %s", self.spec.group_id, events, exc_info=error)
         self.fail(error)
 
-    def _act(self, decisions: list[Decision]) -> None:
+    def _carry_out(self, decisions: list[Decision]) -> None:
         self._report_need(decisions)
         for decision in decisions:
             match decision:
@@ -348,7 +348,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._cohort.report_minimum(self, 0)
 
     def _report_late_group(self) -> None:
-        """Report once per limit of the cohort that the group cannot be complete within the limit."""
+        """Report once for each limit of the cohort that the group needs more, so that the cohort does not wait."""
         if self._cohort is None or self._tokens_needed is not None or self._group.is_paused:
             return
         limit = self._cohort.deadline.pending_bound
@@ -373,7 +373,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         finally:
             # An error here must not leave the cohort or the gate waiting for this group.
             if self.runner.scorer is not None:
-                self.runner.scorer.close(self._group.candidates)
+                self.runner.scorer.drop_unselected(self._group.candidates)
             self._on_end(self)
             if self._cohort is not None:
                 self._cohort.end_group(self, self.record)
@@ -386,7 +386,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         # Stopped candidates still run for a moment on the engine, but their records do not change any more.
         weights = selection_weights(group)
         indices = range(len(self.runner.candidates))
-        candidates = tuple(self.runner.record(index, weights.get(index)) for index in indices)
+        candidates = tuple(self.runner.make_record(index, weights.get(index)) for index in indices)
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:
@@ -401,16 +401,16 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._cohort is not None:
             explored = self._cohort.record.explored
             chosen = self._cohort.record.chosen
-            rule_of_deadline = self._cohort.rule
+            deadline_rule = self._cohort.rule
             if explored:
                 # The group ran past its deadline: record the deadline that it would have had.
                 deadline = self._cohort.deadline.tokens
-            if rule_of_deadline is not None:
-                max_lost = rule_of_deadline.max_lost
+            if deadline_rule is not None:
+                max_lost = deadline_rule.max_lost
                 if deadline is not None:
-                    stretch = rule_of_deadline.stretch
+                    stretch = deadline_rule.stretch
                     if explored:
-                        bound = rule_of_deadline.bound_of(deadline)
+                        bound = deadline_rule.bound_of(deadline)
 
         size = len(group.candidates)
         completion_length = None

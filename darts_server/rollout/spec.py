@@ -80,4 +80,4 @@ class GroupContext(Generic[RequestT, OutputT]):
     scorer: Pruner | None
     starts: StartQueue
     clock: Callable[[], float]
-    """Clock in monotonic seconds."""
+    """Monotonic seconds."""

@@ -1,8 +1,8 @@
 """Start a few candidates in each turn of the event loop, and order them on an engine with priorities.
 
 Long candidates start first, because a rollout ends with its last candidate. The order does not change which
-trajectories are returned. It starves no request: a long request overtakes a shorter request only if it arrives later by
-less than its additional duration.
+trajectories are returned. It starves no request: a long request overtakes a shorter request only if it arrives soon
+after it.
 """
 
 import asyncio
@@ -42,13 +42,14 @@ class StartQueue:
         else:
             waiting = self._groups
             cost = group
+        # Groups wait for candidates, and each kind keeps its order.
         if self._candidates or waiting or not self._spend(cost):
             turn = asyncio.get_running_loop().create_future()
             waiting.append((turn, cost))
             await turn
 
     def _spend(self, cost: int) -> bool:
-        """Return whether the cost could be spent in this turn."""
+        """Spend the cost unless this turn has spent `TURN`; return whether it was spent."""
         if self._spent >= TURN:
             return False
         if not self._spent:
@@ -57,6 +58,7 @@ class StartQueue:
         return True
 
     def _next_turn(self) -> None:
+        """Begin a turn: let waiting candidates start, and then groups."""
         self._spent = 0
         for waiting in (self._candidates, self._groups):
             while waiting:

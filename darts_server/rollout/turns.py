@@ -7,8 +7,7 @@ continues a trajectory if
 * its tokens begin with a prompt and its answer, except the answer's last tokens; or
 * its tokens begin with a whole prompt that was answered, and it names no group. Many trainers render the whole chat
   again for each turn, and templates change the answer: they drop the reasoning, or white space; or
-* it was aborted before its first token, and is sent again. If all requests of a group were aborted, the group is formed
-  again.
+* it was aborted before its first token, and is sent again.
 """
 
 import logging
@@ -36,7 +35,7 @@ SUSPICIOUS_ANSWERS = 2000
 """More than the turns of all trajectories of a group."""
 
 BUCKET_BITS = 20
-"""With 131,072 sequences, one prefix in 8 shares its bucket with one of them, and one in 140 with several."""
+"""With 131,072 sequences, 12 % of prefixes share a bucket with a sequence, and 0.7 % with several."""
 BUCKET_SHIFT = np.uint64(64 - BUCKET_BITS)
 FIRST_WEIGHTS = 4096
 
@@ -69,7 +68,7 @@ class TokenIndex:
         self._weights: Hashes = np.empty(0, dtype=np.uint64)
 
     def prefix_hashes(self, tokens: Sequence[int], begin: int = 0, length: int = 0) -> Hashes:
-        """Return the hashes of all prefixes. ``begin``, ``length``: hash and length of the sequence before."""
+        """Return the hashes of all prefixes. ``begin``, ``length``: hash and length of the tokens before ``tokens``."""
         end = length + len(tokens)
         while end > len(self._weights):
             count = max(FIRST_WEIGHTS, len(self._weights))
@@ -81,13 +80,14 @@ class TokenIndex:
         except OverflowError:
             packed = array("q", tokens)
         terms = np.frombuffer(packed, dtype=np.uint64)
+        # Otherwise a token 0 would not change the hash.
         terms += np.uint64(1)
         terms *= self._weights[length:end]
         terms[:1] += np.uint64(begin)
         return terms.cumsum(out=terms)
 
     def add(self, caller: str, key: int, rank: int | None = None, *, is_answer: bool = False) -> None:
-        """Store the sequence with the hash ``key``. An answer stays an answer."""
+        """Store a sequence by its hash ``key``. An answer stays an answer."""
         earlier = self._stored.of(caller).get(key)
         is_answer = is_answer or (earlier is not None and earlier.is_answer)
         dropped = self._stored.put(caller, key, StoredSequence(is_answer, rank))
@@ -100,7 +100,7 @@ class TokenIndex:
             self._mixed[bucket] ^= np.uint64(changed)
 
     def find_prefixes(self, caller: str, hashes: Hashes) -> Iterator[tuple[int, StoredSequence]]:
-        """Yield a caller's stored prefixes and their lengths, the longest first."""
+        """Yield length and entry of each prefix in ``hashes`` that the caller has stored, the longest first."""
         stored = self._stored.of(caller)
         if not stored:
             return
@@ -167,14 +167,14 @@ class Turns:
         self._restarts: Kept[int, _Restarts] = Kept(kept)
 
     def classify(self, turn: Turn) -> TurnKind:
-        """Return whether a request opens a trajectory, or why it does not."""
+        """Return whether a request opens a trajectory, or why it does not. Set the turn's rank if it continues one."""
         if turn.scoring:
             return TurnKind.SCORING
         if turn.greedy:
             return TurnKind.GREEDY
 
-        hashes, prompt_hash = self._prefix_hashes(turn)
-        session = None if turn.session is None else self._find_session(turn.caller, turn.session)
+        hashes, prompt_hash = self._hash_prompt(turn)
+        session = None if turn.session is None else self._find_recent_session(turn.caller, turn.session)
         if session is not None and session.opening != prompt_hash:
             turn.rank = session.rank
             return TurnKind.SESSION
@@ -182,7 +182,7 @@ class Turns:
         # Is the request expected again, after an abort before its first token?
         opens_session = turn.opens_session and turn.session is not None
         if turn.token_ids and not (opens_session and session is None):
-            restarts = self._find_restarts(turn.caller, prompt_hash)
+            restarts = self._find_recent_restarts(turn.caller, prompt_hash)
             if restarts is not None and restarts.count % restarts.group_size == 0:
                 # All requests of a group were aborted, so the group is formed again.
                 self._restarts.pop(turn.caller, prompt_hash)
@@ -209,14 +209,15 @@ class Turns:
 
     def add_answer(self, turn: Turn, token_ids: Sequence[int], *, aborted: bool = False) -> None:
         """Remember an answer. ``aborted``: whether it is partial, and may be empty."""
+        # A scoring request generates nothing to train on.
         if turn.scoring:
             return
         prompt_hash = turn.prompt_hash
         if prompt_hash is None:
-            _, prompt_hash = self._prefix_hashes(turn)
+            _, prompt_hash = self._hash_prompt(turn)
         now = self._clock()
         if turn.session is not None:
-            session = self._find_session(turn.caller, turn.session) or _Session(prompt_hash, now)
+            session = self._find_recent_session(turn.caller, turn.session) or _Session(prompt_hash, now)
             session.used_at = now
             session.rank = turn.rank
             session.answers += 1
@@ -239,7 +240,7 @@ class Turns:
             if turn.stable_hash is not None:
                 self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
         elif aborted and turn.group_size is not None:
-            restarts = self._find_restarts(turn.caller, prompt_hash) or _Restarts(turn.group_size, now)
+            restarts = self._find_recent_restarts(turn.caller, prompt_hash) or _Restarts(turn.group_size, now)
             restarts.aborted_at = now
             restarts.count += 1
             self._restarts.put(turn.caller, prompt_hash, restarts)
@@ -248,8 +249,8 @@ class Turns:
         """Forget a session, and return whether it existed. The tokens of its answers are still recognised."""
         return self._sessions.pop(caller, name) is not None
 
-    def _prefix_hashes(self, turn: Turn) -> tuple[Hashes, int]:
-        """Return the hashes of all prefixes of the prompt, and the hash of the whole prompt."""
+    def _hash_prompt(self, turn: Turn) -> tuple[Hashes, int]:
+        """Hash the prompt for its turn; return the hashes of all prefixes, and of the whole prompt."""
         # All hashes of a long prompt take hundreds of kilobytes, so the turn keeps two of them.
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
@@ -262,13 +263,13 @@ class Turns:
             turn.stable_hash = int(stable[-1])
         return hashes, turn.prompt_hash
 
-    def _find_session(self, caller: str, name: str) -> _Session | None:
+    def _find_recent_session(self, caller: str, name: str) -> _Session | None:
         session = self._sessions.of(caller).get(name)
         if session is None or session.used_at < self._clock() - SESSION_IDLE_S:
             return None
         return session
 
-    def _find_restarts(self, caller: str, prompt_hash: int) -> _Restarts | None:
+    def _find_recent_restarts(self, caller: str, prompt_hash: int) -> _Restarts | None:
         restarts = self._restarts.of(caller).get(prompt_hash)
         if restarts is None or restarts.aborted_at < self._clock() - RESTART_S:
             return None

@@ -43,7 +43,7 @@ KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
 """Votes are for test time, when the trainer makes no steps."""
 SAVE_SECONDS = 2.0
-"""Seconds between two writes of up to some 100 KB for each kind."""
+"""Seconds between two writes of up to 100 KB."""
 POLICY = "vote"
 """Policy name in the records of votes."""
 LOGPROBS = "logprobs"
@@ -54,8 +54,8 @@ MAX_DECISION_CHECKS = 64
 TEXT_CHARS = 16_384
 """Number of last characters of a text that are searched."""
 SEARCH_SECONDS = 0.5
-"""Processor time for one text. A linear pattern takes some milliseconds for the longest text. A match of RE2 cannot be
-interrupted, but `TEXT_CHARS` and the largest pattern limit it to 3 seconds. The event loop continues meanwhile."""
+"""Processor time for one text. A linear pattern takes some milliseconds. A match of RE2 cannot be interrupted, but
+`TEXT_CHARS` and the largest pattern limit it to 3 seconds."""
 
 Score = Literal["head", "logprob", "lowest_logprob"]
 
@@ -71,28 +71,29 @@ class Confidence:
     ) -> None:
         blobs = BlobStore(documents, VOTE_BLOBS)
         self.points: Mapping[str, DetectionPoint] = {
-            kind: DetectionPoint(blobs, kind, calibration, 0, f"of votes by {kind}") for kind in KINDS
+            kind: DetectionPoint(blobs, kind, calibration, width=0, name=f"of votes by {kind}") for kind in KINDS
         }
         # By group id, candidate index and kind.
         self._scores: Kept[str, Mapping[int, Mapping[str, float]]] = Kept(kept)
-        self._save_soon = Debounce(SAVE_SECONDS, lambda: self._load(save=True))
-        self._load()
+        self._save_soon = Debounce(SAVE_SECONDS, lambda: self._sync_with_store(save=True))
+        self._sync_with_store()
 
     def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
         """Store `logprob_scores` by candidate index, until the trajectories have rewards."""
-        self._load()
+        self._sync_with_store()
         owner, group_id = group
         self._scores.put(owner, group_id, scores)
 
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
+        """Calibrate the scores of a trajectory by its reward."""
         owner, group_id = group
         scores = self._scores.of(owner).get(group_id, {}).get(index, {})
         for kind, score in scores.items():
             self.points[kind].add(Label(score, float(correct)))
             self._save_soon.request()
 
-    def _load(self, *, save: bool = False) -> None:
-        """Load the calibration if the store has a newer state, then ``save`` it."""
+    def _sync_with_store(self, *, save: bool = False) -> None:
+        """Load the calibration if a restore has replaced it in the store, then ``save`` it."""
         try:
             for point in self.points.values():
                 point.reload()
@@ -104,7 +105,7 @@ class Confidence:
 
 
 def logprob_scores(sample: Sample) -> dict[str, float]:
-    """Compute each kind of score, in [0, 1], that has usable log-probs."""
+    """Return the scores from log-probs by kind, in [0, 1]; empty without finite log-probs."""
     logprobs = tuple(sample.logprobs or ())
     scores = {kind: logprob_score(kind, logprobs) for kind in KINDS}
     return {kind: score for kind, score in scores.items() if score is not None}
@@ -122,6 +123,7 @@ class VoteRequest:
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether the caller itself requests log-probs."""
         logprobs = self.sampling.get(LOGPROBS)
         return logprobs is not None and logprobs is not False
 
@@ -162,8 +164,8 @@ class BallotBox(Generic[RequestT, OutputT]):
         self._weighting = create_weighting(vote.weights, vote.pattern)
 
     def is_decided(self, remaining: Sequence[int]) -> bool:
-        """Return whether the winner is certain, whatever the candidates ``remaining`` answer."""
-        votes, unscored = self._split_votes()
+        """Return whether the winner is certain, whatever the ``remaining`` candidates answer."""
+        votes, unscored = self._make_votes()
         # A vote without a score can still get any weight. Most votes must be counted, because all missing votes may be
         # for one other answer.
         missing = [*remaining, *(vote.index for vote in unscored)]
@@ -171,13 +173,13 @@ class BallotBox(Generic[RequestT, OutputT]):
 
     def count(self) -> Tally:
         """Count the votes. A vote without a score gets the mean score."""
-        votes, unscored = self._split_votes()
+        votes, unscored = self._make_votes()
         mean = fmean(vote.score for vote in votes) if votes else DEFAULT_SCORE
         votes += [replace(vote, score=mean) for vote in unscored]
         return count_votes(votes, self._weighting)
 
-    def _split_votes(self) -> tuple[list[Vote], list[Vote]]:
-        """Return the votes with a score, and the votes that still lack a score."""
+    def _make_votes(self) -> tuple[list[Vote], list[Vote]]:
+        """Make votes of the ballots with answers; return the votes with and without a score."""
         kind = self._vote.score
         votes: list[Vote] = []
         unscored: list[Vote] = []
@@ -225,7 +227,6 @@ class VoteRunner(Generic[RequestT, OutputT]):
         confidence: calibrates scores from log-probs.
         vote_ended: called with the outcome of every vote and the number of stopped candidates.
         searches: runs the callers' patterns outside the event loop.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -276,6 +277,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                     return score
                 if calibration is CalibrationStatus.READY:
                     return point.calibrator.probability(score)
+                # Without a calibration all votes are equal.
                 return DEFAULT_SCORE
 
             shaping = UNSHAPED
@@ -293,7 +295,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
             )
             started_at = self._clock()
             async with self._rollouts.gate.enter():
-                run = self._rollouts.collect(spec, ticket=ticket.split(vote.n))
+                run = self._rollouts.create_run(spec, ticket=ticket.split(vote.n))
                 run.open(InOrder(vote.n), Allocation(vote.n))
                 box = BallotBox(vote, run, calibrate)
                 decided_early = await self._collect(run, extract, box)
@@ -326,6 +328,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         )
 
     def _check(self, vote: VoteRequest) -> None:
+        """Raise `InvalidRequest` if this server cannot run the vote."""
         # The planner refuses sizes beyond the limit.
         self._rollouts.plan(vote.n, RequestOptions(OFF))
         if vote.sampling.get("detokenize") is False:
@@ -351,7 +354,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 sample = await self._renderer.to_sample(trajectory.output)
                 answer = await loop.run_in_executor(self._searches, find_answer, extract, sample.text)
                 box.ballots.append(Ballot(trajectory.index, sample, answer))
-                # Candidates that have finished count, whether they are needed or not.
+                # All finished candidates count, so they are collected before a check. See `MAX_DECISION_CHECKS`.
                 if run.has_ended or not run.deliveries.empty() or len(collected) % interval:
                     continue
                 if box.is_decided([c.index for c in run.candidates if c.alive and c.index not in collected]):
@@ -361,7 +364,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
 
 
 def find_answer(extract: Extractor, text: str) -> str | None:
-    """Find the last answer in a text.
+    """Return the last answer in a text, or None.
 
     Raises:
         InvalidRequest: the pattern took too long.

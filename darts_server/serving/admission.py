@@ -36,7 +36,7 @@ class Ticket:
     def __init__(self, admission: "Admission", name: str | None, who: Caller | None, candidates: int = 0) -> None:
         self._admission = admission
         self._name = name
-        # None if the ticket is a part of a request's.
+        # None if `split` made the ticket.
         self._who = who
         self._is_released = False
         self.candidates = 0
@@ -55,14 +55,14 @@ class Ticket:
         self._add(more)
 
     def fit(self, candidates: int) -> int:
-        """Change the number of candidates to at most what there is room for, and return it."""
-        free = max(0, self._admission.room(self._name))
+        """Change the number of candidates to ``candidates``, or to the maximum within limits, and return it."""
+        free = max(0, self._admission.count_free(self._name))
         self._add(int(min(candidates - self.candidates, free)))
         return self.candidates
 
     def split(self, candidates: int) -> "Ticket":
         """Move candidates to a new ticket, which may outlive this ticket."""
-        part = Ticket(self._admission, self._name, None)
+        part = Ticket(self._admission, self._name, who=None)
         _move(self, part, candidates)
         return part
 
@@ -71,7 +71,7 @@ class Ticket:
         _move(other, self, other.candidates)
 
     def mark_started(self, candidates: int | None = None) -> None:
-        """Leave the count of candidates, or of all candidates, to the engine."""
+        """Stop counting candidates (None: all) as ahead of the engine, which counts them now."""
         started = self._ahead if candidates is None else min(candidates, self._ahead)
         self._ahead -= started
         self._admission.ahead -= started
@@ -91,10 +91,11 @@ class Ticket:
         self.release()
 
     def _add(self, candidates: int) -> None:
-        """Count more candidates, or drop some: first candidates that the engine does not have yet."""
+        """Add candidates, or drop some if negative: first candidates that the engine does not have yet."""
         self._count(candidates, max(candidates, -self._ahead))
 
     def _count(self, candidates: int, ahead: int) -> None:
+        """Change all counts. ``ahead``: change of the candidates that the engine does not have yet."""
         self.candidates += candidates
         self._ahead += ahead
         self._admission.ahead += ahead
@@ -108,7 +109,7 @@ class Ticket:
 
 
 def _move(source: Ticket, target: Ticket, candidates: int) -> None:
-    """Move candidates, first candidates that the engine does not have yet."""
+    """Move candidates between tickets, first candidates that the engine does not have yet."""
     ahead = min(candidates, source._ahead)
     source._count(-candidates, -ahead)
     target._count(candidates, ahead)
@@ -164,8 +165,8 @@ class Admission:
             raise
         return Ticket(self, name, who, candidates)
 
-    def room(self, name: str | None) -> float:
-        """Return how many more candidates the caller may have: a negative number after groups were restarted."""
+    def count_free(self, name: str | None) -> float:
+        """Return how many more candidates a key may have: inf without limits, below 0 after groups were restarted."""
         quota = self._bounds.max_per_caller
         free = inf
         if quota is not None and name is not None:

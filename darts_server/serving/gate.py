@@ -35,7 +35,8 @@ class Gate:
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
         """Wait until the gate is open, and count as inside until the end of the block.
 
-        ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: this is no group.
+        ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: the work belongs to no
+        group.
         """
         # The gate may have been closed again before this task runs.
         while not (skip_wait or self._opened.is_set()):
@@ -61,6 +62,7 @@ class Gate:
             raise self._error.with_traceback(None)
 
     def leave(self) -> None:
+        """Undo a `let_in`."""
         self.inside -= 1
         self._left.set()
 
@@ -70,6 +72,7 @@ class Gate:
         self._opened.clear()
 
     def open(self, by: str = "") -> None:
+        """Undo the `close` of ``by``."""
         self._closed_by.discard(by)
         if not self._closed_by and not self._opened.is_set():
             self._openings += 1
@@ -78,9 +81,11 @@ class Gate:
     def fail(self, error: Exception) -> None:
         """Raise ``error`` in all work that waits or enters later."""
         self._error = error
+        # Wake work that waits.
         self._opened.set()
 
     async def wait_until_empty(self, *, except_groups: bool = False) -> None:
+        """Wait until no work is inside, or only work of groups if ``except_groups``."""
         while self._unshaped or (self.inside and not except_groups):
             self._left.clear()
             await self._left.wait()

@@ -90,7 +90,7 @@ class Kept(Generic[K, V]):
         return self._shrink(inf, weight_limit, None)
 
     def _shrink(self, limit: float, weight_limit: float, newest: str | None) -> list[tuple[K, V]]:
-        """Drop entries beyond the limits, but not the last entry of ``newest``, whose entry was just added."""
+        """Drop and return entries beyond the limits, but keep the last entry of owner ``newest``, just added."""
         dropped: list[tuple[K, V]] = []
         while self.size > limit or self.weight > weight_limit:
             ranking = self._by_size if self.size > limit else self._by_weight
@@ -105,6 +105,7 @@ class Kept(Generic[K, V]):
         return dropped
 
     def _count(self, name: str, owned: _Owned[K, V], entries: int, weight: int) -> None:
+        """Update totals and rankings after an owner's entries changed by ``entries`` and ``weight``."""
         size = len(owned.entries)
         _move(self._by_size, name, size - entries, size)
         _move(self._by_weight, name, owned.weight, owned.weight + weight)
@@ -116,7 +117,7 @@ class Kept(Generic[K, V]):
 
 
 def _move(ranking: list[tuple[int, str]], name: str, before: int, now: int) -> None:
-    """Move an owner in a ranking, which has only owners above 0."""
+    """Move an owner in a ranking from number ``before`` to ``now``. Owners with 0 are not in it."""
     if before == now:
         return
     if before:

@@ -50,21 +50,23 @@ def watch_loop(
         due = time.monotonic() + interval
         timer = loop.call_later(interval, measure)
 
-    def watch() -> None:
+    def log_late_timers() -> None:
+        """Log the loop's stack while the timer is late."""
         last_logged = 0.0
         silent_until = 0.0
         while not closed.wait(interval):
             now = time.monotonic()
-            missed = due
-            delay = now - missed
-            if delay < late or missed == last_logged or now < silent_until:
+            overdue_since = due
+            delay = now - overdue_since
+            # A long delay is logged once, and short delays must not fill the log.
+            if delay < late or overdue_since == last_logged or now < silent_until:
                 continue
             frame = sys._current_frames().get(loop_thread)
             # If the timer has fired meanwhile, the frame belongs to something else.
-            if frame is None or missed != due:
+            if frame is None or overdue_since != due:
                 continue
 
-            last_logged = missed
+            last_logged = overdue_since
             silent_until = now + LOG_SECONDS
             frames = traceback.walk_stack(frame)
             # Source lines would be read from the disk.
@@ -73,7 +75,7 @@ def watch_loop(
             extra = {"seconds": round(delay, 3)}
             logger.warning("the event loop is %.2f s late, in %s", delay, calls, extra=extra)
 
-    thread = threading.Thread(target=watch, name="darts-loop-lag", daemon=True)
+    thread = threading.Thread(target=log_late_timers, name="darts-loop-lag", daemon=True)
     thread.start()
     try:
         yield

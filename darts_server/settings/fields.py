@@ -37,8 +37,8 @@ Dialect = Literal["areal", "nemo-rl", "prime-rl", "skyrl"]
 """Trainers with routes or fields of their own."""
 
 
-def _dialects(value: object) -> object:
-    """Parse names from ``areal,skyrl`` or from a list."""
+def _parse_dialects(value: object) -> object:
+    """Return the distinct names in ``areal,skyrl`` or in a list."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple):
         names = [names]
@@ -49,8 +49,8 @@ def _dialects(value: object) -> object:
     return tuple(dict.fromkeys(filter(None, stripped)))
 
 
-def _detection_points(value: Any) -> object:
-    """Parse ascending whole numbers from ``128,512`` or from a list."""
+def _parse_detection_points(value: Any) -> object:
+    """Return the whole numbers in ``128,512`` or in a list, ascending."""
     try:
         parts = value.split(",") if isinstance(value, str) else value
         points = {int(part) for part in parts}
@@ -61,7 +61,7 @@ def _detection_points(value: Any) -> object:
     return tuple(sorted(points))
 
 
-def _redundancy(value: object, parse: ValidatorFunctionWrapHandler) -> object:
+def _parse_redundancy(value: object, parse: ValidatorFunctionWrapHandler) -> object:
     # pydantic would report an error for each type of the union.
     try:
         return parse(value)
@@ -69,10 +69,10 @@ def _redundancy(value: object, parse: ValidatorFunctionWrapHandler) -> object:
         raise ValueError("must be a number from 1 to 16, or auto") from error
 
 
-Redundancy = Annotated[Annotated[float, Field(ge=1, le=16)] | Literal["auto"], WrapValidator(_redundancy)]
+Redundancy = Annotated[Annotated[float, Field(ge=1, le=16)] | Literal["auto"], WrapValidator(_parse_redundancy)]
 
 
-def _group_pattern(text: str) -> str:
+def _check_group_pattern(text: str) -> str:
     try:
         groups = re.compile(text).groups
     except re.error as error:
@@ -132,7 +132,7 @@ class Settings(BaseModel):
     group_name_wait: float = Field(60.0, ge=0, le=600)
     """Like --group-wait, for groups with a name, and at least as long. Their requests may arrive late, when other
     trajectories of a pool have ended or have left their environments."""
-    group_pattern: Annotated[str, AfterValidator(_group_pattern)] = ""
+    group_pattern: Annotated[str, AfterValidator(_check_group_pattern)] = ""
     """Regular expression that finds the name of a group in the name of a session. The part in parentheses is the
     group's name, such as (.+)_[0-9]+ for SkyRL. Default: sessions name no groups."""
     cohort_window: float = Field(0.02, ge=0, le=1)
@@ -162,7 +162,7 @@ class Settings(BaseModel):
     """Timeout in seconds for each step of an update. The wait for running groups may take twice as long. After a
     timeout, the old weights stay."""
 
-    dialect: Annotated[tuple[Dialect, ...], BeforeValidator(_dialects)] = ()
+    dialect: Annotated[tuple[Dialect, ...], BeforeValidator(_parse_dialects)] = ()
     """Trainers whose own routes are served too, as aliases of ours: areal, nemo-rl, prime-rl, skyrl, separated by
     commas, such as areal,skyrl. Default: none."""
     api_key_file: Path | None = None
@@ -190,7 +190,7 @@ class Settings(BaseModel):
     max_candidates_per_key: int | None = Field(None, ge=1)
     """Maximum candidates in flight for one API key, including candidates that shaping adds."""
 
-    detect_at: Annotated[tuple[int, ...], BeforeValidator(_detection_points)] = (512,)
+    detect_at: Annotated[tuple[int, ...], BeforeValidator(_parse_detection_points)] = (512,)
     """arrol: numbers of generated tokens at which candidates are scored, such as 128,512."""
     keep_ratio: Runtime[float] = Field(0.5, ge=0.1, le=1)
     """arrol: share of the scored candidates that is kept at each number of --detect-at, 0.1 to 0.9. 1: candidates are

@@ -36,7 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
-    """Load settings from the given flags, the environment and the file.
+    """Load settings from flags, the environment and the TOML file ``config``.
+
+    ``flags``: values by setting; None if not given.
 
     Raises:
         InvalidSetting: names the key, the value and the allowed values.
@@ -62,6 +64,7 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
 
 
 def _describe(error: Any, given: Mapping[str, str]) -> str:
+    """Describe pydantic's error with the setting's source and help."""
     message = _message_of(error)
     # An error of a combination of settings has no location.
     if not error["loc"]:
@@ -76,6 +79,7 @@ def _describe(error: Any, given: Mapping[str, str]) -> str:
 
 
 def _message_of(error: Any) -> str:
+    """Return pydantic's message for use inside a sentence."""
     message = str(error["msg"]).removeprefix("Value error, ")
     return message[0].lower() + message[1:]
 
@@ -150,6 +154,7 @@ def metavar_of(name: str, field: FieldInfo) -> str:
         return "FILE" if name.endswith("_file") else "FOLDER"
     if field.annotation in METAVARS:
         return METAVARS[field.annotation]
+    # For ``Literal[...] | None``.
     for choices in (field.annotation, *get_args(field.annotation)):
         if get_origin(choices) is Literal:
             return "{" + ",".join(get_args(choices)) + "}"

@@ -72,6 +72,7 @@ def encode(document: Document) -> str:
 
 def pack(rows: Iterable[Row]) -> bytes:
     """Pack rows, ordered by kind and key, into one file. The same rows give the same bytes."""
+    # ``wbits=31`` is gzip's format, without the time that `gzip` would write.
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, wbits=31)
     parts = []
     for kind, key, text in rows:
@@ -86,7 +87,7 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
     """Yield the rows of a file that ``pack`` made. ``limit``: maximum size of the JSON lines in bytes.
 
     Raises:
-        StateDamaged: the file is in another format, incomplete or too large, perhaps found after some rows.
+        StateDamaged: the file is in another format, incomplete or too large. May be raised after some rows.
         StateTooNew: a newer version made the file.
     """
     first = _FIRST_LINE.match(data)

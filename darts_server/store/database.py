@@ -42,17 +42,18 @@ def open_database(path: Path) -> sqlite3.Connection:
             if file.exists() and not file.is_file():
                 raise StateDamaged(f"{file} is not a regular file; it was not touched. Move it away")
         if not path.exists():
-            # In this order, because another process may create the file now, and SQLite creates its log later.
+            # Another process may have just created the file, and then its log. Only a log that still has no file is an
+            # orphan.
             if log.exists() and not path.exists():
                 raise StateDamaged(f"{log} exists without {path.name}: put that file back, or move this one away too")
             _create(path)
 
         # Without a log no other process uses the file. Then SQLite creates no files beside a file that may not be ours.
         with closing(_connect(path, "ro" if log.exists() else "ro&immutable=1")) as connection:
-            if _pragma(connection, "application_id") != APPLICATION_ID:
+            if _read_pragma(connection, "application_id") != APPLICATION_ID:
                 raise damaged(path, "it is another program's file")
             refuse_newer(path, connection)
-            result = _pragma(connection, "quick_check(1)")
+            result = _read_pragma(connection, "quick_check(1)")
             if result != "ok":
                 raise damaged(path, str(result).splitlines()[-1])
 
@@ -87,7 +88,7 @@ def _create(path: Path) -> None:
 
 
 def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
-    version = _pragma(connection, "user_version")
+    version = _read_pragma(connection, "user_version")
     if isinstance(version, int) and version > VERSION:
         raise StateTooNew(
             f"{path} was written by a newer darts-server (schema {version}, this one reads {VERSION}); "
@@ -96,14 +97,16 @@ def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    """Open a connection. ``mode``: SQLite's URI parameter, and more parameters after ``&``."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    # SQLite advises both for files that may be damaged.
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")
     return connection
 
 
-def _pragma(connection: sqlite3.Connection, name: str) -> object:
+def _read_pragma(connection: sqlite3.Connection, name: str) -> object:
     row: tuple[object, ...] = connection.execute(f"PRAGMA {name}").fetchone()
     return row[0]
 
@@ -122,7 +125,7 @@ def damaged(path: Path, problem: str) -> StateDamaged:
 
 @contextmanager
 def translate_errors(path: Path) -> Iterator[None]:
-    """Translate errors of SQLite and of the operating system."""
+    """Translate errors of SQLite and of the operating system to a `StateError`."""
     try:
         yield
     except OSError as error:
@@ -131,7 +134,7 @@ def translate_errors(path: Path) -> Iterator[None]:
         # sqlite3 raises this when SQLite's message quotes damaged text.
         raise damaged(path, "its tables are not ours") from error
     except sqlite3.Error as error:
-        # Errors of the Python module itself have no code.
+        # The lowest byte is the primary code. Errors of the Python module itself have no code.
         code = getattr(error, "sqlite_errorcode", -1) & 0xFF
         if code not in _TRANSIENT:
             raise damaged(path, str(error)) from error

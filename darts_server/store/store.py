@@ -135,6 +135,7 @@ class Store(AbstractContextManager["Store"]):
                         # A newer document may have been put meanwhile.
                         if self._unwritten.get((kind, key)) is text:
                             del self._unwritten[kind, key]
+                # The previous server may still have written documents.
                 self._read(self._connection)
             except Exception as error:
                 if self.fault != str(error):
@@ -233,6 +234,7 @@ class Store(AbstractContextManager["Store"]):
             raise StateError("the store is closed")
 
     def _keep(self, texts: _Texts, kind: str, key: str, text: str) -> None:
+        """Add a text as the newest of its kind, and drop the oldest beyond the limit."""
         texts[kind][key] = text
         texts[kind].move_to_end(key)
         if len(texts[kind]) > self._limit:
@@ -267,7 +269,7 @@ class Store(AbstractContextManager["Store"]):
             connection.executemany(_UPSERT, checked)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        """Read all documents at the start, and again after the previous server has written; may raise `damaged`."""
+        """Read all documents, but not again unless another process has written to the file; may raise `damaged`."""
         with translate_errors(self._path):
             [[version]] = connection.execute("PRAGMA data_version")
             if version == self._version:
@@ -280,6 +282,7 @@ class Store(AbstractContextManager["Store"]):
                     raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
                 texts[kind][key] = text
         with self._lock:
+            # Unwritten documents are newer.
             for (kind, key), text in self._unwritten.items():
                 texts[kind][key] = text
             self._texts = texts

@@ -16,8 +16,8 @@ CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
-def devices() -> tuple[str, str | None]:
-    """Describe the devices that models run on, and check that there is a device."""
+def check_devices() -> tuple[str, str | None]:
+    """Describe the devices that models run on, and return an error message if there is none."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
         return f"{built}, CPU" if can_compile() else f"{built}, CPU; {NO_COMPILER}", None
@@ -40,8 +40,8 @@ def probe_fault(args: Namespace) -> str | None:
     return None
 
 
-def model(args: Namespace) -> tuple[str, str | None]:
-    """Check that the model's folder is complete, or that the model is cached or on the hub."""
+def check_model(args: Namespace) -> tuple[str, str | None]:
+    """Describe the model, and return an error message if its files cannot be found."""
     name = str(args.model)
     path = Path(name)
     # vLLM streams models from object stores.

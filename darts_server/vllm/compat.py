@@ -40,7 +40,7 @@ def version_warning(installed: str | None) -> str | None:
 
 
 def load_chat_template(template: str | None) -> str | None:
-    """Return a template, which may be named by a file."""
+    """Return a chat template. ``template``: its text or file."""
     # vLLM 0.32 has moved the function.
     try:
         from vllm.renderers.chat_utils import load_chat_template  # type: ignore[import-not-found]

@@ -93,7 +93,9 @@ class Coordinator:
     # --- an update, from its beginning to its end ---------------------------
 
     async def run(self, update: Update, version: int | None) -> UpdateRecord:
-        """Run an update through our own routes, by the server's rule unless it has a rule. ``version``: see `begin`.
+        """Run an update of our own routes, and return its record. ``version``: see `begin`.
+
+        An update without a rule gets the server's rule.
 
         Raises:
             InvalidRequest: the request is bad; nothing was changed.
@@ -116,6 +118,7 @@ class Coordinator:
         return await asyncio.shield(self._task)
 
     async def _run_staged(self, update: Update) -> UpdateRecord:
+        """Pause the engine, load the staged weights, and resume it. If that fails, restore the old weights."""
         try:
             await self.pause(update)
             try:
@@ -132,7 +135,7 @@ class Coordinator:
             update.clean_up()
 
     def begin(self, update: Update, version: int | None) -> None:
-        """Begin an update. ``version``: version of the new weights, or None for the next version.
+        """Begin an update, which excludes others until `finish`. ``version``: None for the next version.
 
         Raises:
             InvalidRequest: the version is served already.
@@ -140,7 +143,7 @@ class Coordinator:
         """
         if version == self.version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
-        self.check_free()
+        self.check_no_update()
         self._check_weights_awake()
         self._source = update.source
         self.state = State.STAGING
@@ -149,10 +152,11 @@ class Coordinator:
             version = self.version + 1
         update.version = version
 
-    def check_free(self) -> None:
+    def check_no_update(self) -> None:
+        """Raise an error if an update is in progress in any state, or if the weights are lost."""
         self._check_not_lost()
         if self._source is not None:
-            raise self._update_running()
+            raise self._running_error()
 
     async def pause(self, update: Update) -> None:
         """Announce the update, apply its rule to running groups, and pause the engine. A failure ends the update.
@@ -166,6 +170,7 @@ class Coordinator:
         self._gate.close(UPDATE)
 
         async def suspend_groups() -> None:
+            # Suspended groups stay inside the gate, but have no requests in the engine.
             await self._groups.suspend()
             await self._gate.wait_until_empty(except_groups=True)
 
@@ -181,6 +186,7 @@ class Coordinator:
                 await update.run_phase("wait", suspend_groups, self.settings.wait_timeout)
             # Before the pause: a pause that fails half-way must be resumed too.
             self._paused_by_update = True
+            # Without a rule, the trainer has paused the engine.
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
             self._groups.weights_change()
@@ -191,15 +197,15 @@ class Coordinator:
             raise
 
     async def fail(self, update: Update, error: Exception) -> WeightsLost | None:
-        """Restore the old weights after ``error``, and end the update. Return an error if the weights are lost.
+        """Restore the old weights after ``error``, and end the update.
 
-        Raises as `finish`.
+        Return the error that the caller must raise if the weights are lost, otherwise None. Raises as `finish`.
         """
         self.state = State.RESTORING
         try:
             restored = await update.roll_back()
         except Exception as second:
-            lost = self._lose(f"an update failed ({error}), and restoring the old weights failed too ({second})")
+            lost = self._enter_lost(f"an update failed ({error}), and restoring the old weights failed too ({second})")
             try:
                 # The caller must learn that the weights are lost, whatever fails here.
                 with suppress(Exception):
@@ -213,7 +219,9 @@ class Coordinator:
         return None
 
     async def finish(self, update: Update, error: BaseException | None = None) -> UpdateRecord:
-        """Resume the engine, unless the trainer paused it, and end the update, which failed if ``error`` is given.
+        """Resume the engine, unless the trainer paused it, and end the update. Return the update's record.
+
+        ``error``: why the update failed, or None if it succeeded.
 
         Raises:
             WeightsLost: the engine does not resume.
@@ -228,7 +236,7 @@ class Coordinator:
         except Exception as failed:
             # If the weights are lost, that error is reported, and nothing is served anyway.
             if self.state is not State.LOST:
-                error = self._lose(f"the engine does not resume after an update ({failed})")
+                error = self._enter_lost(f"the engine does not resume after an update ({failed})")
                 raise error from failed
         finally:
             outcome = UpdateOutcome.FAILED
@@ -251,7 +259,7 @@ class Coordinator:
                 partial=update.partial,
                 lora=update.lora,
                 seconds=update.seconds,
-                error=None if error is None else _text(error),
+                error=None if error is None else _describe(error),
             )
             if record.error is not None:
                 self.last_error = record.error
@@ -260,10 +268,11 @@ class Coordinator:
             self._groups.resume()
         return record
 
-    def _lose(self, reason: str) -> WeightsLost:
-        """Refuse all requests from now on. Return the error to raise."""
+    def _enter_lost(self, reason: str) -> WeightsLost:
+        """Enter the state LOST: the gate refuses all requests until a restart. Return a second error to raise."""
         self.state = State.LOST
         error = f"{reason}; restart the server"
+        # The gate keeps its error for ever, so that error must not get the cause and the traceback of this update.
         self._gate.fail(WeightsLost(error))
         return WeightsLost(error)
 
@@ -277,8 +286,9 @@ class Coordinator:
         Raises:
             UpdateFailed: groups did not end, or the engine was resumed meanwhile.
         """
+        # While the update has paused groups, a wait for them would not end.
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
-            raise self._update_running()
+            raise self._running_error()
         was_paused = self.paused_by_trainer
         resumes = self._trainer_resumes
         self._gate.close(TRAINER)
@@ -298,6 +308,7 @@ class Coordinator:
             try:
                 await pause()
             except BaseException:
+                # An earlier pause still holds, unless it was resumed meanwhile.
                 self.paused_by_trainer = was_paused and resumes == self._trainer_resumes
                 # The pause may have failed half-way.
                 if not self.paused_by_trainer and not self._paused_by_update:
@@ -327,7 +338,7 @@ class Coordinator:
         """Abort requests by ``abort``. ``everything``: fail whole groups, with an error for their callers."""
         self._check_not_lost()
         if self._paused_by_update and not self.paused_by_trainer:
-            raise self._update_running()
+            raise self._running_error()
         if everything:
             self._groups.abort_all("all requests were aborted while its group was running; send it again")
         await abort()
@@ -342,8 +353,8 @@ class Coordinator:
         parts = set(MEMORY) if frees_memory else set()
 
         async def fall_asleep() -> None:
-            # Again, because an update may have begun while groups were awaited.
-            self._check_no_update()
+            # Again, because an update may have been announced while groups were awaited.
+            self._check_no_update_announced()
             with self._falling_asleep(parts):
                 await sleep()
             # Again, because the engine may have been woken up before it slept.
@@ -351,18 +362,21 @@ class Coordinator:
             self._gate.close(TRAINER)
             self._asleep = self._asleep | parts
 
-        self._check_no_update()
+        self._check_no_update_announced()
         await self.pause_by_trainer(mode, fall_asleep)
 
     async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
-        """Free one part of `MEMORY` by ``free`` while the engine is paused."""
-        self._check_no_update()
+        """Free one part of `MEMORY` by ``free``, which fails unless the engine is paused."""
+        self._check_no_update_announced()
         with self._falling_asleep([part]):
             await free()
 
     async def wake_up_by_trainer(self, wake_up: Callable[[], Awaitable[T]], parts: Collection[str] | None = None) -> T:
-        """Wake up parts of `MEMORY`, or all, by ``wake_up``, and return its answer. The last resumes the engine."""
-        self._check_no_update()
+        """Wake up parts of `MEMORY`, or all if None, by ``wake_up``, and return its answer.
+
+        The engine resumes when its last part wakes up.
+        """
+        self._check_no_update_announced()
         asleep = self._asleep
         woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
         # vLLM does nothing if one of the parts is not asleep.
@@ -377,7 +391,7 @@ class Coordinator:
 
     @contextmanager
     def _ending_pause(self) -> Iterator[None]:
-        """End the trainer's pause while the block resumes the engine, unless another pause begins meanwhile."""
+        """End the trainer's pause: the block resumes the engine. Then open the gate, unless another pause has begun."""
         was_paused = self.paused_by_trainer
         self._trainer_resumes += 1
         self.paused_by_trainer = False
@@ -404,23 +418,26 @@ class Coordinator:
         if self.state is State.LOST:
             raise WeightsLost(self.last_error or "")
 
-    def _check_no_update(self) -> None:
+    def _check_no_update_announced(self) -> None:
+        """Raise an error if an update is between its announcement and its end, or if the weights are lost."""
         self._check_not_lost()
+        # A staging update has changed nothing yet. It checks again that the weights are awake before it goes on.
         if self.state not in (State.SERVING, State.STAGING):
-            raise self._update_running()
+            raise self._running_error()
 
     def _check_weights_awake(self) -> None:
         if WEIGHTS in self._asleep:
             raise Conflict("engine", f"is asleep, and its weights are not in memory; {WAKE_UP}")
 
-    def _update_running(self) -> UpdateRunning:
+    def _running_error(self) -> UpdateRunning:
+        """Return the error for a call that the update in progress forbids."""
         remedy = f"it is {self.state}"
         if self._source == VLLM_ROUTES:
             remedy = "POST /finish_weight_update ends it"
         return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
 
 
-def _text(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     # The text of a cancellation is about the task.
     if isinstance(error, asyncio.CancelledError):
         return "the caller has disconnected"

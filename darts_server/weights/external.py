@@ -29,6 +29,7 @@ class _Session(Update):
     names: list[str] = field(default_factory=list)
 
     async def roll_back(self) -> str:
+        """Restore the old weights. If they are in no file, record that the model may hold a mixture, and serve that."""
         await self.run_phase("restore", self.model.abandon_update)
         if not self.writes:
             return "no tensor had arrived, and the old weights are served"
@@ -71,7 +72,7 @@ class ExternalUpdates:
         """
         coordinator = self.coordinator
         # Refuse at once: the lock's owner may be waiting for groups.
-        coordinator.check_free()
+        coordinator.check_no_update()
         async with self._steps:
             # Until the engine is paused, this update would change weights in use.
             if coordinator.trainer_pauses:
@@ -89,10 +90,11 @@ class ExternalUpdates:
             await self._run_step(session, "load", start)
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
-        """Write tensors to the model by ``write``. A failure ends the update."""
+        """Write the tensors ``names`` to the model by ``write``. A failure ends the update."""
         async with self._steps:
             session = self._session
             if session is None:
+                # The engine raises the error.
                 await write()
                 return
             session.writes += 1
@@ -104,6 +106,7 @@ class ExternalUpdates:
         async with self._steps:
             session = self._session
             if session is None:
+                # The engine raises the error.
                 await finish(self.coordinator.version)
                 return
 
@@ -120,6 +123,7 @@ class ExternalUpdates:
             await self.coordinator.finish(session)
 
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
+        """Run a step, and start the timeout of the trainer's next call. A failure ends the update."""
         if self._timeout is not None:
             # This task has the lock, so the timeout has not begun to end the session.
             self._timeout.cancel()
@@ -134,11 +138,12 @@ class ExternalUpdates:
                 self._timeout = asyncio.create_task(self._time_out(session))
 
     async def _time_out(self, session: _Session) -> None:
+        """End the update if the trainer does not call in time. A call cancels this task."""
         timeout = self.coordinator.settings.step_timeout
         await asyncio.sleep(timeout)
         async with self._steps:
             self._session = None
             error = f"the trainer began an update and did not call for {timeout:g} s; see --weights-timeout"
-            # Every request gets this error.
+            # No caller waits for this task, and the gate raises the error for every request.
             with suppress(WeightsLost):
                 await self.coordinator.fail(session, UpdateFailed(error))

@@ -16,7 +16,7 @@ class LoadedWeights:
     """The files that the model's weights were loaded from.
 
     ``intact``: whether all weights are of one version. ``_tensors``: None for the checkpoint that the engine was
-    started with.
+    started with. ``_in_files``: whether the served weights are the weights in these files.
     """
 
     model: Model
@@ -45,7 +45,7 @@ class LoadedWeights:
         self._in_files = self.intact = False
 
     async def complete(self, partial: TensorSet, field: str) -> TensorSet:
-        """Add the served tensors that a partial set lacks.
+        """Return a full set: the partial set, and the served tensors that it lacks.
 
         Raises:
             InvalidRequest: about ``field``; the other tensors are in no file, or their file has changed.
@@ -67,6 +67,7 @@ class LoadedWeights:
             UpdateFailed: loading failed half-way.
         """
         loaded: TensorSet = {}
+        # The checkpoint of an unsupported model cannot be loaded again, as if its files were gone.
         with suppress(UpdateUnsupported):
             if self._in_files:
                 loaded = self._tensors or await self.model.checkpoint_tensors()

@@ -145,6 +145,7 @@ class Loras:
         return await self._run(update, None)
 
     async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:
+        """Check that adapters are enabled and that the name fits the update, and run the update."""
         name = update.lora
         if self.engine is None:
             raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
@@ -180,6 +181,7 @@ class _LoraUpdate(Update):
 
     @property
     def engine(self) -> LoraEngine:
+        # `Loras._run` has checked this.
         assert self.loras.engine is not None
         return self.loras.engine
 
@@ -227,6 +229,7 @@ class _LoraUpdate(Update):
                 link.unlink(missing_ok=True)
 
     async def _serve(self, phase: str, adapter: LoadedLora | None) -> None:
+        """Load an adapter into the engine under the update's name, or unload that name if the adapter is None."""
         if adapter is None:
             await self.run_phase(phase, lambda: self.engine.unload(self.lora))
             return

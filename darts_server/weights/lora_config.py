@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, TensorSet
+from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, WIDEST_DTYPE_BYTES, TensorSet
 
 MAX_CONFIG_BYTES = 1 << 16
 """Limit of a configuration. PEFT's own have about 1,000 bytes."""
@@ -54,7 +54,7 @@ class LoraLayers:
     @property
     def max_bytes(self) -> int:
         """Size of the largest adapter that fits, in any dtype."""
-        return 8 * self.max_rank * sum(map(sum, self.shapes.values())) + MAX_HEADER_BYTES
+        return WIDEST_DTYPE_BYTES * self.max_rank * sum(map(sum, self.shapes.values())) + MAX_HEADER_BYTES
 
 
 def parse_config(text: str | bytes, field: str) -> LoraConfig:
@@ -82,6 +82,7 @@ def parse_config(text: str | bytes, field: str) -> LoraConfig:
     for key, value in given.items():
         allowed_values = ALLOWED_VALUES.get(key)
         if allowed_values is None:
+            # PEFT also writes keys that are not set, as null, false or an empty object.
             if value and not IGNORED_KEYS.fullmatch(key):
                 raise InvalidRequest(
                     field,
@@ -133,7 +134,7 @@ def check_lora(
 
 
 def dump_config(config: LoraConfig, tensors: TensorSet) -> str:
-    """Write ``adapter_config.json`` for the engine, with checked keys only."""
+    """Return the text of ``adapter_config.json`` for the engine. `parse_config` and `check_lora` checked all of it."""
     targets = sorted({name.removeprefix(PREFIX).removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors})
     return json.dumps(
         {

@@ -81,7 +81,7 @@ class Update:
         """Remove staged files that are no longer needed. Called after every update."""
 
     async def run_phase(self, phase: str, step: Callable[[], Awaitable[T]], timeout: float | None = None) -> T:
-        """Await ``step`` within the timeout, and add its duration to the phase.
+        """Await ``step`` within the timeout, add its duration to ``seconds``, and return its result.
 
         Raises:
             UpdateFailed: the step timed out.
@@ -118,7 +118,7 @@ class LoraEngine(Protocol):
         """Serve the LoRA adapter in ``folder`` as ``name``. The engine may read the folder again at any time."""
 
     async def unload(self, name: str) -> None:
-        """Harmless if the LoRA adapter is not served."""
+        """Stop serving a LoRA adapter. Does nothing if it is not served."""
 
 
 class Model(Protocol):
@@ -147,7 +147,7 @@ class Model(Protocol):
         """Pause all requests, and clear every cache that was computed with the weights."""
 
     async def resume(self) -> None:
-        """Harmless if the engine is not paused."""
+        """Resume all requests. Does nothing if the engine is not paused."""
 
     async def abort_requests(self) -> None:
         """Abort all running requests, which would continue with undefined weights."""
@@ -161,15 +161,18 @@ class Model(Protocol):
     async def clear_caches(self) -> None:
         """Clear cached results of old weights that no paused request needs."""
 
-    async def set_version(self, version: int) -> None: ...
+    async def set_version(self, version: int) -> None:
+        """Set `weight_version`, here and in the engine."""
 
 
 class Groups(Protocol):
+    """The running groups."""
+
     async def suspend(self) -> None:
         """Stop every group that can be restarted, and return when all others have ended."""
 
     def weights_change(self) -> None:
-        """Record the tokens that the present weights have sampled. Called while the model is paused."""
+        """Record that the present weights sampled all tokens since the last update. The model is paused."""
 
     def resume(self) -> None:
         """Restart the groups that `suspend` stopped, if there are any."""

@@ -59,7 +59,7 @@ class Staging:
             self._lock = None
 
     async def write(self, chunks: AsyncIterator[bytes]) -> Path:
-        """Write bytes to a new file as they arrive. A file that fails is removed.
+        """Write bytes to a new file as they arrive, and return its path. After a failure the file is removed.
 
         Raises:
             DiskFull
@@ -93,10 +93,12 @@ class Staging:
         return path
 
     def keep_only(self, files: set[Path]) -> None:
+        """Remove all other files of tensors from the folder."""
         for path in set(self.glob(f"*{SUFFIX}")) - files:
             path.unlink(missing_ok=True)
 
     def glob(self, pattern: str) -> list[Path]:
+        """Return the paths in the folder that match."""
         if self._folder is None:
             return []
         return list(self._folder.glob(pattern))

@@ -22,6 +22,7 @@ MAX_INDEX_BYTES = 1 << 26
 """Limit of an index: several times the index of the largest public models."""
 FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
 """Formats that the engine converts between when it loads."""
+WIDEST_DTYPE_BYTES = 8
 CHUNK_BYTES = 1 << 20
 """Bytes that are read at once: few enough to stay in a core's cache."""
 
@@ -75,7 +76,7 @@ class ExpectedTensors:
     @property
     def max_bytes(self) -> int:
         """Size of the largest set that fits, in any dtype."""
-        return 8 * sum(prod(tensor.shape) for tensor in self.tensors.values()) + MAX_HEADER_BYTES
+        return WIDEST_DTYPE_BYTES * sum(prod(tensor.shape) for tensor in self.tensors.values()) + MAX_HEADER_BYTES
 
 
 def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
@@ -94,6 +95,7 @@ def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
     given = Path(path)
     if ".." in given.parts:
         raise InvalidRequest("path", "must not have '..' in it")
+    # The root may be a link, so compare the path before the link is resolved.
     if given.is_relative_to(root):
         given = given.relative_to(root)
     root = root.resolve()
@@ -104,7 +106,7 @@ def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
 
 
 def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
-    """Read the headers of a file, or of a folder's files: those of its index if it has one, otherwise all.
+    """Read the headers of a safetensors file or of a folder's files, see `_list_files`. Return their tensors.
 
     ``root``: see `files.open_file`.
 
@@ -155,8 +157,12 @@ def check_tensors(
         if tensor.shape != wanted.shape or not is_convertible:
             raise InvalidRequest(field, f"tensor {name} is {tensor}, and the model's is {wanted}")
         if tied_to is not None:
+            if tied_to not in given:
+                raise InvalidRequest(
+                    field, f"tensor {name} is tied to {tied_to}, which is missing; send it as {tied_to}"
+                )
             try:
-                is_equal = tied_to in given and _have_equal_data(file, name, given[tied_to], tied_to)
+                is_equal = _have_equal_data(file, name, given[tied_to], tied_to)
             except OSError as error:
                 raise _unreadable(field, file.path, error) from error
             if not is_equal:
@@ -209,6 +215,7 @@ def changed_files(tensors: TensorSet) -> list[Path]:
 
 
 def names_by_file(tensors: TensorSet) -> FilePlan:
+    """Return each file of a set with the names of the tensors that the set has from it."""
     files: dict[Path, tuple[TensorFile, list[str]]] = {}
     for name, file in tensors.items():
         files.setdefault(file.path, (file, []))[1].append(name)
@@ -221,23 +228,29 @@ def _have_equal_data(
     other: TensorFile,
     other_name: str,
 ) -> bool:
+    """Return whether two tensors have the same bytes."""
     with open_unchanged(file.path, file.stamp) as a, open_unchanged(other.path, other.stamp) as b:
-        left = _seek(a, *_read_header(a)[name])
-        if left != _seek(b, *_read_header(b)[other_name]):
+        remaining = _seek(a, *_read_header(a)[name])
+        if remaining != _seek(b, *_read_header(b)[other_name]):
             return False
-        while left:
-            chunk = a.read(min(CHUNK_BYTES, left))
-            if chunk != b.read(min(CHUNK_BYTES, left)):
+        while remaining:
+            size = min(CHUNK_BYTES, remaining)
+            if a.read(size) != b.read(size):
                 return False
-            left -= min(CHUNK_BYTES, left)
+            remaining -= size
         return True
 
 
 def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) -> str | None:
-    """Return the name of the first tensor with a number that is not finite, or None."""
-    # Read as signed integers, positive numbers that are not finite are at least the smallest of them. Read as unsigned
-    # integers, negative ones are at least the same with the sign bit. So two maxima decide, at some twenty times the
-    # speed of `isfinite`.
+    """Return the name of the first tensor with a number that is not finite, or None.
+
+    Raises:
+        OSError: the file has changed.
+    """
+    # The bits of positive floats increase with their value, and the bits of infinity and NaN are the largest. So a
+    # positive number is not finite if its bits, as a signed integer, are at least `positive`. Negative floats are the
+    # largest unsigned integers, and are compared with `negative`. Two maxima decide, at some twenty times the speed of
+    # `isfinite`.
     places = _read_header(opened)
     chunk = np.empty(CHUNK_BYTES, np.uint8)
     for name in names:
@@ -246,20 +259,20 @@ def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) ->
         if not size:
             continue
         negative = positive | 1 << (8 * size - 1)
-        left = _seek(opened, *places[name])
-        while left:
+        remaining = _seek(opened, *places[name])
+        while remaining:
             # Not mapped into memory: a file that is truncated meanwhile would end the process.
-            part = chunk[: min(left, CHUNK_BYTES)]
+            part = chunk[: min(remaining, CHUNK_BYTES)]
             if opened.readinto(part) != len(part):  # type: ignore[attr-defined]
                 raise OSError(errno.ESTALE, "has changed since it was checked", str(file.path))
             if part.view(f"i{size}").max() >= positive or part.view(f"u{size}").max() >= negative:
                 return name
-            left -= len(part)
+            remaining -= len(part)
     return None
 
 
 def _read_header(file: BinaryIO) -> Mapping[str, tuple[int, int]]:
-    """Return the byte range of each tensor's data in a file that was just opened. The library does not expose it."""
+    """Return the byte range of each tensor's data in a file that was just opened, which safetensors does not expose."""
     # The format is: length of the header (8 bytes, little-endian), header, data.
     length = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(length))
@@ -274,6 +287,7 @@ def _seek(file: BinaryIO, start: int, end: int) -> int:
 
 
 def _list_files(path: Path, field: str, root: Path | None) -> list[Path]:
+    """Return the file itself, or a folder's safetensors files: the files that its index names, or else all."""
     in_folder = list_folder(path, root)
     if in_folder is None:
         return [path]

@@ -162,5 +162,6 @@ class _WeightUpdate(Update):
         self.owner.loaded.record(self.tensors)
 
     def clean_up(self) -> None:
+        # The next update tries again to remove a file.
         with suppress(OSError):
             self.owner.staging.keep_only(self.owner.loaded.files)

@@ -165,10 +165,10 @@ def test_a_candidate_that_its_caller_aborts_is_replaced_and_is_no_loss_of_the_en
 def test_a_decided_group_has_the_delivered_trajectories() -> None:
     group = opened(InOrder(3), 3, early=True)
     assert group.handle(stop(1, 5)) == [Deliver(1)]
-    assert group.end_decided() == [Stop(0, DiscardReason.DECIDED), Stop(2, DiscardReason.DECIDED)]
+    assert group.end_as_decided() == [Stop(0, DiscardReason.DECIDED), Stop(2, DiscardReason.DECIDED)]
     assert group.outcome is Outcome.DECIDED
     assert reasons(group) == [DiscardReason.DECIDED, None, DiscardReason.DECIDED]
-    assert group.end_decided() == []
+    assert group.end_as_decided() == []
 
 
 def test_a_carried_group_discards_all_but_failed_candidates_as_carried() -> None:

@@ -19,8 +19,8 @@ from darts_server.http.body import (
     AnyObject,
     Body,
     check_structure,
+    parse,
     parse_body,
-    parsed,
     read_body,
     split_list,
 )
@@ -94,7 +94,7 @@ def test_validation_ends_at_the_first_error(model: type[Body], body: dict[str, A
     # Two fields of one object may be invalid.
     assert invalid.value.error_count() <= 2
     with pytest.raises(InvalidRequest) as refused:
-        parsed(model, raw)
+        parse(model, raw)
     assert refused.value.field == field
     assert refused.value.__cause__ is None
 
@@ -102,7 +102,7 @@ def test_validation_ends_at_the_first_error(model: type[Body], body: dict[str, A
 @pytest.mark.parametrize(("name", "remedy"), [("idz", "write ids"), ("colour", "remove it"), ("x" * 1000, "remove it")])
 def test_an_unknown_field_is_named_with_the_nearest_name(name: str, remedy: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        parsed(Items, b'{"items": [{}, {"%b": [1]}]}' % name.encode())
+        parse(Items, b'{"items": [{}, {"%b": [1]}]}' % name.encode())
     assert str(refused.value) == f"items[1].{name[:100]}: is unknown; {remedy}"
     assert Items.model_json_schema()["additionalProperties"] is False
     assert Items.model_json_schema()["$defs"]["Item"]["additionalProperties"] is False
@@ -116,21 +116,21 @@ def test_strings_arrays_and_objects_are_limited(part: bytes) -> None:
 
     around_items = 3
     around_parts = 5
-    parsed(Items, body(*[MAX_PARTS_AT_ONCE - around_parts] * 3), "items")
-    parsed(Items, body(MAX_PARTS_AT_ONCE - around_parts - around_items))
+    parse(Items, body(*[MAX_PARTS_AT_ONCE - around_parts] * 3), "items")
+    parse(Items, body(MAX_PARTS_AT_ONCE - around_parts - around_items))
     for at_once, items in (
         (body(1, MAX_PARTS_AT_ONCE - around_parts + 1), "items"),
         (body(MAX_PARTS_AT_ONCE - around_parts - around_items + 1), None),
     ):
         with pytest.raises(TooLarge, match=f"at most {MAX_PARTS_AT_ONCE} strings, arrays and objects in one prompt"):
-            parsed(Items, at_once, items)
+            parse(Items, at_once, items)
 
 
 def test_items_of_a_list_are_limited() -> None:
     body = b'{"items":[' + b",".join([b'{"ids":[]}'] * MAX_ITEMS) + b"]}"
-    assert len(parsed(Items, body, "items").items) == MAX_ITEMS
+    assert len(parse(Items, body, "items").items) == MAX_ITEMS
     with pytest.raises(TooLarge, match=f"at most {MAX_ITEMS} items in a list"):
-        parsed(Items, body.replace(b"[", b"[{},", 1), "items")
+        parse(Items, body.replace(b"[", b"[{},", 1), "items")
 
 
 @pytest.mark.parametrize(
@@ -142,14 +142,14 @@ def test_a_list_that_is_not_only_objects_must_be_short(old: bytes, new: bytes) -
         text = b'{"rewards":[' + b",".join([item] * count) + b"]}"
         assert len(text) > INLINE_BYTES
         with pytest.raises(error) as refused:
-            parsed(RewardsIn, text.replace(old, new, 1), "rewards")
+            parse(RewardsIn, text.replace(old, new, 1), "rewards")
         assert type(refused.value) is error
 
 
 @pytest.mark.parametrize("name", [b'"r\\u0065wards"', b'"\\u0072\\u0065\\u0077\\u0061\\u0072\\u0064\\u0073"'])
 def test_a_name_with_escapes_is_found(name: bytes) -> None:
     text = b"{" + name + b":[" + b",".join([b'{"trajectory_id":"a","reward":0}'] * 3_000) + b"]}"
-    assert len(parsed(RewardsIn, text, "rewards").rewards) == 3_000
+    assert len(parse(RewardsIn, text, "rewards").rewards) == 3_000
 
 
 @pytest.mark.parametrize("others", [[], [{"text": "b"}], 1])
@@ -160,9 +160,9 @@ def test_the_last_of_two_lists_counts_in_bodies_of_any_size(others: Any, padding
         text = f'{{"prompts":{json.dumps(first)},"group_size":2,"prompts":{json.dumps(second)}}}'.encode()
         if second == 1:
             with pytest.raises(InvalidRequest, match="prompts: Input should be a valid"):
-                parsed(RolloutsIn, text, "prompts")
+                parse(RolloutsIn, text, "prompts")
         else:
-            assert parsed(RolloutsIn, text, "prompts") == RolloutsIn.model_validate_json(text)
+            assert parse(RolloutsIn, text, "prompts") == RolloutsIn.model_validate_json(text)
 
 
 PROMPT = {"token_ids": list(range(1000))}
@@ -181,7 +181,7 @@ PROMPT = {"token_ids": list(range(1000))}
 def test_a_list_whose_items_are_parsed_one_by_one_equals_the_list_parsed_at_once(body: dict[str, Any]) -> None:
     for text in (json.dumps(body).encode(), json.dumps(body, indent=3).encode()):
         assert len(text) > INLINE_BYTES
-        assert parsed(RolloutsIn, text, "prompts") == RolloutsIn.model_validate_json(text)
+        assert parse(RolloutsIn, text, "prompts") == RolloutsIn.model_validate_json(text)
 
 
 @pytest.mark.parametrize(
@@ -202,16 +202,16 @@ def test_an_error_in_an_item_names_its_field(old: bytes, new: bytes, field: str)
     text = json.dumps(body, separators=(",", ":")).encode()
     assert old in text
     with pytest.raises(InvalidRequest) as refused:
-        parsed(RolloutsIn, text.replace(old, new), "prompts")
+        parse(RolloutsIn, text.replace(old, new), "prompts")
     assert refused.value.field == field
 
 
 def test_deep_nesting_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="recursion limit"):
-        parsed(Items, b'{"items":[{"anything":{"a":' + b"[" * 4_000)
+        parse(Items, b'{"items":[{"anything":{"a":' + b"[" * 4_000)
     text = json.dumps({"prompts": [PROMPT] * 100, "group_size": 2}).encode()
     with pytest.raises(InvalidRequest, match=r"^prompts\[0\]: Invalid JSON: recursion limit exceeded$"):
-        parsed(RolloutsIn, text.replace(b"[0,", b"[" + b"[" * 250 + b"]" * 250 + b",", 1), "prompts")
+        parse(RolloutsIn, text.replace(b"[0,", b"[" + b"[" * 250 + b"]" * 250 + b",", 1), "prompts")
 
 
 TEXTS = st.text(st.sampled_from('a"\\[]{},: é'), max_size=5)
@@ -240,7 +240,7 @@ def test_only_a_list_of_objects_is_split(value: Any) -> None:
 def test_any_bytes_are_parsed_or_refused(text: bytes, before: bytes) -> None:
     for padding in (b"", b" " * INLINE_BYTES):
         with suppress(InvalidRequest):
-            parsed(Items, before + text + padding, "items")
+            parse(Items, before + text + padding, "items")
 
 
 @given(VALUES)
@@ -269,7 +269,7 @@ def test_a_large_body_that_is_no_json_is_not_refused_as_too_large(number: str) -
     rewards = b",".join([b'{"trajectory_id":"a","reward":0}'] * 3_000)
     text = b'{"rewards":[' + rewards + b',{"trajectory_id":"a","reward":%s}]}' % number.encode()
     with pytest.raises(InvalidRequest, match=r"^body: is no JSON: .*\(byte 9\d+\)$"):
-        parsed(RewardsIn, text, "rewards")
+        parse(RewardsIn, text, "rewards")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_large_body_that_is_no_json_is_not_refused_as_too_large(number: str) -
 )
 def test_the_content_of_a_string_does_not_count(inner: str) -> None:
     text = json.dumps({"items": [{"anything": {"a": inner}}] * 2}).encode()
-    assert [item.anything for item in parsed(Items, text, "items").items] == [{"a": inner}] * 2
+    assert [item.anything for item in parse(Items, text, "items").items] == [{"a": inner}] * 2
 
 
 class FewItems(Body):
@@ -287,7 +287,7 @@ class FewItems(Body):
 def test_the_length_of_a_list_whose_items_are_parsed_one_by_one_is_limited() -> None:
     text = json.dumps({"items": [{"anything": {"a": "x" * INLINE_BYTES}}] * 3}).encode()
     with pytest.raises(InvalidRequest, match="at most 2 items after validation, not 3"):
-        parsed(FewItems, text, "items")
+        parse(FewItems, text, "items")
 
 
 def test_numbers_that_are_parsed_at_once_are_limited() -> None:
@@ -297,16 +297,16 @@ def test_numbers_that_are_parsed_at_once_are_limited() -> None:
         b'{"group_size":2,"prompts":[{"text":"a"}],"sampling":{"a":[%b]}}',
     ):
         with pytest.raises(TooLarge, match=f"at most {MAX_VALUES_AT_ONCE} numbers"):
-            parsed(RolloutsIn, text % many, "prompts")
+            parse(RolloutsIn, text % many, "prompts")
     text = json.dumps({"group_size": 2, "prompts": [{"text": "," * (MAX_VALUES_AT_ONCE + 2)}]}).encode()
-    assert parsed(RolloutsIn, text, "prompts").prompts
+    assert parse(RolloutsIn, text, "prompts").prompts
 
 
 @pytest.mark.parametrize("number", [b"7" * 4301, b"7" * 10**6])
 def test_a_number_of_too_many_digits_is_refused(number: bytes) -> None:
     text = b'{"group_size":2,"prompts":[{"text":"a","metadata":{"a":[1,%b]}}]}' % number
     with pytest.raises(InvalidRequest, match="number out of range"):
-        parsed(RolloutsIn, text, "prompts")
+        parse(RolloutsIn, text, "prompts")
 
 
 async def test_the_event_loop_is_served_while_a_large_body_is_parsed() -> None:
@@ -335,5 +335,5 @@ async def test_the_event_loop_is_served_while_a_large_body_is_parsed() -> None:
 def test_the_structure_is_checked_in_linear_time(body: bytes) -> None:
     began = time.process_time()
     with pytest.raises(InvalidRequest):
-        parsed(Items, body)
+        parse(Items, body)
     assert time.process_time() - began < 5

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.options import GROUP, checked_option, merge_options, read_options
+from darts_server.http.options import GROUP, merge_options, read_options, validate_option
 from darts_server.identifiers import NAME_CHARS
 from darts_server.types import RequestOptions
 
@@ -18,23 +18,23 @@ NAMES = ("policy", "prompt_key", "group_id")
 )
 def test_another_size_is_refused_with_the_range(value: object) -> None:
     with pytest.raises(InvalidRequest, match="here: must be the group's size, a whole number from 1 to 1024, got"):
-        checked_option("group_size", value, "here")
+        validate_option("group_size", value, "here")
     for size in (8, 8.0, "8", "08"):
-        taken = checked_option("group_size", size, "here")
+        taken = validate_option("group_size", size, "here")
         assert (taken, type(taken)) == (8, int)
 
 
 @pytest.mark.parametrize("option", NAMES)
 def test_valid_names_are_accepted_unchanged_and_others_are_refused(option: str) -> None:
-    assert checked_option(option, "gsm8k/train 7 ä😀", "here") == "gsm8k/train 7 ä😀"
+    assert validate_option(option, "gsm8k/train 7 ä😀", "here") == "gsm8k/train 7 ä😀"
     for wrong in ("", "\ud800", "x" * (NAME_CHARS + 1), 3, None, ["a"]):
         with pytest.raises(InvalidRequest, match=r"here: must be .*1 to 256 printable characters, got") as caught:
-            checked_option(option, wrong, "here")
+            validate_option(option, wrong, "here")
         str(caught.value).encode()
     if option == "group_id":
         # No header can have it.
         with pytest.raises(InvalidRequest, match="without ';'"):
-            checked_option(option, "a;b", "here")
+            validate_option(option, "a;b", "here")
 
 
 @pytest.mark.parametrize(
@@ -145,4 +145,4 @@ def test_any_headers_give_valid_options_or_are_refused(headers: dict[str, str]) 
         return
     for option in ("policy", "prompt_key", "group_id", "group_size"):
         value = getattr(options, option)
-        assert value is None or checked_option(option, value, "") == value
+        assert value is None or validate_option(option, value, "") == value

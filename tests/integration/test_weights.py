@@ -317,7 +317,10 @@ def test_what_was_carried_over_goes_on_as_the_new_weights_go_on_from_it(server: 
     token_ids = {prompt["key"]: prompt["token_ids"] for prompt in again}
     groups = run(prompts=again, carry="resume")["groups"]
     assert len(groups) == 4
-    assert all(group["mixed_versions"] for group in groups)
+    # On a busy machine the first batch may end before some candidates have their first token.
+    assert all(group["mixed_versions"] or not kept[group["prompt_key"]] for group in groups)
+    groups = [group for group in groups if group["mixed_versions"]]
+    assert groups
     differ = []
     for group in groups:
         [trajectory] = group["trajectories"]

@@ -149,7 +149,7 @@ STREAMS = [
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_mean_stays_at_the_target(stream: list[float | None], target: float) -> None:
     price = ShadowPrice()
-    counts = [price.candidates(std, target, LOW, HIGH) for std in stream]
+    counts = [price.allocate(std, target, LOW, HIGH) for std in stream]
     assert statistics.fmean(counts) == pytest.approx(target, rel=0.02)
     assert all(LOW <= m <= HIGH for m in counts)
 
@@ -158,14 +158,14 @@ def test_the_mean_stays_at_the_target(stream: list[float | None], target: float)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_mean_is_at_the_target_throughout_the_stream(target: float) -> None:
     price = ShadowPrice()
-    counts = [price.candidates(std, target, LOW, HIGH) for std in STATIONARY]
+    counts = [price.allocate(std, target, LOW, HIGH) for std in STATIONARY]
     for begin in range(WINDOW, len(counts), WINDOW):
         assert statistics.fmean(counts[begin : begin + WINDOW]) == pytest.approx(target, rel=0.05)
 
 
 def test_a_request_gets_nearly_as_many_candidates_as_in_a_cohort() -> None:
     price = ShadowPrice()
-    singles = [price.candidates(std, TARGET, LOW, HIGH) for std in STATIONARY[-3 * WINDOW :]]
+    singles = [price.allocate(std, TARGET, LOW, HIGH) for std in STATIONARY[-3 * WINDOW :]]
     last = STATIONARY[-WINDOW:]
     batch = allocate_by_std(last, budget=round(TARGET * WINDOW), low=LOW, high=HIGH)
     apart = [abs(m - k) for m, k in zip(singles[-WINDOW:], batch, strict=True)]
@@ -181,33 +181,33 @@ def test_a_wider_prompt_gets_at_least_as_many_candidates_except_for_its_own_effe
     for std in sorted([one, two]):
         price = ShadowPrice()
         for known in before:
-            price.candidates(known, TARGET, LOW, HIGH)
-        counts.append(price.candidates(std, TARGET, LOW, HIGH))
+            price.allocate(known, TARGET, LOW, HIGH)
+        counts.append(price.allocate(std, TARGET, LOW, HIGH))
     assert counts[0] <= counts[1] + 1
 
 
 def test_a_request_without_std_is_allocated_like_an_average_request() -> None:
     price = ShadowPrice([10.0, 50.0])
     known = ShadowPrice([10.0, 50.0])
-    assert price.candidates(None, TARGET, LOW, HIGH) == known.candidates(30.0, TARGET, LOW, HIGH)
+    assert price.allocate(None, TARGET, LOW, HIGH) == known.allocate(30.0, TARGET, LOW, HIGH)
     assert price.recent == [10.0, 50.0]
 
 
 def test_the_state_survives_json_and_continues_unchanged() -> None:
     price = ShadowPrice()
     for std in STATIONARY[:300]:
-        price.candidates(std, TARGET, LOW, HIGH)
+        price.allocate(std, TARGET, LOW, HIGH)
     twin = ShadowPrice(**json.loads(json.dumps(asdict(price))))
     assert twin == price
     for std in STATIONARY[300:500]:
-        assert twin.candidates(std, TARGET, LOW, HIGH) == price.candidates(std, TARGET, LOW, HIGH)
+        assert twin.allocate(std, TARGET, LOW, HIGH) == price.allocate(std, TARGET, LOW, HIGH)
 
 
 def test_the_target_can_change_between_requests() -> None:
     price = ShadowPrice()
     for std in STATIONARY[:800]:
-        price.candidates(std, 10, LOW, HIGH)
-    counts = [price.candidates(std, 14, LOW, HIGH) for std in STATIONARY[800:]]
+        price.allocate(std, 10, LOW, HIGH)
+    counts = [price.allocate(std, 14, LOW, HIGH) for std in STATIONARY[800:]]
     assert statistics.fmean(counts) == pytest.approx(14, rel=0.02)
 
 

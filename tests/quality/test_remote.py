@@ -203,7 +203,7 @@ def test_a_trainer_that_dies_rarely_is_always_restarted(monkeypatch: pytest.Monk
     deaths = 0
 
     class CountingHead(RemoteHead):
-        def _run(self, pool: ProcessPoolExecutor) -> None:
+        def _train_until_closed(self, pool: ProcessPoolExecutor) -> None:
             nonlocal deaths
             deaths += 1
             self._closed = deaths == 20

@@ -168,7 +168,7 @@ class Harness:
     def collect(self, request: str, policy: str, tail_seed: Sequence[int] | None = None) -> GroupRun[str, list[int]]:
         """Create a group that is not open yet."""
         spec = GroupSpec(Plan(policy, UNSHAPED, 1), request, request, tail_seed=tail_seed, early=True)
-        return self.rollouts.collect(spec)
+        return self.rollouts.create_run(spec)
 
     def plan(self, size: int, policy: str) -> Plan:
         plan = self.rollouts.plan(size, RequestOptions(policy))

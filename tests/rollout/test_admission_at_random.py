@@ -219,7 +219,7 @@ async def play(requests: Sequence[Request], seed: int) -> None:
     admission = server.admission
     assert (server.rollouts.running, admission.ahead, admission.requests) == (0, 0, 0)
     for name in ("one", "other"):
-        assert admission.room(name) == SHARE  # nothing that has ended is held
+        assert admission.count_free(name) == SHARE  # nothing that has ended is held
 
 
 @given(st.lists(REQUESTS, max_size=14), st.integers(0, 2**16))

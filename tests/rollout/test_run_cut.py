@@ -72,7 +72,7 @@ async def test_a_cut_candidate_that_the_engine_loses_is_generated_again() -> Non
         await engine.step()
         run.poll()
         if engine.started[3].stopped and engine.started[3].is_running:
-            engine.started[3].lose(2)
+            engine.started[3].abort_as_lost(2)
         await settle()
     assert {t.index: t.output for t in await waiting}[3] == list(range(7))
     assert [each.index for each in engine.started].count(3) == 2

@@ -163,7 +163,7 @@ async def test_the_replacement_of_a_lost_straggler_resumes_from_the_same_tokens(
     harness = new_harness({"90": 90}, slots=8)
     waiting = await harness.begin(start(harness, "90", STRAGGLER, CarriedCandidate()))
     for candidate in harness.engine.running:
-        candidate.lose()
+        candidate.abort_as_lost()
     await settle()
     assert sorted(candidate.generated for candidate in harness.engine.running) == [0, 80]
     await harness.engine.run()

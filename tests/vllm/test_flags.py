@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm import flags
-from darts_server.vllm.checks import devices
+from darts_server.vllm.checks import check_devices
 from darts_server.vllm.engine_core import worker
 from darts_server.vllm.engine_core.plugin import SERVER_PID, SHARE_CORES
 from darts_server.vllm.flags import (
@@ -92,7 +92,7 @@ def test_without_a_compiler_compilation_is_disabled(
     assert args.enforce_eager is not compiles
     assert os.environ.get(NO_COMPILATION) == (None if compiles else "1")
     assert (NO_COMPILER in caplog.text) is not compiles
-    assert (NO_COMPILER in devices()[0]) is not compiles
+    assert (NO_COMPILER in check_devices()[0]) is not compiles
     assert not (compiler == "no-such-compiler" and compiles)
 
 

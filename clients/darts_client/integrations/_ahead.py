@@ -99,13 +99,14 @@ class BatchesAhead:
         prefetched = self._next
         self._next = None
         if prefetched is None:
-            return self._start()()
+            request_batch = self._draw()
+            return request_batch()
         return prefetched.result()
 
     def prefetch(self) -> None:
         """Request the next batch in the background, unless the last batch was returned."""
         if self._batches_left:
-            self._next = self._background.submit(self._start())
+            self._next = self._background.submit(self._draw())
 
     @property
     def is_prefetched(self) -> bool:
@@ -116,16 +117,16 @@ class BatchesAhead:
         """Start no more batches. A running request continues until it is cancelled."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self) -> Callable[[], Batch]:
+    def _draw(self) -> Callable[[], Batch]:
         """Draw prompts, and return a function that requests and returns their batch."""
         restarted, waiting, num_new = self._choose(self._pending)
         new = tuple(islice(self._order, num_new))
         self._batches_left -= 1
         started = restarted + new
-        return partial(self._finish, started, self._tokenize(started), self._drawn + len(new), waiting)
+        return partial(self._request_batch, started, self._tokenize(started), self._drawn + len(new), waiting)
 
     def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the pending prompts that start again, those that wait, and the number of new prompts."""
+        """Return the pending prompts to start again, the pending prompts that wait, and the number of new prompts."""
         num_undrawn = self._batches_left * self._size - len(pending) - len(self._spare)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0
@@ -134,13 +135,14 @@ class BatchesAhead:
         num_new = max(0, self._max_started - len(pending) - len(self._spare))
         return pending, (), min(num_new, num_undrawn)
 
-    def _finish(
+    def _request_batch(
         self,
         started: Sequence[int],
         token_ids: Sequence[TokenIds],
         drawn: int,
         waiting: tuple[int, ...],
     ) -> Batch:
+        """Request groups for a batch. Keep surplus groups and prompts without a group. `waiting` were not started."""
         wanted = max(0, self._size - len(self._spare))
         groups = self._request(token_ids, wanted) if wanted else ()
         places = [group.number for group in groups]
@@ -198,6 +200,7 @@ class GroupRequests:
     def cancel(self) -> None:
         """Cancel a request that still runs in another thread."""
         if self._running is not None and self._running.id is not None:
+            # Otherwise the server cancels the batch a minute after this process has ended.
             with suppress(DartsError), self._server.client() as client:
                 client.cancel(self._running.id)
 

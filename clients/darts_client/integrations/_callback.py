@@ -60,6 +60,7 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
             return
         if state.global_step:
             self._restore((self.checkpoint or _checkpoint_folder(args, state)) / STATE_FILE)
+        # The first log has the increase since this call.
         self._attempt("read the server's metrics", self._read_metrics)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -96,6 +97,7 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
             logger.info("restored the server's statistics of %d prompts from %s", prompts, path)
 
     def _read_metrics(self) -> dict[str, float]:
+        """Return the increase of `COUNTERS` since the last call, and `GAUGES`."""
         with self._server.client() as client:
             text = client.metrics()
         counts = _read_samples(text, COUNTERS)
@@ -108,6 +110,7 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
         return increases | _read_samples(text, GAUGES)
 
     def _attempt(self, what: str, action: Callable[[], Any]) -> Any:
+        """Return the action's result, or None if it fails. Only the first failure is logged."""
         try:
             return action()
         except (DartsError, OSError) as error:

@@ -118,10 +118,10 @@ def report_rewards(function: Callable[..., Any], correct_above: float = 0.0) -> 
 
 
 def find_reports(functions: Sequence[Any]) -> list[RewardReport]:
-    """Return the reports of the functions that are wrapped."""
     reports = [getattr(function, "report", None) for function in functions]
     return [report for report in reports if isinstance(report, RewardReport)]
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
+    """Return whether it is a coroutine function, or an object with such a `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004  # callable() is no answer

@@ -93,5 +93,4 @@ class TensorStream:
 
 
 def specify(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Return the specification of a tensor."""
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

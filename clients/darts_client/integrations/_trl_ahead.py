@@ -74,6 +74,7 @@ class AheadOptions:
             option = "max_staleness=1" if self.max_staleness else "carry='resume'"
             raise ValueError(f"{option} needs vllm_importance_sampling_correction=True, which corrects for old tokens")
         generation_kwargs: Any = args.generation_kwargs or {}
+        # Called for its check.
         rollout_options(generation_kwargs)
 
     def check_trainer(self, trainer: Any) -> None:
@@ -162,6 +163,7 @@ class PromptsAhead:
         self._requests.cancel()
 
     def _tokenize(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Return the token ids that TRL would send."""
         prompts = [self._trainer.train_dataset[number]["prompt"] for number in numbers]
         token_ids: Sequence[Sequence[int]] = self._trainer._tokenize_prompts(prompts)[0]
         return token_ids
@@ -180,7 +182,6 @@ class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
 
 
 def load_position(folder: Path) -> Position | None:
-    """Return the position of a checkpoint, or `None` if it has no position."""
     path = folder / POSITION_FILE
     return Position.load(path) if path.is_file() else None
 
@@ -189,7 +190,7 @@ def prompt_order(trainer: Any, size: int) -> Iterator[int]:
     """Yield the numbers of prompts as TRL draws them, epoch after epoch, without repetitions of a prompt in a batch."""
     sampler = RepeatSampler(
         trainer.train_dataset,
-        1,
+        mini_repeat_count=1,
         batch_size=size,
         repeat_count=1,
         shuffle=trainer.shuffle_dataset,

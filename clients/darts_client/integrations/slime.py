@@ -81,6 +81,7 @@ class Facade:
         self._safe = safe.keys()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        # `lifespan` needs no answer.
         if scope["type"] != "http":
             return
         status, answer = await self._answer(scope, receive)
@@ -184,6 +185,7 @@ class Facade:
         return {"workers": [{"id": "darts", "url": url}], "urls": [url]}
 
     async def _loads(self, *_: Any) -> Json:
+        """Return the number of requests in flight."""
         return {"loads": [{"num_reqs": self._running}]}
 
     async def _forward(self, path: str, body: Json | None = None) -> Json:

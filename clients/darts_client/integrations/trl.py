@@ -149,6 +149,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         return self._last_rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample ahead before TRL's method, and replace its advantages afterwards."""
         if self._ahead_options and self._is_training():
             inputs = self._sample_ahead()
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
@@ -207,6 +208,7 @@ class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]  # Any w
         super().__init__(*args, **named)
 
     def generate(self, prompts: Any, *args: Any, **named: Any) -> Any:
+        """Return the completions that were sampled ahead, or request completions."""
         ahead = self.sampled_ahead
         self.sampled_ahead = None
         if ahead is None:
@@ -221,6 +223,7 @@ class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]  # Any w
         super().check_server(*args, **named)
 
     def _post(self, url: str, **options: Any) -> Any:
+        """Send a request, outside of training without shaping. Keep the first answer's groups in `sampled`."""
         if not self.is_training():
             return super()._post(url, **without_shaping(options))
         answer = super()._post(url, **options)
@@ -277,7 +280,7 @@ class PushingVLLMClient(DartsVLLMClient):
 
 
 def without_shaping(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a request for completions of vLLM alone."""
+    """Return the options of a request with the server's shaping turned off."""
     headers = (options.get("headers") or {}) | {"X-Darts-Policy": "off"}
     options = options | {"headers": headers}
     body = dict(options.get("json") or {})

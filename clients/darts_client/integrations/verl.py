@@ -101,7 +101,7 @@ class LLMServerClient:
         )
 
     def _max_tokens(self, prompt_tokens: int) -> int:
-        """Return a whole response, less if the prompt is longer than expected. veRL's server does the same."""
+        """Return a whole response's limit, less if the prompt is longer than expected, as veRL's server does."""
         rollout = self.config.actor_rollout_ref.rollout
         response = int(rollout.response_length)
         total = int(rollout.prompt_length) + response

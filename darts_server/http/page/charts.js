@@ -12,19 +12,21 @@ class Charts {
       mark.style.background = `var(--${kind})`;
       byId("ends").append(element("li", { id: `end-${kind}` }, mark, KINDS[kind], element("b", {}, "0")));
     }
-    new ResizeObserver(() => this.touch()).observe(byId("overview"));
+    new ResizeObserver(() => this.invalidate()).observe(byId("overview"));
   }
 
-  touch() {
+  // Requests a new drawing in the next frame.
+  invalidate() {
     this.#version = -1;
   }
 
-  frame() {
+  // Draws if the model has changed and the tab is visible.
+  drawIfChanged() {
     if (this.#version === this.#model.version || byId("overview").clientWidth === 0) return;
     this.#version = this.#model.version;
     const groups = this.#model.newest.filter((group) => group.ended !== undefined);
-    const sum = summed(groups);
-    document.querySelector(".of-shown").textContent = `of the last ${several(groups.length, "group")}`;
+    const sum = sumUp(groups);
+    document.querySelector(".of-shown").textContent = `of the last ${countOf(groups.length, "group")}`;
     this.#lengths(sum);
     this.#tokens(sum);
     for (const kind of ENDS) {
@@ -35,13 +37,14 @@ class Charts {
     const started = groups.map((group) => group.started);
     const [least, greatest] = [Math.min(...started), Math.max(...started)];
     const range = least === greatest ? `${least} candidates each` : `${least} to ${greatest} candidates, mean ${mean(started).toFixed(1)}`;
-    say("allocation-said", groups.length ? `${several(groups.length, "group")}: ${range}.` : "No group has ended yet.");
+    setText("allocation-said", groups.length ? `${countOf(groups.length, "group")}: ${range}.` : "No group has ended yet.");
   }
 
+  // Draws the histogram of generated lengths, with returned lengths in front.
   #lengths({ generated, returned, cut }) {
     const canvas = byId("lengths");
     const [width, height] = [canvas.clientWidth, canvas.clientHeight];
-    const context = prepared(canvas, width, height);
+    const context = prepareCanvas(canvas, width, height);
     const { step, found } = ticks(0, generated.reduce((most, each) => Math.max(most, each), BINS), BINS);
     const bins = Math.max(found.length, 1);
     const [all, kept] = [generated, returned].map((lengths) => {
@@ -93,15 +96,16 @@ class Charts {
       x -= 9;
     }
     const means = `${count(mean(generated))} generated, stopped ones too; ${count(mean(returned))} returned`;
-    say("lengths-said", generated.length ? `Mean ${means}. ${count(cut)} cut.` : "No group has ended yet.");
+    setText("lengths-said", generated.length ? `Mean ${means}. ${count(cut)} cut.` : "No group has ended yet.");
   }
 
+  // Shows the share of returned tokens as a bar and as text.
   #tokens({ generated, returned }) {
     const [all, kept] = [total(generated), total(returned)];
     const edge = `${all ? (100 * kept) / all : 0}%`;
     const bar = `linear-gradient(to right, var(--short) ${edge}, var(--longer_than_needed) ${edge})`;
     byId("tokens").style.background = all ? bar : "";
     const share = all ? ` (${percent((all - kept) / all)})` : "";
-    say("tokens-said", `${count(all)} generated, ${count(kept)} returned, ${count(all - kept)} wasted${share}.`);
+    setText("tokens-said", `${count(all)} generated, ${count(kept)} returned, ${count(all - kept)} wasted${share}.`);
   }
 }

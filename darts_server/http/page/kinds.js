@@ -26,6 +26,7 @@ const SELECTED = ["short", "long", "long_truncated", "fill", "survivor"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
 
+// The kind of a candidate, as a key of `KINDS`.
 const kindOf = (candidate) => candidate.selected_as ?? candidate.reason ?? candidate.state;
 
 // Colours of the current colour scheme, for canvases.
@@ -38,6 +39,7 @@ function readColours() {
 
 const byId = (id) => document.getElementById(id);
 
+// Creates an element. Attributes "on…" are listeners; false and null attributes, and null children are left out.
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -49,8 +51,8 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-// Writes only changes, so that the same text is not laid out or announced again.
-function say(id, text, attributes = {}) {
+// Sets the text and attributes of an element. Writes only changes, so that the same text is not laid out or announced again.
+function setText(id, text, attributes = {}) {
   const place = byId(id);
   if (place.textContent !== text) place.textContent = text;
   for (const [name, value] of Object.entries(attributes)) {
@@ -58,21 +60,23 @@ function say(id, text, attributes = {}) {
   }
 }
 
+// Numbers as text.
 const count = (number) => Math.round(number).toLocaleString("en-US");
 const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
-const several = (number, what) => `${count(number)} ${what}${number === 1 ? "" : "s"}`;
+const countOf = (number, what) => `${count(number)} ${what}${number === 1 ? "" : "s"}`;
 
 function seconds(value) {
   if (value >= 100) return `${count(value)} s`;
   return value >= 10 ? `${value.toFixed(1)} s` : `${value.toFixed(2)} s`;
 }
 
-function short(text, max) {
+// Replaces the middle of a text of more than `max` characters.
+function shorten(text, max) {
   return text.length <= max ? text : `${text.slice(0, Math.ceil(max / 2) - 1)}…${text.slice(1 - Math.floor(max / 2))}`;
 }
 
-// Fits a canvas to its place on the screen; its context draws in CSS pixels.
-function prepared(canvas, width, height) {
+// Fits a canvas to its place on the screen and clears it. Returns its context, which draws in CSS pixels.
+function prepareCanvas(canvas, width, height) {
   const scale = window.devicePixelRatio || 1;
   const [wide, high] = [Math.round(width * scale), Math.round(height * scale)];
   if (canvas.width !== wide || canvas.height !== high) {
@@ -85,7 +89,7 @@ function prepared(canvas, width, height) {
   return context;
 }
 
-// About ``about`` round numbers from ``min`` to ``max``.
+// Returns about `about` round numbers from `min` to `max` as `found`, and the step between them.
 function ticks(min, max, about) {
   const rough = (max - min) / about || 1;
   const power = 10 ** Math.floor(Math.log10(rough));

@@ -3,7 +3,7 @@ const MAX_LISTED = 400;
 
 class Lookup {
   #model;
-  #awaited = null; // a running group that the user opened
+  #awaited = null; // id of a running group that the user opened
 
   constructor(model) {
     this.#model = model;
@@ -11,12 +11,14 @@ class Lookup {
     this.#on("find-group", "group-id", (id) => this.group(id));
   }
 
+  // Shows the statistics of a prompt.
   async prompt(key) {
     this.#awaited = null;
     byId("prompt-key").value = key;
-    await this.#show(`v1/prompts/${encodeURIComponent(key)}`, (known) => [this.#known(known)]);
+    await this.#show(`v1/prompts/${encodeURIComponent(key)}`, (stats) => [this.#promptSection(stats)]);
   }
 
+  // Shows the provenance of a group, if it has ended.
   async group(id) {
     byId("group-id").value = id;
     const group = this.#model.groups.get(id);
@@ -25,41 +27,43 @@ class Lookup {
       const text = `Group ${id} is still running. Its provenance is shown here when it has ended.`;
       return byId("found").replaceChildren(element("p", { class: "muted" }, text));
     }
-    await this.#show(`v1/groups/${encodeURIComponent(id)}`, ({ groups }) => groups.map((group) => this.#provenance(group)));
+    await this.#show(`v1/groups/${encodeURIComponent(id)}`, ({ groups }) => groups.map((group) => this.#groupSection(group)));
   }
 
   // Shows the awaited group when it has ended.
-  frame() {
+  showAwaited() {
     const ended = this.#awaited && this.#model.groups.get(this.#awaited)?.ended !== undefined;
     if (ended) this.group(this.#awaited);
   }
 
-  #on(form, field, look) {
+  // Calls `search` with the text of a field when its form is submitted.
+  #on(form, field, search) {
     byId(form).addEventListener("submit", (event) => {
       event.preventDefault();
-      if (byId(field).value.trim()) look(byId(field).value.trim());
+      if (byId(field).value.trim()) search(byId(field).value.trim());
     });
   }
 
-  async #show(path, drawn) {
+  // Shows the elements of an answer, or its error.
+  async #show(path, toElements) {
     const found = byId("found");
     try {
-      found.replaceChildren(...drawn(await ask(path)));
+      found.replaceChildren(...toElements(await getJson(path)));
     } catch (error) {
       found.replaceChildren(element("p", { class: "bad" }, error.message));
     }
   }
 
-  #known(known) {
-    const rewards = known.rewards;
+  #promptSection(stats) {
+    const rewards = stats.rewards;
     const facts = [
-      ["Last group", known.mean_generated_tokens == null ? "unknown" : `mean ${known.mean_generated_tokens.toFixed(1)} tokens`],
-      ["Finished, truncated, stopped", [known.finished, known.truncated, known.stopped].map((each) => each ?? "–").join(", ")],
-      ["Limit", known.max_tokens == null ? "unknown" : `${count(known.max_tokens)} tokens`],
-      ["Estimated mean", `${known.estimated_mean_tokens.toFixed(1)} tokens without stops and limit`],
-      ["Estimated deviation", known.estimated_std_tokens == null ? "unknown" : `${known.estimated_std_tokens.toFixed(1)} tokens`],
-      ["Groups, candidates", `${count(known.groups)}, ${count(known.candidates)}`],
-      ["Weights of the last group", known.weight_version == null ? "–" : `version ${known.weight_version}`],
+      ["Last group", stats.mean_generated_tokens == null ? "unknown" : `mean ${stats.mean_generated_tokens.toFixed(1)} tokens`],
+      ["Finished, truncated, stopped", [stats.finished, stats.truncated, stats.stopped].map((each) => each ?? "–").join(", ")],
+      ["Limit", stats.max_tokens == null ? "unknown" : `${count(stats.max_tokens)} tokens`],
+      ["Estimated mean", `${stats.estimated_mean_tokens.toFixed(1)} tokens without stops and limit`],
+      ["Estimated deviation", stats.estimated_std_tokens == null ? "unknown" : `${stats.estimated_std_tokens.toFixed(1)} tokens`],
+      ["Groups, candidates", `${count(stats.groups)}, ${count(stats.candidates)}`],
+      ["Weights of the last group", stats.weight_version == null ? "–" : `version ${stats.weight_version}`],
       ["Rewards", rewards ? `${count(rewards.rewarded)}, correct ${percent(rewards.pass_rate)}` : "none reported"],
     ];
     if (rewards) {
@@ -67,12 +71,12 @@ class Lookup {
       const longer = rewards.difference == null ? "–" : `${rewards.difference.toFixed(1)} tokens`;
       facts.push(["Groups with equal rewards", groups], ["Correct ones longer by", longer]);
     }
-    return element("section", {}, element("h3", {}, `Prompt ${known.prompt_key}`), listed(facts));
+    return element("section", {}, element("h3", {}, `Prompt ${stats.prompt_key}`), definitionList(facts));
   }
 
-  #provenance(group) {
+  #groupSection(group) {
     const prompt = group.prompt_key
-      ? element("button", { type: "button", class: "link", onclick: () => this.prompt(group.prompt_key) }, short(group.prompt_key, 28))
+      ? element("button", { type: "button", class: "link", onclick: () => this.prompt(group.prompt_key) }, shorten(group.prompt_key, 28))
       : "without a key";
     const facts = [
       ["Prompt", prompt],
@@ -87,10 +91,10 @@ class Lookup {
       ["Mixed weight versions", group.mixed_versions ? "yes" : "no"],
     ];
     if (group.zero_variance != null) facts.push(["All rewards equal", group.zero_variance ? "yes" : "no"]);
-    return element("section", {}, element("h3", {}, `Group ${group.group_id}`), listed(facts), this.#candidates(group));
+    return element("section", {}, element("h3", {}, `Group ${group.group_id}`), definitionList(facts), this.#candidateTable(group));
   }
 
-  #candidates({ candidates }) {
+  #candidateTable({ candidates }) {
     const heads = ["#", "Result", "Tokens", "Rank", "From–to, s", "Weights", "Reward"];
     const rows = candidates.slice(0, MAX_LISTED).map((each) => {
       const result = KINDS[each.selected_as ?? each.reason] ?? "–";
@@ -109,6 +113,6 @@ class Lookup {
   }
 }
 
-function listed(facts) {
+function definitionList(facts) {
   return element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }

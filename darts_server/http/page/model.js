@@ -13,7 +13,7 @@ class Model {
   #receivedAt = 0;
   #rate = { since: 0, tokens: 0, value: null };
 
-  // The server's clock.
+  // The server's clock in seconds, which runs while groups run.
   get time() {
     return this.now + (this.running && this.#receivedAt ? (performance.now() - this.#receivedAt) / 1000 : 0);
   }
@@ -44,12 +44,13 @@ class Model {
     [this.now, this.running, this.candidates, this.health] = [data.now, data.running, data.candidates, data.health];
     this.#receivedAt = performance.now();
     for (const id of data.left) this.groups.delete(id);
-    for (const news of data.groups) this.#group(news);
+    for (const news of data.groups) this.#mergeGroup(news);
     this.#trim();
     this.version += 1;
   }
 
-  #group({ candidates, ...fields }) {
+  // Merges the changes of a group. Changes of a group that was dropped are ignored.
+  #mergeGroup({ candidates, ...fields }) {
     const whole = fields.began !== undefined;
     const group = whole ? { candidates: [] } : this.groups.get(fields.group_id);
     if (group === undefined) return;
@@ -62,6 +63,7 @@ class Model {
     this.groups.set(fields.group_id, group);
   }
 
+  // Drops the oldest ended groups beyond the limits.
   #trim() {
     let candidates = 0;
     for (const group of this.groups.values()) candidates += group.candidates.length;
@@ -75,8 +77,8 @@ class Model {
   }
 }
 
-// Totals of all groups in the model.
-function summed(groups) {
+// Counts the ends of candidates, and lists their lengths, over all ended groups.
+function sumUp(groups) {
   const sum = { ends: Object.fromEntries(ENDS.map((kind) => [kind, 0])), generated: [], returned: [], cut: 0 };
   for (const group of groups) {
     if (group.ended === undefined) continue;

@@ -10,29 +10,30 @@ class Refused extends Error {
   }
 }
 
-function authorised() {
+function authHeaders() {
   return apiKey ? { Authorization: `Bearer ${apiKey}` } : {};
 }
 
-async function checked(answer) {
+// Returns a successful answer, or throws its error.
+async function checkResponse(answer) {
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => ({}));
   throw new Refused(answer.status, typeof body.error === "object" ? body.error : { message: body.error });
 }
 
-async function ask(path) {
-  return (await checked(await fetch(path, { headers: authorised() }))).json();
+async function getJson(path) {
+  return (await checkResponse(await fetch(path, { headers: authHeaders() }))).json();
 }
 
 // Reads the server's events while the page is visible, and reconnects after a lost connection.
 class Following {
-  #tell;
+  #receive;
   #abort = null;
   #failures = 0;
   #timer = 0;
 
-  constructor(tell) {
-    this.#tell = tell;
+  constructor(receive) {
+    this.#receive = receive;
   }
 
   start() {
@@ -48,23 +49,25 @@ class Following {
     this.#abort = null;
   }
 
+  // Reads events until the connection is lost, reports the loss, and reconnects unless a key is needed.
   async #follow(abort) {
     let refused = null;
     try {
-      const headers = { Accept: "text/event-stream", ...authorised() };
-      const answer = await checked(await fetch("v1/live", { headers, signal: abort.signal, cache: "no-store" }));
+      const headers = { Accept: "text/event-stream", ...authHeaders() };
+      const answer = await checkResponse(await fetch("v1/live", { headers, signal: abort.signal, cache: "no-store" }));
       await this.#read(answer.body.pipeThrough(new TextDecoderStream()).getReader(), abort);
     } catch (error) {
       if (error instanceof Refused) refused = error;
     }
     if (abort !== this.#abort) return; // stopped, or restarted
     this.#abort = null;
-    this.#tell(refused?.status === 401 ? "locked" : "lost", refused?.message ?? "the server does not respond");
+    this.#receive(refused?.status === 401 ? "locked" : "lost", refused?.message ?? "the server does not respond");
     if (refused?.status === 401) return;
     const wait = RETRY_SECONDS[Math.min(this.#failures++, RETRY_SECONDS.length - 1)];
     this.#timer = setTimeout(() => this.start(), 1000 * wait);
   }
 
+  // Splits the stream into events. A silent connection is aborted.
   async #read(reader, abort) {
     let text = "";
     for (;;) {
@@ -73,15 +76,16 @@ class Following {
       if (done) return;
       const frames = (text + value).split("\n\n");
       text = frames.pop();
-      for (const frame of frames) this.#take(frame);
+      for (const frame of frames) this.#handleEvent(frame);
     }
   }
 
-  #take(frame) {
+  // Passes an event on. Comments have no data.
+  #handleEvent(frame) {
     const name = /^event: (.*)$/m.exec(frame)?.[1];
     const data = /^data: (.*)$/m.exec(frame)?.[1];
     if (name === undefined || data === undefined) return;
     this.#failures = 0;
-    this.#tell(name, JSON.parse(data));
+    this.#receive(name, JSON.parse(data));
   }
 }

@@ -22,33 +22,36 @@ class Timeline {
     this.#open = open;
     this.canvas = byId("bars");
     this.scroll = byId("scroll");
-    this.scroll.addEventListener("scroll", () => this.touch(), { passive: true });
-    new ResizeObserver(() => this.touch()).observe(this.scroll);
-    for (const id of ["span", "pitch"]) byId(id).addEventListener("change", () => this.touch());
-    this.canvas.addEventListener("mousemove", (event) => this.#hover(event));
-    this.canvas.addEventListener("mouseleave", () => this.#look(null));
+    this.scroll.addEventListener("scroll", () => this.invalidate(), { passive: true });
+    new ResizeObserver(() => this.invalidate()).observe(this.scroll);
+    for (const id of ["span", "pitch"]) byId(id).addEventListener("change", () => this.invalidate());
+    this.canvas.addEventListener("mousemove", (event) => this.#focusUnderMouse(event));
+    this.canvas.addEventListener("mouseleave", () => this.#setFocus(null));
     this.canvas.addEventListener("click", () => this.#focus && this.#open(this.#focus.id));
-    this.canvas.addEventListener("keydown", (event) => this.#key(event));
+    this.canvas.addEventListener("keydown", (event) => this.#handleKey(event));
   }
 
-  touch() {
+  // Requests a new drawing in the next frame.
+  invalidate() {
     this.#dirty = true;
   }
 
-  frame(time) {
+  // Draws changes at once, and running bars at most every `FRAME_SECONDS`. `time` is in milliseconds.
+  drawIfChanged(time) {
     const moves = this.#model.running && time - this.#drawn >= 1000 * FRAME_SECONDS;
     if (!moves && !this.#dirty && this.#version === this.#model.version) return;
     if (this.scroll.clientHeight === 0) return;
     this.#drawn = time;
     this.#dirty = false;
-    this.#place();
+    this.#layOut();
     this.#draw();
-    if (this.#focus) this.#tell(false);
+    if (this.#focus) this.#showDetail(false);
   }
 
   // --- where everything is -------------------------------------------------
 
-  #place() {
+  // Computes the place of each group's block, if the model or the pitch has changed.
+  #layOut() {
     const pitch = Number(byId("pitch").value);
     if (this.#version === this.#model.version && this.#pitch === pitch) return;
     const [known, before] = [this.#blocks[0]?.group, this.#height];
@@ -61,17 +64,17 @@ class Timeline {
       return block;
     });
     this.#height = top;
-    this.#explain();
+    this.#updateLegend();
     byId("spacer").style.height = `${Math.max(top, this.scroll.clientHeight)}px`;
-    // Who reads further down is not pushed away by what is new on top.
+    // New groups on top do not move the groups that a scrolled page shows.
     if (this.scroll.scrollTop > AXIS && known !== this.#blocks[0]?.group && before) {
       const moved = this.#blocks.find((block) => block.group === known)?.top ?? AXIS + 4;
       this.scroll.scrollTop += moved - AXIS - 4;
     }
   }
 
-  // Names the kinds of bars and marks that there are.
-  #explain() {
+  // Lists the kinds of bars and marks that the groups have.
+  #updateLegend() {
     const candidates = this.#blocks.flatMap(({ group }) => group.candidates.filter(Boolean));
     const found = new Set(candidates.flatMap((each) => [kindOf(each), each.cut && "cut", each.resumed && "resumed"]));
     const shown = Object.entries({ ...KINDS, ...MARKS }).filter(([kind]) => found.has(kind));
@@ -86,12 +89,13 @@ class Timeline {
     byId("legend").replaceChildren(...shown.map(entry));
   }
 
-  #visible() {
+  #visibleBlocks() {
     const [from, to] = [this.scroll.scrollTop, this.scroll.scrollTop + this.scroll.clientHeight];
     return this.#blocks.filter((block) => block.top + block.height > from && block.top < to);
   }
 
-  #fit(blocks) {
+  // Sets the span of time to the chosen seconds, or to all visible blocks.
+  #fitSpan(blocks) {
     const fixed = Number(byId("span").value);
     const ends = blocks.map(({ group }) => group.ended ?? this.#model.time);
     const last = Math.max(...ends, -Infinity);
@@ -104,22 +108,22 @@ class Timeline {
   #draw() {
     const [width, height] = [this.scroll.clientWidth, this.scroll.clientHeight];
     this.canvas.style.height = `${height}px`;
-    const context = prepared(this.canvas, width, height);
-    const blocks = this.#visible();
-    this.#fit(blocks);
+    const context = prepareCanvas(this.canvas, width, height);
+    const blocks = this.#visibleBlocks();
+    this.#fitSpan(blocks);
     const [first, last] = this.#span;
     const at = (time) => LABELS + ((Math.min(Math.max(time, first), last) - first) / (last - first)) * (width - LABELS - 8);
-    this.#grid(context, at, width, height);
-    for (const block of blocks) this.#block(context, block, at, width);
-    this.#axis(context, at, width);
+    this.#drawGrid(context, at, width, height);
+    for (const block of blocks) this.#drawBlock(context, block, at, width);
+    this.#drawAxis(context, at, width);
     const { running } = this.#model;
     const candidates = this.#blocks.reduce((sum, { group }) => sum + group.candidates.length, 0);
-    const shown = `${several(candidates, "candidate")} in ${several(this.#blocks.length, "group")}`;
-    say("shown", shown);
-    say("bars", "", { "aria-label": `${shown}, ${several(running, "group")} running` });
+    const shown = `${countOf(candidates, "candidate")} in ${countOf(this.#blocks.length, "group")}`;
+    setText("shown", shown);
+    setText("bars", "", { "aria-label": `${shown}, ${countOf(running, "group")} running` });
   }
 
-  #grid(context, at, width, height) {
+  #drawGrid(context, at, width, height) {
     context.strokeStyle = colours.line;
     context.lineWidth = 1;
     context.beginPath();
@@ -138,7 +142,7 @@ class Timeline {
     return found.map((each) => ({ time: first + each, text: `${each.toFixed(digits)} s` }));
   }
 
-  #axis(context, at, width) {
+  #drawAxis(context, at, width) {
     context.fillStyle = colours.panel;
     context.fillRect(0, 0, width, AXIS);
     context.fillStyle = colours.muted;
@@ -152,31 +156,31 @@ class Timeline {
     context.textAlign = "left";
   }
 
-  #block(context, { group, top, height, inset }, at, width) {
+  #drawBlock(context, { group, top, height, inset }, at, width) {
     const y = top - this.scroll.scrollTop;
     context.strokeStyle = colours.line;
     context.beginPath();
     context.moveTo(0, Math.round(y + height + GAP / 2) + 0.5);
     context.lineTo(width, Math.round(y + height + GAP / 2) + 0.5);
     context.stroke();
-    const sight = Math.max(y, AXIS); // the label stays in sight while its block is
-    this.#label(context, group, Math.min(sight, y + height - LOWEST));
+    const sight = Math.max(y, AXIS); // the label is visible while its block is
+    this.#drawLabel(context, group, Math.min(sight, y + height - LOWEST));
     const [low, high] = [-y - inset, this.scroll.clientHeight - y - inset];
     const from = Math.max(0, Math.floor(low / this.#pitch));
     const to = Math.min(group.candidates.length, Math.ceil(high / this.#pitch));
     for (let index = from; index < to; index += 1) {
       const candidate = group.candidates[index];
-      if (candidate) this.#bar(context, group, candidate, y + inset + index * this.#pitch, at);
+      if (candidate) this.#drawBar(context, group, candidate, y + inset + index * this.#pitch, at);
     }
   }
 
-  #label(context, group, y) {
+  #drawLabel(context, group, y) {
     const [selected, running] = ["selected", "running"].map((state) => group.candidates.filter((each) => each.state === state).length);
     const done = group.ended !== undefined;
     context.textBaseline = "top";
     context.fillStyle = colours.text;
     context.font = "600 11px system-ui, 'DejaVu Sans', sans-serif";
-    context.fillText(short(group.prompt_key ?? group.group_id, 18), 10, y + 3);
+    context.fillText(shorten(group.prompt_key ?? group.group_id, 18), 10, y + 3);
     context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
     const whole = !done || group.outcome === "completed" || group.outcome === "decided";
     context.fillStyle = whole ? colours.muted : colours.failed;
@@ -185,7 +189,7 @@ class Timeline {
     context.fillText(state, 10, y + 17);
   }
 
-  #bar(context, group, candidate, y, at) {
+  #drawBar(context, group, candidate, y, at) {
     const kind = kindOf(candidate);
     const thick = Math.max(2, this.#pitch - (this.#pitch > 4 ? 2 : 1));
     const end = candidate.stop ?? group.ended ?? this.#model.time;
@@ -213,41 +217,42 @@ class Timeline {
 
   // --- mouse and keyboard --------------------------------------------------
 
-  #hover(event) {
+  #focusUnderMouse(event) {
     const y = event.clientY - this.canvas.getBoundingClientRect().top + this.scroll.scrollTop;
     const block = this.#blocks.find((each) => y >= each.top - GAP / 2 && y < each.top + each.height + GAP / 2);
-    if (!block || y - this.scroll.scrollTop < AXIS) return this.#look(null);
+    if (!block || y - this.scroll.scrollTop < AXIS) return this.#setFocus(null);
     const index = Math.floor((y - block.top - block.inset) / this.#pitch);
     const most = block.group.candidates.length - 1;
-    return this.#look({ id: block.group.group_id, index: Math.min(Math.max(index, 0), most) });
+    return this.#setFocus({ id: block.group.group_id, index: Math.min(Math.max(index, 0), most) });
   }
 
-  #look(focus) {
+  #setFocus(focus) {
     if (focus?.id === this.#focus?.id && focus?.index === this.#focus?.index) return;
     this.#focus = focus;
-    this.touch();
-    if (focus) this.#tell(false);
+    this.invalidate();
+    if (focus) this.#showDetail(false);
   }
 
-  #key(event) {
+  #handleKey(event) {
     const place = this.#blocks.findIndex(({ group }) => group.group_id === this.#focus?.id);
     const index = this.#focus?.index ?? 0;
     const moves = {
-      ArrowDown: () => this.#to(place, index + 1),
-      ArrowUp: () => this.#to(place, index - 1),
-      PageDown: () => this.#to(place + 1, 0),
-      PageUp: () => this.#to(Math.max(place - 1, 0), 0),
-      Home: () => this.#to(0, 0),
-      End: () => this.#to(this.#blocks.length - 1, 0),
+      ArrowDown: () => this.#moveFocus(place, index + 1),
+      ArrowUp: () => this.#moveFocus(place, index - 1),
+      PageDown: () => this.#moveFocus(place + 1, 0),
+      PageUp: () => this.#moveFocus(Math.max(place - 1, 0), 0),
+      Home: () => this.#moveFocus(0, 0),
+      End: () => this.#moveFocus(this.#blocks.length - 1, 0),
       Enter: () => this.#focus && this.#open(this.#focus.id),
-      Escape: () => this.#look(null),
+      Escape: () => this.#setFocus(null),
     };
     if (!moves[event.key] || !this.#blocks.length) return;
     event.preventDefault();
     moves[event.key]();
   }
 
-  #to(place, index) {
+  // Focuses candidate `index` of block `place`, or its neighbour in the next block, and scrolls to it.
+  #moveFocus(place, index) {
     let [at, of] = place < 0 ? [0, 0] : [Math.min(place, this.#blocks.length - 1), index];
     if (of < 0 && at > 0) [at, of] = [at - 1, this.#blocks[at - 1].group.candidates.length - 1];
     if (of >= this.#blocks[at].group.candidates.length && at + 1 < this.#blocks.length) [at, of] = [at + 1, 0];
@@ -257,28 +262,30 @@ class Timeline {
     const [from, high] = [this.scroll.scrollTop, this.scroll.clientHeight];
     if (y - LOWEST < from + AXIS) this.scroll.scrollTop = y - LOWEST - AXIS;
     if (y + LOWEST > from + high) this.scroll.scrollTop = y + LOWEST - high;
-    this.#look({ id: block.group.group_id, index: of });
-    this.#tell(true);
+    this.#setFocus({ id: block.group.group_id, index: of });
+    this.#showDetail(true);
   }
 
-  #tell(aloud) {
+  // Describes the focused candidate, for screen readers too if `aloud`.
+  #showDetail(aloud) {
     const group = this.#model.groups.get(this.#focus.id);
     const candidate = group?.candidates[this.#focus.index];
     if (!candidate) return;
-    const [first, rest] = described(group, candidate, this.#model.time);
+    const [first, rest] = describe(group, candidate, this.#model.time);
     byId("detail").replaceChildren(element("b", {}, first), ` ${rest}`);
-    if (aloud) say("said", `${first} ${rest}`);
+    if (aloud) setText("said", `${first} ${rest}`);
   }
 }
 
-function described(group, candidate, now) {
-  const length = `${several(candidate.tokens, "token")}${candidate.cut ? ", cut there" : ""}`;
+// Returns the kind of a candidate, and facts about it, as two texts.
+function describe(group, candidate, now) {
+  const length = `${countOf(candidate.tokens, "token")}${candidate.cut ? ", cut there" : ""}`;
   const facts = [`candidate ${candidate.index} of ${group.started}`, length];
   if (candidate.start !== undefined) facts.push(`ran ${seconds((candidate.stop ?? group.ended ?? now) - candidate.start)}`);
   if (candidate.start > group.began + 0.005) facts.push(`after ${seconds(candidate.start - group.began)}`);
-  if (candidate.resumed) facts.push(`went on from ${several(candidate.resumed, "token")} of an earlier batch`);
+  if (candidate.resumed) facts.push(`went on from ${countOf(candidate.resumed, "token")} of an earlier batch`);
   if (candidate.quality !== undefined) facts.push(`quality ${candidate.quality.toFixed(2)}`);
-  facts.push(`group ${group.group_id}`, `prompt ${short(group.prompt_key ?? "without a key", 24)}`, `policy ${group.policy}`);
+  facts.push(`group ${group.group_id}`, `prompt ${shorten(group.prompt_key ?? "without a key", 24)}`, `policy ${group.policy}`);
   const kind = KINDS[kindOf(candidate)] ?? candidate.state;
   return [`${kind[0].toUpperCase()}${kind.slice(1)}:`, `${facts.join(" · ")}`];
 }

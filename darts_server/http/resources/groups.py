@@ -110,7 +110,7 @@ class GroupAnswer(GroupFacts):
 
     @classmethod
     def of(cls, record: GroupRecord, rewards: GroupRewards) -> Self:
-        """Return the answer without its candidates."""
+        """Return the answer without its candidates, which `encode_group` adds."""
         others = {
             "group_size": record.size,
             "duration": record.ended_at - record.started_at,
@@ -123,8 +123,9 @@ class GroupAnswer(GroupFacts):
         return cls(**shared_fields(cls, record) | others)
 
 
-def encoded_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
+def encode_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
     """Yield a group's answer as JSON, in parts of about `SLICE_BYTES`."""
+    # Candidates go between the brackets of their empty list.
     head, place, tail = GroupAnswer.of(record, rewards).model_dump_json().encode().rpartition(b'"candidates":[')
     by_length = sorted(record.selected, key=lambda candidate: (candidate.tokens, candidate.index))
     ranks = {candidate.index: rank for rank, candidate in enumerate(by_length)}
@@ -226,13 +227,13 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     readers = Readers("provenance of many candidates")
 
     async def parts_of(records: Sequence[GroupRecord]) -> AsyncIterator[bytes]:
-        """Encode one group after the other in a thread, when the earlier groups were sent."""
+        """Yield the answer in parts, each encoded in a thread when the earlier parts were sent."""
         yield b'{"groups":['
         for number, record in enumerate(records):
             if number:
                 yield b","
             # The rewards are read here, because they change in the event loop.
-            parts = encoded_group(record, reward_matcher.group_rewards(record))
+            parts = encode_group(record, reward_matcher.group_rewards(record))
             while (part := await in_thread(partial(next, parts, None))) is not None:
                 yield part
         yield b"]}"
@@ -258,7 +259,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
             with ExitStack() as cleanup:
                 cleanup.enter_context(readers.counted())
                 return ClosingResponse(parts_of(records), JSON, None, cleanup.pop_all())
-        encoded = [b"".join(encoded_group(record, reward_matcher.group_rewards(record))) for record in records]
+        encoded = [b"".join(encode_group(record, reward_matcher.group_rewards(record))) for record in records]
         return Response(b'{"groups":[' + b",".join(encoded) + b"]}", media_type=JSON)
 
     # Callers' own keys may have slashes.

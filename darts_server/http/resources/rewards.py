@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, StrictInt, model_validator
 
-from darts_server.http.body import Body, converted, parse_body, read_body
+from darts_server.http.body import Body, convert_body, parse_body, read_body
 from darts_server.http.openapi import json_body
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
 
@@ -86,5 +86,5 @@ def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
         def reports_of(body: RewardsIn) -> list[Reward]:
             return [reward.reward_report for reward in body.rewards]
 
-        reports = await converted(reports_of, body, raw)
+        reports = await convert_body(reports_of, body, raw)
         return RewardsOut(**asdict(await reward_matcher.report(reports)))

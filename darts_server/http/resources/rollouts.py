@@ -23,7 +23,7 @@ from starlette.responses import Response
 from darts_server.caller import caller
 from darts_server.exceptions import InvalidRequest, NotAcceptable
 from darts_server.http.answers import JSON, SLICE_BYTES, Readers, SharedEncodings, encode_json, respond
-from darts_server.http.body import converted, parse_body, read_body, while_connected
+from darts_server.http.body import convert_body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.rollouts_models import (
     CancelledOut,
@@ -108,7 +108,7 @@ class Reading:
 
     @contextmanager
     def listen(self, batch: BatchRun) -> Iterator[None]:
-        """Listen to a batch while the block runs.
+        """Keep a batch from being cancelled as idle while the block runs.
 
         Raises:
             QuotaReached
@@ -137,10 +137,10 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
 
         body = await parse_body(RolloutsIn, raw, "prompts")
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
-        media_type = choose_form(request.headers, streams=answer_format.stream is not StreamMode.OFF)
-        batch_request = await converted(RolloutsIn.request, body, raw)
+        media_type = choose_media_type(request.headers, streams=answer_format.stream is not StreamMode.OFF)
+        batch_request = await convert_body(RolloutsIn.request, body, raw)
         batch = await batches.open(batch_request, answer_format, key)
-        return await _respond(request, batch, 0, media_type, reading)
+        return await _respond(request, batch, media_type, reading, after=0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)
     async def attach(batch_id: str, request: Request, last_event_id: Annotated[str | None, LAST] = None) -> Response:
@@ -152,12 +152,12 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         after = int(text)
 
         batch = batches.find(batch_id)
-        media_type = choose_form(request.headers, streams=batch.feed is not None)
+        media_type = choose_media_type(request.headers, streams=batch.feed is not None)
         if batch.feed is not None and after > batch.feed.last_number:
             raise InvalidRequest(
                 LAST_EVENT_HEADER, f"the latest event of this batch is {batch.feed.last_number}, got {after}"
             )
-        return await _respond(request, batch, after, media_type, reading)
+        return await _respond(request, batch, media_type, reading, after=after)
 
     @api.delete("/rollouts/{batch_id}")
     async def cancel(batch_id: str) -> CancelledOut:
@@ -165,7 +165,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         return CancelledOut(id=batch_id, cancelled=batches.cancel(batch_id))
 
 
-def choose_form(headers: Headers, *, streams: bool) -> str:
+def choose_media_type(headers: Headers, *, streams: bool) -> str:
     """Return the media type of a batch's answer that the ``Accept`` header prefers.
 
     Without the header, every type is accepted. Ties go to the type that stands first in our offers.
@@ -202,7 +202,8 @@ def choose_form(headers: Headers, *, streams: bool) -> str:
     raise NotAcceptable("Accept", f'accept {JSON} or {SAFETENSORS}, or send a request with "stream" for another form')
 
 
-async def _respond(request: Request, batch: BatchRun, after: int, media_type: str, reading: Reading) -> Response:
+async def _respond(request: Request, batch: BatchRun, media_type: str, reading: Reading, *, after: int) -> Response:
+    """Return the batch's events after event ``after`` as a stream, or its whole answer."""
     if batch.feed is not None:
         events = event_chunks(batch.feed, after, batch.answer_format.stream, reading.events)
         return EventStream(events, reading.listen(batch))
@@ -296,6 +297,7 @@ async def event_chunks(
     A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
     """
     while (found := await feed.next(number)) is not None:
+        # Join small events that are ready.
         chunk = b""
         while found is not None and not is_large(found[1]):
             number = found[0]
@@ -305,6 +307,7 @@ async def event_chunks(
             yield chunk
             continue
 
+        # Small events are sent while the large event is encoded.
         number = found[0]
         with shared.use((feed, number), partial(encode_event, *found, stream)) as encoding:
             # A slow reader must not keep the tokens of the event alive.
@@ -346,11 +349,11 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
     if isinstance(event, GroupResult):
         left_out = SENT_IN_DELTAS if stream is StreamMode.TOKENS else None
         return encode_text("group", encode_ascii(GroupOut.of(event).model_dump(exclude=left_out)), number)
-    name, data = _small_event(event)
+    name, data = _convert_small_event(event)
     return encode(name, data, number)
 
 
-def _small_event(event: Event) -> tuple[str, dict[str, Any]]:
+def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
     """Return the name and the data of an event that has no token ids."""
     match event:
         case TrajectorySelected(trajectory_id, group, sample, cut):
@@ -385,8 +388,9 @@ def _small_event(event: Event) -> tuple[str, dict[str, Any]]:
 
 
 def encode_ascii(value: Any) -> str:
-    """Encode a value as `encode_json` does, with other than ASCII characters escaped."""
+    """Encode a value as `encode_json` does, with all but ASCII characters escaped."""
     text = encode_json(value).decode()
     if text.isascii():
         return text
+    # Escaped as by json.dumps, without its quotes.
     return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)

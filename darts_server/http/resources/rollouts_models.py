@@ -53,7 +53,7 @@ MAX_SHARED_BYTES = 64 * 1024 * 1024
 
 
 def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
-    """Validate a field as ``kind``, and keep it as JSON, which takes a fraction of the memory of the objects."""
+    """Return an annotation that validates a field as ``kind``, and keeps it as JSON in a fraction of the memory."""
 
     def encode(value: object) -> bytes:
         # The standard library, because msgspec refuses integers of more than 64 bits.
@@ -66,11 +66,12 @@ def _as_json(kind: Any, max_bytes: int | None = None) -> GetPydanticSchema:
 
 
 def _dump_metadata(metadata: bytes | None, info: SerializationInfo) -> Any:
+    """Return metadata as objects for pydantic's JSON, else as JSON text."""
     if metadata is None:
         return None
     if info.mode_is_json():
         return json.loads(metadata)
-    # As it was encoded: msgspec does not encode numbers of more than 64 bits.
+    # Not decoded: msgspec does not encode numbers of more than 64 bits.
     return Raw(metadata)
 
 
@@ -111,6 +112,7 @@ class ChatOptionsIn(Body):
         options = {}
         for name in ChatOptionsIn.model_fields:
             value = getattr(self, name)
+            # Fields of bytes were encoded by `_as_json`.
             if isinstance(value, bytes):
                 options[name] = Raw(value)
             elif value is not None:
@@ -118,10 +120,7 @@ class ChatOptionsIn(Body):
         return options
 
     def check_messages(self, messages: bytes | None) -> None:
-        """
-        Raises:
-            ValueError: the request has options, and no messages.
-        """
+        """Refuse chat options without messages, by a ValueError."""
         if messages is not None:
             return
         options = self.chat_options()
@@ -198,6 +197,7 @@ class RolloutsIn(ChatOptionsIn):
     @classmethod
     def _check_policy(cls, value: object) -> object:
         if isinstance(value, str):
+            # Long names are not repeated.
             name = value if len(value) <= NAME_CHARS else "NAME"
             raise ValueError(f'must be an object; write {{"name": {json.dumps(name)}}}')
         return value
@@ -205,6 +205,7 @@ class RolloutsIn(ChatOptionsIn):
     @field_validator("chunk_tokens")
     @classmethod
     def _check_chunk_tokens(cls, value: int, info: ValidationInfo) -> int:
+        # Called only if the caller has sent the field.
         if info.data.get("stream") != "tokens":
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
@@ -237,6 +238,7 @@ class RolloutsIn(ChatOptionsIn):
         return BatchRequest(prompts, **others)
 
     def _check_chat_options(self, options: dict[str, Raw], size: int) -> None:
+        """Check the batch's chat options. ``size``: their bytes as JSON."""
         chats = sum(prompt.messages is not None for prompt in self.prompts)
         if not chats:
             raise InvalidRequest(
@@ -291,6 +293,7 @@ class GroupOut(GroupFacts):
 
     @classmethod
     def of(cls, result: GroupResult) -> Self:
+        """Convert the result of a group."""
         record = result.record
         candidates = {}
         seconds = None
@@ -320,7 +323,7 @@ class GroupOut(GroupFacts):
             candidates=len(candidates),
             **facts,
             mask=[index in result.samples for index in sorted(candidates)],
-            aborted=_all_aborted(result),
+            aborted=_convert_aborted(result),
             trajectories=trajectories,
             discarded=discarded_out(result.group_id, candidates.values(), result.aborted or ()),
             seconds=seconds,
@@ -351,7 +354,7 @@ class UnfinishedOut(BaseModel):
     @classmethod
     def of(cls, unfinished: Unfinished) -> Self:
         error = None if unfinished.error is None else error_object(unfinished.error)
-        aborted = None if unfinished.group is None else _all_aborted(unfinished.group)
+        aborted = None if unfinished.group is None else _convert_aborted(unfinished.group)
         return cls(**shared_fields(cls, unfinished) | {"error": error, "aborted": aborted})
 
 
@@ -377,7 +380,8 @@ class CancelledOut(BaseModel):
     cancelled: bool
 
 
-def _all_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
+def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
+    """Return a group's aborted candidates; ``None`` if it was not aborted."""
     if result.aborted is None:
         return None
     candidates = {}

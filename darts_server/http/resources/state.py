@@ -32,7 +32,8 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
     restoring = anyio.Lock()
     exporting = anyio.Lock()
 
-    def replace(data: bytes) -> int:
+    def restore_file(data: bytes) -> int:
+        """Restore a saved file; return its number of prompts."""
         try:
             store.restore(data)
         except (StateDamaged, StateTooNew) as error:
@@ -56,5 +57,5 @@ def add_routes(api: APIRouter, store: Store, statistics: Statistics, max_bytes: 
         """Replace learned state by a saved file, or change nothing."""
         async with restoring:
             data = await read_body(request, max_bytes)
-            prompts = await run_sync(replace, data)
+            prompts = await run_sync(restore_file, data)
         return StateAnswer(prompts=prompts)

@@ -11,10 +11,11 @@ from darts_server.types import SelectedAs as Selection
 
 
 def _dump_values(values: Sequence[Any], info: SerializationInfo) -> Sequence[Any]:
+    """Return a list for pydantic's JSON. `encode_json` encodes arrays."""
     return list(values) if info.mode_is_json() else values
 
 
-# pydantic neither checks nor copies the arrays: `encode_json` encodes them.
+# pydantic neither checks nor copies the arrays.
 TokenIds = Annotated[
     Sequence[int],
     SkipValidation,

@@ -46,13 +46,13 @@ class ChoicesIn(Body):
     choices: list[str] = Field(min_length=1, fail_fast=True)
 
 
-def _text_or(*kinds: type, name: str) -> Discriminator:
-    """Accept a string, or a value of other types that errors call ``name``."""
+def _create_discriminator(*kinds: type, name: str) -> Discriminator:
+    """Return the discriminator of a union of strings and ``kinds``, which errors call ``name``."""
 
     def tag_of(value: object) -> str | None:
         if isinstance(value, str):
             return "text"
-        # An empty tag does not appear in the place of an error.
+        # An empty tag does not appear in the place of an error. Without a tag, pydantic refuses the value.
         return "" if isinstance(value, kinds) else None
 
     return Discriminator(
@@ -64,11 +64,11 @@ def _text_or(*kinds: type, name: str) -> Discriminator:
 
 Prompt = Annotated[
     Annotated[str, Tag("text")] | Annotated[TokenIds, Tag("")],
-    _text_or(list, name="an array of integers"),
+    _create_discriminator(list, name="an array of integers"),
 ]
 PatternIn = Annotated[
     Annotated[str, Tag("text")] | Annotated[ChoicesIn, Tag("")],
-    _text_or(dict, ChoicesIn, name="an object"),
+    _create_discriminator(dict, ChoicesIn, name="an object"),
 ]
 
 
@@ -105,7 +105,7 @@ class VoteIn(ChatOptionsIn):
         return self
 
     @property
-    def question(self) -> VoteRequest:
+    def vote_request(self) -> VoteRequest:
         text = self.prompt if isinstance(self.prompt, str) else None
         tokens = self.prompt if isinstance(self.prompt, list) else None
         options = self.chat_options()
@@ -188,7 +188,7 @@ def add_routes(api: APIRouter, votes: VoteRunner[Any, Any]) -> None:
     async def vote(request: Request) -> Response:
         """Sample one prompt until the result of the vote is certain; stop the remaining candidates."""
         body = await parse_body(VoteIn, await read_body(request, MAX_BODY_BYTES))
-        result = await while_connected(request, votes.run(body.question))
+        result = await while_connected(request, votes.run(body.vote_request))
         # In a thread, because many trajectories take long.
         answer = await while_connected(request, in_thread(partial(encode_vote, result)))
         return respond(answer, JSON)

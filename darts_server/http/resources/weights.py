@@ -57,6 +57,7 @@ class UpdateAnswer(BaseModel):
 
     @classmethod
     def of(cls, record: UpdateRecord | None) -> Self | None:
+        """Convert the last update, if there was any."""
         if record is None:
             return None
         return cls.model_validate(record)
@@ -87,7 +88,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
     @api.get("/weights")
     async def read() -> WeightsAnswer:
         """Return the served version and the result of the last update."""
-        return answer(updates)
+        return describe_weights(updates)
 
     @api.put("/weights", openapi_extra=binary_body("A safetensors file."))
     async def push(
@@ -105,7 +106,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
             partial,
             check_finite,
         )
-        return answer(updates)
+        return describe_weights(updates)
 
     @api.post("/weights", openapi_extra=json_body(WeightsIn))
     async def load(request: Request) -> WeightsAnswer:
@@ -118,7 +119,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
             body.partial,
             body.check_finite,
         )
-        return answer(updates)
+        return describe_weights(updates)
 
     @api.put("/weights/lora/{name}", openapi_extra=binary_body("PEFT's adapter_model.safetensors."))
     async def push_lora(
@@ -140,7 +141,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
             version,
             check_finite,
         )
-        return answer(updates)
+        return describe_weights(updates)
 
     @api.post("/weights/lora/{name}", openapi_extra=json_body(LoraIn))
     async def load_lora(name: LoraName, request: Request) -> WeightsAnswer:
@@ -153,16 +154,16 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
             body.version,
             body.check_finite,
         )
-        return answer(updates)
+        return describe_weights(updates)
 
     @api.delete("/weights/lora/{name}")
     async def remove_lora(name: LoraName) -> WeightsAnswer:
         """Stop serving the adapter, after all running requests have finished."""
         await updates.loras.remove(name)
-        return answer(updates)
+        return describe_weights(updates)
 
 
-def answer(updates: Updates) -> WeightsAnswer:
+def describe_weights(updates: Updates) -> WeightsAnswer:
     coordinator = updates.coordinator
     loras = [
         LoraAnswer(name=name, version=lora.version, rank=lora.config.rank, scale=lora.config.scale)

@@ -75,9 +75,9 @@ class Keys:
         """
         self.file = file
         self._fixed = [_digest(key.encode()) for key in keys]
-        self._digests = self._read()
+        self._digests = self._read_digests()
 
-    def _read(self) -> list[bytes]:
+    def _read_digests(self) -> list[bytes]:
         if self.file is None:
             return self._fixed
         try:
@@ -96,7 +96,7 @@ class Keys:
         return bool(self._digests)
 
     def find(self, key: bytes | None) -> str | None:
-        """Return the name of a valid key, else None."""
+        """Return a valid key's name, its digest in hex; else None."""
         if key is None:
             return None
         wanted = _digest(key)
@@ -114,7 +114,7 @@ class Keys:
         if self.file is None:
             return
         try:
-            self._digests = self._read()
+            self._digests = self._read_digests()
         except InvalidSetting as error:
             logger.error("API keys were not reloaded: %s", error)
         else:
@@ -212,6 +212,7 @@ class Access:
         name = self.keys.find(key)
         if self.keys and name is None:
             raise Unauthorized(SEND_A_KEY)
+        # A browser sends no key by itself.
         if name is None:
             self.sites.check(sender.host, sender.origin)
         if access is RouteAccess.USE:

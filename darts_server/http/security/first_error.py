@@ -19,19 +19,20 @@ VALUES = ("default", "metadata")
 
 
 def end_at_first_error(application: FastAPI) -> None:
-    """Let the bodies of all routes that an app has now end their validation at the first error."""
+    """Rebuild the validators of the bodies of all routes that an app has now, to end at the first wrong item."""
     for route in application.routes:
         if not isinstance(route, APIRoute):
             continue
         for field in route.dependant.body_params:
             adapter = field._type_adapter
             _mark_lists(adapter.core_schema)
-            guarded = no_info_wrap_validator_function(_refuse_what_fails, adapter.core_schema)
-            # The validators that the models have built already know nothing of the change.
+            guarded = no_info_wrap_validator_function(_validate_or_refuse, adapter.core_schema)
+            # Prebuilt validators of the models would ignore the changed schema.
             adapter.validator = SchemaValidator(guarded, _use_prebuilt=False)
 
 
 def _mark_lists(schema: object) -> None:
+    """Set ``fail_fast`` in all lists of a schema."""
     if isinstance(schema, dict):
         if schema.get("type") in LISTS:
             schema["fail_fast"] = True
@@ -43,8 +44,8 @@ def _mark_lists(schema: object) -> None:
             _mark_lists(part)
 
 
-def _refuse_what_fails(body: object, validate: Callable[[object], object]) -> object:
-    """Validate a body, and refuse it if a validator of vLLM's fails.
+def _validate_or_refuse(body: object, validate: Callable[[object], object]) -> object:
+    """Validate a body; raise ValueError, which pydantic reports, if a validator of vLLM fails.
 
     These validators see fields before their types are checked: ``"structured_outputs": 1`` is an AttributeError.
     """

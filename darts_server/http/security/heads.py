@@ -43,22 +43,23 @@ class LimitedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
-        # Bytes since the parser has last reported a part of a request. The parser keeps the bytes of a header.
-        self._unreported = 0
+        # The parser keeps these bytes of an incomplete header.
+        self._bytes_since_callback = 0
         self._in_head = False
         self._head_timer: TimerHandle | None = None
         self._refusal = HTTPStatus.BAD_REQUEST
         self._unanswered: list[RequestResponseCycle] = []
 
     def data_received(self, data: bytes) -> None:
+        """Parse bytes in slices, and limit the head's size and time."""
         for begin in range(0, len(data), SLICE_BYTES):
             part = data[begin : begin + SLICE_BYTES]
-            self._unreported += len(part)
+            self._bytes_since_callback += len(part)
             super().data_received(part)
             # Refused, or upgraded to a WebSocket.
             if self.transport.is_closing() or self.transport.get_protocol() is not self:
                 return
-            if self._unreported > MAX_HEAD_BYTES:
+            if self._bytes_since_callback > MAX_HEAD_BYTES:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
                 return
 
@@ -69,49 +70,51 @@ class LimitedHttp(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(STALL_SECONDS, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
 
     def on_message_begin(self) -> None:
-        self._unreported = 0
+        self._bytes_since_callback = 0
         self._head_bytes = 0
         self._in_head = True
         if len(self.pipeline) >= MAX_PIPELINED:
+            # uvicorn answers by `send_400_response`.
             self._refusal = HTTPStatus.TOO_MANY_REQUESTS
             raise _Refused
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._add_to_head(len(url))
+        self._count_head_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Called for a trailer too, a header after a body in chunks.
-        self._add_to_head(len(name) + len(value))
+        self._count_head_bytes(len(name) + len(value))
         super().on_header(name, value)
 
-    def _add_to_head(self, size: int) -> None:
-        self._unreported = 0
+    def _count_head_bytes(self, size: int) -> None:
+        self._bytes_since_callback = 0
         self._head_bytes += size
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) >= MAX_HEADERS:
+            # uvicorn answers by `send_400_response`.
             self._refusal = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
             raise _Refused
 
     def on_headers_complete(self) -> None:
-        self._unreported = 0
+        self._bytes_since_callback = 0
         self._in_head = False
-        self._cancel_timer()
+        self._cancel_head_timer()
         super().on_headers_complete()
         self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if self.cycle and not self.cycle.response_complete:
             self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        self._unreported = 0
+        self._bytes_since_callback = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._unreported = 0
+        self._bytes_since_callback = 0
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timer()
+        self._cancel_head_timer()
         # uvicorn cancels only the last request. Answers to the others would be written to a closed socket.
         for cycle in self._unanswered:
             cycle.disconnected = True
@@ -136,7 +139,7 @@ class LimitedHttp(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[status] + headers + body)
         self.transport.close()
 
-    def _cancel_timer(self) -> None:
+    def _cancel_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -41,14 +41,15 @@ class _LimitedRequest(Request):
         self._max_parts = max_parts
 
     async def json(self) -> Any:
+        """Return the parsed body, cached as by Starlette."""
         if hasattr(self, "_json"):
             return self._json
         body = await self.body()
         try:
             if len(body) <= INLINE_BYTES:
-                self._json = loaded(body, self._max_parts)
+                self._json = load_json(body, self._max_parts)
             else:
-                self._json = await anyio.to_thread.run_sync(loaded, body, self._max_parts, limiter=one_at_a_time)
+                self._json = await anyio.to_thread.run_sync(load_json, body, self._max_parts, limiter=one_at_a_time)
         except InvalidRequest as error:
             # FastAPI gives all errors in this method the same answer; the middleware gives ours.
             caller.get().refused = error
@@ -63,15 +64,15 @@ def limit_json(application: FastAPI) -> None:
             accesses = {find_route(method, route.path)[0] for method in route.methods}
             # pydantic needs 2 to 4 µs for each part, in the event loop.
             max_parts = MAX_PARTS_AT_ONCE if RouteAccess.USE in accesses else MAX_ADMIN_PARTS
-            route.app = request_response(partial(_handle, route.get_route_handler(), max_parts))
+            route.app = request_response(partial(_handle_limited, route.get_route_handler(), max_parts))
 
 
-async def _handle(handler: Any, max_parts: int, request: Request) -> Response:
+async def _handle_limited(handler: Any, max_parts: int, request: Request) -> Response:
     response: Response = await handler(_LimitedRequest(request, max_parts))
     return response
 
 
-def loaded(body: bytes, max_parts: int) -> Any:
+def load_json(body: bytes, max_parts: int) -> Any:
     """Parse a JSON text as ``json.loads`` does. Other threads run between two arrays of a list of arrays.
 
     Raises:
@@ -92,18 +93,18 @@ def loaded(body: bytes, max_parts: int) -> Any:
         # NaN and Infinity, which json.loads accepts, or no JSON.
         fields = None
     if fields is None:
-        return _loaded_at_once(body, max_parts)
+        return _load_at_once(body, max_parts)
     values: dict[str, Any] = {}
     for name, raw in fields.items():
         text = bytes(raw)
         arrays = split_list(text, AnyArray)
         if arrays is None:
-            values[name] = _loaded_at_once(text, max_parts)
+            values[name] = _load_at_once(text, max_parts)
         else:
-            values[name] = [_loaded_at_once(array, max_parts) for array in arrays]
+            values[name] = [_load_at_once(array, max_parts) for array in arrays]
     return values
 
 
-def _loaded_at_once(text: bytes, max_parts: int) -> Any:
+def _load_at_once(text: bytes, max_parts: int) -> Any:
     check_structure(text, max_parts, MAX_VALUES_AT_ONCE, "in one prompt, or in a field that is no list of prompts")
     return json.loads(text)

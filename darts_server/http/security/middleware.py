@@ -22,7 +22,7 @@ from darts_server.exceptions import (
     TooLarge,
     Unauthorized,
 )
-from darts_server.http.body import BodyLimits, IncompleteBody, limited
+from darts_server.http.body import BodyLimits, IncompleteBody, limit_receive
 from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import ANY, OWN_LIMITS, TABLE
@@ -36,6 +36,8 @@ FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """Prefixes of the headers that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
 GROUP_ID = "X-Darts-Group-Id"
+MAX_CLOSE_REASON = 100
+"""Characters of the reason for closing a WebSocket, which may have 123 bytes."""
 STATE_KEY = "darts_group_id"
 """Key of a request's state with the id of its groups, if the request was shaped."""
 
@@ -84,7 +86,7 @@ class SecurityMiddleware:
 
         # Limit the body.
         if scope["type"] == "http" and not has_own_limits:
-            receive = limited(scope, receive, self.limits, who)
+            receive = limit_receive(scope, receive, self.limits, who)
 
         # Replace a route's error response if our exception is its cause. A response in which the route has answered our
         # exception itself only gets the exception's headers.
@@ -157,9 +159,12 @@ class SecurityMiddleware:
         return who
 
     async def _refuse(self, error: DartsError, scope: Scope, receive: Receive, send: Send) -> None:
-        self.on_refusal(_reason(error))
+        """Count a refusal, and send its response."""
+        self.on_refusal(_refusal_reason(error))
         if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:100]})
+            await send(
+                {"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:MAX_CLOSE_REASON]}
+            )
             return
 
         headers = headers_of(error)
@@ -183,7 +188,7 @@ def find_route(method: str, path: str) -> tuple[RouteAccess | None, bool]:
     return None, False
 
 
-def _reason(error: DartsError) -> str:
+def _refusal_reason(error: DartsError) -> str:
     """Return the reason of a refusal, as a label in metrics."""
     if isinstance(error, Unauthorized):
         return "key"
@@ -192,6 +197,7 @@ def _reason(error: DartsError) -> str:
     if isinstance(error, ServerStopping | EngineDead):
         return "shutdown"
     if isinstance(error, InvalidRequest):
+        # Other fields request too many candidates.
         return "body" if error.field == "body" else "quota"
     if isinstance(error, QuotaReached):
         return "quota"

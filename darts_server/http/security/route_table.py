@@ -30,6 +30,7 @@ PUBLIC = {
 
 
 def _routes(methods: str, paths: str) -> dict[str, str]:
+    """Map paths to their methods, both separated by spaces."""
     return dict.fromkeys(paths.split(), methods)
 
 

@@ -10,7 +10,7 @@ from random import Random
 import httpx
 
 from darts_server.offline.demo.problems import sample_problem
-from darts_server.offline.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, Step, draw, table, verdict
+from darts_server.offline.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method, Run, Step, compare, draw, format_table
 from darts_server.offline.demo.server import DARTS, serving
 
 DESCRIPTION = """\
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         return _fail("interrupted; the server was stopped")
 
     groups = sum(len(step.lengths) for step in raw.steps)
-    print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{table(raw, others)}\n")
+    print(f"\n{groups} groups, {len(raw.lengths)} trajectories returned by each run\n\n{format_table(raw, others)}\n")
     print("Figures vary from run to run. Times vary most, if the machine does other work.")
     if not others:
         return 0
@@ -86,11 +86,12 @@ def main(argv: Sequence[str]) -> int:
                 drawn = run
         draw(raw, drawn, options.picture)
         print(f"Picture of one step: {options.picture}")
-    print(verdict(raw, others))
+    print(compare(raw, others))
     return 0
 
 
 def _fail(message: str) -> int:
+    """Print an error, and return the exit code."""
     print(f"darts-server demo: {message}", file=sys.stderr)
     return 1
 
@@ -126,7 +127,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def methods(options: argparse.Namespace) -> dict[str, Method]:
+def list_methods(options: argparse.Namespace) -> dict[str, Method]:
     """Return the methods to compare by name: raw, raw with each smaller ``max_tokens``, and the policies."""
     found = {RAW: Method("off")}
     for cap in options.caps:
@@ -140,7 +141,7 @@ def methods(options: argparse.Namespace) -> dict[str, Method]:
 def measure(url: str, options: argparse.Namespace) -> list[Run]:
     """Request every batch by every method, and return the runs, raw first."""
     rng = Random(PROMPT_SEED)
-    compared = methods(options)
+    compared = list_methods(options)
     names = list(compared)
     steps: dict[str, list[Step]] = {name: [] for name in names}
     with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:

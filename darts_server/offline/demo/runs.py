@@ -15,6 +15,10 @@ from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Problem, rew
 RAW = "raw"
 CLEAR = 0.15
 """Times whose ratio is closer to 1 are called equal: runs of a few seconds vary as much."""
+ROUNDS_TO_ZERO = 0.005
+"""Largest share that is printed as 0 %."""
+NEARLY_ALL = 0.95
+"""Share of the generated tokens above which a run is said to discard nothing."""
 TIMEOUT_SECONDS = 300.0
 """A batch of the tiny model takes a few seconds, and some tens on a busy machine."""
 
@@ -100,7 +104,7 @@ class Batches:
         with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
             if response.is_error:
                 raise RuntimeError(f"the server answered {response.status_code}: {response.read().decode()}")
-            for event, data in events(response.iter_lines()):
+            for event, data in parse_events(response.iter_lines()):
                 if data.get("error"):
                     raise RuntimeError(f"the server answered: {data['error']['message']}")
                 if event == "group":
@@ -126,7 +130,7 @@ class Batches:
         return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, self._waiting, truncated)
 
 
-def events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def parse_events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Parse server-sent events whose data is one line of JSON, as darts-server sends them."""
     name = ""
     for line in lines:
@@ -155,7 +159,7 @@ class Run:
         """Share of the returned trajectories that were cut off before the limit of raw."""
 
 
-def table(raw: Run, others: Sequence[Run]) -> str:
+def format_table(raw: Run, others: Sequence[Run]) -> str:
     """Format a table with a column for each run."""
     runs = [raw, *others]
     rows = [
@@ -170,7 +174,7 @@ def table(raw: Run, others: Sequence[Run]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def verdict(raw: Run, others: Sequence[Run]) -> str:
+def compare(raw: Run, others: Sequence[Run]) -> str:
     """Say in one sentence how each run differs from raw."""
     # Two standard errors of a difference in points: trajectories of the same prompts differ by chance.
     noise = 200 * sqrt(2 * raw.right * (1 - raw.right) / len(raw.lengths))
@@ -186,9 +190,9 @@ def verdict(raw: Run, others: Sequence[Run]) -> str:
             answers = f"has as many right answers (within the noise of ± {noise:.0f} points)"
 
         selection = "returns the shorter answers"
-        if run.cut > 0.005:
+        if run.cut > ROUNDS_TO_ZERO:
             selection = f"cuts off {run.cut:.0%} of the answers"
-        elif sum(run.lengths) > 0.95 * run.generated:
+        elif sum(run.lengths) > NEARLY_ALL * run.generated:
             selection = "discards nothing"
         longest = f"longest answer {max(run.lengths)} tokens, raw {max(raw.lengths)}"
         differences.append(f"{run.name} takes {pace}, {answers} and {selection} ({longest})")

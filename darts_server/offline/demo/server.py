@@ -71,13 +71,14 @@ class Server:
 
     def is_healthy(self) -> bool:
         try:
+            # `verify=False` saves httpx from reading all root certificates.
             return httpx.get(f"{self.url}/health", verify=False).status_code == 200
         except httpx.TransportError:
             return False
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum the samples of a metric that have these labels; 0 if there are none."""
-        # Without `verify=False` httpx reads all root certificates, which takes longer than the request.
+        # `verify=False` saves httpx from reading all root certificates.
         text = httpx.get(f"{self.url}/metrics", timeout=REQUEST_SECONDS, verify=False).text
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         total = 0.0
@@ -99,6 +100,7 @@ Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
 
 
 def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
+    """Start a process, see `Launch`."""
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -112,7 +114,7 @@ def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Proce
 
 
 def bind(port: int = 0) -> socket.socket:
-    """Bind a port, or for 0 a port that the system gives to no connection: a server binds it again seconds later."""
+    """Bind ``port``, or for 0 a free port that no outgoing connection takes before a server binds it."""
     if port:
         return socket.create_server(("127.0.0.1", port))
     for candidate in SystemRandom().sample(PORTS, MAX_TRIES):
@@ -171,6 +173,7 @@ def serving(
 
 
 def _stop(process: Process) -> None:
+    """Stop a server: SIGTERM, and after `GRACE_SECONDS` SIGKILL for its process group."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -15,7 +15,7 @@ LOST_SHARES = (0.02, 0.1)
 """Shares of trajectories that a fixed limit truncates besides the trajectories that are truncated anyway."""
 
 
-def baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
+def simulate_baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     """Compute all baselines for the batches of ``off``."""
     machine = candidates.machine
     plan = BatchPlan(candidates.size, [candidates.size] * candidates.prompts)

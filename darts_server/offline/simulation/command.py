@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
-from darts_server.offline.simulation.baselines import baselines
+from darts_server.offline.simulation.baselines import simulate_baselines
 from darts_server.offline.simulation.policies import DEFAULT, NAMES, Policy, parse_policy, split_policies
 from darts_server.offline.simulation.presets import PRESETS, with_engines
-from darts_server.offline.simulation.summary import LEGEND, Summary, relative_to, summarise, table
+from darts_server.offline.simulation.summary import LEGEND, Summary, format_table, relative_to, summarise
 from darts_server.offline.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_policy
 from darts_server.offline.simulation.workload import Format, TracedWorkload, Workload, describe, read_traces
 from darts_server.policy.auto import MARGIN
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"{policy.name}: the first rollout takes {run[0].rollout.seconds:.1f} s", flush=True)
             runs[policy.name] = run
         found = [summarise(policy, run, size) for policy, run in runs.items()]
-        found += baselines(runs[OFF], candidates)
+        found += simulate_baselines(runs[OFF], candidates)
     except ValueError as error:
         # A sequence does not fit into the engines' KV cache.
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
@@ -115,12 +115,12 @@ def main(argv: Sequence[str]) -> int:
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
         f"\n{name}: {steps} steps, {prompts} prompts x {size} trajectories, at most {workload.max_tokens} tokens, "
-        f"engines: {machine.replicas}\n{about}{advice(policies, summaries)}\n{LEGEND}\n\n{table(summaries)}"
+        f"engines: {machine.replicas}\n{about}{advise(policies, summaries)}\n{LEGEND}\n\n{format_table(summaries)}"
     )
     return 0
 
 
-def advice(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
+def advise(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
     """Return a line about the best policy that carries prompts over, or nothing if there is no such policy."""
     speeds = {}
     # The summaries of baselines come last.

@@ -55,6 +55,7 @@ class Policy:
     @property
     def cycle(self) -> int:
         """Steps from one long round to the next, or 1 without long rounds."""
+        # After each step, `start` - 1 of a round is left over.
         return 1 + ceil(1 / (self.start - 1)) if self.long_rounds else 1
 
     def max_candidates(self, size: int) -> int:

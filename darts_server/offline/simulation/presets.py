@@ -66,7 +66,7 @@ QWEN_14B = Model(14.8e9, 48, 8)
 QWEN_32B = Model(32.8e9, 64, 8)
 
 
-def machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rollouts: float) -> Machine:
+def build_machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rollouts: float) -> Machine:
     """Build a machine with ``replicas`` engines of ``per_replica`` GPUs each, which also train."""
     bandwidth = gpu.bandwidth * MEMORY_EFFICIENCY * per_replica
     flops = gpu.flops * COMPUTE_EFFICIENCY * per_replica
@@ -156,33 +156,33 @@ PRESETS: dict[str, Preset] = {
     "dapo-32b": Preset(
         "Qwen2.5-32B on DAPO's maths problems (PolyTrace): mean 580 tokens and a long tail; 8 engines of 4 H100",
         DAPO,
-        machine(QWEN_32B, H100, 4, 8, 10.0),
+        build_machine(QWEN_32B, H100, 4, 8, 10.0),
     ),
     "deepcoder-14b-16k": Preset(
         "DeepCoder 14B with at most 16,000 tokens (PolyTrace): mean 9,800, 15 % truncated; 8 engines of 4 H100",
         DEEPCODER,
-        machine(QWEN_14B, H100, 4, 8, 6.0),
+        build_machine(QWEN_14B, H100, 4, 8, 6.0),
     ),
     "search-r1-7b": Preset(
         "Search-R1 with Qwen2.5-7B (PolyTrace): a trajectory's length is its generated tokens, the results of its "
         "searches count as prompt, and no trajectory waits for a search; 8 engines of one H100",
         SEARCH_R1,
-        machine(QWEN_7B, H100, 1, 8, 4.0),
+        build_machine(QWEN_7B, H100, 1, 8, 4.0),
     ),
     "paper-h20-14b": Preset(
         "the DARTS paper's machine for 14B, 64 H20 as 16 engines of 4, with the lengths of dapo-32b",
         DAPO,
-        machine(QWEN_14B, H20, 4, 16, 6.0),
+        build_machine(QWEN_14B, H20, 4, 16, 6.0),
         512,
     ),
     "paper-h20-32b": Preset(
         "the DARTS paper's machine for 32B, 64 H20 as 8 engines of 8, with the lengths of dapo-32b",
         DAPO,
-        machine(QWEN_32B, H20, 8, 8, 10.0),
+        build_machine(QWEN_32B, H20, 8, 8, 10.0),
         512,
     ),
     "h200-8b": Preset(
-        "Qwen3-8B on one H200, with the lengths of dapo-32b", DAPO, machine(QWEN_8B, H200, 1, 1, 2.0), 64
+        "Qwen3-8B on one H200, with the lengths of dapo-32b", DAPO, build_machine(QWEN_8B, H200, 1, 1, 2.0), 64
     ),
     "tiny": Preset("the tiny model of examples/tiny_rl on two CPU cores", TINY, TINY_MACHINE, 16),
 }

@@ -77,7 +77,10 @@ def relative_to(off: Summary, summary: Summary) -> Summary:
 
 
 def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
-    """Return the mean over groups, or None if a group has no weights, see `SelectionRule.weights`."""
+    """Return the mean of (sum w)² / sum w² / size over groups with weights w.
+
+    None if a group has no weights, see `SelectionRule.weights`.
+    """
     sizes = []
     for step in steps:
         batch = step.batch
@@ -100,7 +103,7 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
     return float(np.mean(sizes))
 
 
-def table(summaries: Sequence[Summary]) -> str:
+def format_table(summaries: Sequence[Summary]) -> str:
     """Format summaries as lines of text."""
     rows = [[title for title, _ in COLUMNS.values()]]
     for summary in summaries:

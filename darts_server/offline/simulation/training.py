@@ -83,6 +83,7 @@ class Candidates:
         for row, prompt in enumerate(prompts):
             key = (prompt.number, prompt.attempt)
             if key not in self._drawn:
+                # `earlier` uses the seed that ends with 1.
                 rng = np.random.default_rng([self.seed, prompt.number, 2 + prompt.attempt])
                 drawn = self.workload.lengths(prompt.number, self.most, rng, prompt.attempt)
                 self._drawn[key] = (self.workload.prompt_tokens(prompt.number), drawn, rng.random(self.most))
@@ -100,6 +101,7 @@ class Candidates:
             return None
         if number not in self._earlier:
             rng = np.random.default_rng([self.seed, number, 1])
+            # Attempt 0 would return a trace's samples, which `batch` returns.
             lengths = self.workload.lengths(number, self.size, rng, attempt=1).tolist()
             limit = self.workload.max_tokens
             observed = [Observation(min(tokens, limit), censored=tokens >= limit) for tokens in lengths]

@@ -109,12 +109,14 @@ class FittedWorkload:
     """Std of the logarithm of prompts' tokens."""
 
     def prompt_tokens(self, number: int) -> int:
+        # Every run has the same prompts.
         noise = np.random.default_rng([0, number, 1]).standard_normal()
         return max(1, round(float(self.prompt_median * np.exp(self.prompt_spread * noise))))
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
         median_shares, medians = self.medians
         ratio_shares, ratios = self.ratios
+        # All candidates of a prompt share its median, in every run.
         share = np.random.default_rng([0, number, 2]).random()
         median = np.exp(np.interp(share, median_shares, np.log(medians)))
         lengths = np.ceil(median * np.exp(np.interp(rng.random(count), ratio_shares, np.log(ratios))))
@@ -267,6 +269,7 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
 
 
 def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
+    """Return the whole number ``name``. ``place``: for the error message."""
     value = values.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidSetting(f"--trace: {name} must be a whole number of at least {least} in {place}")
@@ -274,7 +277,7 @@ def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> 
 
 
 def _total(line: Mapping[str, Any], name: str, of_each: str, place: str) -> int:
-    """Return the sum of a field over a list of objects, or 0 if there is no list."""
+    """Return the sum of the field ``of_each`` over the objects in the list ``name``, or 0 without this list."""
     values = line.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")

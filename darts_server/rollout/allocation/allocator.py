@@ -29,7 +29,7 @@ PRICE = json_kind("price", ShadowPrice)
 
 
 class Allocator:
-    """Allocate candidates over the groups that arrive within ``window`` seconds (DARTS, section 2b in PAPERS.md).
+    """Allocate candidates over the groups that arrive within ``window`` seconds (as the DARTS paper does for a batch).
 
     The mean over all groups of one policy and size stays at the budget.
 
@@ -68,7 +68,7 @@ class Allocator:
         """Allocate candidates to one group. Most policies wait ``window`` seconds for other groups."""
         if not plan.shaping.uses_cohort:
             return Allocation(plan.candidates(self._scale()))
-        name = _name(plan)
+        name = _policy_and_size(plan)
         if name not in self._waiting:
             self._waiting[name] = []
             task = asyncio.create_task(self._allocate_waiting(name, plan))
@@ -85,6 +85,7 @@ class Allocator:
             raise
 
     async def _allocate_waiting(self, name: str, plan: Plan) -> None:
+        """Answer all calls of `allocate` at the end of the window."""
         await asyncio.sleep(self._window)
         waiting = [(key, result) for key, result in self._waiting.pop(name) if not result.cancelled()]
         if not waiting:
@@ -123,7 +124,7 @@ class Allocator:
         rule = self.deadlines.current_rule(plan.shaping, plan.policy)
         tokens_from_recent = None
         if rule is not None:
-            recent = self.deadlines.recent_lengths(_name(plan))
+            recent = self.deadlines.recent_lengths(_policy_and_size(plan))
             if is_small:
                 tokens_from_recent = recent.deadline(rule)
             else:
@@ -133,7 +134,7 @@ class Allocator:
             policy=plan.policy,
             groups=groups,
             mean_candidates=size + (mean - size) * scale,
-            explored=rule is not None and self.deadlines.should_explore(rule, plan.policy, groups),
+            explored=rule is not None and self.deadlines.choose_exploration(rule, plan.policy, groups),
             chosen=None if auto is None else auto.choice.reason,
         )
 
@@ -163,7 +164,7 @@ class Allocator:
         ]
 
     def _counts(self, plan: Plan, stds: Sequence[float | None], budget: int | None) -> tuple[Sequence[int], float]:
-        """Return the candidates of each group before the load reduces them, and their mean M'."""
+        """Return the number of candidates of each group before the load reduces it, and the mean M'."""
         shaping = plan.shaping
         low, high = shaping.bounds(plan.size)
         if budget is not None:
@@ -175,10 +176,10 @@ class Allocator:
         if shaping.budget is BudgetKind.CV_LOG:
             stats = self._statistics.dataset.stats
         mean = shaping.mean_candidates(plan.size, stats.std, stats.mean)
-        name = _name(plan)
+        name = _policy_and_size(plan)
         if shaping.adaptive and len(stds) < MIN_COHORT:
             price = self._prices.load(name) or ShadowPrice()
-            counts = [price.candidates(std, mean, low, high) for std in stds]
+            counts = [price.allocate(std, mean, low, high) for std in stds]
             self._prices.save(name, asdict(price))
             return counts, mean
 
@@ -189,5 +190,5 @@ class Allocator:
         return counts, mean
 
 
-def _name(plan: Plan) -> str:
+def _policy_and_size(plan: Plan) -> str:
     return f"{plan.policy}/{plan.size}"

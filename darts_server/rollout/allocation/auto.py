@@ -19,7 +19,7 @@ class Auto:
         self.opening = opening
         self.states = StoredValues(statistics.documents, STATE)
 
-    def state(self, size: int) -> AheadState:
+    def load_state(self, size: int) -> AheadState:
         return self.states.load(str(size)) or AheadState()
 
     def choose(
@@ -34,7 +34,7 @@ class Auto:
 
         ``lost``: number of tokens of earlier batches for these prompts that cannot be used.
         """
-        choice = choose_ahead(limits, self.state(size), needed, offered)
+        choice = choose_ahead(limits, self.load_state(size), needed, offered)
         return AutoBatch(self, limits, size, choice, lost)
 
 
@@ -55,13 +55,14 @@ class AutoBatch:
     generation: int | None = None
 
     def start(self) -> None:
+        """Called when the first group starts."""
         self.opening = self.auto.opening()
         self.generation = self.auto.statistics.documents.generation
 
     def end(self, record: CohortRecord) -> None:
         """Learn from the batch after its last group has ended."""
         statistics = self.auto.statistics
-        # Otherwise no group has started, or the learned state was restored meanwhile.
+        # No group has started, or the learned state was restored meanwhile.
         if self.generation != statistics.documents.generation:
             return
         groups = sorted(record.returned_lengths, key=sum, reverse=True)
@@ -80,5 +81,5 @@ class AutoBatch:
             seconds=seconds,
             alone=alone,
         )
-        state = learn_ahead(self.limits, self.auto.state(self.size), self.choice, outcome)
+        state = learn_ahead(self.limits, self.auto.load_state(self.size), self.choice, outcome)
         self.auto.states.save(str(self.size), asdict(state))

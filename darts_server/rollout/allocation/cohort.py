@@ -58,11 +58,12 @@ class Cohort:
 
     def report_need(self, group: object, tokens: int) -> None:
         self.deadline.report_need(group, tokens)
-        self._pass_on()
+        self._pass_on_deadline()
 
     def report_minimum(self, group: object, tokens: int | None) -> None:
+        """Record the least that a group can need, or None if it can no longer be complete."""
         self.deadline.report_minimum(group, tokens)
-        self._pass_on()
+        self._pass_on_deadline()
 
     def end_group(self, group: object = None, record: GroupRecord | None = None) -> None:
         """Remove a group that has ended, or None for a group that never started."""
@@ -71,14 +72,14 @@ class Cohort:
         self._members.pop(group, None)
         self._unfinished -= 1
         self.deadline.remove(group)
-        self._pass_on()
+        self._pass_on_deadline()
         if self._unfinished == 0:
             self.record.deadline = self.deadline.tokens
             if self.started_at is not None:
                 self.record.measured_seconds = self._clock() - self.started_at
             self._on_end(self.record)
 
-    def _pass_on(self) -> None:
+    def _pass_on_deadline(self) -> None:
         if self.deadline.tokens is not None and not self._is_passed_on:
             self._is_passed_on = True
             for group in self._members:
@@ -86,6 +87,7 @@ class Cohort:
                 asyncio.get_running_loop().call_soon(self._set_deadline, group)
 
     def _set_deadline(self, group: object) -> None:
+        """Set the deadline of a running group, unless the cohort explores."""
         if group in self._members and not self.record.explored:
             assert self.rule is not None
             assert self.deadline.tokens is not None

@@ -15,13 +15,13 @@ from darts_server.rollout.learned.documents import DocumentStore, Kind, StoredVa
 from darts_server.types import MaxLost, Outcome
 
 
-def _completion_lengths(value: Any) -> RecentCompletionLengths:
+def _parse_lengths(value: Any) -> RecentCompletionLengths:
     if not isinstance(value, list):
         raise ValueError("lengths in tokens must be a list of whole numbers")
     return RecentCompletionLengths(value)
 
 
-LENGTHS = json_kind("deadline", _completion_lengths)
+LENGTHS = json_kind("deadline", _parse_lengths)
 LOSSES = json_kind("losses", DeadlineLosses)
 LOST_GROUPS = json_kind("lost_groups", GroupLosses)
 KINDS: Sequence[Kind[Any]] = (LENGTHS, LOSSES, LOST_GROUPS)
@@ -66,11 +66,11 @@ class Deadlines:
             return None
         return replace(rule, stretch=self.stretch(policy, rule.max_lost))
 
-    def recent_lengths(self, name: str) -> RecentCompletionLengths:
-        return self._lengths.load(name) or RecentCompletionLengths()
+    def recent_lengths(self, policy_and_size: str) -> RecentCompletionLengths:
+        return self._lengths.load(policy_and_size) or RecentCompletionLengths()
 
-    def should_explore(self, rule: Deadline, policy: str, groups: int) -> bool:
-        """Decide whether a cohort runs past its deadline: at random, and when rewards are first reported.
+    def choose_exploration(self, rule: Deadline, policy: str, groups: int) -> bool:
+        """Choose whether a cohort of ``groups`` runs past its deadline: at random, and after the first rewards.
 
         Whole cohorts explore. The same share of single groups would delay nearly every cohort, as a cohort waits for
         its last group.
@@ -78,7 +78,7 @@ class Deadlines:
         losses = self.losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
             losses = replace(losses, first_groups=min(losses.first_groups + groups, LARGEST))
-            self._losses.save(policy, _values(losses))
+            self._losses.save(policy, _fields(losses))
             return True
         return self._rng.random() < rule.exploration
 
@@ -90,6 +90,7 @@ class Deadlines:
         if record.tokens_needed is not None or any(c.cut for c in record.candidates):
             name = f"{record.policy}/{record.size}"
             lengths = self.recent_lengths(name)
+            # 0: the group was cut.
             lengths.add(record.tokens_needed or 0)
             self._lengths.save(name, lengths.state)
 
@@ -103,19 +104,19 @@ class Deadlines:
         losses = before
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
-        # Without weights some candidates can never be returned, so that the deadline's losses do not show unless the
-        # group was explored.
+        # Without weights some candidates can never be returned, which hides the deadline's losses unless the group was
+        # explored.
         if record.explored or all(c.weight is not None for c in record.selected):
             losses = losses.with_answers(_answers(record, correct), record.explored, max_lost.answers)
             group = _shortest_answer(record, correct)
             if group is not None:
-                self._lost_groups.save(policy, _values(self.lost_groups(policy).with_group(group)))
+                self._lost_groups.save(policy, _fields(self.lost_groups(policy).with_group(group)))
         if losses != before:
-            self._losses.save(policy, _values(losses))
+            self._losses.save(policy, _fields(losses))
 
 
 def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
-    """Return rewarded or cut answers, with lengths relative to the limit that discards them, without a stretch.
+    """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its stretch.
 
     The limit is the bound for an answer that the group would wait for, and otherwise the deadline. A cut candidate had
     become longer than its group would wait for, unless it was cut at the bound.
@@ -154,6 +155,6 @@ def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer
     return Answer(relative_length, is_right=bool(right), cut=any(c.cut for c in selected))
 
 
-def _values(losses: DeadlineLosses | GroupLosses) -> dict[str, Any]:
+def _fields(losses: DeadlineLosses | GroupLosses) -> dict[str, Any]:
     # `asdict` would copy every number, and this is done for each rewarded group.
     return {name: getattr(losses, name) for name in losses.__slots__}

@@ -26,7 +26,7 @@ NewPlanner = Callable[[Mapping[str, object]], Planner]
 """Creates a planner with a caller's policy overrides, or raises ``InvalidRequest``."""
 
 SHORTEST: Mapping[str, object] = {"max_tokens": 1}
-"""Sampling parameters of the shortest answer. A prompt that is too long for this answer is too long for any."""
+"""Sampling parameters of the shortest answer. A prompt that is too long for it is too long for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PreparedBatch:
     """A batch that is ready to start.
 
     ``sampling``: the sampling parameters in force.
-    ``terms``: see `terms_of`; empty unless the batch resumes prompts.
+    ``terms``: see `describe_terms`; empty unless the batch resumes prompts.
     ``needed``: number of complete groups after which the batch ends.
     ``places``: number of groups that run at once. A failed group gives its place to another.
     """
@@ -121,7 +121,7 @@ async def prepare_batch(
         Overloaded, QuotaReached
     """
     owner = caller.get().name
-    plan = check_terms(batch, rollouts, new_planner)
+    plan = plan_batch(batch, rollouts, new_planner)
     sampling = renderer.effective_sampling(batch.sampling)
     usual = len(batch.prompts) * rollouts.usual_candidates(plan)
     ticket = rollouts.admission.admit(batch.budget or usual, "prompts")
@@ -150,7 +150,7 @@ async def prepare_batch(
                 )
             # All groups have the same sampling parameters.
             rollouts.engine.check_resumable(groups[0].request)
-            terms = terms_of(plan, sampling)
+            terms = describe_terms(plan, sampling)
             lost_tokens = choose_resumed(
                 groups,
                 terms,
@@ -232,7 +232,7 @@ class GroupBuilder:
                 await self.add("carried", carried.prompt, carried)
             except InvalidRequest as error:
                 try:
-                    await self._renderer.make_request(carried.prompt, SHORTEST, 1, self.batch_id)
+                    await self._renderer.make_request(carried.prompt, SHORTEST, size=1, request_id=self.batch_id)
                 except InvalidRequest:
                     # The earlier server had another chat template or a longer context.
                     dropped.append((carried.identity[0], error.message))
@@ -310,7 +310,7 @@ def allocate(
         raise
 
 
-def check_terms(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: NewPlanner) -> Plan:
+def plan_batch(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: NewPlanner) -> Plan:
     """Check everything but prompts and sampling parameters, and return the plan of the batch."""
     if batch.carried and batch.carry is Carry.DROP and batch.num_groups is not None:
         raise InvalidRequest(
@@ -364,6 +364,6 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
 
 
-def terms_of(plan: Plan, sampling: Mapping[str, object]) -> str:
-    """Return a text that two batches, also of two servers, share if one can continue groups of the other."""
+def describe_terms(plan: Plan, sampling: Mapping[str, object]) -> str:
+    """Return policy and sampling as a text. A batch can resume groups of batches with the same text."""
     return f"{plan.policy} {plan.shaping!r} {plan.size} {json.dumps(sampling, sort_keys=True, default=repr)}"

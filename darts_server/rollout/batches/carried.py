@@ -66,7 +66,7 @@ class CarryLimits:
 class CarriedGroup(Generic[OutputT]):
     """The candidates of an undecided group, with their tokens.
 
-    ``terms``: see `terms_of`. Only a batch with equal terms can resume the group.
+    ``terms``: see `describe_terms`. Only a batch with equal terms can resume the group.
     ``tail_seed``: selects the same candidates as if the group had not been stopped.
     """
 
@@ -161,11 +161,11 @@ class CarriedPrompts:
                 taken.append((None, prompt))
             else:
                 left.append(prompt)
-        self._set(owner, left)
+        self._set_prompts(owner, left)
         return taken
 
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
-        """Keep prompts within the limits. ``older``: prompts that were taken before the caller's other prompts came."""
+        """Keep prompts within the limits. ``older``: prompts that go before the kept prompts."""
         prompts = [*older, *self._kept.pop(owner, ()), *new]
         kept: list[CarriedPrompt] = []
         size = 0
@@ -178,7 +178,7 @@ class CarriedPrompts:
             if tokens > self.limits.tokens:
                 prompt = replace(prompt, group=None)
             kept.append(prompt)
-        self._set(owner, kept[::-1])
+        self._set_prompts(owner, kept[::-1])
         excess = len(prompts) - len(kept)
         if excess:
             logger.warning(
@@ -191,7 +191,7 @@ class CarriedPrompts:
         # A batch may end after its caller's key was removed.
         self.drop_without_caller()
 
-    def _set(self, owner: str | None, prompts: list[CarriedPrompt]) -> None:
+    def _set_prompts(self, owner: str | None, prompts: list[CarriedPrompt]) -> None:
         self._kept.pop(owner, None)
         self._tokens.pop(owner, None)
         if prompts:
@@ -202,7 +202,7 @@ class CarriedPrompts:
         gone = [owner for owner in self._kept if not self._may_call(owner)]
         prompts = sum(map(self.count, gone))
         for owner in gone:
-            self._set(owner, [])
+            self._set_prompts(owner, [])
         if prompts:
             logger.warning(
                 "%d prompts that were carried over are dropped: their API key is not valid any more", prompts
@@ -237,7 +237,7 @@ class SavedPrompts:
         self._model = model
 
     def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
-        """Save `portable` prompts in their order until ``seconds`` have passed; return how many are on the disk."""
+        """Save portable prompts in order until ``seconds`` have passed; return how many are on the disk."""
         ends_at = time.monotonic() + seconds
         saved = 0
         size = 0
@@ -264,7 +264,7 @@ class SavedPrompts:
     async def save_in_time(
         self, prompts: Sequence[Owned], renderer: PromptRenderer[Any, Any], *, with_tokens: bool
     ) -> int:
-        """Save as many prompts at shutdown as there is time for; log and return the number of lost prompts.
+        """Save prompts at shutdown while there is time; log and return the number of lost prompts.
 
         A prompt starts again if its tokens cannot be saved in time.
         """
@@ -278,7 +278,7 @@ class SavedPrompts:
                     async with asyncio.timeout_at(ends_at):
                         # Most groups take no turn of the event loop, so that the timeout would never be seen.
                         await asyncio.sleep(0)
-                        group = await portable(prompt.group, renderer)
+                        group = await make_portable(prompt.group, renderer)
                 except Exception as error:
                     # One output that cannot be read must not lose all prompts.
                     restarted.append(error)
@@ -320,7 +320,7 @@ class SavedPrompts:
                 try:
                     group = _GROUP_DECODER.decode(fields.group)
                     if group is not None:
-                        group = _checked(group)
+                        group = _check_group(group)
                 except MALFORMED as error:
                     group = None
                     restarted.append(error)
@@ -337,7 +337,7 @@ def _log_errors(errors: Sequence[Exception], end: str) -> None:
         logger.error("%d prompts that were carried over %s (the first: %r)", len(errors), end, errors[0])
 
 
-async def portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any]) -> CarriedGroup[Any]:
+async def make_portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any]) -> CarriedGroup[Any]:
     """Return a group without outputs of the engine: finished candidates have their text instead."""
     candidates = list(group.candidates)
     for place, candidate in enumerate(candidates):
@@ -349,7 +349,7 @@ async def portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any])
     return replace(group, candidates=candidates)
 
 
-def _checked(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
+def _check_group(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
     """Return a decoded group with its tokens in arrays, or raise one of `MALFORMED`."""
     candidates = []
     has_logprobs = set()

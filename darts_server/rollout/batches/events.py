@@ -187,15 +187,17 @@ class CandidateCursor:
         self._logprobs: Sequence[float] | None = None
 
     def select(self, sample: Sample) -> None:
+        """Use the sample for the candidate's last event and its further deltas."""
         assert self._run is not None
         cut = self._run.candidates[self._index].cut
         self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut)
+        # A cut sample may be shorter than the deltas that were sent.
         if self._sent <= len(sample.token_ids):
             self._token_ids = sample.token_ids
             self._logprobs = sample.logprobs
 
-    def close(self) -> None:
-        """Discard the candidate unless it was selected."""
+    def end_events(self) -> None:
+        """End the candidate's events: with a discard event, unless it was selected. Let go of the run."""
         if self._end is None and self._run is not None:
             reason = self._run.candidates[self._index].reason or DiscardReason.CANCELLED
             length = self._run.runner.count_tokens(self._index)
@@ -205,6 +207,7 @@ class CandidateCursor:
         self._run = None
 
     def drop_run(self) -> None:
+        """Let go of the run without an event, as the batch failed."""
         self._run = None
 
     def advance(self, chunk: int) -> Iterator[_Entry]:
@@ -216,19 +219,19 @@ class CandidateCursor:
             runner = self._run.runner
             least = chunk if state.running else 1
             if state.reason is not None:
-                self.close()
+                self.end_events()
             elif runner.count_tokens(self._index) - self._sent >= least:
-                yield from self._add_tokens(runner.read_tokens(self._index, self._sent))
+                yield from self._append_tokens(runner.read_tokens(self._index, self._sent))
 
         # The candidate may have ended while a listener took the delta.
         if self._end is None:
             return
         if isinstance(self._end, TrajectorySelected) and self._sent < len(self._token_ids):
-            yield self._next_range(len(self._token_ids))
+            yield self._take_range(len(self._token_ids))
         self._end_sent = True
         yield self._end
 
-    def _add_tokens(self, generated: TokenSlice | None) -> Iterator[TokenRange]:
+    def _append_tokens(self, generated: TokenSlice | None) -> Iterator[TokenRange]:
         if generated is None or not generated.token_ids:
             return
         assert isinstance(self._token_ids, array)
@@ -238,9 +241,9 @@ class CandidateCursor:
                 self._logprobs = array("d")
             assert isinstance(self._logprobs, array)
             self._logprobs.extend(generated.logprobs)
-        yield self._next_range(len(self._token_ids))
+        yield self._take_range(len(self._token_ids))
 
-    def _next_range(self, stop: int) -> TokenRange:
+    def _take_range(self, stop: int) -> TokenRange:
         start = self._sent
         self._sent = stop
         return TokenRange(self, start, stop)
@@ -249,10 +252,10 @@ class CandidateCursor:
         """Return the delta with these tokens, or None if the candidate was discarded."""
         if stop > len(self._token_ids):
             return None
-        token_ids = _listed(self._token_ids[start:stop])
+        token_ids = _to_list(self._token_ids[start:stop])
         logprobs = None
         if self._logprobs is not None:
-            logprobs = _listed(self._logprobs[start:stop])
+            logprobs = _to_list(self._logprobs[start:stop])
         return TokenDelta(self.trajectory_id, self._number, start, token_ids, logprobs)
 
     @property
@@ -264,7 +267,7 @@ class CandidateCursor:
         return size + sys.getsizeof(self._token_ids) + sys.getsizeof(self._logprobs)
 
 
-def _listed(values: Sequence[Any]) -> list[Any]:
+def _to_list(values: Sequence[Any]) -> list[Any]:
     if isinstance(values, array | np.ndarray):
         return values.tolist()
     return list(values)
@@ -285,9 +288,9 @@ class _GroupCursor:
                 self.cursors.append(CandidateCursor(self.run, f"{self.group_id}:{index}", self.number, index))
         return self.cursors
 
-    def close(self) -> None:
+    def end_events(self) -> None:
         for cursor in self.follow_candidates():
-            cursor.close()
+            cursor.end_events()
         self.run = None
 
 
@@ -316,8 +319,7 @@ class EventFeed:
         self._chunk = chunk
         self._interval = interval
         self._replayable = replayable
-        # A delta is its candidate in the log, and its token range in `_ranges`. An object for each delta would take 90
-        # bytes, and a delta may be a single token.
+        # A delta is its candidate in the log, and its token range in `_ranges`. An object would take 90 bytes.
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
         # Number of events that were removed from the front of the log.
@@ -345,14 +347,16 @@ class EventFeed:
 
     def trajectory_selected(self, number: int, index: int, sample: Sample) -> None:
         group = self._groups.get(number)
+        # The groups of a failed batch are gone.
         if group is not None:
             group.follow_candidates()[index].select(sample)
             self._notify(number)
 
     def group_ended(self, result: GroupResult) -> None:
+        # The group may have failed before its start.
         group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
-        group.close()
+        group.end_events()
         self._notify(result.number)
 
     def batch_ended(self, end: BatchEnd) -> None:
@@ -363,10 +367,11 @@ class EventFeed:
                     cursor.drop_run()
             self._groups.clear()
         for group in self._groups.values():
-            group.close()
+            group.end_events()
         self._notify(*self._groups)
 
     def _notify(self, *numbers: int) -> None:
+        """Mark groups as due, and wake all listeners."""
         self._due.update(dict.fromkeys(numbers))
         self._changed.set()
         self._changed = asyncio.Event()
@@ -411,6 +416,7 @@ class EventFeed:
             if self._chunk is None:
                 await self._changed.wait()
                 continue
+            # Wait for a change, until the next poll.
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(self._next_poll):
                     await self._changed.wait()

@@ -80,6 +80,7 @@ class _DurableBatch:
     timer: asyncio.TimerHandle | None = None
 
     def schedule(self, seconds: float, action: Callable[["_DurableBatch"], None]) -> None:
+        """Call ``action`` later, in place of the previous action."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = asyncio.get_running_loop().call_later(seconds, action, self)
@@ -92,7 +93,6 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     A batch without a key is cancelled when its caller disconnects.
 
     Args:
-        clock: monotonic seconds.
         saved: keeps carried prompts for the next server, or None to lose them.
         has_initial_weights: returns whether the weights never changed. The next server starts with the initial weights,
             and cannot continue from tokens of other weights.
@@ -193,7 +193,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def restore(self) -> None:
         """Move the prompts that the last server has saved from the disk into memory.
 
-        Call this when the server is about to serve: a server that fails to start must leave the prompts on the disk.
+        Call this last: a server that fails to start must leave the prompts on the disk.
         """
         if self._saved is None:
             return
@@ -256,7 +256,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
     def _handle_task_end(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._running[batch_id]
         if task.cancelled():
-            # A kept batch keeps its task, whose error has frames with all generated tokens until it is raised.
+            # A kept batch keeps its task. Raising the error frees its frames with all generated tokens.
             with suppress(asyncio.CancelledError):
                 task.exception()
 
@@ -274,6 +274,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         durable.schedule(self._retention.resume_seconds, cancel_if_idle)
 
     def _handle_end(self, durable: _DurableBatch | None, batch: BatchRun) -> None:
+        """Keep an ended durable batch, within the limits."""
         if durable is None:
             return
         durable.has_ended = True

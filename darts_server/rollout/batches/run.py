@@ -58,7 +58,6 @@ class BatchRun:
 
     ``replayable``: whether there may be several listeners, each from the first event on.
     ``on_idle``: called when the last listener has left before the end.
-    ``clock``: monotonic seconds.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ class BatchRun:
                 streams = self.feed is not None
                 lost = [group.carried for group in self._prepared.groups if not (streams and group.is_decided)]
                 self._kept.put(self.owner, (), filter(None, lost))
-            # The registry may keep this batch: it must not keep prompts, nor tokens of prompts that are carried over.
+            # The registry may keep this batch, but must not keep its prompts and tokens.
             self._prepared = replace(self._prepared, groups=(), terms="")
             self._results = []
 
@@ -262,9 +261,11 @@ class BatchRun:
         return sorted(self._prepared.groups, key=rank)
 
     async def _collect_results(self, tasks: GroupTasks) -> None:
+        """Decide groups as they end, until enough are complete."""
         missing = self._prepared.needed
         for next_result in asyncio.as_completed(tasks.values()):
             result = await next_result
+            # Another group takes the place.
             if result is None or result.error is not None:
                 self._places.release()
             if result is None:
@@ -316,6 +317,7 @@ class BatchRun:
                 tasks[group.number].cancel()
         try:
             for task in tasks.values():
+                # One group per turn, as each group stops all of its candidates.
                 if not task.done():
                     task.cancel()
                     await asyncio.sleep(0)
@@ -358,7 +360,7 @@ class BatchRun:
     # --- one group ----------------------------------------------------------
 
     async def _run_group(self, group: BatchGroup) -> GroupResult | None:
-        """Run one group; return None if it was aborted and its prompt is carried over."""
+        """Run one group; return None if it stays undecided."""
         await self._places.acquire()
         await self._rollouts.starts.wait(group=group.allocation.candidates)
         if self._quota is not None and not self._quota.left:
@@ -377,7 +379,7 @@ class BatchRun:
         feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         run: GroupRun[Any, Any] | None = None
         try:
-            run = self._start(group, group_id, streams=feed is not None)
+            run = self._start_group(group, group_id, streams=feed is not None)
             group.run = run
             if feed is not None:
                 feed.group_started(group.number, run)
@@ -410,7 +412,8 @@ class BatchRun:
                 self._generated += run.record.generated_tokens
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
-    def _start(self, group: BatchGroup, group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
+    def _start_group(self, group: BatchGroup, group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
+        """Start a group, from its carried tokens unless they are too old."""
         can_carry = self._carry is Carry.RESUME
         resumed = group.resumed
         if resumed is not None:
@@ -442,6 +445,7 @@ class BatchRun:
         return self._rollouts.start(spec, group.allocation, ticket, carried)
 
     async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:
+        """Set ``group.resumed`` to the group's tokens, or None if they cannot be resumed."""
         candidates = await run.runner.collect_carried()
         # With a seed, the random numbers of a candidate depend on its index, so candidates must keep their indices.
         is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None

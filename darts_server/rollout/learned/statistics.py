@@ -48,6 +48,7 @@ Step = list[tuple[int, LengthEstimate]]
 
 
 def _parse_step(value: Any) -> Step:
+    """Parse untrusted JSON."""
     check_length("groups", value, STEP_GROUPS)
     step: Step = []
     for version, mean, std in value:
@@ -80,7 +81,7 @@ def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
 
 
 def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Observation]:
-    """Return the lengths of a group's candidates, censored for stopped and cut candidates, which would be longer.
+    """Return the lengths of a group's candidates. Stopped and cut candidates are censored.
 
     ``beyond_limit``: whether the lengths of truncated candidates are censored too.
     """
@@ -95,7 +96,7 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 
 
 def length_limit(record: GroupRecord) -> int | None:
-    """Return the length in tokens at which candidates were truncated, or ``max_tokens`` if none was truncated.
+    """Return the length in tokens at which candidates were truncated, or ``max_tokens`` if none was; None if unknown.
 
     The model's context may be shorter than the request's ``max_tokens``.
     """
@@ -193,12 +194,12 @@ class Latency:
         return self._learned().start_seconds
 
     def step_seconds(self, batch: int) -> float | None:
-        """Return the seconds of a decode step of ``batch`` sequences on all engines, if they are known."""
+        """Return the seconds of a decode step of ``batch`` sequences on all engines, or None if unknown."""
         curve = self._curve()
         return None if curve is None else curve.step_seconds(batch)
 
     def completion_seconds(self, groups: Sequence[Sequence[int]]) -> list[float]:
-        """Return the seconds until each group is complete if all start together, or nothing while they are unknown.
+        """Return the seconds until each group is complete if all start together; empty if unknown.
 
         ``groups``: lengths of trajectories in tokens, in queueing order.
         """
@@ -210,6 +211,7 @@ class Latency:
         return [max(islice(ends, len(group))) for group in groups]
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
+        """See `LatencyModel.observe`."""
         self._model.observe(batch, seconds, started)
         self._write_later.request()
 
@@ -219,7 +221,7 @@ class Latency:
         return None if curve is None else curve.scaled(1 / self.engines)
 
     def _learned(self) -> LatencyModel:
-        """Return the model, after a restore the restored model."""
+        """Return the model. Load it again after a restore."""
         # Steps between the restore and this call are forgotten: at most `LATENCY_DELAY_SECONDS`.
         if self._generation != self._documents.generation:
             self._generation = self._documents.generation
@@ -227,6 +229,7 @@ class Latency:
         return self._model
 
     def _write(self) -> None:
+        # Do not replace a restored model.
         before = self._model
         if self._learned() is before:
             self._states.save(ENGINE_KEY, before.state)
@@ -251,6 +254,7 @@ class Rewards:
         return lengths.mean if lengths.count else None
 
     def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
+        """Add reward statistics by prompt key, or None without a key."""
         for key, stats in new_stats.items():
             if key is not None:
                 earlier = self.prompts.load(key) or RewardStats()
@@ -286,6 +290,7 @@ def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
 
 
 def summarize(stats: RewardStats | None) -> dict[str, Any] | None:
+    """Return reward statistics as JSON values, or None without rewards."""
     if stats is None or stats.pass_rate is None:
         return None
     return {
@@ -306,6 +311,7 @@ class LengthBias:
         self._returned: deque[Sequence[CandidateRecord]] = deque(maxlen=BIAS_GROUPS)
 
     def group_ended(self, record: GroupRecord) -> None:
+        """Keep the lengths of a completed group."""
         if record.outcome is Outcome.COMPLETED:
             sample = complete_sample(observations(record, beyond_limit=False))
             # A stopped candidate would have become longer, but not longer than its request allows.
@@ -317,19 +323,19 @@ class LengthBias:
 
     def mean(self, kind: str) -> float | None:
         """Return the mean of all ``generated`` or ``returned`` lengths in tokens."""
-        weights, lengths = self._pool(kind)
+        weights, lengths = self._weights_and_lengths(kind)
         if not weights.sum() > 0:
             return None
         return float(np.average(lengths, weights=weights))
 
     def quantile(self, kind: str, share: float) -> float | None:
         """Return the length in tokens that a ``share`` of trajectories does not exceed."""
-        weights, lengths = self._pool(kind)
+        weights, lengths = self._weights_and_lengths(kind)
         if not weights.sum() > 0:
             return None
         return float(np.quantile(lengths, share, weights=weights, method="inverted_cdf"))
 
-    def _pool(self, kind: str) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
+    def _weights_and_lengths(self, kind: str) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
         if kind == "returned":
             pairs = [(1.0, float(c.tokens)) for group in self._returned for c in group]
         else:

@@ -48,7 +48,7 @@ class Monitor:
 
     def group_ended(self, record: GroupRecord) -> None:
         self.ended += 1
-        self._records.put(record.owner, self.ended, record, _shown_candidates(record))
+        self._records.put(record.owner, self.ended, record, _count_shown(record))
 
     def ended_after(self, count: int, may_see: MaySee) -> list[GroupRecord]:
         """Return kept records of visible groups after the first ``count``, in the order of their ends."""
@@ -63,12 +63,12 @@ class Monitor:
         found.sort(key=itemgetter(0))
         return [record for _, record in found]
 
-    def newest(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
+    def running_groups(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
         """Yield visible running groups, the newest first, up to the limits."""
         candidates = 0
         visible = (run for run in reversed(self.rollouts.runs) if may_see(run.owner))
         for place, run in enumerate(visible):
-            candidates += _shown_candidates(run)
+            candidates += _count_shown(run)
             # The newest group is always shown.
             if place and (place >= self.max_groups or candidates > self._max_candidates):
                 return
@@ -77,10 +77,7 @@ class Monitor:
 
 @dataclass(slots=True)
 class Viewer:
-    """One viewer of the monitor.
-
-    An update covers all changes since the previous update, so a viewer that updates rarely costs less.
-    """
+    """One viewer of the monitor."""
 
     monitor: Monitor
     may_see: MaySee
@@ -99,34 +96,34 @@ class Viewer:
         self._running = {}
 
         for record in monitor.ended_after(self._groups_seen, self.may_see):
-            now = _group(record, record, record.policy)
+            now = _group_fields(record, record, record.policy)
             now["ended"] = record.ended_at
             now["outcome"] = record.outcome.value
             if record.deadline is not None:
                 now["deadline"] = record.deadline
             if record.error is not None:
                 now["error"] = record.error
-            now["candidates"] = [_candidate(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
+            now["candidates"] = [_candidate_fields(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
             changes.append(_changes(now, previous.pop(record.group_id, None)))
         self._groups_seen = monitor.ended
 
-        for run in monitor.newest(self.may_see):
+        for run in monitor.running_groups(self.may_see):
             group_id = run.spec.group_id
-            # Two callers have chosen the same id. Viewers know groups by their ids, so the newest group is shown.
+            # Two callers have chosen the same id. The newest group is shown.
             if group_id in self._running:
                 continue
             before = previous.pop(group_id, None)
-            now = _group(run.spec, run, run.spec.plan.policy)
+            now = _group_fields(run.spec, run, run.spec.plan.policy)
             old: list[Fields] = []
             if before is not None and before["began"] == run.started_at:
                 old = before["candidates"]
             candidates: list[Fields] = []
-            for index in range(_shown_candidates(run)):
+            for index in range(_count_shown(run)):
                 # Candidates that do not change any more are used again.
                 if index < len(old) and _is_final(old[index]):
                     candidates.append(old[index])
                 else:
-                    candidates.append(_candidate(run.runner.record(index)))
+                    candidates.append(_candidate_fields(run.runner.make_record(index)))
             now["candidates"] = candidates
             self._running[group_id] = now
             changes.append(_changes(now, before))
@@ -141,11 +138,11 @@ class Viewer:
         }
 
 
-def _shown_candidates(group: GroupRecord | GroupRun[Any, Any]) -> int:
+def _count_shown(group: GroupRecord | GroupRun[Any, Any]) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
-def _group(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], policy: str) -> Fields:
+def _group_fields(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], policy: str) -> Fields:
     fields = {
         "group_id": spec.group_id,
         "began": group.started_at,
@@ -161,7 +158,7 @@ def _is_final(candidate: Fields) -> bool:
     return "stop" in candidate and candidate["state"] in ("selected", "discarded")
 
 
-def _candidate(record: CandidateRecord) -> Fields:
+def _candidate_fields(record: CandidateRecord) -> Fields:
     if record.selected_as is not None:
         state = "selected"
     elif record.reason is not None:
@@ -192,7 +189,7 @@ def _without_none(fields: Fields) -> Fields:
 
 
 def _changes(now: Fields, before: Fields | None) -> Fields:
-    """Return the changes of a group, or the whole group if it is new or has reused the id of another group."""
+    """Return the changes of a group, or the whole group if it is new or reuses an id."""
     if before is None or before["began"] != now["began"]:
         return now
     old = before["candidates"]

@@ -107,8 +107,6 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 class RewardMatcher:
     """Match rewards to trajectories of the ``kept`` newest groups, and learn from them. At a limit, see `Kept`.
 
-    A trajectory takes about 400 bytes, and the record of a candidate another 400.
-
     Args:
         on_group_rewarded: called when all trajectories of a group have rewards, with the group's record, correctness by
             candidate index, and whether all rewards are equal.
@@ -161,6 +159,7 @@ class RewardMatcher:
         self._learn({group.prompt_key: stats}, fully_rewarded)
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
+        """Return the rewards of a group; empty if they are not kept."""
         group = self._groups.of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
@@ -170,9 +169,8 @@ class RewardMatcher:
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
         """Match rewards to kept trajectories that have no reward. Yields to the event loop between chunks.
 
-        Callers may choose the same ids, so an id names a trajectory of the caller. An admin, such as a service that
-        computes all rewards, may name another caller's trajectory. Tokens name trajectories of the caller, or of other
-        callers if the caller has none.
+        Callers may choose the same ids, so an id names a trajectory of the caller. An admin may name
+        another caller's trajectory. Tokens name trajectories of the caller, or of other callers if the caller has none.
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
@@ -181,7 +179,7 @@ class RewardMatcher:
             stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
             fully_rewarded: list[ReturnedGroup] = []
             for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
-                found = self._find(reward)
+                found = self._find_trajectories(reward)
                 unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
                 for trajectory in unrewarded:
                     group = trajectory.group
@@ -208,7 +206,8 @@ class RewardMatcher:
             await asyncio.sleep(0)
         return report
 
-    def _find(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
+    def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
+        """Return the trajectories that a reward names. Several may have the same tokens."""
         who = caller.get()
         if reward.trajectory_id is None:
             found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
@@ -226,6 +225,7 @@ class RewardMatcher:
         return ()
 
     def _learn(self, stats: dict[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
+        """Learn ``stats`` by prompt key, and report fully rewarded groups."""
         for group in fully_rewarded:
             stats[group.prompt_key] += RewardStats(groups=1, zero_variance=int(group.zero_variance))
         self._rewards.learn(stats)
@@ -256,6 +256,7 @@ class RewardMatcher:
             self._forget(dropped)
 
     def _forget(self, group: ReturnedGroup) -> None:
+        """Remove a dropped group from the other tables."""
         owner, group_id = group.key
         self._owners[group_id].discard(owner)
         if not self._owners[group_id]:

@@ -40,7 +40,8 @@ class GroupScorer:
         self._early: dict[int, list[Scored]] = {}
         self._dropped: set[int] = set()
 
-    def probe_for(self, index: int) -> Probe:
+    def create_probe(self, index: int) -> Probe:
+        """Return a probe. Its scores are kept until `mark_started`."""
         self._early[index] = []
         points = self._pruner.detect_at if self._pruner.uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._pruner.uses_logprobs)
@@ -52,6 +53,7 @@ class GroupScorer:
         return self._early.pop(index, [])
 
     def poll(self) -> list[Scored]:
+        """Return new scores from log-probs."""
         scores = []
         for index in list(self._waiting):
             scores += self._score_waiting(index)
@@ -68,12 +70,13 @@ class GroupScorer:
             self._waiting.pop(index, None)
             self._pruner.record_dropped(self._group, index)
 
-    def close(self, candidates: Iterable[Candidate]) -> None:
+    def drop_unselected(self, candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
             if candidate.selected_as is None:
                 self.drop(candidate.index)
 
     def _receive_state(self, index: int, probed: HiddenState) -> None:
+        """Score a candidate by a hidden state, or wait for its log-probs."""
         if index in self._dropped:
             return
         if self._pruner.uses_logprobs:

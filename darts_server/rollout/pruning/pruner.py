@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 STEP_GROUPS = 256
 """Rewarded groups that count as one step while the weights do not change: a usual number of prompts."""
 SAVE_SECONDS = 0.3
-"""Time from learning to saving. The store takes another half second: a killed process loses at most the last second."""
+"""Time from learning to saving. A killed process loses at most the last second."""
 RELOAD_SECONDS = 1.0
 """Time between two checks whether a restore has replaced the store."""
 SCORE_BYTES = 500
@@ -103,7 +103,6 @@ class Pruner:
         width: returns the width of the engine's hidden states, or None if the engine provides none.
         documents: store of everything that is learned.
         weight_version: returns the served version of the weights.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Pruner:
         width = self._width() or 0
         if self._settings.kind is ScoreKind.HEAD_LOGPROB:
             width += LOGPROB_INPUTS
-        self._ensure_points(width)
+        self._ensure_points_and_head(width)
         self._log_status()
 
     def close(self) -> None:
@@ -212,17 +211,17 @@ class Pruner:
         if usable:
             trusted = score.value if is_ready else None
             self._keep(group, index, PendingScore(point, tokens, stored, trusted, calibrated))
-        label = self._find(group, index)
+        label = self._find_label(group, index)
         if label is not None:
             label.is_undecided = survival < 1
         return Scored(index, quality, survival)
 
     def _keep(self, group: GroupKey, index: int, score: PendingScore) -> None:
         """Keep a score until the reward arrives. At the limit, see `Kept`."""
-        label = self._find(group, index)
+        label = self._find_label(group, index)
         # Tokens of a trajectory never decrease, so this is a new trajectory under a request id that was used before.
         if label is not None and score.tokens <= label.scores[-1].tokens:
-            self._pop(group, index)
+            self._pop_label(group, index)
             label = None
         if label is None:
             label = PendingLabel()
@@ -235,17 +234,17 @@ class Pruner:
         if dropped:
             self._observer.pending_labels_dropped(len(dropped))
 
-    def _find(self, group: GroupKey, index: int) -> PendingLabel | None:
+    def _find_label(self, group: GroupKey, index: int) -> PendingLabel | None:
         owner, group_id = group
         return self._pending.of(owner).get((group_id, index))
 
-    def _pop(self, group: GroupKey, index: int) -> PendingLabel | None:
+    def _pop_label(self, group: GroupKey, index: int) -> PendingLabel | None:
         owner, group_id = group
         return self._pending.pop(owner, (group_id, index))
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         """Record that a trajectory was kept. ``survival``: its probability to be kept by all decisions so far."""
-        label = self._find(group, index)
+        label = self._find_label(group, index)
         if label is not None:
             label.survival = survival
             if label.is_undecided:
@@ -254,17 +253,18 @@ class Pruner:
 
     def record_dropped(self, group: GroupKey, index: int) -> None:
         """Record that a trajectory will not be returned, and gets no reward."""
-        label = self._pop(group, index)
+        label = self._pop_label(group, index)
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
 
     # --- learning -------------------------------------------------------------
 
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
-        label = self._pop(group, index)
+        """Learn from a trajectory's reward, if its scores are kept."""
+        label = self._pop_label(group, index)
         if label is None:
             return
-        self._reload()
+        self._reload_if_due()
         target = float(correct)
         for pending in label.scores:
             value = pending.score
@@ -302,8 +302,9 @@ class Pruner:
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
+        """Apply the tail's share to survival, and report missing hidden states."""
         for candidate in record.selected:
-            label = self._find(record.key, candidate.index)
+            label = self._find_label(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
                 label.survival *= record.tail_share
         self._log_status()
@@ -355,11 +356,12 @@ class Pruner:
 
     def _last_point(self, width: int, tokens: int) -> DetectionPoint:
         """Return the last detection point at or before ``tokens``."""
-        self._ensure_points(width)
-        self._reload()
+        self._ensure_points_and_head(width)
+        self._reload_if_due()
         return self._points[max((at for at in self.detect_at if at <= tokens), default=self.detect_at[0])]
 
-    def _ensure_points(self, width: int) -> None:
+    def _ensure_points_and_head(self, width: int) -> None:
+        """Create points and head in the first call, and load their saved states. ``width``: of the head's input."""
         if self._points:
             return
         kind = self._settings.kind
@@ -367,11 +369,11 @@ class Pruner:
             self._points[at] = DetectionPoint(self._blobs, f"{kind}@{at}", self._settings.calibration, width)
         if kind.uses_head:
             self._head = self._create_head(width, self._checkpoint.update)
-        self._reload()
+        self._reload_if_due()
         if self._head is not None:
             self._head.start()
 
-    def _reload(self) -> None:
+    def _reload_if_due(self) -> None:
         now = self._clock()
         if now >= self._reloaded_at + RELOAD_SECONDS:
             self._reloaded_at = now

@@ -84,10 +84,7 @@ def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[floa
 
 
 def logprob_score(kind: ScoreKind, logprobs: tuple[float, ...]) -> float | None:
-    """Return the geometric mean of the tokens' probabilities, or None if log-probs are missing or not finite.
-
-    This score needs no rewards, and separates right from wrong less well than a trained head.
-    """
+    """Return the geometric mean of all probabilities, or of the lowest window; None without finite log-probs."""
     usable = _usable_logprobs(logprobs)
     if usable is None:
         return None
@@ -124,7 +121,7 @@ class SavedBlob:
         return True
 
     def reload(self, restore: Callable[[Blob | None], None]) -> None:
-        """Call ``restore`` if the store has another blob, or None."""
+        """If a restore has replaced the blob, pass it to ``restore``, or None if it is missing."""
         digest = self._blobs.digest(self._key)
         if digest != self._digest:
             blob = self._blobs.load(self._key)
@@ -153,6 +150,7 @@ class DetectionPoint:
         self._restore(None)
 
     def _restore(self, blob: Blob | None) -> None:
+        """Start with the labels of a saved blob, or without labels."""
         self._has_changes = False
         self.estimator = SurvivalEstimator()
         self.calibrator = Calibrator(self._calibration)
@@ -201,7 +199,7 @@ class HeadCheckpoint:
         self._saved_at = -HEAD_SAVE_SECONDS
 
     def update(self, state: bytes) -> None:
-        """Set the newest state, unless ``state`` is empty, and save it now and then."""
+        """Set the newest state, unless ``state`` is empty. Save it every `HEAD_SAVE_SECONDS`."""
         if state:
             self._unsaved = state
         if self._clock() >= self._saved_at + HEAD_SAVE_SECONDS:
@@ -215,7 +213,7 @@ class HeadCheckpoint:
                 self._unsaved = b""
 
     def reload(self, restore: Callable[[bytes], None]) -> None:
-        """Call ``restore`` if the store has another state, or an empty state."""
+        """If a restore has replaced the saved state, pass it to ``restore``, or b"" if it is missing."""
 
         def replace(blob: Blob | None) -> None:
             self._unsaved = b""

@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.lora import VllmLoras
-from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_finite, is_abort_by_route, note_own_error
+from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_finite, note_own_error, take_route_abort
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
 from darts_server.vllm.requests.held import HeldRequests
@@ -51,7 +51,7 @@ class ControlledLLM(AsyncLLM):
     def ranks(self) -> Ranks:
         return Ranks(self.vllm_config.parallel_config.data_parallel_size, self.engine_core)
 
-    async def handle_received(self) -> None:
+    async def wait_for_received_outputs(self) -> None:
         """Wait until all outputs that engines have sent so far are processed."""
         # The answer to a call, such as a pause, arrives while earlier outputs still wait in vLLM's queue.
         queue: asyncio.Queue[Any] = self.engine_core.outputs_queue
@@ -68,7 +68,7 @@ class ControlledLLM(AsyncLLM):
         args: Any = (),
         kwargs: Any = None,
     ) -> list[Any]:
-        """Call the workers of all data-parallel engines. vLLM returns only the first engine's answers."""
+        """Return the answers of all data-parallel engines. vLLM returns only the first engine's."""
         core = self.engine_core
         call = ("collective_rpc", method, timeout, args, kwargs)
         if isinstance(core, FleetCore):
@@ -85,6 +85,7 @@ class ControlledLLM(AsyncLLM):
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
+        """Raise the error of `ShapingLLM.fail`, or vLLM's."""
         self.gate.check()
         await super().check_health()
 
@@ -98,7 +99,7 @@ class ControlledLLM(AsyncLLM):
         async def pause() -> None:
             try:
                 await AsyncLLM.pause_generation(self, mode=mode, clear_cache=clear_cache)
-                await self.handle_received()
+                await self.wait_for_received_outputs()
             finally:
                 if not self.is_pause_wanted:
                     await AsyncLLM.resume_generation(self)
@@ -112,12 +113,14 @@ class ControlledLLM(AsyncLLM):
         await asyncio.shield(task)
 
     async def resume_engine(self) -> None:
+        """Resume the engine. Pending pauses are undone."""
         self.is_pause_wanted = False
         await AsyncLLM.resume_generation(self)
 
     # --- control calls of trainers -------------------------------------------------
 
     async def _coordinate(self, plain: Callable[[], Awaitable[T]], coordinated: Callable[[Updates], Awaitable[T]]) -> T:
+        """Return the result of ``coordinated``, or of ``plain`` if there are no ``updates``."""
         with note_own_error():
             if self.updates is None:
                 return await plain()
@@ -131,20 +134,21 @@ class ControlledLLM(AsyncLLM):
         clear_cache: bool = True,
     ) -> None:
         """Wait for whole groups or abort them, and pause. New requests wait for the resume."""
+        # vLLM's older parameter for the mode.
         if wait_for_inflight_requests:
             mode = "wait"
         pause = partial(self.pause_engine, mode, clear_cache)
         await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
 
     async def resume_generation(self) -> None:
-        """Resume the engine, at the end of an update in progress. `Conflict`: the engine is asleep."""
+        """Resume the engine, now or after an update. `Conflict`: the engine is asleep."""
         resume = self.resume_engine
         await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """Abort requests, and all groups if ``/abort_requests`` aborts everything."""
+        """Abort requests, and all groups if ``/abort_requests`` names no requests."""
         abort = partial(super().abort, request_id, internal=internal)
-        if not is_abort_by_route():
+        if not take_route_abort():
             await abort()
             return
         # The route passes internal ids if its caller named no requests.
@@ -162,7 +166,7 @@ class ControlledLLM(AsyncLLM):
         await self._coordinate(free, lambda updates: updates.coordinator.free_by_trainer(KV_CACHE, free))
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
-        """Wake the engine up. Since vLLM 0.32 the result is whether all of it is awake."""
+        """Wake up the parts in ``tags``, or all. Since vLLM 0.32 the result is whether all are awake."""
         wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
         return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
 

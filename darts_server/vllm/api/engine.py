@@ -1,14 +1,13 @@
 """vLLM behind the engine port. Each candidate is a vLLM request with final-only output.
 
-This relies on six undocumented details of vLLM, each covered by a test on the real engine:
+This relies on undocumented details of vLLM, which tests on the real engine cover:
 
-* ``add_request`` returns a collector. Its ``request_id`` is vLLM's internal id of the request.
+* The ``request_id`` of the collector that ``add_request`` returns is vLLM's internal id.
 * ``output_processor.request_states[id].detokenizer.num_output_tokens()`` is the number of tokens received so far.
-* ``detokenizer.output_token_ids`` of that state is append-only, and a prefix of the final output, even if a stop string
-  is found.
+* ``detokenizer.output_token_ids`` is append-only, and a prefix of the final output, even if a stop string is found.
 * While a final-only request runs, vLLM reads neither its detokenizer's text nor its log-probs, see
   :mod:`darts_server.vllm.requests.outputs`.
-* An aborted final-only request still yields the output that was generated before the abort.
+* An aborted final-only request still yields its output.
 * ``abort(..., internal=True)`` takes internal ids.
 """
 
@@ -80,12 +79,15 @@ class VllmCandidate:
     """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
+        """Return the number of generated tokens, or None after the final output."""
         return self.held.tokens(self.collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
+        """Return the tokens from ``start`` on, or None after the final output."""
         state = self.held.states.get(self.collector.request_id)
         if state is None or state.detokenizer is None:
             return None
+        # Held tokens would arrive with the final output.
         if not self.is_released:
             self.is_released = True
             self.held.release(self.collector.request_id)
@@ -94,6 +96,7 @@ class VllmCandidate:
         return TokenSlice(tokens, None if values is None else values[start:], self.deferred.returns_logprobs)
 
     def stop(self) -> int:
+        """Abort the candidate, and return its number of tokens."""
         self.aborts.add(self.collector)
         tokens = self.tokens()
         if tokens is not None:
@@ -103,6 +106,7 @@ class VllmCandidate:
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
     async def result(self) -> CandidateResult[RequestOutput]:
+        """Wait for the final output, or raise an `EngineError`."""
         try:
             output = await self.collector.get()
         except Exception as error:
@@ -124,6 +128,7 @@ class VllmCandidate:
                 "or it overflows at this precision"
             )
 
+        # None if the candidate was aborted.
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
@@ -150,6 +155,7 @@ class VllmEngine:
 
     @property
     def unfinished(self) -> int:
+        """Number of requests in vLLM."""
         return len(self._llm.output_processor.request_states)
 
     @property
@@ -164,7 +170,7 @@ class VllmEngine:
         order: float = 0.0,
         prefix: TokenSlice | None = None,
     ) -> VllmCandidate:
-        """Start a candidate. ``prefix``: tokens of a candidate that is resumed."""
+        """Start a candidate. ``order``: see `place`. ``prefix``: tokens that the candidate continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
             params = request.params_of(index)
@@ -217,6 +223,7 @@ class VllmEngine:
         return await self.start(request, index, order=order, prefix=prefix)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
+        """Abort requests. If that fails, `VllmCandidate.result` raises the error."""
         try:
             # The engine answers an abort with the output that it has generated so far.
             await self._llm.engine_core.abort_requests_async([collector.request_id for collector in collectors])
@@ -230,6 +237,7 @@ class VllmEngine:
         return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
+        """Return the output of a candidate that was aborted after ``prefix``."""
         return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
@@ -239,6 +247,7 @@ class VllmEngine:
         finish_reason: FinishReason,
         text: str,
     ) -> RequestOutput:
+        """Return the output of a candidate that finished on another engine."""
         deferred = Deferred(self._tokenizer, request.params, tokens)
         return deferred.make_output(request.prompt, finish_reason.value, text)
 
@@ -252,7 +261,7 @@ class VllmEngine:
 
 
 def translate(error: Exception) -> EngineError:
-    """Translate an exception of vLLM to an error of the port."""
+    """Return the `EngineError` that stands for an exception of vLLM."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, EngineDeadError):

@@ -108,7 +108,7 @@ async def start_fleet(
 
     core = FleetCore(config)
     token = secrets.token_hex(16)
-    hub = await listen(host, token, core.joined)
+    hub = await listen(host, token, core.add_engine)
     port = int(hub.sockets[0].getsockname()[1])
     flags = without_keys(argv)
     starts = [msgspec.json.encode(Start(flags, host, port, token, rank)) for rank in range(count)]
@@ -149,11 +149,18 @@ def engine_client(core: FleetCore) -> Iterator[None]:
 
 
 def without_keys(argv: Sequence[str]) -> list[str]:
-    """Return vLLM's flags without ``--api-key KEY…``."""
+    """Return vLLM's flags without ``--api-key KEY…``, in all the ways in which vLLM reads it."""
     kept = []
     is_key = False
     for word in argv:
-        is_key = word.startswith("--api-key") or (is_key and not word.startswith("-"))
+        if word.startswith("-"):
+            name, equals, _ = word.partition("=")
+            # vLLM reads underscores as dashes, and a beginning of the name that no other flag has.
+            is_flag = name.replace("_", "-").startswith("--api-k")
+            # A key after "=" is the only one of its flag.
+            is_key = is_flag and not equals
+            if is_flag:
+                continue
         if not is_key:
             kept.append(word)
     return kept
@@ -162,7 +169,7 @@ def without_keys(argv: Sequence[str]) -> list[str]:
 async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> None:
     """Bring an engine that has started again to the weights, LoRA adapters and pause of the other engines.
 
-    At the return, in the same turn of the event loop, the others still have that state.
+    When it returns, the other engines still have that state.
     """
 
     def state_of_others() -> tuple[Any, ...]:
@@ -183,6 +190,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
             # If the state has changed, the files of old weights may be gone, and the new weights are loaded.
             if state == state_of_others():
                 raise
+        # Arguments: mode and clear_cache.
         pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
         await llm.engine_core._call_utility_async(*pause, engine=engine.name)
 

@@ -76,7 +76,7 @@ class ShapingLLM(ControlledLLM):
         # Running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
         self._answered_at_stop: list[str] = []
         # vLLM's task, which may exist already, must not read outputs before this.
-        self.observe_outputs()
+        self.wrap_output_reader()
 
     @property
     def should_respond(self) -> bool:
@@ -85,6 +85,7 @@ class ShapingLLM(ControlledLLM):
 
     @property
     def admission(self) -> Admission:
+        """Admission of ``rollouts``, or without limits."""
         if self.rollouts is None:
             return Admission(lambda: 0, None)
         return self.rollouts.admission
@@ -153,14 +154,15 @@ class ShapingLLM(ControlledLLM):
             if route.ticket is None:
                 route.ticket = self.admission.admit(route.beams)
                 route.ticket.mark_started()
-            ticket = route.ticket.split(0)
+            # ``route.ticket`` counts all beams.
+            ticket = route.ticket.split(candidates=0)
 
         answers_at_stop = shaping.on_stop == "answer" and not route.beams
         generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
         member = None
         if rollouts is not None and plan is not None and is_counted:
             generated = partial(self._count_tokens, request_id)
-            member = rollouts.joiner.counted.join(self._join_request(generation, plan), generated)
+            member = rollouts.joiner.counted.join(self._make_join_request(generation, plan), generated)
             generation.member = member
             route.groups.append(member.group.group_id)
 
@@ -185,7 +187,7 @@ class ShapingLLM(ControlledLLM):
         """Raise `InvalidRequest` for wrong options of a request that is not rendered yet."""
         shaping = self.merge_options(options, extra_args)
         if self.rollouts is not None:
-            self.rollouts.plan(1, shaping)
+            self.rollouts.plan(n=1, options=shaping)
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
         """Add a request with its current LoRA adapter, see `VllmLoras.resolve`."""
@@ -194,7 +196,7 @@ class ShapingLLM(ControlledLLM):
         return await super().add_request(*args, **more)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """Forget a request that could not be sent to the engine. vLLM does so only for n > 1."""
+        """Send a request, and forget it if that fails. vLLM does so only for n > 1."""
         try:
             await super()._add_request(request, *args)
         except BaseException:
@@ -202,7 +204,7 @@ class ShapingLLM(ControlledLLM):
             raise
 
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs, and record answers before the caller gets their ends."""
+        """Yield outputs. Record an answer before its caller can continue it."""
         request = generation.request
         plan = generation.plan
         turns = generation.turns
@@ -270,12 +272,12 @@ class ShapingLLM(ControlledLLM):
             self.rollouts.learn_unshaped(generation.prompt_key, lengths, request.tokens)
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does, a later turn on the engine that has its prefix."""
+        """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
         request = generation.request
         turn = generation.turn
         member = generation.member
         # With priorities, the request waits in line with the candidates of groups.
-        order = None if self.rollouts is None else self.rollouts.starting_order(None)(0)
+        order = None if self.rollouts is None else self.rollouts.starting_order(prompt_key=None)(0)
         with ExitStack() as placed:
             if member is not None:
                 placed.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
@@ -355,7 +357,7 @@ class ShapingLLM(ControlledLLM):
         request = generation.request
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        joining = self._join_request(generation, plan)
+        joining = self._make_join_request(generation, plan)
         with ExitStack() as joined:
 
             def on_join(group_id: str) -> None:
@@ -370,7 +372,7 @@ class ShapingLLM(ControlledLLM):
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
 
-    def _join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
+    def _make_join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
         request = generation.request
         # Callers with different keys must not answer each other's requests.
         common = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{generation.group_name}"
@@ -386,14 +388,16 @@ class ShapingLLM(ControlledLLM):
         )
 
     def _count_tokens(self, request_id: str) -> int:
+        """Return how many tokens a running request has generated."""
+        # Several requests may have this id.
         internal_ids = self.output_processor.external_req_ids.get(request_id, ())
         return max((self.held.tokens(internal_id) or 0 for internal_id in internal_ids), default=0)
 
-    def observe_outputs(self) -> None:
+    def wrap_output_reader(self) -> None:
         """Report the engine's death, and let other tasks run between two outputs of the engine.
 
         Reading from a queue that is not empty does not yield to the event loop. An API process that is slower than its
-        engine would process the whole growing queue in one turn, and stop, start and answer nothing meanwhile.
+        engine would do nothing but process the growing queue.
         """
         engine_core: Any = self.engine_core
         get_output = engine_core.get_output_async
@@ -416,6 +420,7 @@ class ShapingLLM(ControlledLLM):
         """Abort requests, and the groups that they run as."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await super().abort(ids, internal=internal)
+        # A group has the id of its request.
         if not internal and self.rollouts is not None:
             for group_id in ids:
                 self.rollouts.abort(group_id)
@@ -439,6 +444,7 @@ class ShapingLLM(ControlledLLM):
         self.output_processor.propagate_error(error)
 
     def shutdown(self, timeout: float | None = None) -> None:
+        # vLLM calls this even if the constructor failed.
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)

@@ -43,9 +43,11 @@ class VllmLoras:
         self._raw_names = raw_names
 
     async def layers(self) -> LoraLayers:
+        """Return the layers that LoRA adapters can change."""
         if self._layers is None:
             tensors = await self._checkpoint()
             matrices: dict[str, tuple[int, int]] = {}
+            # All workers have the same layers.
             for name in (await self._llm.collective_rpc("darts_lora_layers"))[0]:
                 weight = name + WEIGHT
                 shape = tensors[weight].tensors[weight].shape if weight in tensors else ()
@@ -66,6 +68,7 @@ class VllmLoras:
             )
 
     async def load(self, name: str, folder: Path) -> None:
+        """Serve the adapter in ``folder`` as ``name``, and unshaped with `RAW_SUFFIX`."""
         number = self.pushed[name].lora_int_id if name in self.pushed else self._registry.lora_id_counter.inc(1)
         # The LoRARequest that is sent with requests has no load_inplace: with it, the engine would load the files at
         # every step.

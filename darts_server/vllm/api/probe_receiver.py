@@ -59,6 +59,7 @@ class ProbeReceiver:
                         continue
                     # An exception of one probe must not skip the other probes of this message.
                     asyncio.get_running_loop().call_soon(probe.on_state, HiddenState(tokens, state))
+                    # This state was the last.
                     if tokens >= probe.detect_at[-1]:
                         del self._probes[number]
             elif kind == READY:
@@ -71,11 +72,12 @@ class ProbeReceiver:
             self.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
 
     async def wait_ready(self, engines: int) -> None:
-        """Wait until every engine has announced states, or one engine has reported a fault."""
+        """Wait until every engine has announced states, or one engine has reported a fault, and set ``fault``."""
         ready = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(READY_SECONDS):
                 while ready < engines:
+                    # `receive` has set the fault.
                     if await self._ready.get() is not None:
                         return
                     ready += 1
@@ -85,7 +87,7 @@ class ProbeReceiver:
             self.disable(f"{ready} of {engines} engines have answered within {READY_SECONDS:.0f} s")
 
     def disable(self, reason: str) -> None:
-        """Report no width from now on, so that no more probes are registered."""
+        """Note a fault. While there is a fault, `width` is None, so that no probes are registered."""
         if reason != self.fault:
             logger.warning("hidden states of candidates are not received: %s", reason)
         self.fault = reason
@@ -93,7 +95,7 @@ class ProbeReceiver:
 
 @asynccontextmanager
 async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
-    """Install the probe in the engine's workers. If that fails, ``fault`` of the receiver says why."""
+    """Install the probe in the engine's workers, and yield its receiver. If that fails, ``fault`` says why."""
     probes = ProbeReceiver()
 
     async def receive_all() -> None:

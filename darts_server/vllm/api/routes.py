@@ -64,7 +64,7 @@ class Extension(Protocol):
     def after(self, request: Any, answer: Any) -> None: ...
 
 
-def attach(
+def extend_routes(
     application: FastAPI,
     fields_of: ErrorFields,
     read_options: ReadOptions,
@@ -72,7 +72,7 @@ def attach(
     check_options: CheckOptions,
     extensions: Sequence[Extension],
 ) -> None:
-    """Let vLLM's generation routes read headers and model name, and all its routes answer our errors.
+    """Let vLLM's generation routes read our options, and all its routes answer our errors.
 
     ``raw_names``: names of models that are not shaped.
     """
@@ -93,9 +93,9 @@ def attach(
             serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
 
     changes = {
-        "openai_serving_responses": _end_responses,
-        "anthropic_serving_messages": _end_messages,
-        "serving_tokens": _complete_choices,
+        "openai_serving_responses": _report_responses_errors,
+        "anthropic_serving_messages": _report_messages_errors,
+        "serving_tokens": _allow_several_choices,
     }
     for attribute, change in changes.items():
         serving = getattr(state, attribute, None)
@@ -134,6 +134,8 @@ def _with_options(
     check_options: CheckOptions,
     extensions: Sequence[Extension],
 ) -> Handler:
+    """Return a handler that reads our options, and sets `route_call` for ``handler``."""
+
     @wraps(handler)
     async def handle(request: Any, raw_request: Any = None) -> Any:
         headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
@@ -199,7 +201,7 @@ def _with_options(
 
 
 async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Read a stream in the context of its request. The task that sends it ends with it."""
+    """Yield a stream's parts with ``call`` as context, in a task that ends with the stream."""
     route_call.set(call)
     async with aclosing(answer):
         async for part in answer:
@@ -247,7 +249,7 @@ _control_call: ContextVar[_ControlCall | None] = ContextVar("darts_control_call"
 
 @contextmanager
 def note_own_error() -> Iterator[None]:
-    """Record our errors in the block, for the caller of the control route."""
+    """Record an error of ours that the block raises, for `_keep_own_errors`."""
     try:
         yield
     except DartsError as error:
@@ -257,8 +259,8 @@ def note_own_error() -> Iterator[None]:
         raise
 
 
-def is_abort_by_route() -> bool:
-    """Whether ``/abort_requests`` itself makes this abort. Later aborts of the same call are consequences."""
+def take_route_abort() -> bool:
+    """Return True once per call of ``/abort_requests``, for the abort that the route makes itself."""
     call = _control_call.get()
     if call is None or not call.is_abort:
         return False
@@ -267,6 +269,8 @@ def is_abort_by_route() -> bool:
 
 
 def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
+    """Return a handler that raises our recorded error, even if ``handler`` catches it."""
+
     @wraps(handler)
     async def handle(**values: Any) -> Any:
         call = _ControlCall(is_abort)
@@ -292,6 +296,8 @@ checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True
 
 
 def _with_finite_check(handler: Handler) -> Handler:
+    """Return a handler that sets `checks_finite` for ``handler``."""
+
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
         given = raw_request.query_params.get(CHECK_FINITE, "true")
@@ -326,6 +332,7 @@ def _make_error(
     *args: Any,
     **more: Any,
 ) -> Any:
+    """Stand in for vLLM's ``create_error_response``, which is ``make``."""
     if not isinstance(message, DartsError):
         return make(message, *args, **more)
     fields = fields_of(message)
@@ -336,7 +343,7 @@ def _make_error(
     return response
 
 
-def _end_responses(responses: Any) -> None:
+def _report_responses_errors(responses: Any) -> None:
     """Report errors and aborts in the streams and background responses of the Responses API."""
     make_response = responses.responses_full_generator
     stream = responses.responses_stream_generator
@@ -403,8 +410,8 @@ def _end_responses(responses: Any) -> None:
     responses._run_background_request = run_and_mark
 
 
-def _end_messages(messages: Any) -> None:
-    """Answer our errors on ``/v1/messages``, in streams by Anthropic's event."""
+def _report_messages_errors(messages: Any) -> None:
+    """Answer our errors on ``/v1/messages``. Streams end with Anthropic's error event."""
     chat = messages.create_chat_completion
     convert = messages.message_stream_converter
 
@@ -441,15 +448,15 @@ def _end_messages(messages: Any) -> None:
 # --- the token route ----------------------------------------------------------------
 
 
-def _complete_choices(serving_tokens: Any) -> None:
-    """Let streams have several choices: vLLM's generator has room for the choices of its first output only."""
+def _allow_several_choices(serving_tokens: Any) -> None:
+    """Let streams have several choices: vLLM's generator fails at choices that its first output does not have."""
     stream = serving_tokens.serve_tokens_stream_generator
     serving_tokens.serve_tokens_stream_generator = lambda request, outputs, *more: stream(
-        request, with_all_choices(outputs, request.sampling_params.n), *more
+        request, _add_missing_choices(outputs, request.sampling_params.n), *more
     )
 
 
-async def with_all_choices(
+async def _add_missing_choices(
     outputs: AsyncGenerator[RequestOutput, None], choices: int
 ) -> AsyncGenerator[RequestOutput, None]:
     """Add missing choices, empty and unfinished, to the first output."""

@@ -19,7 +19,7 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.logger import configure_logging_from_args
 
 from darts_server.vllm.api.llm import ShapingLLM
-from darts_server.vllm.api.routes import ErrorFields, Extension, ReadOptions, attach
+from darts_server.vllm.api.routes import ErrorFields, Extension, ReadOptions, extend_routes
 from darts_server.vllm.api.shutdown import CONNECTION_SECONDS, Shutdown
 from darts_server.vllm.compat import version_warning, vllm_version
 from darts_server.vllm.requests.text_limits import limit_texts, tokenize_in_threads
@@ -42,7 +42,7 @@ def take_api_keys(args: Namespace) -> list[str]:
 
 
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Run the server's main coroutine function on vLLM's kind of event loop, and return the process's exit code."""
+    """Set up logging, run ``main`` in vLLM's kind of event loop, and return its exit code."""
     configure_logging_from_args(args)
     # A library that vLLM uses raises the root logger's level to ERROR when the app is made.
     ours = getLogger("darts_server")
@@ -54,9 +54,10 @@ def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     return uvloop.run(main())
 
 
-def bound_socket(args: Namespace) -> "closing[socket.socket]":
-    """Bind the server's address. This happens before the engine starts, which takes long."""
-    return closing(setup_server(args, reuse_port=False)[1])
+def bind_socket(args: Namespace) -> "closing[socket.socket]":
+    """Bind the server's address before the engine starts, which takes long."""
+    _, sock = setup_server(args, reuse_port=False)
+    return closing(sock)
 
 
 async def make_app(
@@ -71,10 +72,11 @@ async def make_app(
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
+    # `flags.parse` has added raw names.
     raw_names = set(names[len(names) // 2 :])
     limit_texts(llm.renderer)
     tokenize_in_threads(application.state)
-    attach(application, error_fields, read_options, raw_names, llm.check_options, extensions)
+    extend_routes(application, error_fields, read_options, raw_names, llm.check_options, extensions)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
     # vLLM has built the stack already. Starlette builds it again with the middleware that is added later.
@@ -148,10 +150,11 @@ async def serve(
             http=protocol,
             **log_options,
         )
+    # vLLM returns the rest of the shutdown as a coroutine.
     await ended
 
 
-def stopping(application: FastAPI) -> bool:
+def is_stopping(application: FastAPI) -> bool:
     """Whether the HTTP server is shutting down. It waits for open responses, so endless responses must end."""
     http_server = getattr(application.state, "server", None)
     return http_server is not None and bool(http_server.should_exit)

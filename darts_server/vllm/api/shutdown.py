@@ -38,7 +38,7 @@ MIN_WATCHES = 10
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
-    """Choose the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and set the latter."""
+    """Return the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and make vLLM's longer."""
     seconds = grace if grace is not None else float(args.shutdown_timeout or GRACE_SECONDS)
     # A signal to the process group reaches the engine too, which must run until work was handed back.
     args.shutdown_timeout = math.ceil(seconds + HAND_BACK_SECONDS)
@@ -65,7 +65,7 @@ def handle_sighup(reload: Callable[[], None] | None) -> None:
 
 
 def exit_at_once(number: int, _: object = None) -> None:
-    """End the engine's processes, and exit."""
+    """End the engine's processes, and exit with the signal's code."""
     children = multiprocessing.active_children()
     workers: list[psutil.Process] = []
     for child in children:
@@ -143,6 +143,7 @@ class Shutdown:
             asyncio.get_running_loop().add_signal_handler(number, self.handle_signal, number)
 
     def handle_signal(self, number: int) -> None:
+        """Begin the shutdown, or exit at once if it has begun."""
         name = signal.Signals(number).name
         if self._lifecycle.stop_reason is not None:
             logger.warning("%s again: exiting at once", name)
@@ -156,7 +157,9 @@ class Shutdown:
             self._llm.rollouts.joiner.drain()
 
     async def run(self, exit: Callable[[], None]) -> None:
+        """Wait for a reason to stop, end all work, and call ``exit``."""
         reason = await self._lifecycle.wait_for_stop()
+        # A dead engine finishes nothing.
         if isinstance(reason, ServerStopping) and await self._is_busy_after(self._grace):
             try:
                 async with asyncio.timeout(HAND_BACK_SECONDS):
@@ -164,9 +167,10 @@ class Shutdown:
             except Exception:
                 # The work fails below, like all other work.
                 logger.exception("running work could not be handed back")
-        if await self._is_busy_after(0.0):
+        if await self._is_busy_after(seconds=0.0):
             self._batches.fail(reason)
             self._llm.fail(reason)
+            # Wait until callers have their errors.
             await self._is_busy_after(ANSWER_SECONDS)
         exit()
 
@@ -182,7 +186,7 @@ class Shutdown:
 
 
 def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int) -> int:
-    """Return the exit code, and log its reason. ``lost``: number of carried prompts that could not be saved."""
+    """Return the exit code, and log its reason. ``lost``: carried prompts that could not be saved."""
     reason = lifecycle.stop_reason
     if not isinstance(reason, ServerStopping) and (reason or llm.died):
         logger.critical("%s", reason or f"the engine died: {cause_of_death(llm.engine_core)}")

@@ -44,6 +44,7 @@ class VllmModel:
         return self._llm.weight_version
 
     async def expected_tensors(self) -> ExpectedTensors:
+        """Return the tensors of new weights, which may omit a tied head."""
         tensors = {name: file.tensors[name] for name, file in (await self.checkpoint_tensors()).items()}
         embeddings = [name for name in tensors if name.endswith(EMBEDDING)]
         tied: dict[str, str] = {}
@@ -52,6 +53,7 @@ class VllmModel:
         return ExpectedTensors(tensors, tied)
 
     async def checkpoint_tensors(self) -> TensorSet:
+        """Return the checkpoint's tensors, if weights can be replaced."""
         if self.loras is not None:
             raise UpdateUnsupported(
                 "weights of a model that takes LoRA adapters cannot be replaced here; push LoRA adapters only, or "
@@ -77,6 +79,7 @@ class VllmModel:
         await self._llm.resume_engine()
 
     async def abort_requests(self) -> None:
+        """Abort all requests, and pause the engine."""
         await self._llm.pause_engine("abort")
 
     async def load(self, files: FilePlan) -> None:
@@ -96,6 +99,7 @@ class VllmModel:
         try:
             if self._loaded is not None:
                 plan = _encode_plan(self._loaded)
+                # Arguments as in `ControlledLLM.collective_rpc`.
                 _raise_first(await call("collective_rpc", "darts_load_weights", None, (plan,), None))
             if self.loras is not None:
                 for lora in self.loras.pushed.values():
@@ -116,7 +120,7 @@ class VllmModel:
         self._llm.weight_version = version
 
     async def _call_workers(self, method: str, *args: object) -> None:
-        """Call a method of :class:`darts_server.vllm.engine_core.worker.WorkerExtension`, which returns its error."""
+        """Call a method of `WorkerExtension`, and raise the first error of a worker."""
         try:
             errors = await self._llm.collective_rpc(method, args=args)
         except Exception as error:
@@ -124,7 +128,7 @@ class VllmModel:
         _raise_first(errors)
 
     def _check_supported(self) -> None:
-        """Refuse untested configurations: a model with wrong weights does not fail, it trains badly."""
+        """Raise `UpdateUnsupported` for untested configurations: wrong weights do not fail, they train badly."""
         config: Any = self._llm.vllm_config
         sizes = config.parallel_config
         parallelism = {"tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size}
@@ -162,7 +166,7 @@ def _encode_plan(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
 
 
 def _raise_first(errors: Sequence[str | None]) -> None:
-    """Raise `UpdateFailed` with the first error of a worker."""
+    """Raise `UpdateFailed` with the first error that is not None."""
     for error in errors:
         if error is not None:
             raise UpdateFailed(f"the engine could not load the weights: {error}")

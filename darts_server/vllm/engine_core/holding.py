@@ -1,15 +1,14 @@
 """Hold the outputs of requests in the engine's process until they are read, so that the API process pays per request.
 
-vLLM sends every token to the API process as soon as it is sampled. Each token costs that process 25 to 40 us, although
-most are not read before their request finishes. So a request whose caller reads only its final output is *held*. Its
-first token is sent at once, with the log-probs of its prompt and vLLM's times. Its other tokens stay in a buffer. They
-are sent when the request ends, or in parts of some hundred tokens: a part is little work for one turn of the event
-loop, and a lost engine loses at most one part of each request. In between, the engine reports token counts.
+vLLM sends every token to the API process as soon as it is sampled, which costs that process 25 to 40 us. So a request
+whose caller reads only its final output is *held*. Its first token is sent at once, with the log-probs of its prompt
+and vLLM's times. Its other tokens stay in a buffer. They are sent when the request ends, or in parts of some hundred
+tokens: a part is little work for a turn of the event loop, and a lost engine loses at most one part of each request. In
+between, the engine reports token counts.
 
-This code runs in the engine's thread that sends outputs. Its counterpart in the API process is
-`darts_server.vllm.requests.held`, which numbers the requests. The engine answers an abort of a numbered request with
-all of its tokens, because no other process has them. When somebody starts to read a held request as a stream, it is
-released: from then on its tokens are sent as they are sampled.
+This code runs in the engine's thread that sends outputs. In the API process, `darts_server.vllm.requests.held` numbers
+the requests. The engine answers an abort of a numbered request with all of its tokens. When a caller starts to read a
+held request as a stream, it is released: its tokens are sent as they are sampled.
 """
 
 import os
@@ -34,7 +33,7 @@ NOT_HELD = "darts_not_held"
 RELEASE = "darts_release"
 """Name of the engine's method that releases requests."""
 RANK = "DARTS_ENGINE_RANK"
-"""Environment variable with the rank of an engine in a fleet. vLLM itself takes such an engine for the only one."""
+"""Environment variable with the rank of an engine in a fleet, which its vLLM does not know."""
 
 # The API process looks at counts at twice this interval. While a count is late, tokens are generated for nothing.
 REPORT_SECONDS = 0.01
@@ -124,7 +123,7 @@ class Buffer:
         self._nans += output.num_nans_in_logits
 
     def join(self, output: EngineCoreOutput) -> EngineCoreOutput:
-        """Empty the buffer into ``output``: its own tokens become the last ones."""
+        """Move all buffered tokens into ``output``, before its own tokens, and return it."""
         self.add(output)
         output.new_token_ids = self.tokens
         output.new_logprobs = None
@@ -145,8 +144,8 @@ class Buffer:
 
 def buffer_limit(number: int) -> int:
     """Return the number of tokens at which the buffer of a request is sent: from 256 to 511."""
-    # Requests that begin together have different limits, so that they are not all sent in the same step.
-    return MIN_BUFFER_TOKENS + 7 * number % MIN_BUFFER_TOKENS
+    # Requests that begin together have successive numbers. With different limits they are not sent in the same step.
+    return MIN_BUFFER_TOKENS + (7 * number) % MIN_BUFFER_TOKENS
 
 
 class HoldingQueue:
@@ -163,6 +162,7 @@ class HoldingQueue:
         self._reported_at = -inf
 
     def get(self) -> Any:
+        """Wait for the next message to a client."""
         while not self._outbox:
             item = self._messages.get()
             # vLLM queues a byte string when the engine dies, and the client index -1 for messages to its coordinator.
@@ -243,6 +243,7 @@ class HoldingQueue:
         return sent
 
     def _release(self, request_ids: Iterable[str]) -> list[EngineCoreOutputs]:
+        """Stop holding requests, and return their buffered tokens."""
         outputs = []
         for request_id in request_ids:
             buffer = self._buffers.get(request_id)
@@ -255,6 +256,7 @@ class HoldingQueue:
         return [self._report(EngineCoreOutputs(outputs=outputs), is_due=False)]
 
     def _report(self, message: EngineCoreOutputs, is_due: bool) -> Report:
+        """Make a report of a message. ``is_due``: with counts and steps."""
         report = Report(**structs.asdict(message), buffered=self._buffered)
         self._buffered = 0
         if is_due:
@@ -320,7 +322,10 @@ def has_more_than_outputs(message: EngineCoreOutputs) -> bool:
 
 
 def hold_outputs(engine: Any) -> None:
-    """Change vLLM's class ``EngineCoreProc``: it holds outputs, answers aborts, and has the method `RELEASE`."""
+    """Change vLLM's class ``EngineCoreProc``: it holds outputs, answers aborts, and has the method `RELEASE`.
+
+    Calling this again changes nothing.
+    """
     if hasattr(engine, RELEASE):
         return
     add = engine.preprocess_add_request
@@ -339,7 +344,6 @@ def hold_outputs(engine: Any) -> None:
         running = [self.scheduler.requests.get(request_id) for request_id in request_ids]
         abort(self, request_ids)
         # vLLM does not answer aborts by clients.
-
         self._send_abort_outputs(
             [request for request in running if request is not None and number_of(request.sampling_params)]
         )
@@ -358,6 +362,7 @@ def hold_outputs(engine: Any) -> None:
 
 
 def number_of(params: Any) -> int:
+    """Return the `NUMBER` of a request with these sampling parameters, or 0."""
     if params is None or not params.extra_args:
         return 0
     number: int = params.extra_args.get(NUMBER, 0)

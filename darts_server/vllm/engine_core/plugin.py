@@ -1,8 +1,8 @@
 """A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
 
 It makes the engine hold outputs (see `holding`), lets the engine's processes share cores, and ends them with the
-server. vLLM stops its engine when the API process stops in order, but after SIGKILL, as from the kernel when memory
-runs out, the engine would run on and keep the device's memory.
+server. vLLM stops its engine when the API process stops in order, but after SIGKILL the engine would run on and keep
+the device's memory.
 """
 
 import multiprocessing
@@ -29,10 +29,9 @@ SERVER_PID = "DARTS_SERVER_PID"
 WORKER = "darts_server.vllm.engine_core.worker"
 EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "
-"""Prefix of the name of our extension combined with the user's. The user's follows, with colons instead of dots.
+"""Prefix of the name of our extension combined with the user's, which follows with colons instead of dots.
 
-vLLM passes only a name, ``module.attribute``, to its workers. The worker module builds the combined class when vLLM
-looks the attribute up.
+vLLM passes only a name, ``module.attribute``, to its workers.
 """
 
 
@@ -56,8 +55,7 @@ def share_cores() -> None:
     """Let the engine's processes sleep while they wait for each other, if :data:`SHARE_CORES` is set.
 
     vLLM's processes spin on ``sched_yield`` while they wait. On a machine with few cores, Linux 6.18 then hardly
-    schedules other processes: the API process was seen to wait for 13 s, and candidates that it should have stopped ran
-    to their end.
+    schedules other processes: the API process was seen to wait for 13 s.
     """
     if os.environ.get(SHARE_CORES) != "1":
         return
@@ -119,6 +117,7 @@ def end_with_server() -> None:
         _watch_in_forks()
 
 
+# Cached: register once.
 @cache
 def _watch_in_forks() -> None:
     """Let forks of this process end with the server. vLLM loads no plugins in forks."""
@@ -130,18 +129,18 @@ def _watch_in_forks() -> None:
 
 
 def end_with_process(*pids: int) -> None:
-    """Let this process end when another process ends, which need not be its parent."""
+    """Let this process end when any of the processes ``pids`` ends, which need not be its parents."""
     # Not by the kernel's ``PR_SET_PDEATHSIG``: that ends a process together with the thread that started it, which need
     # not be the parent's main thread.
     try:
         processes = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
+        # A process has ended already.
         os._exit(1)
 
     def exit_after_end() -> None:
         wait(processes)
         # No caller is left, and a log line could block on a pipe without a reader.
-
         os._exit(1)
 
     Thread(

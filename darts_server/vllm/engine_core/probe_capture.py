@@ -58,7 +58,7 @@ class ProbedRequest:
     prompt_step: int | None = None
 
     def reached(self, computed: int) -> int | None:
-        """Return the number of generated tokens, or None below the next point. ``computed``: with the prompt's."""
+        """Return the number of generated tokens, or None below the next point. ``computed`` includes the prompt."""
         # Read the points once, because the sender's thread may replace them.
         points = self.points
         tokens = computed - self.prompt_tokens
@@ -133,6 +133,7 @@ class Sender(threading.Thread):
         self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
 
     def run(self) -> None:
+        """Send the items of the queue forever."""
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -153,6 +154,7 @@ def fault_message(error: Exception) -> list[bytes]:
 
 
 def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
+    """Wait for the copy, and return its message, or None if no request has reached a point."""
     if captured.ready is not None:
         captured.ready.synchronize()
     rows = captured.rows
@@ -215,22 +217,23 @@ class Capture:
         # were new, and no request may be probed twice.
         self.requests: dict[str, ProbedRequest] = {}
         # Requests to look at, by step. Steps are counted while there are requests with a probe.
-
         self._due: dict[int, list[ProbedRequest]] = {}
         self._step = 0
 
     def start(self) -> None:
-        """Wrap the runner's steps from now on, and announce it."""
+        """Wrap the runner's steps from now on, and send `READY`."""
         # A device that cannot copy fails here, and not in a step.
         copy_to_host([torch.zeros(1, device=self._runner.device)], self._stream)
         self._put([READY, str(self._width).encode()])
         self._runner.execute_model = self.execute_model
 
     def stop(self) -> None:
+        """Restore the runner's own method."""
         self._runner.__dict__.pop("execute_model", None)
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
         """Execute a step, then take states out of it. A fault of the probe ends the probe, and not the engine."""
+        # A dummy run has no requests.
         if options.get("dummy_run"):
             return self._execute(scheduled, *args, **options)
         fault: Exception | None = None
@@ -252,6 +255,7 @@ class Capture:
         return output
 
     def _update_requests(self, scheduled: Any) -> None:
+        """Forget finished requests, and add new requests with a probe."""
         # Remove first, because a new request may reuse an id.
         if self.requests:
             for request_id in scheduled.finished_req_ids:
@@ -269,6 +273,7 @@ class Capture:
             self._due.setdefault(self._step + 1, []).append(request)
 
     def _capture_step(self, scheduled: Any) -> None:
+        """Take states of requests that have reached a point, and schedule the next looks."""
         self._step += 1
         due = [
             request
@@ -281,7 +286,7 @@ class Capture:
         step = read_step(self._runner, scheduled)
         reached: list[tuple[ProbedRequest, int]] = []
         for request in due:
-            computed = None if step is None else step.computed(request.request_id)
+            computed = None if step is None else step.count_computed(request.request_id)
             if computed is not None and request.reached(computed) is not None:
                 reached.append((request, computed))
             else:
@@ -296,12 +301,13 @@ class Capture:
             self._reschedule(request, computed)
 
     def _copy_rows(self, step: Step, reached: Sequence[tuple[ProbedRequest, int]]) -> CapturedRows:
+        """Start to copy states to the host. ``reached``: requests and their computed tokens."""
         requests = [request for request, _ in reached]
         tokens = None
         if step.is_exact:
             tokens = [computed - request.prompt_tokens for request, computed in reached]
         with torch.inference_mode():
-            rows, counts = step.states([request.request_id for request in requests])
+            rows, counts = step.gather_states([request.request_id for request in requests])
             if rows.shape[1] != self._width:
                 raise ValueError(f"states are {rows.shape[1]} wide, and the model's width is {self._width}")
             # If the host does not know the numbers of tokens, the sender decides by the numbers from the device.

@@ -23,7 +23,7 @@ class FirstRunnerStep:
         self._scheduled = state.scheduler_output
         self._rows: torch.Tensor = state.sample_hidden_states
 
-    def computed(self, request_id: str) -> int | None:
+    def count_computed(self, request_id: str) -> int | None:
         """Return the number of a request's tokens up to the last certain one, or None if it is not in this step.
 
         The number includes the prompt. It may be too large unless the step ``is_exact``.
@@ -32,14 +32,14 @@ class FirstRunnerStep:
         if scheduled is None:
             return None
         before = self._batch.num_computed_tokens_cpu[self._batch.req_id_to_index[request_id]]
-        return int(before) + int(scheduled) - drafted(self._scheduled, request_id)
+        return int(before) + int(scheduled) - count_drafts(self._scheduled, request_id)
 
-    def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gather_states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather the rows of requests, [n, width], and their exact numbers of tokens, [n], if the host lacks them."""
         places = [self._batch.req_id_to_index[request_id] for request_id in request_ids]
         if self._scheduled.scheduled_spec_decode_tokens:
             # Each request has a row for its certain token and a row for each draft.
-            rows = (1 + drafted(self._scheduled, request_id) for request_id in self._batch.req_ids)
+            rows = (1 + count_drafts(self._scheduled, request_id) for request_id in self._batch.req_ids)
             first_rows = list(accumulate(rows, initial=0))
             places = [first_rows[place] for place in places]
         return self._rows[index_on(self._rows.device, places)], None
@@ -55,15 +55,16 @@ class SecondRunnerStep:
         self._scheduled = scheduled
         self._places = {request_id: place for place, request_id in enumerate(self._batch.req_ids)}
 
-    def computed(self, request_id: str) -> int | None:
+    def count_computed(self, request_id: str) -> int | None:
         place = self._places.get(request_id)
         if place is None:
             return None
         before = self._batch.num_computed_tokens_np[place]
         scheduled = self._scheduled.num_scheduled_tokens[request_id]
-        return int(before) + int(scheduled) - drafted(self._scheduled, request_id)
+        return int(before) + int(scheduled) - count_drafts(self._scheduled, request_id)
 
-    def states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def gather_states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gather as `FirstRunnerStep` does."""
         places = index_on(self._hidden.device, [self._places[request_id] for request_id in request_ids])
         first_logits = self._batch.cu_num_logits[places].long()
         rows = self._hidden[self._batch.logits_indices[first_logits]]
@@ -77,7 +78,7 @@ class SecondRunnerStep:
 Step = FirstRunnerStep | SecondRunnerStep
 
 
-def drafted(scheduled: Any, request_id: str) -> int:
+def count_drafts(scheduled: Any, request_id: str) -> int:
     return len(scheduled.scheduled_spec_decode_tokens.get(request_id, ()))
 
 

@@ -37,15 +37,19 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def darts_load_weights(self, plan: Plan) -> str | None:
-        """Load all tensors of the model. After a failure its layers are complete, but their weights are undefined."""
+        """Load all tensors of the model. Return None, or the error's text.
+
+        After an error the model can still run a step, but its weights are undefined.
+        """
         model = self.model_runner.get_model()
         try:
-            self.reload_weights(weights_iterator=_tensors(plan))
+            self.reload_weights(weights_iterator=_read_tensors(plan))
         except Exception as error:
             # A reload moves every layer to the meta device, and builds it again when all of its tensors have arrived.
             # Layers that were not reached would stay on the meta device, and the engine's next step would crash.
             finalize_layerwise_reload(model, self.model_runner.model_config)
             return f"{type(error).__name__}: {error}"
+        # The reload skips tied heads.
         _pack_heads(model)
         self.darts_clean_caches()
         return None
@@ -72,7 +76,10 @@ class WorkerExtension:
                 )
 
     def darts_abandon_update(self) -> str | None:
-        """End an update through vLLM's own routes. Incomplete layers keep their old tensors."""
+        """End an update through vLLM's own routes. Return None, or the error's text.
+
+        Incomplete layers keep their old tensors.
+        """
         model = self.model_runner.get_model()
         try:
             for layer in model.modules():
@@ -114,6 +121,7 @@ class WorkerExtension:
         return expands_rightly(self.model_runner.device)
 
     def darts_install_probe(self, address: str) -> str | None:
+        """Send hidden states to ``address``. Return None, or the error's text."""
         return install(self, address)
 
     def darts_complete_update(self) -> None:
@@ -132,7 +140,7 @@ def __getattr__(name: str) -> type:
     return type(EXTENSION, (WorkerExtension, getattr(import_module(module), other)), {})
 
 
-def _tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
     for path, stamp, names in plan:
         with open_unchanged(Path(path), Stamp(*stamp)) as opened, safe_open(path_of(opened), "pt") as file:
             for name in names:
@@ -155,7 +163,6 @@ def _pack_heads(model: torch.nn.Module) -> None:
 
     On CPU vLLM computes the logits with a packed copy of the head. The layerwise reload skips a head that is tied to
     the embeddings, because it has no tensors of its own. So the copy would keep the old weights.
-
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):

@@ -89,11 +89,11 @@ class FleetCore(AsyncMPClient):
 
     # --- engines join and are lost ----------------------------------------------
 
-    def joined(self, hello: Hello, connection: Connection) -> Receiver:
-        """Add an engine that has connected. It gets requests once it has the state of the other engines."""
+    def add_engine(self, hello: Hello, connection: Connection) -> Receiver:
+        """Add an engine, and return its receiver. It gets requests once it has the state of the other engines."""
         if hello.rank not in self.engine_ranks_managed:
             raise ValueError(f"rank {hello.rank} of an engine, of {len(self.engine_ranks_managed)}")
-        # vLLM adds the KV blocks of an engine to the others' when it reads this message.
+        # Once for each rank, because vLLM adds up the KV blocks in these messages.
         if hello.rank not in self._seen_ranks:
             self._seen_ranks.add(hello.rank)
             self._apply_ready_response(hello.ready)
@@ -109,6 +109,7 @@ class FleetCore(AsyncMPClient):
         return engine
 
     async def _join(self, engine: "Engine") -> None:
+        """Give an engine the state of the others and then requests, or close its connection."""
         try:
             if self.on_hidden_states is not None:
                 await self.install_probe(engine)
@@ -126,6 +127,7 @@ class FleetCore(AsyncMPClient):
 
     def lose(self, engine: "Engine", reason: str, *, is_replaced: bool = False) -> None:
         """Let other engines run the requests of a lost engine, and have it started again unless it is replaced."""
+        # It was lost or replaced before.
         if self.engines.get(engine.name) is not engine:
             return
         del self.engines[engine.name]
@@ -142,9 +144,9 @@ class FleetCore(AsyncMPClient):
             self.on_lost(engine.rank)
 
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
-        """Give up engines that have requests, but have sent nothing for ``seconds``; 0 gives up none.
+        """Give up engines that have requests, but have sent nothing for ``seconds``.
 
-        Runs until cancelled.
+        Runs until cancelled, or not at all for 0 seconds. ``should_send``: False while engines are paused.
         """
         interval = min(1.0, seconds / 4)
         while seconds:
@@ -172,6 +174,7 @@ class FleetCore(AsyncMPClient):
         """Do nothing: connections deliver outputs."""
 
     async def get_output_async(self) -> EngineCoreOutputs:
+        """Return the next outputs. Move the requests of lost engines."""
         while True:
             received: EngineCoreOutputs | Engine = await self.outputs_queue.get()
             if not isinstance(received, Engine):
@@ -213,16 +216,18 @@ class FleetCore(AsyncMPClient):
             )
         )
 
-    def _engine(self, name: bytes) -> "Engine":
+    def _find_engine(self, name: bytes) -> "Engine":
         engine = self.engines.get(name)
         if engine is None:
             raise EngineLost(f"engine {int.from_bytes(name, 'little')} was lost")
         return engine
 
     async def _send_input_message(self, message: Sequence[Any], engine: bytes, *_: Any) -> None:
-        self._engine(engine).connection.send(message)
+        """Stand in for vLLM's method: send to the engine's host."""
+        self._find_engine(engine).connection.send(message)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Send a request to its rank if that is up, or to the engine with the fewest requests."""
         rank = request.data_parallel_rank
         name = None if rank is None else rank.to_bytes(2, "little")
         if name not in self.core_engines:
@@ -237,6 +242,7 @@ class FleetCore(AsyncMPClient):
         await self._send_input(EngineCoreRequestType.ADD, request, name)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
+        """Send aborts to engines, and end requests that no engine runs."""
         missing = dict.fromkeys(request_ids)
         for name, engine in list(self.engines.items()):
             found = [request_id for request_id in missing if request_id in engine.requests]
@@ -256,9 +262,10 @@ class FleetCore(AsyncMPClient):
             self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted_outputs(missing)))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call all engines. Return the answers of all workers, whether all flags are true, or one engine's answer.
+        """Call all engines. Engines that are lost meanwhile do not count.
 
-        Engines that are lost meanwhile do not count.
+        Return the answers of all workers to ``collective_rpc``. For other methods, return whether all flags are true,
+        or the first engine's answer.
 
         Raises:
             EngineError: vLLM's own weight transfer would not reach all engines that have joined it.
@@ -285,9 +292,10 @@ class FleetCore(AsyncMPClient):
         return answers[0] if answers else None
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
+        """Call an engine. `Engine.received` or `lose` completes the future."""
         if method == RPC:
-            args = for_engine(self.vllm_config, self._engine(engine).rank, *args)
-        calls = self._engine(engine).calls
+            args = for_engine(self.vllm_config, self._find_engine(engine).rank, *args)
+        calls = self._find_engine(engine).calls
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
         calls[call_id] = future
@@ -298,8 +306,9 @@ class FleetCore(AsyncMPClient):
             calls.pop(call_id, None)
 
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
-        """Install the probe in all engines, and in engines that join later. Return the answers of the workers.
+        """Install the probe in all engines, and in engines that join later. Return their workers' answers.
 
+        Engines that fail give no answer.
         ``receive``: called with each message of a probe.
         """
         self.on_hidden_states = receive
@@ -308,11 +317,13 @@ class FleetCore(AsyncMPClient):
         return [answer for result in results if not isinstance(result, BaseException) for answer in result]
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
+        """Install the probe. Return the workers' answers: None, or the error's text."""
         call = (RPC, INSTALL, None, (engine.hidden_states,), None)
         answers: list[str | None] = await self._call_utility_async(*call, engine=engine.name)
         return answers
 
     def shutdown(self, timeout: float | None = None) -> None:
+        """Close all connections. The hosts end with them."""
         for engine in list(self.engines.values()):
             engine.connection.close("the coordinator stops")
             engine.joining.cancel()
@@ -326,7 +337,7 @@ def for_engine(
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Return the arguments of ``collective_rpc`` for one engine, which takes itself for the only one."""
+    """Return the arguments of ``collective_rpc`` for the engine ``rank``, whose workers count from 0."""
     workers = config.parallel_config.world_size
     transfer: Any = config.weight_transfer_config
     changed = dict(kwargs or {})
@@ -342,8 +353,8 @@ def for_engine(
 def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
     """Return a request that continues from the received tokens of a lost request, or restarts it.
 
-    Its outputs are added to ``state``. Return None if neither is possible, and for candidates: a group may have counted
-    more tokens than were received.
+    Its outputs are added to ``state``, which a restart empties. Return None if neither is possible, and for
+    candidates: a group may have counted more tokens than were received.
     """
     numbered = numbered_of(state)
     if request.resumable or (numbered is not None and numbered.is_candidate):
@@ -399,6 +410,7 @@ class Engine:
         self._core = core
 
     def received(self, parts: list[bytes]) -> None:
+        """Handle hidden states, the engine's death, the answer to a call, or outputs."""
         self.silent = 0.0
         if parts[0] == HIDDEN_STATES:
             if self._core.on_hidden_states is not None:

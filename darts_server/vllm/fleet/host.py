@@ -118,6 +118,7 @@ async def run(start: Start, folder: Path) -> str:
 
 
 def main() -> int:
+    """Run a host. Return 1, because a host ends only with a failure."""
     end_with_process(int(sys.argv[1]))
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
     with tempfile.TemporaryDirectory(prefix="darts-engine-") as folder:

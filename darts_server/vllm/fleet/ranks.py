@@ -37,7 +37,7 @@ class Ranks:
 
     @contextmanager
     def candidate(self, request: str) -> Iterator[int]:
-        """Count a candidate of a request or its group, and yield its rank."""
+        """Yield the rank of the request's group, and count a candidate there in the block."""
         group = self._joined.get(request, request)
         if group not in self._rank_of:
             # A group of single requests continues on its engine if its first candidates end before its next request.
@@ -57,6 +57,7 @@ class Ranks:
                     self._ended.popitem(last=False)
 
     def _least_loaded(self) -> int:
+        """Return the rank with the fewest requests, or 0 if no engine is up."""
         if self._core is None:
             ranks = list(range(len(self._running)))
         else:
@@ -65,7 +66,7 @@ class Ranks:
 
     @contextmanager
     def joined(self, request: str, group: str) -> Iterator[None]:
-        """Count the candidates of a single request as its group's."""
+        """Count candidates of the request as candidates of the group in the block."""
         self._joined[request] = group
         try:
             yield
@@ -83,7 +84,8 @@ class Ranks:
 
     @contextmanager
     def running_on(self, rank: int) -> Iterator[None]:
-        """Count a request without a group on an engine. Callers may choose a rank that does not exist."""
+        """Count a request without a group on an engine in the block."""
+        # Callers may choose a rank that does not exist.
         if not 0 <= rank < len(self._running):
             yield
             return
@@ -107,12 +109,12 @@ def place(
     if rank is not None and options.get(RANK) is None and config.parallel_config.data_parallel_size > 1:
         options = {**options, RANK: rank}
     if order is not None and config.scheduler_config.policy == BY_PRIORITY:
-        options = {**options, PRIORITY: combined(options.get(PRIORITY, 0), order)}
+        options = {**options, PRIORITY: combine_priority(options.get(PRIORITY, 0), order)}
     return options
 
 
-def combined(priority: int, order: float) -> int:
-    """Return a priority for vLLM: the caller's priority, and ``order`` in seconds among equal ones."""
+def combine_priority(priority: int, order: float) -> int:
+    """Return a priority for vLLM that sorts by the caller's priority first, and by ``order`` in seconds second."""
     level = min(max(priority, -MAX_PRIORITY), MAX_PRIORITY)
     milliseconds = min(max(round(1000 * order), -LEVEL // 2), LEVEL // 2 - 1)
     return level * LEVEL + milliseconds

@@ -42,6 +42,7 @@ HEAD_SECONDS = 10.0
 """Seconds in which the head of a cluster answers, even on a busy machine."""
 END_SECONDS = 2.0
 """Seconds in which an actor ends its host."""
+PLACE_SECONDS = 30
 # The loop of an engine with a GPU keeps one core busy.
 CPUS_WITH_GPU = 1.0
 # An engine without a GPU uses all cores of its node, however many Ray reserves. A whole CPU for each would only limit
@@ -93,6 +94,7 @@ def private_folder() -> Path:
 
 
 def end_actor(actor: Any) -> None:
+    # The actor may have ended.
     with suppress(Exception):
         ray.kill(actor)
 
@@ -104,6 +106,7 @@ class HostActor:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, start: bytes, environment: dict[str, str]) -> int:
+        """Run the host, and return its exit code."""
         self._child = subprocess.Popen(
             [sys.executable, "-m", "darts_server.vllm.fleet.host", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -116,10 +119,10 @@ class HostActor:
         self.end(signal.SIGKILL)
         return self._child.returncode
 
-    def end(self, number: int = signal.SIGTERM) -> None:
+    def end(self, signal_number: int = signal.SIGTERM) -> None:
         if self._child is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self._child.pid, number)
+                os.killpg(self._child.pid, signal_number)
 
 
 class Placed:
@@ -145,6 +148,7 @@ class Placed:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def keep(self, rank: int, start: bytes) -> None:
+        """Run a host of an engine again and again, until cancelled."""
         failures = 0
         pause = FIRST_PAUSE
         while True:
@@ -195,6 +199,7 @@ class Placed:
         return actor, actor.run.remote(start, self._environment)
 
     def restart(self, rank: int) -> None:
+        """End the host of an engine: `keep` starts another."""
         actor = self._actors.get(rank)
         if actor is not None:
             task = asyncio.get_running_loop().create_task(self._end(actor))
@@ -202,7 +207,7 @@ class Placed:
             task.add_done_callback(self._ending.discard)
 
     async def _end(self, actor: Any) -> None:
-        """End a host that hangs, and then its actor if that hangs too."""
+        """Kill a host that hangs, and then its actor, which may hang too."""
         with suppress(Exception):
             async with asyncio.timeout(END_SECONDS):
                 await (await in_thread(partial(actor.end.remote, signal.SIGKILL)))
@@ -210,6 +215,8 @@ class Placed:
         await in_thread(partial(end_actor, actor))
 
     async def stop(self) -> None:
+        """Send SIGTERM to all hosts. Ray ends other actors when this process disconnects."""
+
         async def end(actor: Any) -> None:
             await (await in_thread(actor.end.remote))
 
@@ -231,6 +238,7 @@ class Cluster:
 
     @property
     def host(self) -> str:
+        """Address at which the hosts of engines reach this process."""
         if self.address is None:
             return "127.0.0.1"
         return str(ray.util.get_node_ip_address())
@@ -267,7 +275,7 @@ class Cluster:
             if gpus:
                 wanted = {"CPU": CPUS_WITH_GPU, "GPU": gpus}
             group = placement_group([wanted] * len(starts))
-            if not await asyncio.to_thread(group.wait, 30):
+            if not await asyncio.to_thread(group.wait, PLACE_SECONDS):
                 raise InvalidSetting(
                     f"Ray's cluster does not have {len(starts)} x ({gpus:g} GPUs, {wanted['CPU']:g} CPUs) on single "
                     f"nodes that are free; it has {ray.cluster_resources()}"

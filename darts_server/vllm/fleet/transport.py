@@ -29,7 +29,6 @@ HELLO_SECONDS = 10.0
 """Seconds after which a connection without a `Hello` is closed."""
 # A host whose machine or network is gone is noticed after some seconds without an answer, or if it has not taken data
 # for 30 s, longer than either end may be too busy to read.
-
 KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
 
 
@@ -129,6 +128,7 @@ class Connection(asyncio.Protocol):
             self._transport.writelines([head, *views])
 
     def close(self, reason: str) -> None:
+        """End the connection at once without unsent bytes. The receiver's ``lost`` gets the reason."""
         self._reason = reason
         if self._transport is not None:
             self._transport.abort()
@@ -155,6 +155,7 @@ class _Greeting:
         self._timer = loop.call_later(HELLO_SECONDS, self.connection.close, "it did not say who it is")
 
     def received(self, parts: list[bytes]) -> None:
+        """Check a host's `Hello`, and let ``joined`` replace this receiver."""
         hello = msgspec.msgpack.decode(parts[0], type=Hello)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise Malformed("the token is not that of this coordinator")

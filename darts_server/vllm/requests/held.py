@@ -1,7 +1,7 @@
 """The requests that engines hold, from the API process: their token counts, aborts, releases and metrics.
 
-`darts_server.vllm.engine_core.holding` explains the word. This process numbers each request with a final output only.
-A numbered request is held unless its tokens are read while they are generated.
+See `darts_server.vllm.engine_core.holding`. A numbered request is held unless its tokens are read while they are
+generated.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=N
 
 @contextmanager
 def changing_state(change: StateChange) -> Iterator[None]:
-    """Call ``change`` with the candidate that this task adds in the block, and with its new state.
+    """Call ``change`` with the request of the candidate that this task adds in the block, and its new state in vLLM.
 
     Raises:
         RuntimeError: ``change`` was not called, because this version of vLLM sends requests in another way.
@@ -102,6 +102,7 @@ class HeldRequests:
         numbered = numbered_of(state)
         if numbered is None:
             return received
+        # Held tokens are counted before they are received.
         return max(received, numbered.prior_tokens + self._counts.get(numbered.number, 0))
 
     def release(self, request_id: str) -> None:
@@ -109,6 +110,7 @@ class HeldRequests:
         self._releases.add(request_id)
 
     async def _send_releases(self, request_ids: list[str]) -> None:
+        """Release requests on all engines, which ignore each other's requests."""
         call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, request_ids)
         calls = [call(engine=engine) for engine in self._core.core_engines]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
@@ -117,6 +119,7 @@ class HeldRequests:
                 logger.error("an engine did not release requests: %s", answer)
 
     def _decode(self, frames: Any) -> Report:
+        """Stand in for vLLM's decoder, and record what a report adds to the message."""
         report: Report = self._decode_report(frames)
         self.messages += 1
         self.steps += len(report.steps)
@@ -128,7 +131,7 @@ class HeldRequests:
         return report
 
     async def _add_numbered(self, request: EngineCoreRequest) -> None:
-        """Stand in for vLLM's ``add_request_async``."""
+        """Stand in for vLLM's ``add_request_async``: number requests that need only a final output."""
         params = request.sampling_params
         state = self.states.get(request.request_id)
         is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
@@ -164,13 +167,16 @@ class HeldRequests:
             raise
 
     def _abort(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """Stand in for vLLM's ``abort_requests``, which would end requests here. Engines end numbered requests."""
+        """Stand in for vLLM's ``abort_requests``, and return the ids that engines must abort.
+
+        vLLM would end requests here. Engines end numbered requests.
+        """
         ids = list(request_ids)
         if not internal:
             ids = [internal_id for name in ids for internal_id in self._internal_ids.get(name, ())]
         numbered = []
         others = []
-        # Without duplicates: vLLM raises at the second mention of a request that it has forgotten at the first.
+        # Without duplicates: vLLM raises if it has forgotten a request already.
         for request_id in dict.fromkeys(ids):
             if numbered_of(self.states.get(request_id)) is None:
                 others.append(request_id)
@@ -200,7 +206,7 @@ class HeldRequests:
         before = 0 if stats is None else len(stats.inter_token_latencies_iter)
         self._update(state, output, timestamp, stats)
         if stats is not None and len(stats.inter_token_latencies_iter) > before:
-            # vLLM has recorded the time since the previous output.
+            # vLLM has recorded the time since the previous output as one token's.
             latency = stats.inter_token_latencies_iter.pop()
             tokens = len(output.new_token_ids)
             if tokens:
@@ -230,7 +236,7 @@ class HeldRequests:
 
 
 def numbered_of(state: RequestState | None) -> NumberedRequest | None:
-
+    """Return a request's number, or None if it has none."""
     return getattr(state, NUMBER, None)
 
 

@@ -1,8 +1,8 @@
 """Make text and log-probs of candidates' outputs when something reads them. Most are never read.
 
-While a candidate runs, its state in vLLM collects token ids and the engine's log-probs. vLLM's own code makes text or
-log-probs of them when either is read. So the results are vLLM's, and discarded candidates and truncated ends cost
-nothing. Only the text of a request with stop strings is made while it grows, because they are searched for in it.
+While a candidate runs, its state in vLLM only collects token ids and the engine's log-probs. vLLM's own code makes text
+or log-probs of them when either is read, so discarded candidates and truncated ends cost nothing. Only text that is
+searched for stop strings is made while it grows.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class CachingTokenizer:
         self.text = cache(self._text)
         self.incomplete: set[int] = set()
         """Tokens with a part of a character, among the cached ones."""
-        self._decode = cache(lambda token: tokenizer.decode([token]))
+        self._decode_token = cache(lambda token: tokenizer.decode([token]))
 
     def _text(self, token: int) -> str:
         """Return a token's text as vLLM's log-probs have it, before vLLM corrects incomplete texts."""
@@ -69,8 +69,9 @@ class CachingTokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode tokens, and cache single tokens: vLLM decodes log-probs token by token."""
         if len(token_ids) == 1:
-            return str(self._decode(token_ids[0]))
+            return str(self._decode_token(token_ids[0]))
         return str(self.tokenizer.decode(token_ids))
 
     def __getattr__(self, name: str) -> Any:
@@ -150,16 +151,19 @@ class Deferred:
         return IncrementalDetokenizer.from_new_request(tokenizer, self._request)
 
     def _collect(self, logprobs_lists: LogprobsLists) -> None:
+        """Stand in for vLLM's ``_update_sample_logprobs``, but only collect the arrays."""
         token_ids, logprobs, ranks = logprobs_lists[:3]
         # Copies do not keep the whole message in memory.
         self._arrays.append(LogprobsLists(token_ids.copy(), logprobs.copy(), ranks.copy()))
         assert self.values is not None
+        # Column 0 has the sampled tokens.
         self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())
 
     def output(self, collected: RequestOutput, later: Collection[str] | None = None, **changes: Any) -> RequestOutput:
-        """Return the output of the finished candidate, with changes.
+        """Return the output of the finished candidate, with ``changes`` of its fields.
 
-        ``later``: fields beside log-probs that are made when they are read; None for the text, unless it exists.
+        ``later``: fields besides log-probs that are made when they are read. None: the text, unless stop strings
+        needed it already.
         """
         if later is None:
             later = [] if self._params.stop else [TEXT]
@@ -181,43 +185,43 @@ class Deferred:
         return changed
 
     def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:
-        """Make the output of a candidate that has generated only the earlier tokens. ``text``: None for theirs."""
+        """Make the output of a candidate that has generated only the earlier tokens. ``text``: None to decode them."""
         token_ids = list(self._prefix.token_ids)
         inputs: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         prompt_token_ids = inputs.get("prompt_token_ids") or []
         self._request = EngineCoreRequest(
-            "made",
-            prompt_token_ids,
-            None,
-            self._params,
-            None,
-            0.0,
-            None,
-            None,
-            None,
+            request_id="made",
+            prompt_token_ids=prompt_token_ids,
+            mm_features=None,
+            sampling_params=self._params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
         )
         if self._params.logprobs is not None:
             self.values = array("d", self._prefix.logprobs or ())
         completion = CompletionOutput(
-            0,
-            text or "",
-            token_ids,
-            None,
-            None,
+            index=0,
+            text=text or "",
+            token_ids=token_ids,
+            cumulative_logprob=None,
+            logprobs=None,
             finish_reason=finish_reason,
         )
         output = RequestOutput(
-            "made",
-            inputs.get("prompt"),
-            prompt_token_ids,
-            None,
-            [completion],
+            request_id="made",
+            prompt=inputs.get("prompt"),
+            prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=None,
+            outputs=[completion],
             finished=True,
         )
         return self.output(output, [TEXT] if text is None and token_ids else [])
 
     def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
-        """Make fields of the candidate's output, truncated or not, with a pause after each slice."""
+        """Make the missing fields of the candidate's output, truncated or not. Yield after each slice."""
         for name in names:
             if name in vars(completion):
                 continue
@@ -227,9 +231,10 @@ class Deferred:
                 yield from self._make_logprobs(completion)
 
     def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
-        # Incrementally, as vLLM detokenizes while it generates: decoding all tokens at once can give another text, for
-        # example around special tokens and incomplete characters.
+        # In slices, as vLLM does while it generates: decoding all tokens at once can give another text, for example
+        # around special tokens.
         detokenizer = self._detokenizer or self._new_detokenizer()
+        # A used detokenizer keeps its tokens.
         self._detokenizer = None
         tokens = list(completion.token_ids)
         for start in range(0, len(tokens), SLICE):
@@ -307,6 +312,7 @@ class DeferredCompletion(CompletionOutput):
     cumulative_logprob = cached_property(lambda self: self._read("cumulative_logprob"))
 
     def _read(self, name: str) -> Any:
+        """Make a field without pauses, and return it."""
         for _ in self.deferred.make(self, [name]):
             pass
         return vars(self)[name]
@@ -350,7 +356,7 @@ def to_choice(
 
 
 async def make_deferred(output: RequestOutput, *names: str) -> None:
-    """Make fields of an output if they are deferred, or all fields. Other tasks run between slices."""
+    """Make the missing fields ``names`` of an output, or all if none is named. Other tasks run between slices."""
     for completion in output.outputs:
         if isinstance(completion, DeferredCompletion):
             async with _one_at_a_time:
@@ -359,7 +365,7 @@ async def make_deferred(output: RequestOutput, *names: str) -> None:
 
 
 def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
-    """Return the log-prob of each token of a candidate's output, or None, without making fields."""
+    """Return the log-prob of each token of a candidate's output without making fields, or None if it has none."""
     assert isinstance(completion, DeferredCompletion)
     deferred = completion.deferred
     if deferred.values is None or not deferred.returns_logprobs:

@@ -22,7 +22,7 @@ from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat import load_chat_template
 from darts_server.vllm.requests.outputs import ABORTED, TEXT, make_deferred, sampled_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
-from darts_server.vllm.requests.sampling import REFUSALS, SamplingReader, named_parameter
+from darts_server.vllm.requests.sampling import REFUSALS, SamplingReader, field_of_error
 from darts_server.vllm.requests.validation import PROMPT, check_group, check_request
 
 TOO_LONG = ("input_tokens", "input_text")
@@ -46,7 +46,7 @@ class VllmPromptRenderer:
             default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
         )
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
-        self.effective_sampling = self._sampling.effective
+        self.effective_sampling = self._sampling.resolve
 
     async def make_request(
         self,
@@ -55,6 +55,7 @@ class VllmPromptRenderer:
         size: int,
         request_id: str,
     ) -> PromptRequest:
+        """Render a prompt, and check its request. ``size``: number of trajectories."""
         params = self._sampling.read(sampling, size)
         # Render the prompt as vLLM's routes do: a chat by its template, token ids and text as they are.
         rendered: Any
@@ -67,11 +68,11 @@ class VllmPromptRenderer:
                 parsed = parse_model_prompt(self._llm.model_config, given)
                 (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
             except Exception as error:
-                raise self._unrendered(_prompt_field(prompt), error) from error
+                raise self._render_error(_prompt_field(prompt), error) from error
         _limit_answer(params, prompt, len(rendered.get("prompt_token_ids") or ()), self._llm.model_config.max_model_len)
         request = PromptRequest(rendered, params, request_id)
 
-        # Check it before the first candidate starts. Errors name the fields of our own API.
+        # Errors name the fields of our own API.
         try:
             check_request(self._llm.vllm_config, request)
             check_group(self._llm, request)
@@ -79,7 +80,7 @@ class VllmPromptRenderer:
             field = _prompt_field(prompt) if error.field == PROMPT else f"sampling.{error.field}"
             raise InvalidRequest(field, error.message) from error
         except REFUSALS as error:
-            raise InvalidRequest(named_parameter(error, sampling) or _prompt_field(prompt), str(error)) from error
+            raise InvalidRequest(field_of_error(error, sampling) or _prompt_field(prompt), str(error)) from error
         return request
 
     async def _render_chat(self, messages: bytes, chat_options: bytes | None) -> Any:
@@ -112,12 +113,12 @@ class VllmPromptRenderer:
             if not _is_too_long(error):
                 for name in options:
                     others = {other: value for other, value in options.items() if other != name}
-                    if await self._has_prompt(messages, others):
+                    if await self._is_renderable(messages, others):
                         cause = name
                         break
-            raise self._unrendered(cause, error) from error
+            raise self._render_error(cause, error) from error
 
-    async def _has_prompt(self, messages: bytes, options: Mapping[str, Any]) -> bool:
+    async def _is_renderable(self, messages: bytes, options: Mapping[str, Any]) -> bool:
         try:
             await self._apply_template(messages, options)
         except Exception:
@@ -125,6 +126,7 @@ class VllmPromptRenderer:
         return True
 
     async def _apply_template(self, messages: bytes, options: Mapping[str, Any]) -> Any:
+        """Return the rendered prompt of a chat."""
         # vLLM's route refuses tools without a parser unless this is null. A batch needs no parser.
         request = ChatCompletionRequest(
             messages=[],
@@ -142,9 +144,11 @@ class VllmPromptRenderer:
         rendered = await self._chats.render_chat(request)
         if isinstance(rendered, ErrorResponse):
             raise ValueError(rendered.error.message)
-        return rendered[1][0]
+        _, prompts = rendered
+        return prompts[0]
 
-    def _unrendered(self, field: str, error: Exception) -> InvalidRequest:
+    def _render_error(self, field: str, error: Exception) -> InvalidRequest:
+        """Return our error, on ``field``, for a prompt that vLLM could not render."""
         if _is_too_long(error):
             # vLLM stops counting at the limit, and its message speaks of an answer of 0 tokens.
             limit = self._llm.model_config.max_model_len
@@ -167,6 +171,7 @@ class VllmPromptRenderer:
         return request.tail_seed
 
     async def to_sample(self, output: RequestOutput) -> Sample:
+        """Convert a final output. An aborted trajectory has no finish reason."""
         await make_deferred(output, TEXT)
         completion = output.outputs[0]
         tokens = array("i", completion.token_ids)
@@ -192,7 +197,6 @@ def _limit_answer(
 
     As on vLLM's completions and chats, ``max_tokens`` is never lowered: a trainer would mistake a truncated answer for
     a whole one. ``length``: tokens of the prompt. ``limit``: the model's length.
-
 
     Raises:
         InvalidRequest: names the prompt, or a sampling parameter that fits no prompt.

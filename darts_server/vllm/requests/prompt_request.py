@@ -57,8 +57,7 @@ RESUMABLE = frozenset(
         "output_text_buffer_length",
     }
 )
-"""Sampling parameters that do not depend on where the prompt ends. All others, also those of later versions of vLLM,
-are assumed to depend on it."""
+"""Sampling parameters that do not depend on where the prompt ends. All others are assumed to depend on it."""
 # White space and reasoning tags before an answer. Templates render them otherwise when the answer is part of the chat.
 UNSTABLE_END = re.compile(r"\s*(?:<think>\s*(?:</think>\s*)?)?\Z")
 MAX_END_TOKENS = 24
@@ -79,8 +78,7 @@ DERIVED = frozenset(
         "cache_salt",
     }
 )
-"""Fields of a prompt that change nothing that the model sees. All others, also those of later versions of vLLM, are a
-part of the prompt's key."""
+"""Fields of a prompt that change nothing that the model sees. All others are a part of the prompt's key."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class PromptRequest:
 
     @cached_property
     def tail_seed(self) -> Sequence[int] | None:
-        """Seed of the sampled tail, from seed and prompt, so that a request can be repeated. None without a seed."""
+        """Seed that selects the group's tail, equal if the request is repeated. None if the request has no seed."""
         if self.params.seed is None:
             return None
         tokens = self.prompt
@@ -143,7 +141,7 @@ class PromptRequest:
 
     @cached_property
     def join_key(self) -> str:
-        """Key that is equal for requests with the same prompt and sampling, except the seed."""
+        """Key of requests that may share a group: equal for the same prompt and sampling, except the seed."""
         params = structs.asdict(self.params)
         extra_args = {
             name: value
@@ -192,9 +190,11 @@ class PromptRequest:
         return child
 
     def adds_logprobs(self, probe: Probe) -> bool:
+        """Return whether the probe needs log-probs that the caller did not request."""
         return probe.logprobs and self.params.logprobs is None
 
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
+        """Return prompt and sampling parameters for the rest of candidate ``index``, after the tokens ``prefix``."""
         child = self.params_of(index, is_own=True)
         leave_rest(child, len(prefix))
         child.extra_args = (child.extra_args or {}) | {PROMPT_TOKENS: len(self.prompt["prompt_token_ids"])}
@@ -304,7 +304,7 @@ def make_turn(
 
 
 def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
-    """Return how many of a prompt's tokens a later turn begins with: all but `UNSTABLE_END`."""
+    """Count the tokens of a prompt that also begin a later turn: all but white space and reasoning tags at its end."""
     tail = list(token_ids[-MAX_END_TOKENS:])
     # Negative numbers stand for images.
     if not tail or min(tail) < 0:

@@ -41,8 +41,8 @@ NO_EFFECT_ON_DISTRIBUTION = frozenset(
         "watermarking",
     }
 )
-"""Sampling parameters that decide where a trajectory ends, or which of its values are returned. All others, also those
-of later versions of vLLM, are assumed to change the distribution that tokens are sampled from."""
+"""Sampling parameters that decide where a trajectory ends, or which of its values are returned. All others are assumed
+to change the distribution that tokens are sampled from."""
 PROCESSED_LOGPROBS = "processed_logprobs"
 RAW_LOGPROBS = "raw_logprobs"
 LOGPROBS = "logprobs"
@@ -71,8 +71,8 @@ class SamplingReader:
         self._neutral = SamplingParams()
         self._latest: tuple[Mapping[str, object], SamplingParams] | None = None
 
-    def read(self, sampling: Mapping[str, object], size: int) -> SamplingParams:
-        """Make sampling parameters for ``size`` trajectories.
+    def read(self, sampling: Mapping[str, object], n: int) -> SamplingParams:
+        """Make sampling parameters for ``n`` trajectories.
 
         The caller may set fields of the result and of ``structured_outputs``, but must not change lists in place.
 
@@ -86,10 +86,11 @@ class SamplingReader:
         params = copy(self._latest[1])
         # vLLM's checks convert choices and grammars of a request in place.
         params.structured_outputs = copy(params.structured_outputs)
-        params.n = size
+        params.n = n
         return params
 
     def _parse(self, sampling: Mapping[str, object]) -> SamplingParams:
+        """Check and convert the caller's parameters. `read` sets n."""
         for name, value in sampling.items():
             if name not in self._allowed:
                 what = "is set by this server" if name in RESERVED else "is unknown"
@@ -114,16 +115,16 @@ class SamplingReader:
             field, message = split_place(error)
             raise InvalidRequest(f"sampling.{field}", message) from error
         except REFUSALS as error:
-            raise InvalidRequest(named_parameter(error, sampling) or "sampling", str(error)) from error
+            raise InvalidRequest(field_of_error(error, sampling) or "sampling", str(error)) from error
 
-    def effective(self, sampling: Mapping[str, object]) -> dict[str, object]:
-        """Return the parameters in force as values of JSON, except None and empty values.
+    def resolve(self, sampling: Mapping[str, object]) -> dict[str, object]:
+        """Check the caller's parameters, and return all in force as values of JSON, except None and [].
 
         Raises:
-            InvalidRequest: names the parameter; also if log-probs are requested that the engine computes for another
+            InvalidRequest: names the parameter. It is ``logprobs`` if the engine would return log-probs of another
                 distribution than it samples from.
         """
-        params = self.read(sampling, 1)
+        params = self.read(sampling, n=1)
         values = {name: getattr(params, name) for name in self._allowed if hasattr(params, name)}
         if self._logprobs_mode != PROCESSED_LOGPROBS and params.logprobs is not None:
             if self._logprobs_mode != RAW_LOGPROBS:
@@ -165,8 +166,8 @@ def split_place(error: msgspec.ValidationError) -> tuple[str, str]:
     return found["path"].removesuffix("[...]"), f"has the wrong type: {text[: found.start()]}"
 
 
-def named_parameter(error: Exception, sampling: Mapping[str, object]) -> str | None:
-    """Return the given sampling parameter that vLLM's error is about, or None."""
+def field_of_error(error: Exception, sampling: Mapping[str, object]) -> str | None:
+    """Return ``sampling.NAME`` of the caller's parameter that vLLM's error is about, or None."""
     name = getattr(error, "parameter", None)
     if name not in sampling:
         text = str(error)

@@ -38,8 +38,7 @@ MAX_DEPTH = 64
 MAX_BRACKETS = 256
 # Seconds that the event loop waits for a check. Usual checks take a few milliseconds, the worst within limits a minute.
 CHECK_SECONDS = 0.5
-# Seconds of each window that the event loop waits for all checks. A lone caller may use half of them: for one long
-# check, or for a hundred usual ones.
+# Seconds of each window that the event loop waits for all checks. A lone caller may use half of them.
 WAITED_SECONDS = 1.0
 WINDOW_SECONDS = 5.0
 MAX_PENDING = 32
@@ -97,9 +96,11 @@ def limit_checks() -> None:
 
 
 def _limited(validate: Callable[..., None]) -> Callable[..., None]:
+    """Return a check of vLLM's with a cache and a time limit."""
+
     @wraps(validate)
     def check(params: SamplingParams, *args: Any, **options: Any) -> None:
-        """Check as vLLM does, or return the cached result.
+        """Check and convert ``params`` as vLLM does, or use the cached result.
 
         Each check runs in a thread, where the libraries release the GIL. It can time out, but it cannot be ended, and
         may run forever. A caller's next checks begin after it, and other callers' checks at once.
@@ -167,7 +168,7 @@ def _run(
     trial: SamplingParams,
     previous: Future[Converted] | None,
 ) -> None:
-    """Run a check after the ``previous`` check of the same caller."""
+    """Run a check after the ``previous`` check of the same caller, and set its ``outcome``."""
     assert trial.structured_outputs is not None
     if previous is not None:
         wait([previous])
@@ -193,6 +194,8 @@ def too_large(field: str, size: int) -> InvalidRequest:
 
 
 def check_depth(content: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequest` for content that is nested too deeply for vLLM's libraries."""
+
     def check_part(value: object, depth: int) -> None:
         if isinstance(value, str):
             nested = 0
@@ -228,5 +231,6 @@ def check_depth(content: Mapping[str, Any]) -> None:
             except RecursionError:
                 raise too_deep(f"{MAX_DEPTH} objects and arrays") from None
             except ValueError:
+                # Not JSON: vLLM refuses it.
                 pass
         check_part(value, 0)

@@ -71,6 +71,7 @@ def limit_texts(renderer: Any) -> None:
 
 
 def count_characters(value: object) -> int:
+    """Count the characters of all texts in a value, except media."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
@@ -84,9 +85,9 @@ def tokenize_in_threads(state: Any) -> None:
     """Let ``/generative_scoring`` tokenize in a thread, and not in the event loop. ``state``: of vLLM's app."""
     scoring = getattr(state, "serving_generative_scoring", None)
     if scoring is not None:
-        scoring._build_prompts = partial(_in_thread, scoring._build_prompts)
+        scoring._build_prompts = partial(_build_in_thread, scoring._build_prompts)
 
 
-async def _in_thread(build_prompts: Callable[..., Any], *args: Any) -> Any:
-    """Run a coroutine function of vLLM's that never awaits in a thread."""
+async def _build_in_thread(build_prompts: Callable[..., Any], *args: Any) -> Any:
+    """Run in a thread a coroutine function of vLLM's that blocks and never awaits. Return its result."""
     return await asyncio.to_thread(lambda: asyncio.run(build_prompts(*args)))

@@ -93,15 +93,15 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
     sent.n = 1
     salt = prompt.get("cache_salt")
     message = EngineCoreRequest(
-        request.request_id,
-        token_ids,
-        None,
-        sent,
-        None,
-        0.0,
-        None,
-        salt,
-        None,
+        request_id=request.request_id,
+        prompt_token_ids=token_ids,
+        mm_features=None,
+        sampling_params=sent,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=salt,
+        data_parallel_rank=None,
     )
     for name in message.__struct_fields__:
         if name in request.options:
@@ -118,7 +118,7 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
             field = inside.lstrip(".")
         raise InvalidRequest(field, text) from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(_unsendable(message), f"cannot be sent to the engine: {error}") from error
+        raise InvalidRequest(_find_unsendable(message), f"cannot be sent to the engine: {error}") from error
 
     total = _encoded_size(params)
     if total > MAX_SAMPLING_BYTES:
@@ -142,6 +142,7 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
     """
     _check_seed(request.params, MAX_CANDIDATES)
     is_rendered = "type" in request.prompt_fields
+    # Any other prompt would be tokenized in the event loop.
     if not is_rendered:
         return
     process = partial(
@@ -182,7 +183,8 @@ def _check_seed(params: SamplingParams, candidates: int) -> None:
         )
 
 
-def _unsendable(message: EngineCoreRequest) -> str:
+def _find_unsendable(message: EngineCoreRequest) -> str:
+    """Return the first field that cannot be sent, or ``body``."""
     fields = msgspec.structs.asdict(message)
     params = fields.pop(PARAMS)
     for name, value in (msgspec.structs.asdict(params) | fields).items():

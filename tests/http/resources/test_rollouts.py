@@ -28,7 +28,7 @@ from darts_server.http.resources.rollouts import (
     Reading,
     _respond,
     add_routes,
-    choose_form,
+    choose_media_type,
     encode_ascii,
     encode_event,
     event_chunks,
@@ -134,12 +134,12 @@ async def test_both_forms_have_the_same_trajectories(harness: Harness, client: h
 )
 def test_the_preferred_form_is_chosen(accept: str, chosen: str | None) -> None:
     with nullcontext() if chosen else pytest.raises(NotAcceptable):
-        assert choose_form(Headers({"accept": accept}), streams=False) == chosen
+        assert choose_media_type(Headers({"accept": accept}), streams=False) == chosen
 
 
 def test_several_headers_are_one_list() -> None:
     raw = [(b"accept", b"text/html"), (b"accept", TENSORS.encode())]
-    assert choose_form(Headers(raw=raw), streams=False) == TENSORS
+    assert choose_media_type(Headers(raw=raw), streams=False) == TENSORS
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def by_text(text: str, index: int) -> Script:
 async def answer_of(batch: BatchRun, media_type: str = JSON) -> Any:
     """Return the response to a caller that stays connected."""
     caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
-    return await _respond(caller, batch, 0, media_type, Reading())
+    return await _respond(caller, batch, media_type, Reading(), after=0)
 
 
 async def read_answer(batch: BatchRun) -> dict[str, Any]:
@@ -340,7 +340,7 @@ async def test_readers_that_do_not_read_share_one_encoding_and_cost_a_slice_each
 
     async def answer(connection: Connection) -> None:
         caller: Any = SimpleNamespace(receive=asyncio.Event().wait)
-        response = await _respond(caller, batch, 0, media_type, reading)
+        response = await _respond(caller, batch, media_type, reading, after=0)
         await response(connection.scope, connection.receive, connection.send)
 
     with traced():

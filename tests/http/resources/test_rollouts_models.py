@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from darts_server.http.body import parsed
+from darts_server.http.body import parse
 from darts_server.http.resources.rollouts_models import RolloutsIn
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
@@ -11,7 +11,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
 
 def chat_options(prompts: list[dict[str, Any]], **shared: Any) -> list[bytes | None]:
     body = {"prompts": prompts, "group_size": 2} | shared
-    return [prompt.chat_options for prompt in parsed(RolloutsIn, json.dumps(body).encode()).request().prompts]
+    return [prompt.chat_options for prompt in parse(RolloutsIn, json.dumps(body).encode()).request().prompts]
 
 
 def test_chats_of_a_batch_share_one_object_of_options() -> None:

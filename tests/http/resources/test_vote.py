@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.http.body import parsed
+from darts_server.http.body import parse
 from darts_server.http.openapi import json_body
 from darts_server.http.resources.vote import EXAMPLES, VoteIn
 
@@ -14,14 +14,14 @@ REQUEST: dict[str, Any] = {"prompt": "7a-5b*4>", "n": 8, "pattern": "#([0-9])"}
 
 
 def read(body: dict[str, Any]) -> VoteIn:
-    return parsed(VoteIn, json.dumps(body).encode())
+    return parse(VoteIn, json.dumps(body).encode())
 
 
 def test_a_prompt_is_text_token_ids_or_a_chat() -> None:
-    assert read(REQUEST).question.prompt.text == "7a-5b*4>"
-    assert read(REQUEST | {"prompt": [5, 6], "key": "k"}).question.prompt.token_ids == [5, 6]
+    assert read(REQUEST).vote_request.prompt.text == "7a-5b*4>"
+    assert read(REQUEST | {"prompt": [5, 6], "key": "k"}).vote_request.prompt.token_ids == [5, 6]
     chat = [{"role": "user", "content": "7"}]
-    question = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).question
+    question = read({"messages": chat, "n": 1, "pattern": {"choices": ["7", "8"]}}).vote_request
     assert (json.loads(question.prompt.messages or b""), question.pattern) == (chat, ["7", "8"])
     assert (question.weights, question.score) == ("majority", None)
 

@@ -12,7 +12,7 @@ from darts_server.http import errors
 from darts_server.http.body import INLINE_BYTES, MAX_PARTS_AT_ONCE, MAX_VALUES_AT_ONCE, BodyLimits
 from darts_server.http.security import json_bodies
 from darts_server.http.security.access import Access
-from darts_server.http.security.json_bodies import MAX_NUMBERS, limit_json, loaded
+from darts_server.http.security.json_bodies import MAX_NUMBERS, limit_json, load_json
 from darts_server.http.security.middleware import SecurityMiddleware
 from tests.http.serving import HERE, LARGEST, URL
 
@@ -38,19 +38,19 @@ def test_json_is_read_as_pythons_own_parser_does(text: str, is_large: bool) -> N
     if is_large:
         text = text.replace("{", f'{{"long": "{LONG}", ', 1) if '{"' in text else text + " " * INLINE_BYTES
     body = text.encode()
-    assert repr(loaded(body, MAX_PARTS_AT_ONCE)) == repr(json.loads(body))
+    assert repr(load_json(body, MAX_PARTS_AT_ONCE)) == repr(json.loads(body))
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": [[1, ]]}', '{"a": [[1], [2]}', "{} {}", '{"a": "\n"}', '{"a": 01}'])
 @pytest.mark.parametrize("after", [b"", b" " * INLINE_BYTES])
 def test_a_text_that_is_no_json_is_an_error(text: str, after: bytes) -> None:
     with pytest.raises(ValueError, match="line"):
-        loaded(text.encode() + after, MAX_PARTS_AT_ONCE)
+        load_json(text.encode() + after, MAX_PARTS_AT_ONCE)
 
 
 def test_the_batches_of_trainers_are_read() -> None:
     body = json.dumps({"model": "tiny", "prompt": PROMPTS, "n": 8}).encode()
-    assert loaded(body, MAX_PARTS_AT_ONCE)["prompt"] == PROMPTS
+    assert load_json(body, MAX_PARTS_AT_ONCE)["prompt"] == PROMPTS
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_batches_of_trainers_are_read() -> None:
 )
 def test_bodies_that_take_long_to_parse_are_refused(body: bytes, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
-        loaded(body, MAX_PARTS_AT_ONCE)
+        load_json(body, MAX_PARTS_AT_ONCE)
     assert caught.value.field == "body"
     assert isinstance(caught.value, TooLarge) or "UTF-8" in message
 
@@ -80,9 +80,9 @@ def test_routes_for_use_take_fewer_parts_than_routes_for_admins_and_large_bodies
 
     def read(body: bytes, most_parts: int) -> Any:
         threads.append(get_ident())
-        return loaded(body, most_parts)
+        return load_json(body, most_parts)
 
-    monkeypatch.setattr(json_bodies, "loaded", read)
+    monkeypatch.setattr(json_bodies, "load_json", read)
     application = FastAPI()
     errors.install(application)
 

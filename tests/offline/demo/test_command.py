@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.cli import main
-from darts_server.offline.demo.command import methods, parse_arguments
+from darts_server.offline.demo.command import list_methods, parse_arguments
 from darts_server.offline.demo.runs import Method
 
 
@@ -17,11 +17,11 @@ def test_invalid_flags_are_refused(argv: list[str], capsys: pytest.CaptureFixtur
 
 
 def test_raw_is_compared_with_a_smaller_limit_and_with_policies() -> None:
-    compared = methods(parse_arguments(["--caps", "32", "48", "--policies", "uniform"]))
+    compared = list_methods(parse_arguments(["--caps", "32", "48", "--policies", "uniform"]))
     limits = {"raw, max 32": Method("off", 32), "raw, max 48": Method("off", 48)}
     assert compared == {"raw": Method("off"), **limits, "uniform": Method("uniform")}
-    assert "raw, max 64" in methods(parse_arguments([]))
-    assert list(methods(parse_arguments(["--caps", "--policies", "raw"]))) == ["raw"]
+    assert "raw, max 64" in list_methods(parse_arguments([]))
+    assert list(list_methods(parse_arguments(["--caps", "--policies", "raw"]))) == ["raw"]
 
 
 def test_demo_says_how_to_install_vllm_if_it_is_missing(

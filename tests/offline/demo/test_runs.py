@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from darts_server.offline.demo.problems import sample_problem
-from darts_server.offline.demo.runs import Batches, Method, Run, Step, table, verdict
+from darts_server.offline.demo.runs import Batches, Method, Run, Step, compare, format_table
 
 PROBLEMS = [sample_problem(Random(seed)) for seed in (1, 2)]
 
@@ -67,7 +67,7 @@ def shaped(seconds: float = 3.0) -> Run:
 
 
 def test_table_has_a_line_for_each_figure_and_a_column_for_each_run() -> None:
-    rows = [line.split("  ", 1) for line in table(RAW, [shaped()]).splitlines()]
+    rows = [line.split("  ", 1) for line in format_table(RAW, [shaped()]).splitlines()]
     assert {name.strip(): rest[0].split() for name, *rest in rows[2:]} == {
         "seconds, all steps": ["4.0", "3.0"],
         "right answers": ["50.0%", "75.0%"],
@@ -83,14 +83,14 @@ def test_verdict_compares_time_answers_and_lengths_of_each_run_with_raw(seconds:
     def many(run: Run) -> Run:
         return Run(run.name, [*run.steps] * 12)
 
-    assert verdict(many(RAW), [many(shaped(seconds))]) == (
+    assert compare(many(RAW), [many(shaped(seconds))]) == (
         f"Compared with raw: uniform takes {pace}, has 25.0 points more right answers and returns the shorter answers "
         "(longest answer 35 tokens, raw 255)."
     )
     [step] = RAW.steps
     cut = Run("raw, max 64", [replace(step, truncated=2, right=2)])
     same = Run("auto", [step])
-    assert verdict(many(RAW), [many(cut), many(same)]) == (
+    assert compare(many(RAW), [many(cut), many(same)]) == (
         "Compared with raw: raw, max 64 takes about the same time, has 25.0 points fewer right answers and cuts off "
         "25% of the answers (longest answer 255 tokens, raw 255); auto takes about the same time, has as many right "
         "answers (within the noise of ± 14 points) and discards nothing (longest answer 255 tokens, raw 255)."

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from darts_server.offline.simulation.baselines import baselines
+from darts_server.offline.simulation.baselines import simulate_baselines
 from darts_server.offline.simulation.model.batch import Ints
 from darts_server.offline.simulation.policies import parse_policy
 from darts_server.offline.simulation.presets import PRESETS, TINY_MACHINE
@@ -64,7 +64,7 @@ def test_a_limit_in_hindsight_truncates_its_share() -> None:
     drawn = candidates(prompts=100, steps=1)
     off = run_policy(parse_policy("off", 4), drawn)
     anyway = summarise("off", off, 4)["truncated_share"] or 0.0
-    two, ten, *_ = baselines(off, drawn)
+    two, ten, *_ = simulate_baselines(off, drawn)
     assert two["truncated_share"] == pytest.approx(anyway + 0.02, abs=0.01)
     assert ten["truncated_share"] == pytest.approx(anyway + 0.1, abs=0.02)
     assert two["rollout_seconds"] > ten["rollout_seconds"]
@@ -74,7 +74,7 @@ def test_one_step_off_divides_the_engines_and_waits_for_the_slower_part() -> Non
     preset = PRESETS["search-r1-7b"]
     drawn = Candidates(preset.workload, preset.machine, size=4, prompts=40, steps=1, most=8)
     off = run_policy(parse_policy("off", 4), drawn)
-    found = {summary["policy"]: summary for summary in baselines(off, drawn)}["async one-step-off"]
+    found = {summary["policy"]: summary for summary in simulate_baselines(off, drawn)}["async one-step-off"]
     between = preset.machine.between_rollouts
     slower = max(found["rollout_seconds"], found["training_seconds"] - between)
     assert found["step_seconds"] == pytest.approx(slower + between)

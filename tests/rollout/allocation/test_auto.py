@@ -45,7 +45,7 @@ def chosen(made: Harness, lost: int = 0) -> AutoBatch:
 
 
 def state(made: Harness) -> AheadState:
-    return made.rollouts.allocator.auto.state(SIZE)
+    return made.rollouts.allocator.auto.load_state(SIZE)
 
 
 def run(made: Harness, record: CohortRecord = RECORD, lost: int = 0) -> None:
@@ -60,7 +60,7 @@ async def test_batches_that_run_ahead_are_compared_with_their_trajectories_alone
         run(made)
     assert [time for _, time in state(made).ahead] == pytest.approx([0.5] * 3), "40 steps of a second"
     assert "; running ahead takes 0.50 of the time" in chosen(made).choice.reason
-    assert made.rollouts.allocator.auto.state(SIZE + 1) == AheadState(), "each group size is learned by itself"
+    assert made.rollouts.allocator.auto.load_state(SIZE + 1) == AheadState(), "each group size is learned by itself"
 
 
 @pytest.mark.parametrize(("capacity", "begun"), [(None, NEEDED), (16, OFFERED)])

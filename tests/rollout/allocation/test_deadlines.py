@@ -163,12 +163,12 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     deadlines, unexplored = fresh(documents), replace(explored(50, *[40] * 8), explored=False)
     rule = Deadline(exploration=1e-12)
     report(deadlines, replace(unexplored, cohort_deadline=None), right=True)
-    assert not deadlines.should_explore(rule, POLICY, 16), "it had no deadline"
+    assert not deadlines.choose_exploration(rule, POLICY, 16), "it had no deadline"
     report(deadlines, unexplored, right=True, times=16)
-    assert fresh(documents).should_explore(rule, POLICY, 16), "also after a restart"
-    assert not deadlines.should_explore(Deadline(exploration=0.0), POLICY, 1)
+    assert fresh(documents).choose_exploration(rule, POLICY, 16), "also after a restart"
+    assert not deadlines.choose_exploration(Deadline(exploration=0.0), POLICY, 1)
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
-    assert not deadlines.should_explore(rule, POLICY, 16)
+    assert not deadlines.choose_exploration(rule, POLICY, 16)
     assert deadlines.losses(POLICY).stretch(0.02) > 1
 
 

@@ -9,7 +9,7 @@ import pytest
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.policy.auto import AutoLimits
-from darts_server.rollout.batches.batch import BatchRequest, check_terms, prepare_batch
+from darts_server.rollout.batches.batch import BatchRequest, plan_batch, prepare_batch
 from darts_server.rollout.batches.carried import CarriedPrompts, Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun
@@ -98,7 +98,7 @@ async def test_auto_runs_all_prompts_if_their_tokens_are_not_kept(carry: Carry) 
     assert len(results) == 2
     [record] = harness.recorder.cohorts
     assert record.chosen is None
-    assert harness.rollouts.allocator.auto.state(SIZE).batches == 0
+    assert harness.rollouts.allocator.auto.load_state(SIZE).batches == 0
 
 
 async def test_auto_says_how_many_prompts_of_a_batch_that_resumes_have_run() -> None:
@@ -108,13 +108,13 @@ async def test_auto_says_how_many_prompts_of_a_batch_that_resumes_have_run() -> 
     reasons = {result.record.chosen for result in results if result.record}
     assert reasons == {"3 of 3 prompts run, and the first 2 groups are returned"}
     assert harness.recorder.cohorts[-1].chosen in reasons
-    assert harness.rollouts.allocator.auto.state(SIZE).batches == 1
+    assert harness.rollouts.allocator.auto.load_state(SIZE).batches == 1
 
 
 async def test_a_batch_of_single_trajectories_is_not_of_the_size_that_single_requests_are_joined_to() -> None:
     harness = Harness(lambda *_: Script(5))
     planner = Planner(SHAPINGS, "shortest", Limits(64, group_size=8))
-    plan = check_terms(BatchRequest([PromptSpec(text="10")], 1), harness.rollouts, lambda _: planner)
+    plan = plan_batch(BatchRequest([PromptSpec(text="10")], 1), harness.rollouts, lambda _: planner)
     assert (plan.policy, plan.size, plan.single) == ("off", 1, False)
 
 

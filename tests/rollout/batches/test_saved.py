@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from darts_server.engine.port import CandidateResult, TokenSlice
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import ServerStopping, StateDamaged, StateError
-from darts_server.rollout.batches.batch import terms_of
+from darts_server.rollout.batches.batch import describe_terms
 from darts_server.rollout.batches.carried import (
     SAVE_SECONDS,
     WRITE_BYTES,
@@ -325,8 +325,8 @@ def test_terms_are_equal_in_every_process() -> None:
     for name, shaping in SHAPINGS.items():
         plan = Planner({name: shaping}, name, Limits(64)).plan(4, RequestOptions())
         assert plan is not None
-        assert " at 0x" not in terms_of(plan, {"b": 1, "a": [0.5]})
-        assert terms_of(plan, {"b": 1, "a": [0.5]}) == terms_of(plan, {"a": [0.5], "b": 1})
+        assert " at 0x" not in describe_terms(plan, {"b": 1, "a": [0.5]})
+        assert describe_terms(plan, {"b": 1, "a": [0.5]}) == describe_terms(plan, {"a": [0.5], "b": 1})
 
 
 @asynccontextmanager

@@ -135,12 +135,12 @@ class JoiningHarness:
         )
         self.recorder = Recorder(self.rollouts.observers)
 
-        def collect(spec: GroupSpec[str], on_end: Callable[[], None], ticket: Ticket) -> GroupRun[str, list[int]]:
+        def create_run(spec: GroupSpec[str], on_end: Callable[[], None], ticket: Ticket) -> GroupRun[str, list[int]]:
             spec = replace(spec, tail_seed=(tail_seed, len(self.runs)))  # reproducible
-            run = self.runs[spec.group_id] = self.rollouts.collect(spec, on_end, ticket)
+            run = self.runs[spec.group_id] = self.rollouts.create_run(spec, on_end, ticket)
             return run
 
-        self.rollouts.joiner.collect = collect
+        self.rollouts.joiner.create_run = create_run
 
     def send(self, caller: str, prompt: str = "p", name: str | None = None) -> Caller:
         """Send a caller's request. ``name``: its name for the group."""

@@ -130,7 +130,7 @@ async def test_each_token_has_the_version_of_the_weights_that_sampled_it() -> No
     members = [harness.join(f"r{i}") for i in range(3)]
     finish(members[0], 4)
     harness.generated["r1"] = 3
-    harness.groups.weights_change()
+    harness.groups.record_weight_version()
     harness.version = 2
     finish(members[1], 5)
     finish(members[2], 5)
@@ -142,7 +142,7 @@ async def test_each_token_has_the_version_of_the_weights_that_sampled_it() -> No
 async def test_a_request_that_waits_for_new_weights_has_the_new_version() -> None:
     harness = Harness()
     members = [harness.join(f"r{i}", start=False) for i in range(3)]
-    harness.groups.weights_change()
+    harness.groups.record_weight_version()
     harness.version = 2
     members.pop().leave(DiscardReason.CANCELLED)
     for member in members:

@@ -267,7 +267,7 @@ async def test_a_named_group_does_not_wait_for_ever() -> None:
 
 
 async def test_frequent_groups_with_missing_requests_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_sealed
+    report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_closed
     with caplog.at_level(logging.WARNING):
         for number in range(3 * WINDOW):
             report(full=number % 3 > 0, planned=8)

@@ -161,7 +161,7 @@ async def test_a_state_waits_until_its_candidate_runs_and_its_log_probs_are_ther
     running: dict[int, RunningCandidate[list[int]]] = {}
     received: list[Scored] = []
     group_scorer = GroupScorer(scorer, (None, "g"), Pruning(), running, received.append)
-    probe = group_scorer.probe_for(0)
+    probe = group_scorer.create_probe(0)
     assert (probe.detect_at, probe.logprobs) == ((4,), True)
     probe.on_state(HiddenState(4, np.asarray([0.5, 1.0], dtype=np.float32)))
     assert (group_scorer.poll(), received) == ([], [])

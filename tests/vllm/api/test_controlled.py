@@ -55,7 +55,7 @@ class Engine(ControlledLLM):
         self.error: Exception | None = None
         self._pauses = set()
 
-    async def handle_received(self) -> None:
+    async def wait_for_received_outputs(self) -> None:
         assert self.is_halted
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -110,7 +110,7 @@ async def test_a_pause_waits_until_earlier_outputs_are_processed() -> None:
     queue: asyncio.Queue[int] = asyncio.Queue()
     core = SimpleNamespace(outputs_queue=queue, get_output_async=queue.get)
     llm: Any = SimpleNamespace(engine_core=core, is_handling=False)
-    ShapingLLM.observe_outputs(llm)
+    ShapingLLM.wrap_output_reader(llm)
     handled = []
 
     async def handle() -> None:
@@ -123,11 +123,11 @@ async def test_a_pause_waits_until_earlier_outputs_are_processed() -> None:
     llm.output_handler = asyncio.create_task(handle())
     for number in range(5):
         queue.put_nowait(number)
-    await ControlledLLM.handle_received(llm)
+    await ControlledLLM.wait_for_received_outputs(llm)
     assert handled == list(range(5))
     llm.output_handler.cancel()
 
     # No task processes this output any more.
     queue.put_nowait(5)
     async with asyncio.timeout(60):
-        await ControlledLLM.handle_received(llm)
+        await ControlledLLM.wait_for_received_outputs(llm)

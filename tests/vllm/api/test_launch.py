@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.vllm.api.launch import fingerprint_of
+from darts_server.vllm.api.launch import fingerprint_of, without_keys
 
 MODEL: dict[str, Any] = {
     "model": "org/name",
@@ -61,3 +61,24 @@ def test_the_fingerprint_differs_when_the_weights_in_a_folder_were_replaced(tmp_
     (tmp_path / "config.json").write_text("{}")
     configured = fingerprint(model=folder)
     assert len({original, resized, touched, configured, fingerprint(model=str(weights))}) == 5
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--api-key", "one", "two"],
+        ["--api-key=one"],
+        ["--api_key", "one"],
+        ["--api-k=one"],
+    ],
+)
+def test_hosts_get_all_flags_but_keys(flags: list[str]) -> None:
+    assert without_keys(["--seed", "1", *flags, "--port", "8000"]) == ["--seed", "1", "--port", "8000"]
+
+
+def test_the_model_after_a_key_is_kept() -> None:
+    assert without_keys(["--api-key=one", "org/name", "--api-server-count", "1"]) == [
+        "org/name",
+        "--api-server-count",
+        "1",
+    ]

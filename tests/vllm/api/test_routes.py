@@ -14,14 +14,14 @@ from darts_server.http.errors import fields_of
 from darts_server.http.options import read_options
 from darts_server.serving.admission import Admission
 from darts_server.types import RequestOptions
-from darts_server.vllm.api.routes import RouteCall, attach, move_xargs, route_call
+from darts_server.vllm.api.routes import RouteCall, extend_routes, move_xargs, route_call
 
 pytestmark = pytest.mark.anyio
 
 
 def attach_to(check_options: Callable[..., Any] = lambda *_: None, **handlers: Any) -> None:
     application: Any = SimpleNamespace(routes=[], state=State(handlers))
-    attach(application, fields_of, read_options, frozenset({"tiny:raw"}), check_options, [])
+    extend_routes(application, fields_of, read_options, frozenset({"tiny:raw"}), check_options, [])
 
 
 # --- errors -----------------------------------------------------------------------

@@ -15,7 +15,7 @@ from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.llm import Generation, ShapingLLM
 from darts_server.vllm.api.routes import RouteCall
-from darts_server.vllm.fleet.ranks import LEVEL, RANK, Ranks, combined
+from darts_server.vllm.fleet.ranks import LEVEL, RANK, Ranks, combine_priority
 from darts_server.vllm.requests.prompt_request import PromptRequest
 
 
@@ -115,11 +115,11 @@ async def test_a_later_turn_runs_on_the_engine_that_has_its_prefix(
 def test_callers_priorities_come_first_and_the_order_decides_among_equal_ones() -> None:
     rng = Random(1)
     requests = [(rng.randint(-3, 3), rng.uniform(-1e6, 1e6)) for _ in range(500)]
-    assert sorted(requests, key=lambda each: combined(*each)) == sorted(requests)
-    assert combined(0, 1.5) == 1500
+    assert sorted(requests, key=lambda each: combine_priority(*each)) == sorted(requests)
+    assert combine_priority(0, 1.5) == 1500
 
 
 def test_priorities_out_of_range_are_first_or_last_and_have_63_bits() -> None:
-    assert combined(2**63 - 1, 1e30) == combined(2**40, 1e20) < 2**63
-    assert combined(-(2**63), -1e30) >= -(2**63)
-    assert combined(0, 1e30) - combined(0, -1e30) < LEVEL
+    assert combine_priority(2**63 - 1, 1e30) == combine_priority(2**40, 1e20) < 2**63
+    assert combine_priority(-(2**63), -1e30) >= -(2**63)
+    assert combine_priority(0, 1e30) - combine_priority(0, -1e30) < LEVEL

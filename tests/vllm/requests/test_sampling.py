@@ -37,7 +37,7 @@ CHANGING: list[dict[str, Any]] = [
 
 
 def test_parameters_that_a_request_does_not_name_are_neutral() -> None:
-    found = PROCESSED.effective({"max_tokens": 7, "logprobs": True})
+    found = PROCESSED.resolve({"max_tokens": 7, "logprobs": True})
     assert NEUTRAL.items() <= found.items()
     assert (found["max_tokens"], found["logprobs"]) == (7, 0)
     assert not {"seed", "stop", "logit_bias", "n", "output_kind", "extra_args"} & found.keys()
@@ -45,7 +45,7 @@ def test_parameters_that_a_request_does_not_name_are_neutral() -> None:
 
 @pytest.mark.parametrize("sampling", [*CHANGING, {"seed": 5, "stop": "a", "stop_token_ids": [3]}])
 def test_parameters_in_force_are_json(sampling: dict[str, Any]) -> None:
-    found = PROCESSED.effective(sampling)
+    found = PROCESSED.resolve(sampling)
     assert found.keys() >= sampling.keys()
     json.dumps(found)
 
@@ -54,28 +54,28 @@ def test_parameters_in_force_are_json(sampling: dict[str, Any]) -> None:
 def test_raw_logprobs_are_refused_where_another_distribution_is_sampled(changing: dict[str, Any]) -> None:
     [name] = changing
     with pytest.raises(InvalidRequest, match=f"before {name}.*--logprobs-mode processed_logprobs") as error:
-        RAW.effective({**changing, "logprobs": True})
+        RAW.resolve({**changing, "logprobs": True})
     assert error.value.field == "sampling.logprobs"
-    RAW.effective(changing)
-    PROCESSED.effective({**changing, "logprobs": True})
+    RAW.resolve(changing)
+    PROCESSED.resolve({**changing, "logprobs": True})
 
 
 def test_raw_logprobs_of_the_models_own_distribution_are_returned() -> None:
     everything_else = {"seed": 3, "stop": ["a"], "ignore_eos": True, "max_tokens": 9, "detokenize": True}
-    RAW.effective({**NEUTRAL, **everything_else, "top_k": -1, "logprobs": 5})
+    RAW.resolve({**NEUTRAL, **everything_else, "top_k": -1, "logprobs": 5})
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
 def test_logits_are_not_returned_as_logprobs(mode: str) -> None:
-    SamplingReader(mode).effective({})
+    SamplingReader(mode).resolve({})
     with pytest.raises(InvalidRequest, match=f"no log-probs but {mode}"):
-        SamplingReader(mode).effective({"logprobs": 0})
+        SamplingReader(mode).resolve({"logprobs": 0})
 
 
 def test_prompts_of_a_batch_share_parameters_that_are_parsed_once() -> None:
     reader = SamplingReader("processed_logprobs")
     sampling = {"max_tokens": None, "stop": ["a"]}
-    reader.effective(sampling)
+    reader.resolve(sampling)
     first = reader.read(sampling, 4)
     first.max_tokens = 10
     second = reader.read(sampling, 8)
@@ -96,7 +96,7 @@ def test_a_choice_that_vllm_converts_for_one_prompt_is_still_there_for_the_next(
     second = reader.read(sampling, 1).structured_outputs
     assert second is not None
     assert (second.choice, second.grammar) == (["yes", "no"], None)
-    assert reader.effective(sampling)["structured_outputs"] == reader.effective({**sampling})["structured_outputs"]
+    assert reader.resolve(sampling)["structured_outputs"] == reader.resolve({**sampling})["structured_outputs"]
 
 
 def test_parameters_that_were_refused_are_refused_again() -> None:

@@ -60,6 +60,7 @@ class Machine:
     """Seconds of a step that no length changes, such as the synchronisation of weights."""
 
     def training_seconds(self, tokens: float) -> float:
+        """Return the seconds of a training step without its rollout."""
         return self.training_per_token * tokens + self.between_rollouts
 
 
@@ -106,7 +107,7 @@ class Clock:
 
     @staticmethod
     def of(batch: Batch, machine: Machine, rows: Ints, run: Floats) -> "Clock":
-        """Schedule the candidates of these groups that ``run`` for some tokens, shape (G, C)."""
+        """Schedule the groups ``rows`` on an engine. ``run``: tokens that each candidate generates, shape (G, C)."""
         group, index = np.nonzero(run)
         tokens = run[group, index]
         done = batch.generated_before[rows][group, index].astype(np.float64)
@@ -128,7 +129,7 @@ class Clock:
             context = prompts + done
             prefilled = done + np.where(is_first, prompts, rest)
         else:
-            stays = _admissions(
+            stays = _schedule_stays(
                 machine.max_num_seqs, space, group.tolist(), own.tolist(), shared.tolist(), tokens.tolist()
             )
             numbers, begin, end, generated, is_new = np.asarray(stays).T
@@ -144,6 +145,7 @@ class Clock:
         begins, stops = np.split(place, 2)
 
         def running(values: Floats) -> Floats:
+            """Sum ``values`` over the running stays of each part."""
             changes = np.bincount(begins, values, steps.size) - np.bincount(stops, values, steps.size)
             return np.cumsum(changes)[:-1]
 
@@ -165,7 +167,7 @@ class Clock:
         ends[run == 0] = inf
         return Clock(rows, starts, ends, sequence, begin, end, steps, seconds, count, prefill, linear, square)
 
-    def at(self, steps: Floats) -> Floats:
+    def seconds_at(self, steps: Floats) -> Floats:
         """Return the seconds at which ``steps`` steps are done, at most the end."""
         part = np.clip(np.searchsorted(self.steps, steps, side="left") - 1, 0, self.linear.size - 1)
         more = np.minimum(steps, self.steps[-1]) - self.steps[part]
@@ -173,9 +175,9 @@ class Clock:
         return np.asarray(self.seconds[part] + np.where(more > 0, seconds, 0.0))
 
     def completion(self, completed: Floats) -> Floats:
-        """Return the seconds at which groups are complete, but not before ``completed`` steps, shape (G,)."""
+        """Return the seconds at which groups' candidates have ended and ``completed`` steps are done, shape (G,)."""
         last = np.where(np.isfinite(self.ends), self.ends, 0.0).max(axis=1)
-        return self.at(np.maximum(last, completed))
+        return self.seconds_at(np.maximum(last, completed))
 
     def generated_until(self, seconds: float) -> Floats:
         """Return the tokens of each candidate, with those of the current step, shape (G, C)."""
@@ -184,7 +186,7 @@ class Clock:
         return np.bincount(self.sequence, done, self.starts.size).astype(np.float64).reshape(self.starts.shape)
 
     def busy_until(self, seconds: float) -> float:
-        """Return the sum of the seconds that each sequence has run."""
+        """Return the sum of the seconds that each sequence has run until ``seconds``."""
         return float((self.count * np.clip(seconds - self.seconds[:-1], 0, np.diff(self.seconds))).sum())
 
     def steps_at(self, seconds: float) -> float:
@@ -218,7 +220,7 @@ class Clocks:
 
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, machine: Machine, run: Floats) -> "Clocks":
-        """Schedule candidates that ``run`` for some tokens, shape (G, C)."""
+        """Schedule all groups on their engines. ``run``: tokens that each candidate generates, shape (G, C)."""
         placed = place_groups(plan.candidates, machine.replicas)
         clocks = []
         for replica in range(machine.replicas):
@@ -231,7 +233,7 @@ class Clocks:
         """Return the seconds at which each group has run its number of ``steps``, shape (G,)."""
         seconds = np.zeros(self.placed.size)
         for clock in self.clocks:
-            seconds[clock.rows] = clock.at(clock.starts[:, 0] + steps[clock.rows])
+            seconds[clock.rows] = clock.seconds_at(clock.starts[:, 0] + steps[clock.rows])
         return seconds
 
     def steps_at(self, seconds: float) -> Floats:
@@ -242,7 +244,7 @@ class Clocks:
         return steps
 
 
-def _admissions(
+def _schedule_stays(
     places: int,
     space: float,
     group: list[int],

@@ -55,7 +55,7 @@ class Rollout:
 
     @property
     def busy(self) -> float:
-        """Share of time that places are taken, of the most places that each engine ever used."""
+        """Mean share of the engines' places that are taken. An engine has as many places as it ever used at once."""
         peak = sum(float(clock.count.max()) for clock in self.clocks.clocks)
         busy = sum(clock.busy_until(self.seconds) for clock in self.clocks.clocks)
         return min(1.0, busy / (peak * self.seconds))
@@ -66,8 +66,8 @@ class Rollout:
         ended = np.full(self.generated.shape, inf)
         for clock in self.clocks.clocks:
             runs = self.generated[clock.rows] > 0
-            started[clock.rows] = np.where(runs, clock.at(clock.starts), inf)
-            ended[clock.rows] = np.where(runs, np.minimum(clock.at(clock.ends), self.seconds), inf)
+            started[clock.rows] = np.where(runs, clock.seconds_at(clock.starts), inf)
+            ended[clock.rows] = np.where(runs, np.minimum(clock.seconds_at(clock.ends), self.seconds), inf)
         return started, ended
 
 
@@ -105,7 +105,7 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     saturated = np.asarray(plan.saturated or [False] * len(plan.candidates))
     # A policy has one rule for saturated prompts and another rule for all others.
     parts = [Groups.of(batch, plan, rows) for rows in map(np.flatnonzero, (~saturated, saturated)) if rows.size]
-    ends = _end(parts, None)
+    ends = _find_ends(parts, None)
     clocks = Clocks.of(batch, plan, machine, ends.run)
 
     # How candidates run without a deadline says when the deadline becomes known.
@@ -115,9 +115,9 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     if plan.deadline is not None:
         for part in parts:
             needs[part.rows], reported[part.rows] = part.needs(plan.mean_candidates, counts[part.rows])
-        deadline = _determine(plan.deadline, needs, reported, ends.completed, clocks)
+        deadline = _find_deadline(plan.deadline, needs, reported, ends.completed, clocks)
     if deadline is not None:
-        ends = _end(parts, deadline)
+        ends = _find_ends(parts, deadline)
         clocks = Clocks.of(batch, plan, machine, ends.run)
 
     completed_at = np.zeros(batch.groups)
@@ -146,14 +146,14 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     return Rollout(seconds, generated, returned, truncated, completed_at, tokens, lengths, clocks)
 
 
-def _determine(
+def _find_deadline(
     rule: Deadline,
     needs: Floats,
     reported: Floats,
     completed: Floats,
     clocks: Clocks,
 ) -> KnownDeadline | None:
-    """Return the deadline that the cohort computes from its groups' reports, in their order.
+    """Return the deadline that the cohort computes from its groups' reports, or None if it never becomes known.
 
     Each group needs ``needs`` tokens, reports them after ``reported`` steps, and is complete after ``completed`` steps.
     """
@@ -195,7 +195,7 @@ def _determine(
     return KnownDeadline(cohort.tokens, rule.bound_of(cohort.tokens), run[:, None], late[:, None], now)
 
 
-def _end(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
+def _find_ends(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
     """Return how the candidates of all groups end."""
     found = [part.ends(deadline) for part in parts]
     order = np.argsort(np.concatenate([part.rows for part in parts]))
@@ -221,6 +221,7 @@ class Groups:
 
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, rows: Ints) -> "Groups":
+        """Take the groups ``rows`` of a batch, which share a rule."""
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
         done = np.where(started, batch.generated_before[rows], 0.0)
         lengths = np.where(started, batch.ends[rows], inf)
