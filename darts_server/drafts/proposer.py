@@ -151,10 +151,11 @@ class Drafts:
         """
         now = self._clock()
         count = len(names)
-        is_same = self._batch == names
-        if not is_same:
-            self._set_batch(names, token_ids, prompt_of)
-        elif self._last is not None and all(is_decoding):
+        has_new = False
+        if self._batch != names:
+            has_new = self._set_batch(names, token_ids, prompt_of)
+        # A step with the prompt of a new request is no decode step.
+        if self._last is not None and not has_new and all(is_decoding):
             self.times.observe(self._last[1], now - self._last[0])
 
         room = np.minimum(longest - 1 - ends, self.most)
@@ -200,14 +201,16 @@ class Drafts:
 
     def _set_batch(
         self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: Callable[[str], tuple[object, int]]
-    ) -> None:
-        """Give new requests a row, and take the rows of requests that are gone."""
+    ) -> bool:
+        """Give new requests a row, free the rows of requests that are gone, and return whether a request is new."""
         gone = self._row_of.keys() - set(names)
         for name in gone:
             self._free.append(self._row_of.pop(name))
+        has_new = False
         for place, name in enumerate(names):
             if name in self._row_of:
                 continue
+            has_new = True
             row = self._free.pop()
             key, prompt_tokens = prompt_of(name)
             self._row_of[name] = row
@@ -227,3 +230,4 @@ class Drafts:
             self._roots[row] = root
         self._batch = list(names)
         self._rows = np.array([self._row_of[name] for name in names], np.int64)
+        return has_new
