@@ -73,6 +73,15 @@ def test_no_token_follows_a_stop_string(fast: Server) -> None:
         assert text == choice["text"]
 
 
+def test_no_token_of_a_batch_follows_a_stop_string(fast: Server) -> None:
+    for _ in range(3):
+        draw(fast, PROBLEMS, {})
+    for answer in draw(fast, PROBLEMS, {"stop": ["="]}):
+        tokens = {"model": "tiny", "tokens": answer.token_ids}
+        text = httpx.post(f"{fast.url}/detokenize", json=tokens).raise_for_status().json()["prompt"]
+        assert "=" not in text[:-1]
+
+
 @pytest.mark.parametrize("policy", ["uniform", "darts_cut"])
 def test_shaped_groups_and_resumed_prompts_are_exact(fast: Server, policy: str) -> None:
     prompts = [{"text": problem.prompt} for problem in PROBLEMS]

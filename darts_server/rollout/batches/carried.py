@@ -53,7 +53,7 @@ class CarryLimits:
     """Limits of the prompts that are carried over for one caller.
 
     Beyond ``prompts`` or ``prompt_bytes``, the oldest prompts are dropped. Beyond the number of generated ``tokens``,
-    the oldest prompts start again. A prompt also starts again ``staleness`` weight versions after its first token.
+    the oldest prompts start again. A prompt also starts again if its first token is more than ``staleness`` versions old.
     """
 
     prompts: int = 4096

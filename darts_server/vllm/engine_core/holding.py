@@ -231,7 +231,11 @@ class HoldingQueue:
                 self._buffered += tokens
                 continue
             self._buffered -= len(buffer.tokens)
-            sent.append(buffer.join(output))
+            joined = buffer.join(output)
+            if buffer.is_held:
+                sent.append(joined)
+            else:
+                sent += split_tokens(joined)
 
         if decoded:
             seconds = message.timestamp - self._last_step_at

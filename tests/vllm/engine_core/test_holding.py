@@ -257,10 +257,13 @@ def test_an_engine_holds_releases_and_answers_aborts_of_running_requests() -> No
     assert engine.answered == ["numbered"]
 
 
-def test_an_output_of_several_tokens_that_is_not_held_is_sent_token_by_token() -> None:
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_an_output_of_several_tokens_that_is_not_held_is_sent_token_by_token(is_numbered: bool) -> None:
     logprobs = LogprobsLists(np.arange(3)[:, None], -np.arange(3.0)[:, None], np.zeros(3, np.int64))
     output = EngineCoreOutput("a", [7, 8, 9], new_logprobs=logprobs, finish_reason=FinishReason.LENGTH)
     holding = HoldingQueue(queue.Queue(), Clock())
+    if is_numbered:
+        holding.pass_on(Begin("a", 1, is_held=False))
     (message,) = holding.pass_on(EngineCoreOutputs(outputs=[output]))
     assert [part.new_token_ids for part in message.outputs] == [[7], [8], [9]]
     rows = [part.new_logprobs.logprobs.tolist() for part in message.outputs if part.new_logprobs is not None]
