@@ -53,7 +53,7 @@ class CarryLimits:
     """Limits of the prompts that are carried over for one caller.
 
     Beyond ``prompts`` or ``prompt_bytes``, the oldest prompts are dropped. Beyond the number of generated ``tokens``,
-    the oldest prompts start again. A prompt also starts again if its first token is more than ``staleness`` versions old.
+    the oldest prompts start again. So does a prompt whose first token is more than ``staleness`` weight versions old.
     """
 
     prompts: int = 4096
