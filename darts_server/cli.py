@@ -133,7 +133,7 @@ def _version(_: list[str]) -> int:
 
 
 def _main_of(module: str) -> Callable[[list[str]], int]:
-    """Return a function that imports a module and calls its ``main``."""
+    """Return a function that imports a module and calls its ``main``, so that only the chosen command is imported."""
     return lambda argv: import_module(module).main(argv)
 
 

@@ -92,7 +92,8 @@ class SampledTailSelector(Selector):
     def stops(self) -> dict[int, DiscardReason]:
         beyond = self._beyond()
         longest = self.rule.num_longest
-        # A candidate has lost the tail once L others certainly have lower draws.
+        # A candidate has lost the tail once L others certainly have lower draws. Their number rises along `beyond`, and
+        # mostly nobody has lost: then a single count is enough.
         if not beyond or self._count_lower_draws(beyond[-1]) < longest:
             return {}
         first = bisect_left(beyond, longest, key=self._count_lower_draws)

@@ -142,6 +142,7 @@ def _create_description_route(application: FastAPI, route: Route) -> Route:
     one_at_a_time = asyncio.Lock()
 
     async def description(request: Request) -> Response:
+        """Answer with the app's OpenAPI document, which is built once, in a thread."""
         nonlocal made
         async with one_at_a_time:
             if made is None:

@@ -73,7 +73,7 @@ class RemoteHead:
             self._thread.start()
 
     def close(self) -> None:
-        """End the process after its current training, which may take some seconds."""
+        """Let the current training end, but no longer than `GRACE_SECONDS`, and end the process. Blocks."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

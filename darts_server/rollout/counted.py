@@ -199,7 +199,10 @@ class CountedGroups:
         self._groups: dict[str, list[_CountedGroup]] = {}
 
     def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
-        """Add a request to a group. Its `Member` must finish or leave."""
+        """Add a request to a group. Its `Member` must finish or leave.
+
+        ``generated``: returns how many tokens the request has so far.
+        """
         groups = self._groups.setdefault(request.join_key, [])
         group = next((group for group in groups if group.taken_seats < group.size and not group.is_exhausted), None)
         if group is None:
@@ -218,6 +221,7 @@ class CountedGroups:
                 is_over_at_rest=self.draining,
             )
             groups.append(group)
+        # The group does not rest any more: it has a running request.
         self.resting.pop(group.owner, group)
         member = Member(group, len(group.members), generated)
         group.members.append(member)

@@ -269,7 +269,11 @@ class Store(AbstractContextManager["Store"]):
             connection.executemany(_UPSERT, checked)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        """Read all documents, but not again unless another process has written to the file; may raise `damaged`."""
+        """Read all documents, unless nobody has written to the file since the last time.
+
+        Raises:
+            StateDamaged: see `damaged`.
+        """
         with translate_errors(self._path):
             [[version]] = connection.execute("PRAGMA data_version")
             if version == self._version:

@@ -44,7 +44,9 @@ OUR_PLUGIN = "darts_server"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Parse and check vLLM's flags as ``vllm serve`` does. A wrong flag exits with a message.
+    """Parse, check and complete vLLM's flags, and set the environment of its processes (`prepare`).
+
+    A wrong flag exits with a message, as in ``vllm serve``.
 
     Raises:
         InvalidSetting: a mode of vLLM's that cannot shape groups.

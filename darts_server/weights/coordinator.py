@@ -161,9 +161,11 @@ class Coordinator:
     async def pause(self, update: Update) -> None:
         """Announce the update, apply its rule to running groups, and pause the engine. A failure ends the update.
 
+        On return the gate stays closed and the engine paused, until `finish`.
+
         Raises:
             Conflict: the engine was put to sleep meanwhile.
-            UpdateFailed
+            UpdateFailed: groups did not finish in time, or the engine could not be paused.
         """
         self.state = State.ANNOUNCED
         self._observers.announced(update.version)

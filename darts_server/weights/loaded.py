@@ -61,7 +61,7 @@ class LoadedWeights:
         return {**loaded, **partial}
 
     async def restore(self, update: Update) -> bool:
-        """Load the weights into the model again. Return False if their files are gone; the model was not touched.
+        """Load the weights into the model again. Return False, and touch nothing, if no unchanged files have them.
 
         Raises:
             UpdateFailed: loading failed half-way.
@@ -71,8 +71,8 @@ class LoadedWeights:
         with suppress(UpdateUnsupported):
             if self._in_files:
                 loaded = self._tensors or await self.model.checkpoint_tensors()
-        gone = await run_sync(changed_files, loaded)
-        if gone or not loaded:
+        changed = await run_sync(changed_files, loaded)
+        if changed or not loaded:
             return False
         await update.run_phase("restore", lambda: self.model.load(names_by_file(loaded)))
         return True

@@ -186,6 +186,7 @@ class _LoraUpdate(Update):
         return self.loras.engine
 
     async def stage(self) -> None:
+        """Fetch and check the adapter, write the folder that vLLM loads, and set ``new``. A removal has none."""
         fetch = self.fetch
         if fetch is None:
             return

@@ -67,7 +67,10 @@ QWEN_32B = Model(32.8e9, 64, 8)
 
 
 def build_machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, between_rollouts: float) -> Machine:
-    """Build a machine with ``replicas`` engines of ``per_replica`` GPUs each, which also train."""
+    """Build a machine with ``replicas`` engines of ``per_replica`` GPUs each, which also train.
+
+    ``between_rollouts``: seconds.
+    """
     bandwidth = gpu.bandwidth * MEMORY_EFFICIENCY * per_replica
     flops = gpu.flops * COMPUTE_EFFICIENCY * per_replica
     overhead = STEP_OVERHEAD
@@ -75,20 +78,21 @@ def build_machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, betwe
         overhead += 2 * model.layers * ALL_REDUCE
     reading = model.parameters * BYTES / bandwidth
     computing = 2 * model.parameters / flops
-    # From so many sequences on, the arithmetic takes longer than reading the weights.
+    # From so many sequences on, the arithmetic takes longer than reading the weights. A curve needs two points, so the
+    # bend is above one sequence.
     bend = max(2.0, reading / computing)
-    first = overhead + max(reading, computing) + PER_SEQUENCE
-    last = overhead + max(reading, bend * computing) + bend * PER_SEQUENCE
-    curve = LatencyCurve((1.0, bend), (first, last), computing + PER_SEQUENCE)
+    seconds_at_one = overhead + max(reading, computing) + PER_SEQUENCE
+    seconds_at_bend = overhead + max(reading, bend * computing) + bend * PER_SEQUENCE
+    curve = LatencyCurve((1.0, bend), (seconds_at_one, seconds_at_bend), computing + PER_SEQUENCE)
     kv_bytes = 2 * model.layers * model.kv_heads * HEAD_SIZE * BYTES
     free = gpu.memory * KV_SHARE * per_replica - model.parameters * BYTES
-    training = gpu.flops * TRAINING_EFFICIENCY * per_replica * replicas
+    training_flops = gpu.flops * TRAINING_EFFICIENCY * per_replica * replicas
     return Machine(
         StepTime(curve, per_context_token=kv_bytes / bandwidth, per_prefill_token=computing),
         replicas=replicas,
         max_num_seqs=MAX_NUM_SEQS,
         kv_blocks=int(free / kv_bytes / BLOCK_SIZE),
-        training_per_token=TRAINING_FLOPS * model.parameters / training,
+        training_per_token=TRAINING_FLOPS * model.parameters / training_flops,
         between_rollouts=between_rollouts,
     )
 

@@ -373,7 +373,7 @@ class Statistics:
                 limit,
                 record.prompt_tokens,
             )
-            # Prompts are saved as fields, not as a value in JSON.
+            # A document of a prompt is a dictionary of the fields of its statistics.
             self.documents.put(KIND, record.prompt_key, asdict(stats))
         self.dataset.learn(observed, estimate, version, earlier)
 

@@ -77,6 +77,9 @@ def response_id(group_id: str) -> str:
 
 
 def _prompt_number(record: GroupRecord, response: str) -> int:
-    """Return the number of the first prompt of the response that the group answered."""
+    """Return the lowest number of a prompt of the response that the group answered, or 0 if no name has a number.
+
+    vLLM names the requests of a response RESPONSE-0, RESPONSE-1, and so on.
+    """
     names = [name for name in (record.group_id, *record.request_ids) if response_id(name) == response != name]
     return min((int(name.rpartition("-")[2]) for name in names), default=0)

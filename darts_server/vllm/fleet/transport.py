@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
             self._transport.writelines([head, *views])
 
     def close(self, reason: str) -> None:
-        """End the connection at once without unsent bytes. The receiver's ``lost`` gets the reason."""
+        """End the connection at once, and drop unsent bytes. The receiver's ``lost`` gets the reason."""
         self._reason = reason
         if self._transport is not None:
             self._transport.abort()
