@@ -20,6 +20,7 @@ CONFIG: Any = SimpleNamespace(
     model_config=SimpleNamespace(get_vocab_size=lambda: SIZE),
     scheduler_config=SimpleNamespace(enable_chunked_prefill=False),
     lora_config=None,
+    speculative_config=None,
 )
 TOKENS = {"type": "token", "prompt_token_ids": [5]}
 ENCODER = MsgpackEncoder()
@@ -99,6 +100,15 @@ def test_parameters_that_contradict_each_other_only_once_they_are_decoded_are_re
 def test_any_token_id_is_accepted_where_the_models_configuration_has_no_vocabulary_size() -> None:
     config: Any = SimpleNamespace(**vars(CONFIG) | {"model_config": SimpleNamespace(get_vocab_size=lambda: 0)})
     check_request(config, request(TOKENS))
+
+
+@pytest.mark.parametrize("params", [{"min_p": 0.1}, {"logit_bias": {5: 1.0}}])
+def test_parameters_that_drafts_cannot_have_are_refused_by_name(params: dict[str, Any]) -> None:
+    config: Any = SimpleNamespace(**vars(CONFIG) | {"speculative_config": object()})
+    check_request(config, request(params=SamplingParams()))
+    with pytest.raises(InvalidRequest, match="cannot verify drafts") as refused:
+        check_request(config, request(params=SamplingParams(**params)))
+    assert [refused.value.field] == list(params)
 
 
 @given(st.integers(1, 1024), st.integers(MIN_SEED - 2000, MIN_SEED) | st.integers(MAX_SEED - 2000, MAX_SEED + 2000))
