@@ -7,10 +7,13 @@ from numpy.typing import NDArray
 SOURCES = 2
 """Counts of the prompt, and of all prompts."""
 RUNGS = 5
-COUNTS = 4
-"""Kinds of the number of times that a context was seen: once, twice, three to five times, more often."""
-SHARES = 6
-"""Kinds of the share of the most frequent continuation."""
+"""Number of context lengths: 1, 2, 4, 8 and 16 tokens."""
+COUNT_LIMITS = (1.5, 2.5, 5.5)
+"""A context was seen once, twice, three to five times, or more often."""
+SHARE_LIMITS = (0.35, 0.55, 0.75, 0.9, 0.999)
+"""Shares of the most frequent continuation of a context."""
+COUNTS = len(COUNT_LIMITS) + 1
+SHARES = len(SHARE_LIMITS) + 1
 CELLS = SOURCES * RUNGS * COUNTS * SHARES
 PRIOR_TRIES = 4.0
 FORGET_TRIES = 2000.0
@@ -20,34 +23,23 @@ _TYPICAL_SHARES = (0.25, 0.45, 0.65, 0.82, 0.95, 1.0)
 
 
 @njit(inline="always")
+def _place(value, limits):  # type: ignore[no-untyped-def]
+    """Return how many of the limits the value reaches."""
+    place = 0
+    for limit in limits:
+        if value >= limit:
+            place += 1
+    return place
+
+
+@njit(inline="always")
 def cell_of(source, rung, count, total, weight):  # type: ignore[no-untyped-def]
     """Return the cell of a continuation that counts ``count`` of the ``total`` of its context.
 
     ``weight``: what a token of the present epoch counts.
     """
-    seen = total / weight
-    if seen < 1.5:
-        kind = 0
-    elif seen < 2.5:
-        kind = 1
-    elif seen < 5.5:
-        kind = 2
-    else:
-        kind = 3
-
-    share = count / total
-    if share < 0.35:
-        part = 0
-    elif share < 0.55:
-        part = 1
-    elif share < 0.75:
-        part = 2
-    elif share < 0.9:
-        part = 3
-    elif share < 0.999:
-        part = 4
-    else:
-        part = 5
+    kind = _place(total / weight, COUNT_LIMITS)
+    part = _place(count / total, SHARE_LIMITS)
     return ((source * RUNGS + rung) * COUNTS + kind) * SHARES + part
 
 

@@ -14,10 +14,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from darts_server.drafts.acceptance import cell_of
+from darts_server.drafts.acceptance import RUNGS, cell_of
 
-RUNGS = 5
-"""Number of context lengths: 1, 2, 4, 8 and 16 tokens."""
 LONGEST = 1 << (RUNGS - 1)
 EVERYWHERE = 0
 """Root of the counts over all prompts. Its contexts have at least eight tokens, as shorter contexts predict little."""

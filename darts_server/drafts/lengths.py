@@ -10,6 +10,7 @@ BINS = 64
 """Step times are learned for numbers of tokens in a step, four to an octave: up to 65,536 tokens."""
 PER_OCTAVE = 4
 BEYOND = 64
+"""The curve ends at so many times the largest step so far."""
 RECENT = 15
 """Number of steps of each size whose median counts, so that a step that waited for something else does not."""
 FIT_STEPS = 16

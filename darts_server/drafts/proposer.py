@@ -11,7 +11,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from darts_server.drafts.acceptance import Acceptance, score
-from darts_server.drafts.contexts import LONGEST, draft, is_full, learn, new_counts, new_texts, skip
+from darts_server.drafts.contexts import EVERYWHERE, LONGEST, draft, is_full, learn, new_counts, new_texts, skip
 from darts_server.drafts.lengths import EXPLORED_STEPS, StepTimes, choose
 
 PROMPT_WEIGHT = 0.001
@@ -101,29 +101,27 @@ class Drafts:
         self._free = list(range(rows))
         self._row_of: dict[str, int] = {}
         self._root_of: dict[object, int] = {}
+        self._next_root = EVERYWHERE + 1
         self._weight = 1.0
         self._least = LEAST_CHANCE
         self._steps = 0
         self._last: tuple[float, int] | None = None
         self._batch: list[str] = []
         self._rows = np.zeros(0, np.int64)
-        self._reset()
+        self._counts = new_counts(bits)
         # Compiles the functions, which takes seconds. Two requests of a prompt call all of them.
         names = ["first", "second"][:rows]
         tokens = np.ones((len(names), 8), np.int32)
         self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1), 8)
-        self._forget_rows()
-        self._reset()
+        self._last = None
+        self._empty_counts()
 
-    def _forget_rows(self) -> None:
-        self._batch = []
-        self._row_of.clear()
-        self._free = list(range(len(self._lengths)))
-
-    def _reset(self) -> None:
+    def _empty_counts(self) -> None:
+        """Forget all counts. Running requests keep their texts, so nothing is counted again."""
         self._counts = new_counts(self._bits)
-        self._root_of.clear()
         self._weight = 1.0
+        running = set(self._roots[list(self._row_of.values())].tolist())
+        self._root_of = {key: root for key, root in self._root_of.items() if root in running}
 
     def age(self) -> None:
         """Count tokens of the past less from now on, as the weights of the model have changed."""
@@ -195,8 +193,7 @@ class Drafts:
         self._drafted[self._rows] = chosen
         self._last = (self._clock(), count + int(chosen.sum()))
         if is_full(self._counts):
-            self._reset()
-            self._forget_rows()
+            self._empty_counts()
         return [self._tokens[row, :length].tolist() for row, length in zip(self._rows, chosen, strict=True)]
 
     def _set_batch(
@@ -218,7 +215,8 @@ class Drafts:
             self._texts[row] = 0
             root = self._root_of.get(key)
             if root is None:
-                root = self._root_of[key] = len(self._root_of) + 1
+                root = self._root_of[key] = self._next_root
+                self._next_root += 1
                 begin = max(0, prompt_tokens - MAX_PROMPT_TOKENS)
                 prompt = token_ids[place, begin:prompt_tokens]
                 weight = PROMPT_WEIGHT * self._weight

@@ -93,7 +93,7 @@ class SampledTailSelector(Selector):
         beyond = self._beyond()
         longest = self.rule.num_longest
         # A candidate has lost the tail once L others certainly have lower draws. Their number rises along `beyond`, and
-        # mostly nobody has lost: then a single count is enough.
+        # mostly no candidate has lost: then a single count is enough.
         if not beyond or self._count_lower_draws(beyond[-1]) < longest:
             return {}
         first = bisect_left(beyond, longest, key=self._count_lower_draws)

@@ -285,7 +285,7 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     The request's body must have been read. Starlette cancels only streaming responses.
 
     Raises:
-        GroupAborted: the caller disconnected. Nobody receives this error.
+        GroupAborted: the caller disconnected. This error has no receiver.
     """
 
     async def wait_for_disconnect() -> None:

@@ -81,7 +81,7 @@ class Limits:
         """Return whether a single request is joined to a group."""
         if kind is TurnKind.OPENING:
             return True
-        # Nobody trains on greedy or scored tokens, so these requests never wait for others.
+        # Greedy and scored tokens are not trained on, so these requests never wait for others.
         return self.joins_later_turns and kind not in (TurnKind.GREEDY, TurnKind.SCORING)
 
 

@@ -233,7 +233,7 @@ class Rollouts(Generic[RequestT, OutputT]):
                     earlier_pass_rate = rewards.pass_rate
             self.gate.let_in()
         except BaseException:
-            # Without a run nobody else releases the ticket.
+            # Without a run, nothing else releases the ticket.
             group_ticket.release()
             raise
         run = GroupRun(

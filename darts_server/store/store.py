@@ -269,7 +269,7 @@ class Store(AbstractContextManager["Store"]):
             connection.executemany(_UPSERT, checked)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        """Read all documents, unless nobody has written to the file since the last time.
+        """Read all documents, unless the file is unchanged since the last time.
 
         Raises:
             StateDamaged: see `damaged`.

@@ -113,7 +113,7 @@ class Coordinator:
             raise
         # In a task: from here on, a caller that disconnects must not cancel the update half-way.
         self._task = asyncio.create_task(self._run_staged(update))
-        # Without a caller, nobody else retrieves the exception, and asyncio would log it.
+        # Without a caller, no other task retrieves the exception, and asyncio would log it.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._task)
 

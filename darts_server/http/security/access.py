@@ -40,7 +40,7 @@ class RouteAccess(Enum):
     """Callers with an admin key, or callers on this machine if the server has no admin keys. For routes that change the
     server."""
     DANGEROUS = "dangerous"
-    """Nobody by default; if enabled, as `ADMIN`. For routes that run code or write files of the caller's choice, or
+    """No caller by default; if enabled, as `ADMIN`. For routes that run code or write files of the caller's choice, or
     bypass weight updates."""
 
 

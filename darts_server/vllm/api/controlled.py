@@ -108,7 +108,7 @@ class ControlledLLM(AsyncLLM):
         task = asyncio.create_task(pause())
         self._pauses.add(task)
         task.add_done_callback(self._pauses.discard)
-        # If the caller has given up, nobody else reads the exception, and asyncio would log it.
+        # If the caller has given up, no other task reads the exception, and asyncio would log it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(task)
 

@@ -16,7 +16,7 @@ def prepare_cluster() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Ray would lower the priority of its processes by 15, and that of the engines with it.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Nobody reads metrics and events. If the head is dead, this process would wait up to 15 seconds for their last
+    # Metrics and events have no reader. If the head is dead, this process would wait up to 15 seconds for their last
     # export when it ends, and Ray would end it with an exit code of its own.
     os.environ.setdefault("RAY_enable_metrics_collection", "0")
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
