@@ -1,8 +1,4 @@
-"""Drafts for all running requests of an engine, once in each decode step.
-
-Each request is a text with the root of its prompt. Since texts of the same root share their counts, a request learns
-from its own text, from the other samples of its prompt that run now, and from samples of earlier epochs.
-"""
+"""Drafts for all running requests of an engine, in each decode step."""
 
 from collections.abc import Callable, Sequence
 
@@ -76,7 +72,7 @@ def _propose(  # type: ignore[no-untyped-def]
 
 
 class Drafts:
-    """Texts of running requests, the counts of their prompts, and what was learned of drafts.
+    """Texts of running requests, and the counts of their prompts.
 
     Args:
         rows: maximum number of running requests.

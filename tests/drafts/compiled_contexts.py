@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from darts_server.drafts.acceptance import CELLS, Acceptance, cell_of
-from darts_server.drafts.contexts import RUNGS, draft, learn, new_counts, new_texts
+from darts_server.drafts.acceptance import CELLS, RUNGS, Acceptance, cell_of
+from darts_server.drafts.contexts import draft, learn, new_counts, new_texts
 
 
 def continuation(texts: Sequence[Sequence[int]], context: Sequence[int]) -> Counter[int]:
