@@ -74,7 +74,7 @@ class GroupRecord:
     max_lost: MaxLost | None = None
     stretch: float = 1.0
     """Factor in the deadline that keeps it from discarding too many right answers."""
-    bound: int | None = None
+    cut_length: int | None = None
     """Length in tokens at which all candidates were cut, or would have been cut in an explored group."""
     completion_length: int | None = None
     """Length of the valid candidate that the group waits for, as a rule the M-th shortest."""
@@ -130,10 +130,10 @@ class GroupRecord:
         if self.cohort_deadline is None:
             return None
         if self.completion_length is None:
-            return self.bound
+            return self.cut_length
         # The group waited for this candidate, even beyond the cohort's deadline.
         deadline = max(self.cohort_deadline, self.completion_length)
-        return deadline if self.bound is None else min(deadline, self.bound)
+        return deadline if self.cut_length is None else min(deadline, self.cut_length)
 
     @property
     def counted(self) -> int:

@@ -1,6 +1,6 @@
 """Losses at deadlines by reported rewards: right answers, and groups that lose all their right answers.
 
-They decide the stretch, a factor on the policy's deadlines and on the bound where all candidates are cut.
+They decide the stretch, a factor on the policy's deadlines and on the cut length where all candidates are cut.
 """
 
 from abc import ABC, abstractmethod
@@ -42,9 +42,9 @@ LAST_BIN = ceil(log(MAX_STRETCH) / log(RATIO_STEP)) + 1
 class Answer:
     """A returned trajectory with a reward.
 
-    ``relative_length``: length relative to the bound if the group would have waited for the trajectory, and otherwise
-    to the deadline, both with a stretch of 1; 0 without a deadline. ``is_right``: whether the trajectory was right as
-    returned. ``cut``: whether the deadline truncated it. ``weight``: 1 / (its probability to be returned).
+    ``relative_length``: length relative to the cut length if the group would have waited for the trajectory, and
+    otherwise to the deadline, both with a stretch of 1; 0 without a deadline. ``is_right``: whether the trajectory was
+    right as returned. ``cut``: whether the deadline truncated it. ``weight``: 1 / (its probability to be returned).
     """
 
     relative_length: float
@@ -187,9 +187,9 @@ class DeadlineLosses(Losses):
 class GroupLosses(Losses):
     """Groups whose right answers are all lost at deadlines. ``GroupLosses(**json)`` restores them.
 
-    A group counts at the length of its shortest right answer, relative to the bound with a stretch of 1. A group that
-    was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If none ran
-    longer, one group is counted at twice the length, with the mean probability to have a right answer. So prompts that
+    A group counts at the length of its shortest right answer, relative to the cut length with a stretch of 1. A group
+    that was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If none
+    ran longer, one group is counted at twice the length, with the mean probability to have a right answer. So prompts that
     are always cut move the deadline until their answers are seen. A group that was cut at the latest possible deadline
     counts as wrong, since no deadline can keep it.
 

@@ -23,7 +23,7 @@ from darts_server.estimates.deadline_losses import (
     DeadlineLosses,
     GroupLosses,
 )
-from darts_server.policy.deadline import BOUND, Deadline
+from darts_server.policy.deadline import CUT_FACTOR, Deadline
 from darts_server.types import MaxLost
 
 SHARE = 0.02
@@ -195,7 +195,7 @@ def test_prompts_without_right_answers_move_the_deadline_only_until_their_answer
 
 
 def test_cut_groups_count_like_groups_that_ran_longer() -> None:
-    """Half of the 40 groups that ran longer were right, at 3 times the bound. So half of 10 cut groups are."""
+    """Half of the 40 groups that ran longer were right, at 3 times the cut length. So half of 10 cut groups are."""
     seen = groups(3.0, before=groups(8.0, times=20, is_right=False), times=20)
     losses = groups(2.0, before=groups(0.5, before=seen, times=150), times=10, is_right=False, cut=True)
     lost = (20 + 5) / (150 + 20 + 5)
@@ -246,7 +246,7 @@ def test_the_stretch_comes_back_once_answers_are_short_again() -> None:
 # --- as it is shipped ---------------------------------------------------------
 
 GROUPS, SIZE, NEEDED = 64, 8, 6
-"""As under `cap`: all eight candidates are returned, and a group waits for its sixth, up to the bound."""
+"""As under `cap`: all eight candidates are returned, and a group waits for its sixth, up to the cut length."""
 
 Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Lengths relative to the deadline and whether they are right, [64, 8], and needs of the groups, [64]."""
@@ -296,7 +296,7 @@ class Shipped:
 
 def ends(stretch: float, needs: np.ndarray) -> np.ndarray:
     """Return the length at which each group is cut, relative to the deadline with a stretch of 1."""
-    limits: np.ndarray = np.minimum(np.maximum(stretch, needs), BOUND * stretch)
+    limits: np.ndarray = np.minimum(np.maximum(stretch, needs), CUT_FACTOR * stretch)
     return limits
 
 
@@ -319,11 +319,11 @@ class Guard:
             cut = own > end
             right = right & ~cut
             needed = (need > end) | ((tokens <= need) & ~cut)
-            places = np.where(needed, tokens / BOUND, tokens)
+            places = np.where(needed, tokens / CUT_FACTOR, tokens)
             answers = [Answer(float(p), bool(r), bool(c)) for p, r, c in zip(places, right, cut, strict=True)]
             self.answers = self.answers.with_answers(answers, explores, self.world.max_lost.answers)
             place = tokens[right].min() if right.any() else tokens.max()
-            group = Answer(float(place / BOUND), bool(right.any()), bool(cut.any()))
+            group = Answer(float(place / CUT_FACTOR), bool(right.any()), bool(cut.any()))
             self.groups = self.groups.with_group(group)
 
 

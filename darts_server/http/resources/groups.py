@@ -89,7 +89,7 @@ class GroupAnswer(GroupFacts):
     )
     generated: int = Field(description="Tokens of all candidates.")
     returned: int = Field(description="Tokens of the selected candidates.")
-    bound: int | None = Field(
+    cut_length: int | None = Field(
         description="Length in tokens at which every candidate was cut, or would have been cut if the group had not "
         "explored its deadline. Null without a deadline."
     )

@@ -26,8 +26,8 @@ def explored(deadline: int | None, *lengths: int, stretch: float = 1.0) -> Group
         for i, tokens in enumerate(lengths)
     )
     record = GroupRecord("g", "p", POLICY, SIZE, Outcome.COMPLETED, candidates, 0.0, 1.0, None)
-    bound = None if deadline is None else 2 * deadline
-    record = replace(record, cohort_deadline=deadline, max_lost=MaxLost(), stretch=stretch, bound=bound)
+    cut_length = None if deadline is None else 2 * deadline
+    record = replace(record, cohort_deadline=deadline, max_lost=MaxLost(), stretch=stretch, cut_length=cut_length)
     return replace(record, completion_length=45, explored=True)
 
 
@@ -81,11 +81,11 @@ def test_lengths_are_compared_with_the_deadline_without_its_stretch() -> None:
     assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
 
 
-def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> None:
+def test_answers_that_a_group_waits_for_are_lost_beyond_the_cut_length_alone() -> None:
     deadlines = fresh()
     report(deadlines, replace(explored(100, *[40] * 7, 390, stretch=2.0), completion_length=400), right=True)
     assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(390 / 100, rel=0.05), (
-        "half the deadline, twice the bound"
+        "half the deadline, twice the cut length"
     )
     waiting = fresh()
     report(waiting, replace(explored(100, *[40] * 7, 190), completion_length=None), right=True)
@@ -93,7 +93,7 @@ def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> Non
 
 
 TAIL = cut(50, *[40] * 7, 90)
-WAITED = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, bound=100, completion_length=80)
+WAITED = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, cut_length=100, completion_length=80)
 """Its group needed 80 tokens and the deadline was at 50, so it is lost by stretches below 80 / 50 at least."""
 
 
