@@ -72,7 +72,7 @@ class GroupRecord:
     cohort_deadline: int | None = None
     """Deadline of the cohort in tokens, unless the group was complete before."""
     max_lost: MaxLost | None = None
-    stretch: float = 1.0
+    factor: float = 1.0
     """Factor in the deadline that keeps it from discarding too many right answers."""
     cut_length: int | None = None
     """Length in tokens at which all candidates were cut, or would have been cut in an explored group."""

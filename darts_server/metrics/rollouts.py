@@ -59,7 +59,7 @@ DEADLINE_GAUGES = {
     "darts_deadline_lost_groups": (
         "Share of the groups with correct answers that lose all of them to the policy's deadlines."
     ),
-    "darts_deadline_stretch": "Factor by which the policy's deadlines are moved later.",
+    "darts_deadline_factor": "Factor by which the policy's deadlines are moved later.",
 }
 """Gauges of each policy with a deadline. Their functions get the policy, and the share that it may discard."""
 

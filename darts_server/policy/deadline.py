@@ -1,7 +1,7 @@
 """The deadline of a cohort: the number of tokens after which its groups stop waiting for their tails.
 
 It is an extension of ours: a quantile of the groups' completion lengths, as a rule the lengths of their M-th shortest
-trajectories. If deadlines lose too many right answers, a stretch makes them later (see `deadline_losses`). Every
+trajectories. If deadlines lose too many right answers, a factor makes them later (see `deadline_losses`). Every
 candidate is cut at the cut length, a multiple of the deadline.
 """
 
@@ -39,7 +39,7 @@ class Deadline:
     """How a cohort's deadline is computed.
 
     ``quantile``: of the groups' completion lengths, in (0, 1]. ``exploration``: share of cohorts whose tails run past
-    the deadline, to measure losses. ``max_lost``: largest share of losses. ``stretch``: factor on the deadline, at
+    the deadline, to measure losses. ``max_lost``: largest share of losses. ``factor``: factor on the deadline, at
     least 1. ``cut_factor``: largest length of a candidate as a multiple of the deadline, at least 1. ``recent``:
     quantile of earlier groups in tokens, for cohorts with too few completion lengths.
     """
@@ -47,7 +47,7 @@ class Deadline:
     quantile: float = QUANTILE
     exploration: float = EXPLORATION
     max_lost: MaxLost = field(default_factory=MaxLost)
-    stretch: float = 1.0
+    factor: float = 1.0
     cut_factor: float = CUT_FACTOR
     recent: int | None = None
 
@@ -59,10 +59,10 @@ class Deadline:
         tokens = self.quantile_of(completion_lengths, groups)
         if tokens is None:
             return None
-        return self._stretched(tokens)
+        return self._multiply(tokens)
 
     def quantile_of(self, completion_lengths: Iterable[int], groups: int) -> int | None:
-        """Return the quantile in tokens before it is stretched; see `from_lengths`."""
+        """Return the quantile in tokens before it is multiplied; see `from_lengths`."""
         rank = ceil(self.quantile * groups - ROUNDING)
         known = sorted(completion_lengths)
         if not 0 < rank <= len(known):
@@ -85,14 +85,14 @@ class Deadline:
         # The share of known lengths at which the extension is `MAX_EXTENSION`.
         least = MIN_KNOWN / MAX_EXTENSION ** (1 / EXTENSION_POWER)
         extension = max(1.0, float((MIN_KNOWN / max(known / groups, least)) ** EXTENSION_POWER))
-        return self._stretched(tokens, extension)
+        return self._multiply(tokens, extension)
 
     def cut_length_of(self, tokens: int) -> int:
         """Return the length in tokens at which every candidate is cut, for a deadline of ``tokens``."""
         return ceil(self.cut_factor * tokens - ROUNDING)
 
-    def _stretched(self, tokens: int, extension: float = 1.0) -> int:
-        return max(MIN_DEADLINE, ceil(self.stretch * extension * tokens))
+    def _multiply(self, tokens: int, extension: float = 1.0) -> int:
+        return max(MIN_DEADLINE, ceil(self.factor * extension * tokens))
 
 
 # --- a cohort, and groups that come one at a time ----------------------------
@@ -217,7 +217,7 @@ class RecentCompletionLengths:
         return tokens
 
     def quantile(self, rule: Deadline) -> int | None:
-        """Return the quantile of groups that were not cut, before it is stretched, or None below `MIN_GROUPS`."""
+        """Return the quantile of groups that were not cut, before it is multiplied, or None below `MIN_GROUPS`."""
         known = self._uncut()
         if len(known) < MIN_GROUPS:
             return None

@@ -397,7 +397,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         explored = False
         chosen = None
         max_lost = None
-        stretch = 1.0
+        factor = 1.0
         if self._cohort is not None:
             explored = self._cohort.record.explored
             chosen = self._cohort.record.chosen
@@ -408,7 +408,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             if deadline_rule is not None:
                 max_lost = deadline_rule.max_lost
                 if deadline is not None:
-                    stretch = deadline_rule.stretch
+                    factor = deadline_rule.factor
                     if explored:
                         cut_length = deadline_rule.cut_length_of(deadline)
 
@@ -432,7 +432,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             cohort_deadline=deadline,
             max_lost=max_lost,
             cut_length=cut_length,
-            stretch=stretch,
+            factor=factor,
             completion_length=completion_length,
             num_shortest=rule.num_shortest if weights and rule.samples_rest else None,
             sampled_from=sampled_from(group),

@@ -155,7 +155,7 @@ def test_half_the_prompts_may_need_answers_several_times_as_long(policy: str) ->
 def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completion_length(
     known: int, factor: float
 ) -> None:
-    rule = replace(RULE, recent=100, stretch=2.0)
+    rule = replace(RULE, recent=100, factor=2.0)
     assert rule.without_others([50] * known, 8 - known) == (100 if known >= 6 else ceil(200 * factor))
     assert rule.without_others([150] * 4, 4) == ceil(300 * 1.5**3)
     assert RULE.without_others([50] * 5, 3) is None

@@ -36,8 +36,8 @@ def test_rounding_of_floats_does_not_raise_the_rank() -> None:
     assert Deadline(quantile=0.55).from_lengths(range(1, 101), 100) == 55
 
 
-def test_the_deadline_is_stretched_and_never_0() -> None:
-    assert Deadline(stretch=1.5).from_lengths([100] * 10, 10) == 150
+def test_the_deadline_is_multiplied_and_never_0() -> None:
+    assert Deadline(factor=1.5).from_lengths([100] * 10, 10) == 150
     assert Deadline().from_lengths([0] * 10, 10) == 1
     assert Deadline().from_lengths([], 0) is None
 
@@ -175,5 +175,5 @@ def test_if_hardly_any_group_is_complete_before_its_cut_length_there_is_no_deadl
 
 
 def test_the_quantile_leaves_out_cut_groups() -> None:
-    assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0] * 50).quantile(Deadline(stretch=2.0)) == 40
+    assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0] * 50).quantile(Deadline(factor=2.0)) == 40
     assert RecentCompletionLengths([10] * 7 + [0] * 50).quantile(Deadline()) is None

@@ -1,4 +1,4 @@
-"""Deadlines of cohorts: learned from earlier groups, and stretched if they cost too many correct answers."""
+"""Deadlines of cohorts: learned from earlier groups, and moved later if they cost too many correct answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,22 +49,22 @@ class Deadlines:
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of correct answers that is lost, or None if too few are known."""
-        return self.losses(policy).share(self.stretch(policy, max_lost))
+        return self.losses(policy).share(self.factor(policy, max_lost))
 
     def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of groups that lose all correct answers, or None if too few are known."""
-        return self.lost_groups(policy).share(self.stretch(policy, max_lost))
+        return self.lost_groups(policy).share(self.factor(policy, max_lost))
 
-    def stretch(self, policy: str, max_lost: MaxLost) -> float:
+    def factor(self, policy: str, max_lost: MaxLost) -> float:
         """Return the factor on the policy's deadlines, at least 1."""
-        return max(self.losses(policy).stretch(max_lost.answers), self.lost_groups(policy).stretch(max_lost.groups))
+        return max(self.losses(policy).factor(max_lost.answers), self.lost_groups(policy).factor(max_lost.groups))
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
-        """Return the policy's deadline rule with the present stretch."""
+        """Return the policy's deadline rule with the present factor."""
         rule = shaping.deadline
         if rule is None:
             return None
-        return replace(rule, stretch=self.stretch(policy, rule.max_lost))
+        return replace(rule, factor=self.factor(policy, rule.max_lost))
 
     def recent_lengths(self, policy_and_size: str) -> RecentCompletionLengths:
         return self._lengths.load(policy_and_size) or RecentCompletionLengths()
@@ -116,7 +116,7 @@ class Deadlines:
 
 
 def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
-    """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its stretch.
+    """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its factor.
 
     The limit is the cut length for an answer that the group would wait for, and otherwise the deadline. A cut candidate
     had become longer than its group would wait for, unless it was cut at the cut length.
@@ -131,7 +131,7 @@ def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
             needed = record.completion_length
             is_needed = needed is None or (c.tokens <= needed and not c.cut)
             limit = record.cut_length if is_needed else record.cohort_deadline
-            relative_length = c.tokens * record.stretch / limit
+            relative_length = c.tokens * record.factor / limit
         answers.append(Answer(relative_length, correct.get(c.index, False), c.cut, c.weight or 1.0))
     return answers
 
@@ -151,7 +151,7 @@ def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer
         return None
     relative_length = 0.0
     if record.cut_length is not None:
-        relative_length = tokens * record.stretch / record.cut_length
+        relative_length = tokens * record.factor / record.cut_length
     return Answer(relative_length, is_right=bool(right), cut=any(c.cut for c in selected))
 
 
