@@ -136,7 +136,7 @@ class GroupRecord:
         return deadline if self.cut_length is None else min(deadline, self.cut_length)
 
     @property
-    def counted(self) -> int:
+    def num_eligible(self) -> int:
         """N: number of candidates since the last restart that did not fail and were not aborted."""
         return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
 

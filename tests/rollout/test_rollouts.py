@@ -195,7 +195,7 @@ async def test_weights_count_the_candidates_since_the_restart() -> None:
     await waiting
     record = harness.record("g")
     assert DiscardReason.TAIL_PRUNED in [c.reason for c in record.candidates[:6]]
-    assert record.counted == sum(c.weight or 0.0 for c in record.candidates) == 6
+    assert record.num_eligible == sum(c.weight or 0.0 for c in record.candidates) == 6
 
 
 async def test_no_candidate_starts_while_the_server_is_suspended() -> None:

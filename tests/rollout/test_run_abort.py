@@ -113,7 +113,11 @@ async def test_an_aborted_request_gets_its_candidate_and_its_group_continues() -
     assert sorted(c.result.tokens for c in callers) == [3, 9, 9, 9]
     assert len(harness.engine.started) == 6, "none was started in its place: the others are enough"
     [record] = harness.recorder.records
-    assert (record.candidates[1].tokens, record.candidates[1].reason, record.counted) == (3, DiscardReason.ABORTED, 5)
+    assert (record.candidates[1].tokens, record.candidates[1].reason, record.num_eligible) == (
+        3,
+        DiscardReason.ABORTED,
+        5,
+    )
     await harness.assert_empty()
 
 
