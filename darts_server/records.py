@@ -92,7 +92,7 @@ class GroupRecord:
     """Tokens that the group needed, as reported to the cohort."""
     request_ids: tuple[str, ...] = ()
     """Ids and other names that the group can be looked up by."""
-    chosen: str | None = None
+    auto_choice: str | None = None
     """Number of prompts that `auto` has run, and its reason, in words."""
     restarted_from: int = 0
     """Index of the first candidate since the last restart."""
@@ -170,7 +170,7 @@ class CohortRecord:
     """Seconds from the start of the first group to the end of the last group."""
     generated_tokens: int = 0
     returned_tokens: int = 0
-    chosen: str | None = None
+    auto_choice: str | None = None
     completed: int = 0
     stale_tokens: int = 0
     """Number of returned tokens with older weights than the newest in their group."""

@@ -395,12 +395,12 @@ class GroupRun(Generic[RequestT, OutputT]):
         deadline = group.deadline
         cut_length = group.cut_length
         explored = False
-        chosen = None
+        auto_choice = None
         max_lost = None
         factor = 1.0
         if self._cohort is not None:
             explored = self._cohort.record.explored
-            chosen = self._cohort.record.chosen
+            auto_choice = self._cohort.record.auto_choice
             deadline_rule = self._cohort.rule
             if explored:
                 # The group ran past its deadline: record the deadline that it would have had.
@@ -441,7 +441,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             explored=explored,
             tokens_needed=self._tokens_needed,
             request_ids=self.request_ids,
-            chosen=chosen,
+            auto_choice=auto_choice,
             restarted_from=group.restarted_from,
             owner=self.owner,
             prompt_tokens=self.spec.tokens.prompt,

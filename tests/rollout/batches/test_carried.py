@@ -482,7 +482,7 @@ async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_
     assert ran[0] == 24, "nothing is known"
     assert min(ran) < 18
     assert sum(stale[4:]) / len(stale[4:]) == pytest.approx(0.2, abs=0.08)
-    chosen = server.harness.recorder.records[-1].chosen
+    chosen = server.harness.recorder.records[-1].auto_choice
     assert chosen is not None
     assert "prompts run, and the first 12 groups are returned" in chosen
 
