@@ -9,7 +9,7 @@ from darts_server.rollout.counted import MOST_MEMBERS, CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.spec import JoinRequest
 from darts_server.serving.admission import Admission
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Recorder
 from tests.rollout.joining.joining import NAMED_WAIT, WAIT, SteppedLoop
@@ -156,7 +156,7 @@ async def test_a_request_that_waits_for_new_weights_has_the_new_version() -> Non
 
 async def test_the_oldest_of_too_many_waiting_groups_ends() -> None:
     harness = Harness()
-    harness.groups.resting = Kept(2)
+    harness.groups.resting = FairCache(2)
     for prompt in ("first", "second"):
         finish(harness.join(prompt, prompt=prompt), 4)
     running = harness.join("first again", prompt="first")
