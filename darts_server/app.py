@@ -47,7 +47,7 @@ from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts, check_document
 from darts_server.rollout.voting import Confidence, VoteRunner
-from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Bounds
+from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, AdmissionLimits
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import watch_loop
 from darts_server.settings import Settings
@@ -252,7 +252,7 @@ def make_rooms(
         statistics,
         Intervals(allocation=settings.cohort_window, join=settings.group_wait, join_named=settings.group_name_wait),
         gate=engine.llm.gate,
-        bounds=Bounds(max_waiting, settings.max_candidates_per_key),
+        admission_limits=AdmissionLimits(max_waiting, settings.max_candidates_per_key),
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
     )

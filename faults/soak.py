@@ -53,7 +53,7 @@ from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
-from darts_server.serving.admission import Bounds
+from darts_server.serving.admission import AdmissionLimits
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
@@ -224,7 +224,7 @@ class Stack:
             Statistics(self.store, CAPACITY),
             Intervals(join=0.5, join_named=6.0),
             gate=self.gate,
-            bounds=Bounds(MAX_WAITING),
+            admission_limits=AdmissionLimits(MAX_WAITING),
             brownout=Brownout.for_queue(MAX_WAITING, CAPACITY),
             scorer=self.pruner,
             clock=loop.time,

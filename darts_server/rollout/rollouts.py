@@ -26,7 +26,7 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder, StartQueue
 from darts_server.rollout.turns import Turn, Turns
-from darts_server.serving.admission import Admission, Bounds, Ticket
+from darts_server.serving.admission import Admission, AdmissionLimits, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
 
@@ -75,7 +75,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         intervals: Intervals | None = None,
         *,
         gate: Gate | None = None,
-        bounds: Bounds | None = None,
+        admission_limits: AdmissionLimits | None = None,
         brownout: Brownout | None = None,
         scorer: Pruner | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +87,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.gate = gate or Gate()
         self.turns = Turns()
         self.starts = StartQueue()
-        self.admission = Admission(lambda: engine.unfinished, engine.capacity, bounds)
+        self.admission = Admission(lambda: engine.unfinished, engine.capacity, admission_limits)
         self.observers = GroupEvents()
         self.allocator = Allocator(
             statistics,

@@ -1,4 +1,4 @@
-"""Callers with and without keys that send everything at once, on the scripted engine: no bound is ever exceeded."""
+"""Callers with and without keys that send everything at once, on the scripted engine: no limit is ever exceeded."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
-from darts_server.serving.admission import Bounds
+from darts_server.serving.admission import AdmissionLimits
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 from tests.rollout.helpers import AtOnce, Documents, Texts
 
@@ -109,7 +109,7 @@ class Server:
             planner,
             Statistics(Documents(), CAPACITY),
             Intervals(poll=0, allocation=0, join=0.001),
-            bounds=Bounds(max_waiting=MAX_WAITING, max_per_caller=SHARE),
+            admission_limits=AdmissionLimits(max_waiting=MAX_WAITING, max_per_caller=SHARE),
         )
         self.admission = self.rollouts.admission
         texts = SlowTexts(rng)

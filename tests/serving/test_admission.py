@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.caller import Caller, caller
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
-from darts_server.serving.admission import Admission, Bounds
+from darts_server.serving.admission import Admission, AdmissionLimits
 
 CAPACITY = 10
 
@@ -25,8 +25,8 @@ def engine() -> Engine:
     return Engine()
 
 
-def an_admission(engine: Engine, capacity: int | None = CAPACITY, **bounds: int) -> Admission:
-    return Admission(lambda: engine.unfinished, capacity, Bounds(**bounds))
+def an_admission(engine: Engine, capacity: int | None = CAPACITY, **limits: int) -> Admission:
+    return Admission(lambda: engine.unfinished, capacity, AdmissionLimits(**limits))
 
 
 @pytest.mark.parametrize(("unfinished", "waiting"), [(0, 0), (CAPACITY, 0), (CAPACITY + 3, 3)])

@@ -18,7 +18,7 @@ from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.serving.admission import Admission, Bounds
+from darts_server.serving.admission import Admission, AdmissionLimits
 from darts_server.serving.lifecycle import Lifecycle
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]
@@ -45,7 +45,7 @@ class App:
             on_refusal=self.refused.append,
             lifecycle=self.lifecycle,
         )
-        admission = Admission(unfinished, 10, Bounds(max_waiting=20, max_per_caller=8))
+        admission = Admission(unfinished, 10, AdmissionLimits(max_waiting=20, max_per_caller=8))
         for path in ("/pause", "/darts/v1/rewards", "/darts/v1/vote"):
             self.app.add_api_route(path, self.record, methods=["POST"])
         for path in ("/health", "/brand_new"):
@@ -276,7 +276,7 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
 
 def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
     app = app_with_keys("one")
-    admission = Admission(lambda: 0, 10, Bounds(max_per_caller=8))
+    admission = Admission(lambda: 0, 10, AdmissionLimits(max_per_caller=8))
 
     async def output() -> AsyncIterator[None]:
         yield
