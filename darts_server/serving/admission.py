@@ -50,7 +50,7 @@ class Ticket:
         """Change the number of candidates, or raise as `Admission.admit` and change nothing."""
         more = candidates - self.candidates
         if more > 0:
-            held = 0 if self._who is None else self._who.held
+            held = 0 if self._who is None else self._who.num_candidates
             self._admission.check(more, self._name, held, field)
         self._add(more)
 
@@ -100,7 +100,7 @@ class Ticket:
         self._ahead += ahead
         self._admission.ahead += ahead
         if self._who is not None:
-            self._who.held += candidates
+            self._who.num_candidates += candidates
         if self._name is not None:
             by_caller = self._admission.by_caller
             by_caller[self._name] += candidates
@@ -161,9 +161,9 @@ class Admission:
             who = Caller()
         name = None if who.is_admin else who.name
         try:
-            self.check(candidates, name, who.held, field)
+            self.check(candidates, name, who.num_candidates, field)
         except DartsError as error:
-            who.refused = error
+            who.refusal = error
             raise
         return Ticket(self, name, who, candidates)
 

@@ -86,14 +86,14 @@ def test_each_key_has_its_own_quota_and_admins_have_none(engine: Engine) -> None
             caller.set(late)
             with pytest.raises(QuotaReached, match="8 candidates in flight, and 1 more"):
                 admission.admit(1)
-            assert isinstance(late.refused, QuotaReached)
+            assert isinstance(late.refusal, QuotaReached)
         with pytest.raises(InvalidRequest, match="needs 9 candidates, and a key may have 8") as error:
             admission.admit(9, "prompts")
         assert error.value.field == "prompts"
         for who in (other, Caller(), Caller("root", is_admin=True)):
             caller.set(who)
             admission.admit(8).release()
-            assert who.refused is None
+            assert who.refusal is None
     caller.set(again)
     admission.admit(8)
 
@@ -131,10 +131,10 @@ def test_parts_of_a_ticket_outlive_it_and_can_be_merged(engine: Engine) -> None:
     caller.set(who)
     ticket = admission.admit(8)
     part = ticket.split(3)
-    assert (ticket.candidates, part.candidates, who.held) == (5, 3, 5)
+    assert (ticket.candidates, part.candidates, who.num_candidates) == (5, 3, 5)
     ticket.mark_started()
     ticket.release()
-    assert (admission.ahead, admission.requests, who.held) == (3, 0, 0)
+    assert (admission.ahead, admission.requests, who.num_candidates) == (3, 0, 0)
     caller.set(Caller("one"))
     with admission.admit(5) as second:
         part.merge(second)

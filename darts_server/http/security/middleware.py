@@ -97,8 +97,8 @@ class SecurityMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 error = None
-                if who.refused is not None and status >= HTTPStatus.BAD_REQUEST:
-                    error = who.refused
+                if who.refusal is not None and status >= HTTPStatus.BAD_REQUEST:
+                    error = who.refusal
                 elif status == HTTPStatus.INTERNAL_SERVER_ERROR:
                     error = lifecycle.stop_reason
                 if error is not None:
@@ -110,8 +110,8 @@ class SecurityMiddleware:
                 group_id = scope.get("state", {}).get(STATE_KEY)
                 if group_id:
                     headers[GROUP_ID] = header_value(group_id)
-                if who.answered is not None:
-                    headers.update(headers_of(who.answered))
+                if who.answered_error is not None:
+                    headers.update(headers_of(who.answered_error))
             if not is_replaced:
                 await send(message)
 
@@ -123,8 +123,8 @@ class SecurityMiddleware:
             lifecycle.requests -= starts_work
             caller.reset(token)
             # A traceback would keep the request's generators alive, which release their tickets when they are deleted.
-            who.refused = None
-            who.answered = None
+            who.refusal = None
+            who.answered_error = None
 
     def _check_access(self, scope: Scope, method: str, path: str, access: RouteAccess | None) -> Caller:
         # The first of several headers with the same name counts.

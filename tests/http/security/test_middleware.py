@@ -66,7 +66,7 @@ class App:
 
         @self.app.post("/v1/responses")
         async def answers_in_its_own_form() -> Response:
-            caller.get().answered = EngineBusy("the engine's queue is full", 3)
+            caller.get().answered_error = EngineBusy("the engine's queue is full", 3)
             return Response("busy", 503)
 
         @self.app.post("/v1/chat/completions")
