@@ -262,7 +262,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._polling = None
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         """Number of running groups."""
         return len(self.runs)
 

@@ -211,13 +211,13 @@ async def play(requests: Sequence[Request], seed: int) -> None:
     serving = asyncio.gather(*(server.serve(request, number) for number, request in enumerate(requests)))
     for _ in range(MAX_TURNS):
         await server.engine.step()
-        if serving.done() and not server.rollouts.running:
+        if serving.done() and not server.rollouts.num_running:
             break
     await serving
     assert server.engine.most <= CAPACITY + MAX_WAITING
     assert server.engine.most_of_a_key <= SHARE
     admission = server.admission
-    assert (server.rollouts.running, admission.ahead, admission.requests) == (0, 0, 0)
+    assert (server.rollouts.num_running, admission.ahead, admission.requests) == (0, 0, 0)
     for name in ("one", "other"):
         assert admission.count_free(name) == SHARE  # nothing that has ended is held
 

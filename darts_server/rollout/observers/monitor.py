@@ -130,7 +130,7 @@ class Viewer:
 
         return {
             "now": monitor.clock(),
-            "running": monitor.rollouts.running,
+            "running": monitor.rollouts.num_running,
             "candidates": sum(len(run.candidates) for run in monitor.rollouts.runs),
             # A group without changes has its id and an empty list of candidates.
             "groups": [group for group in changes if len(group) > 2 or group["candidates"]],

@@ -69,7 +69,7 @@ async def test_groups_that_are_aborted_return_what_their_candidates_had_generate
     assert one.version_spans == ((0, 11), (1, 1))
     assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
     assert done.unfinished == []
-    assert server.harness.rollouts.running == len(server.engine.running) == 0
+    assert server.harness.rollouts.num_running == len(server.engine.running) == 0
 
 
 class BreakingCandidate(ScriptedCandidate):
@@ -258,7 +258,7 @@ async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(see
     assert answered == Counter(str(i) for i in range(10))
     await settle()
     await harness.engine.run()
-    assert harness.rollouts.running == 0
+    assert harness.rollouts.num_running == 0
     records = harness.recorder.records
     assert len({record.group_id for record in records}) == len(records), "each group ends once"
     assert harness.recorder.started == sum(len(record.candidates) for record in records)
