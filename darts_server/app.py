@@ -305,7 +305,7 @@ def make_rooms(
     reward_matcher = RewardMatcher(statistics.rewards, learn_rewards, metrics.rewards_reported, on_reward=on_reward)
     events = rollouts.observers
     events.single_request_classified.add(metrics.single_request_classified)
-    events.group_sealed.add(metrics.group_sealed)
+    events.group_closed.add(metrics.group_closed)
     events.candidates_started.add(metrics.candidates_started)
     events.trajectory_returned.add(reward_matcher.trajectory_returned)
     events.group_ended.add(

@@ -241,7 +241,7 @@ class Stack:
         provenance = Provenance(keep["groups"])
         events = self.rollouts.observers
         events.single_request_classified.add(self.metrics.single_request_classified)
-        events.group_sealed.add(self.metrics.group_sealed)
+        events.group_closed.add(self.metrics.group_closed)
         events.candidates_started.add(self.metrics.candidates_started)
         events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
         for observer in (self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor):

@@ -95,7 +95,7 @@ def test_counters_exist_from_the_start_and_no_label_grows_with_use() -> None:
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
     metrics.single_request_classified(TurnKind.OPENING)
-    metrics.group_sealed(True)
+    metrics.group_closed(True)
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}

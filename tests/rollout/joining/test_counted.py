@@ -23,12 +23,12 @@ class Harness:
 
     def __init__(self) -> None:
         self.recorder = Recorder()
-        self.sealed: list[tuple[bool, int]] = []
+        self.closed: list[tuple[bool, int]] = []
         self.version = 1
         self.generated: dict[str, int] = {}
         self.groups = CountedGroups(
             self.recorder.events,
-            lambda *, full, planned: self.sealed.append((full, planned)),
+            lambda *, full, planned: self.closed.append((full, planned)),
             lambda: self.version,
             WAIT,
             NAMED_WAIT,
@@ -92,7 +92,7 @@ async def test_a_group_with_missing_requests_ends_after_the_timeout(name: str | 
     await advance(2)
     finish(running, 5)
     assert (harness.record.outcome, harness.record.size) == (Outcome.COMPLETED, 2)
-    assert harness.sealed == [(False, 3)]
+    assert harness.closed == [(False, 3)]
     assert harness.groups._groups == {}
 
 
@@ -180,7 +180,7 @@ async def test_a_stopping_server_waits_for_no_further_requests() -> None:
     finish(running, 4)
     finish(harness.join("late"), 4)
     assert [record.size for record in harness.recorder.records] == [1, 2, 1]
-    assert harness.sealed == []
+    assert harness.closed == []
 
 
 async def test_requests_that_leave_a_group_again_and_again_end_it() -> None:
