@@ -182,7 +182,7 @@ async def _serve(
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
             reads: Reads = {
                 "darts_engines_up": lambda: engine.up,
-                "darts_engines_lost_total": lambda: engine.lost,
+                "darts_engines_lost_total": lambda: engine.num_lost,
                 "darts_decode_steps_total": lambda: engine.llm.held.steps,
             }
             metrics = ServingMetrics(engine.model_name, reads)

@@ -125,7 +125,7 @@ class ScriptedHost:
             output = UtilityOutput(call, None, UtilityResult(answer))
             self._reply(EngineCoreOutputs(utility_output=output))
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         self.running.clear()
         self._ids.clear()
 

@@ -77,12 +77,12 @@ class FleetCore(AsyncMPClient):
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None
         self.processor: OutputProcessor | None = None
-        self.lost = 0
+        self.num_lost = 0
         self.engines: dict[bytes, Engine] = {}
         self.moves = Counter[str]()
         """How often each running request has lost its engine."""
         # Lost engines whose requests were not moved yet. Each is in the queue after its last outputs.
-        self._lost: list[Engine] = []
+        self._lost_engines: list[Engine] = []
         self._transfer: list[Engine] | None = None
         self._seen_ranks: set[int] = set()
         self._call_ids = count()
@@ -132,13 +132,13 @@ class FleetCore(AsyncMPClient):
             return
         del self.engines[engine.name]
         self.core_engines = [name for name in self.core_engines if name != engine.name]
-        self.lost += 1
+        self.num_lost += 1
         logger.error("engine %d is lost with %d requests: %s", engine.rank, len(engine.requests), reason)
         for future in engine.calls.values():
             if not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
         engine.joining.cancel()
-        self._lost.append(engine)
+        self._lost_engines.append(engine)
         self.outputs_queue.put_nowait(engine)
         if not is_replaced:
             self.on_lost(engine.rank)
@@ -158,7 +158,7 @@ class FleetCore(AsyncMPClient):
                 else:
                     engine.silent = 0.0
                 if engine.silent > seconds:
-                    engine.lost(f"it has requests, and sent nothing for {seconds:g} s (--engine-watchdog)")
+                    engine.connection_lost(f"it has requests, and sent nothing for {seconds:g} s (--engine-watchdog)")
                     engine.connection.close("it hangs")
 
     @property
@@ -180,7 +180,7 @@ class FleetCore(AsyncMPClient):
             if not isinstance(received, Engine):
                 return received
             await self._move_requests(received)
-            self._lost.remove(received)
+            self._lost_engines.remove(received)
 
     async def _move_requests(self, lost: "Engine") -> None:
         """Resume the requests of a lost engine on other engines, or end them."""
@@ -255,7 +255,7 @@ class FleetCore(AsyncMPClient):
                     engine.forget(request_id)
             if found:
                 await self._send_input(EngineCoreRequestType.ABORT, found, name)
-        for lost in self._lost:
+        for lost in self._lost_engines:
             lost.aborted.update(missing)
         # The missing requests are of a lost engine, or have ended. vLLM ignores outputs of requests that have ended.
         if missing:
@@ -437,5 +437,5 @@ class Engine:
         self.aborted.discard(request_id)
         self._core.moves.pop(request_id, None)
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         self._core.lose(self, reason)

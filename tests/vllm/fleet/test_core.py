@@ -120,7 +120,7 @@ async def test_requests_resume_on_another_engine_when_theirs_is_lost_or_end_if_t
         await fleet.until(lambda: fleet.places.hosts[0].tokens > 400)
         fleet.places.kill(0)
         answers = await asyncio.gather(*tasks)
-        assert (fleet.core.lost, fleet.running.up) == (1, 1)
+        assert (fleet.core.num_lost, fleet.running.up) == (1, 1)
     ended = [answer[-1].finish_reason for answer in answers]
     assert sorted(ended) == ["abort"] + ["length"] * 7
     for params, answer in zip(requests, answers, strict=True):
@@ -192,7 +192,7 @@ async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
         async def lose_engine() -> tuple[int, int]:
             """Return the tokens of the request's prompt, and the limit of its answer."""
             await fleet.until(lambda: sum(fleet.running_requests) and fleet.running.up == 2)
-            lost = fleet.core.lost
+            lost = fleet.core.num_lost
             rank = fleet.running_requests.index(1)
             host = fleet.places.hosts[rank]
             [request] = host.running.values()
@@ -200,7 +200,7 @@ async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
             assert request.sampling_params is not None
             await fleet.until(lambda: host.tokens > 20)
             fleet.places.kill(rank)
-            await fleet.until(lambda: fleet.core.lost > lost)
+            await fleet.until(lambda: fleet.core.num_lost > lost)
             return len(request.prompt_token_ids), request.sampling_params.max_tokens or 0
 
         sent = [await lose_engine() for _ in range(MAX_MOVES + 1)]
@@ -238,7 +238,7 @@ async def test_calls_reach_all_engines_and_lost_engines_do_not_count() -> None:
 async def test_an_engine_that_joins_gets_weights_and_pause_before_requests_even_if_none_was_up() -> None:
     async with fleet_of(1) as fleet:
         fleet.places.kill(0)
-        await fleet.until(lambda: fleet.core.lost)
+        await fleet.until(lambda: fleet.core.num_lost)
         await fleet.running.model.load(FILES)
         await fleet.running.model.set_version(7)
         await fleet.running.model.pause()
