@@ -197,7 +197,12 @@ class Rollouts(Generic[RequestT, OutputT]):
 
         ``ticket``: holds the allocation until the group has ended. ``carried``: see `GroupRun`.
         """
-        run = self.create_run(spec, ticket=ticket, carried=carried)
+        try:
+            run = self.create_run(spec, ticket=ticket, carried=carried)
+        except BaseException:
+            # Without a run, nothing else ends the group's part of its cohort.
+            allocation.drop()
+            raise
         run.open(spec.plan.rule_for(allocation.saturated), allocation)
         return run
 
@@ -231,20 +236,20 @@ class Rollouts(Generic[RequestT, OutputT]):
                 rewards = self.statistics.rewards.prompts.load(spec.prompt_key)
                 if rewards is not None:
                     earlier_pass_rate = rewards.pass_rate
+            run = GroupRun(
+                self._context,
+                spec,
+                group_ticket,
+                on_end=end,
+                carried=carried,
+                order=order,
+                earlier_pass_rate=earlier_pass_rate,
+            )
             self.gate.let_in()
         except BaseException:
             # Without a run, nothing else releases the ticket.
             group_ticket.release()
             raise
-        run = GroupRun(
-            self._context,
-            spec,
-            group_ticket,
-            on_end=end,
-            carried=carried,
-            order=order,
-            earlier_pass_rate=earlier_pass_rate,
-        )
         self.runs[run] = None
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="darts-poller")
