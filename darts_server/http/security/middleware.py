@@ -36,8 +36,8 @@ FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """Prefixes of the headers that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
 GROUP_ID = "X-Darts-Group-Id"
-MAX_CLOSE_REASON = 100
-"""Characters of the reason for closing a WebSocket, which may have 123 bytes."""
+MAX_CLOSE_REASON = 123
+"""Bytes that a WebSocket may give as the reason for its end (RFC 6455, 5.5)."""
 STATE_KEY = "darts_group_id"
 """Key of a request's state with the id of its groups, if the request was shaped."""
 
@@ -162,9 +162,9 @@ class SecurityMiddleware:
         """Count a refusal, and send its response."""
         self.on_refusal(_refusal_reason(error))
         if scope["type"] == "websocket":
-            await send(
-                {"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:MAX_CLOSE_REASON]}
-            )
+            # A character that is cut in the middle is left out.
+            reason = str(error).encode()[:MAX_CLOSE_REASON].decode(errors="ignore")
+            await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": reason})
             return
 
         headers = headers_of(error)

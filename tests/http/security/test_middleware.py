@@ -140,6 +140,14 @@ def test_requests_through_a_proxy_are_not_from_this_machine(forwarded: str) -> N
     assert app.seen == ["/health"]
 
 
+def test_a_websocket_is_closed_with_at_most_123_bytes_of_the_reason() -> None:
+    app = App()
+    app.lifecycle.stop(ServerStopping("ä" * 100, 30))
+    with pytest.raises(WebSocketDisconnect) as closed, app.client().websocket_connect("ws://127.0.0.1/v1/realtime"):
+        pass
+    assert closed.value.reason == "ä" * 61
+
+
 def test_without_keys_the_server_answers_to_its_own_names_alone() -> None:
     app = App()
     for path in ("/brand_new", "/nowhere"):
