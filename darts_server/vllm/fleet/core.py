@@ -112,7 +112,9 @@ class FleetCore(AsyncMPClient):
         """Give an engine the state of the others and then requests, or close its connection."""
         try:
             if self.on_hidden_states is not None:
-                await self.install_probe(engine)
+                for fault in await self.install_probe(engine):
+                    if fault is not None:
+                        logger.warning("engine %d reports no hidden states: %s", engine.rank, fault)
             if self.bring_to_state is not None:
                 await self.bring_to_state(engine)
         except Exception as error:
@@ -308,13 +310,19 @@ class FleetCore(AsyncMPClient):
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
         """Install the probe in all engines, and in engines that join later. Return their workers' answers.
 
-        Engines that fail give no answer.
         ``receive``: called with each message of a probe.
         """
         self.on_hidden_states = receive
         installed = [self.install_probe(self.engines[name]) for name in self.core_engines]
-        results = await asyncio.gather(*installed, return_exceptions=True)
-        return [answer for result in results if not isinstance(result, BaseException) for answer in result]
+        answers: list[str | None] = []
+        for result in await asyncio.gather(*installed, return_exceptions=True):
+            # A lost engine gets the probe when it has started again.
+            if isinstance(result, EngineLost):
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            answers += result
+        return answers
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
         """Install the probe. Return the workers' answers: None, or the error's text."""

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.fleet.bench import ARGV, ready
@@ -252,6 +253,33 @@ async def test_an_engine_that_joins_gets_weights_and_pause_before_requests_even_
             ("pause_scheduler", "keep"),
         ]
         await fleet.running.model.resume()
+
+
+async def test_an_engine_that_does_not_accept_a_lora_adapter_gets_no_requests() -> None:
+    async with fleet_of(1) as fleet:
+        fleet.places.kill(0)
+        await fleet.until(lambda: fleet.core.num_lost)
+        adapter = LoRARequest("a", 1, "/adapter")
+        fleet.running.model.loras = SimpleNamespace(pushed={"a": adapter}, changes=1)
+        fleet.places.start(0)
+        fleet.places.hosts[0].answers["add_lora"] = False
+        await fleet.until(lambda: fleet.core.num_lost == 2)
+        assert fleet.running.up == 0
+        fleet.places.start(0)
+        fleet.places.hosts[0].answers["add_lora"] = True
+        await fleet.until(lambda: fleet.running.up)
+
+
+async def test_an_error_of_an_engine_that_gets_a_probe_is_raised_unless_it_was_lost() -> None:
+    async with fleet_of(2) as fleet:
+        fleet.places.hosts[1].failures["collective_rpc"] = "out of memory"
+        with pytest.raises(Exception, match="out of memory"):
+            await fleet.core.install_probes(lambda parts: None)
+        fleet.places.hosts[1].is_deaf = True
+        installing = asyncio.create_task(fleet.core.install_probes(lambda parts: None))
+        await fleet.until(lambda: fleet.core.engines[b"\x01\x00"].calls)
+        fleet.places.kill(1)
+        assert await installing == ["no probe"]
 
 
 async def test_an_engine_waits_while_weights_change_and_when_they_are_in_no_file() -> None:
