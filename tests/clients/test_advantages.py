@@ -11,6 +11,7 @@ import pytest
 
 from darts_client import Group, Trajectory
 from darts_client.advantages import unbiased_advantages
+from darts_client.integrations._weighting import weighted_advantages
 from darts_client.tensors import to_tensors
 from darts_server.group.group import Group as Run
 from darts_server.group.group import sampled_from, selection_weights
@@ -217,3 +218,8 @@ def test_tensors_have_weights_and_unbiased_advantages_also_with_a_baseline_that_
     with pytest.raises(ValueError, match="baselines need"):
         to_tensors(groups, [[1.0, 0.0]] * 2, baselines=baselines)
     assert to_tensors([group([1.0, None])], [[1.0, 0.0]]).weights is None
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_a_batch_without_groups_has_no_advantages(scale: bool) -> None:
+    assert weighted_advantages([], [], scale=scale) == []
