@@ -55,8 +55,8 @@ auto learns for {LEARNING} steps before the measured steps.
 
 --speculate ACCEPTANCE adds a line for each policy on a server with --speculate auto. ACCEPTANCE is the probability that
 a drafted token is right if all tokens before it were, or one for each place in the draft: 0.8,0.7,0.6. The last counts
-for all further places. Measured: .2 for a chat model of 135M parameters on word problems at temperature 1, .4 at .7;
-for the tiny model .55, and .88 from the third epoch on. docs/scaling.md says how to measure yours.
+for all further places. A prototype had .2 for a chat model of 135M parameters on word problems at temperature 1, .4
+at .7; and for the tiny model .55, and .88 from the third epoch on. docs/scaling.md says how to measure yours.
 
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
