@@ -150,7 +150,7 @@ def advise(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
 
 
 def parse_acceptance(text: str) -> tuple[float, ...]:
-    """Return the probability that the first tokens of a draft are accepted, by their number."""
+    """Return `StepTime.drafts`."""
     try:
         rates = [float(rate) for rate in text.split(",")]
     except ValueError:
