@@ -372,7 +372,9 @@ def relative(lines: Sequence[Line], method: str, quantity: str, steps: range) ->
             if line.seed == seed and line.step in steps and line.method in sums:
                 sums[line.method] += getattr(line, quantity)
         ratios.append(sums[method] / (sums[BASE] or float("nan")))
-    error = np.std(ratios, ddof=1) / sqrt(len(ratios)) if len(ratios) > 1 else 0.0
+    if len(ratios) == 1:
+        return f"{ratios[0]:.2f}"
+    error = np.std(ratios, ddof=1) / sqrt(len(ratios))
     return f"{np.mean(ratios):.2f} ± {error:.2f}"
 
 
