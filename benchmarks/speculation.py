@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{cost_table(lines)}\n\n{answers_table(lines)}")
         return 0
     if options.part == "words":
-        print(words(language_server, options.temperatures, options.prompts, options.epochs))
+        print(words(lambda: language_server(options.methods[0]), options.temperatures, options.prompts, options.epochs))
         return 0
     rng = Random(0)
     problems = [sample_problem(rng) for _ in range(options.prompts)]
@@ -119,10 +119,10 @@ def server_of(method: str, flags: Sequence[str] = ()) -> Iterator[Server]:
         yield server
 
 
-def language_server() -> AbstractContextManager[Server]:
-    """Run a server of SmolLM2 with drafts."""
+def language_server(method: str) -> AbstractContextManager[Server]:
+    """Run a server of SmolLM2 with a kind of drafts."""
     command = ("darts_server", "serve", str(model_folder()))
-    return serving(command, Path("out/speculation/words.log"), *LANGUAGE_FLAGS, "--speculate", "auto")
+    return serving(command, Path("out/speculation/words.log"), *LANGUAGE_FLAGS, *METHODS[method])
 
 
 def draw(server: Server, problems: Sequence[Problem], sampling: Mapping[str, Any]) -> list[Answer]:
