@@ -148,7 +148,7 @@ async def test_a_cap_cuts_candidates_to_the_token_with_drafts(engine: TinyEngine
         records = await run_groups(engine, "cap", 2000 + number * COHORT, TEXTS)
         [cohort] = engine.cohorts[before:]
         assert cohort.deadline is not None
-        bound = ceil(1.25 * cohort.deadline)
+        cut_length = ceil(1.25 * cohort.deadline)
         first_cut = min(
             (candidate.ended_at or 0.0 for record in records for candidate in record.selected if candidate.cut),
             default=float("inf"),
@@ -158,10 +158,10 @@ async def test_a_cap_cuts_candidates_to_the_token_with_drafts(engine: TinyEngine
             finished = sorted(
                 candidate.tokens for candidate in record.candidates if candidate.finish_reason is FinishReason.STOP
             )
-            own = bound
+            own = cut_length
             if len(finished) >= place_of_limit:
                 own = finished[place_of_limit - 1]
-            limit = min(bound, max(cohort.deadline, own))
+            limit = min(cut_length, max(cohort.deadline, own))
             for candidate in record.selected:
                 if candidate.cut:
                     assert candidate.tokens == limit
