@@ -2,6 +2,7 @@
 
     python -m benchmarks.speculation exact             # lengths, answers, first tokens, prefixes, log-probs
     python -m benchmarks.speculation speed             # decode steps and seconds, epoch by epoch
+    python -m benchmarks.speculation paired            # the same, of servers that run side by side and take turns
     python -m benchmarks.speculation speed --methods auto ngram
 
 Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step. All servers run the tiny
@@ -23,6 +24,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks.tables import markdown, quartiles
@@ -64,7 +67,7 @@ class Answer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.speculation", description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["exact", "speed"])
+    parser.add_argument("part", choices=["exact", "speed", "paired"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS)[1:], default=["auto"], help="(default: auto)")
     parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=list(SAMPLING), help="(default: all)")
     parser.add_argument("--prompts", type=int, default=16, help="(default: %(default)s)")
@@ -73,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rng = Random(0)
     problems = [sample_problem(rng) for _ in range(options.prompts)]
     methods = ["none", *options.methods]
-    if options.part == "exact":
+    if options.part == "paired":
+        print(paired(problems, options.rounds))
+    elif options.part == "exact":
         print(exactness(problems, methods, options.sampling, options.rounds))
     else:
         print(speed(problems, methods, options.rounds))
@@ -228,6 +233,69 @@ def speed(problems: Sequence[Problem], methods: Sequence[str], epochs: int) -> s
                 ]
             )
     return markdown(["drafts", "epoch", "decode steps", "seconds", "length without, with"], rows)
+
+
+# --- paired ------------------------------------------------------------------------
+
+TURNS = ("auto 1", "none 1", "auto 2", "none 2", "auto 3", "none 3", "off 4", "none 4", "off 5", "none 5")
+"""What answers all prompts, in order: the server that speculates, in its first three epochs and then switched off, and
+a server without the flag."""
+PAIRS = {
+    "first epoch": ("auto 1", "none"),
+    "second epoch": ("auto 2", "none"),
+    "third epoch": ("auto 3", "none"),
+    "third epoch, by off": ("auto 3", "off"),
+    "off": ("off", "none"),
+}
+
+
+def cpu_seconds(server: Server) -> float:
+    """Return the time that the processes of a server's engine have run."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return sum(sum(child.cpu_times()[:2]) for child in children)
+
+
+def measure(server: Server, problems: Sequence[Problem]) -> NDArray[np.float64]:
+    """Return decode steps, seconds and seconds of the engine's processes for a thousand tokens."""
+    steps = decode_steps(server)
+    used = cpu_seconds(server)
+    begin = perf_counter()
+    answers = draw(server, problems, {})
+    seconds = perf_counter() - begin
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    spent = np.array([decode_steps(server) - steps, seconds, cpu_seconds(server) - used])
+    return 1000 * spent / tokens
+
+
+def paired(problems: Sequence[Problem], rounds: int) -> str:
+    """Return a table of what speculation takes, relative to no speculation.
+
+    In each round a new server speculates, while an old server without the flag answers the same prompts in turn. Machines
+    whose load changes slow both down.
+    """
+    measured: dict[str, list[NDArray[np.float64]]] = {turn: [] for turn in TURNS}
+    with server_of("none") as plain, tqdm(total=rounds * len(TURNS), unit="batch") as bar:
+        draw(plain, problems, {})
+        for _ in range(rounds):
+            with server_of("auto") as server:
+                draw(server, problems[:1], {"max_tokens": 2})
+                for turn in TURNS:
+                    if turn == "off 4":
+                        url = f"{server.url}/darts/v1/policy"
+                        httpx.patch(url, json={"speculate": "off"}, timeout=60).raise_for_status()
+                    used = plain if turn.startswith("none") else server
+                    measured[turn].append(measure(used, problems))
+                    bar.update()
+
+    means = {}
+    for name in ("auto 1", "auto 2", "auto 3", "off", "none"):
+        turns = [measured[turn] for turn in TURNS if turn.startswith(name)]
+        means[name] = np.mean(turns, axis=0)
+    rows = []
+    for label, (ours, base) in PAIRS.items():
+        ratios = means[ours] / means[base]
+        rows.append([label, *(quartiles(list(column), 2) for column in ratios.T)])
+    return markdown(["", "decode steps", "seconds", "seconds of the engine's processes"], rows)
 
 
 if __name__ == "__main__":

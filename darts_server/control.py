@@ -26,7 +26,9 @@ class Control:
         self._has_drafter = settings.speculate == "auto"
         self._speculate: Callable[[bool], Awaitable[None]] | None = None
 
-    def apply_to(self, rollouts: Rollouts[Any, Any], speculate: Callable[[bool], Awaitable[None]]) -> None:
+    def apply_to(
+        self, rollouts: Rollouts[Any, Any], speculate: Callable[[bool], Awaitable[None]] | None = None
+    ) -> None:
         """Let every later `change` replace the planner of ``rollouts``, and call ``speculate`` if drafts change."""
         self._rollouts = rollouts
         self._speculate = speculate

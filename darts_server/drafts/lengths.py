@@ -1,10 +1,12 @@
 """How many tokens of each draft are verified: as many as give the most tokens per second, and none where none pay."""
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from darts_server.estimates.isotonic import fit_isotonic
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 BINS = 64
 """Step times are learned for numbers of sequences, four to an octave: up to 65,536 sequences."""
@@ -52,8 +54,8 @@ class StepTimes:
         self._sizes = np.zeros(BINS)
         self._unfitted = 0
         self._sums = np.zeros(5)
-        self.sizes: NDArray[np.float64] = np.array([0.0, 1.0])
-        self.seconds: NDArray[np.float64] = np.array([0.0, 1.0])
+        self.sizes: Floats = np.array([0.0, 1.0])
+        self.seconds: Floats = np.array([0.0, 1.0])
         self.fixed = 0.0
         self.share = 1.0
 
@@ -97,12 +99,11 @@ class StepTimes:
         self._sums = FORGET * self._sums + [1.0, full, full * full, extra, full * extra]
         count, fulls, squares, extras, products = self._sums
         prior = PRIOR_STEPS * squares / count
-        spread = prior + squares - fulls * fulls / count
-        if spread > 0:
+        if squares > 0:
+            spread = prior + squares - fulls * fulls / count
             self.share = max(0.0, (prior + products - fulls * extras / count) / spread)
-        self.fixed = (extras - self.share * fulls) / count
-        if self.fixed < 0:
-            self.fixed = 0.0
+        self.fixed = max(0.0, (extras - self.share * fulls) / count)
+        if squares > 0 and self.fixed == 0:
             self.share = max(0.0, (prior + products) / (prior + squares))
         return seconds
 
@@ -149,38 +150,31 @@ def _level(sequences: int) -> int:
     return min(int(2 * np.log2(sequences)), LEVELS - 1)
 
 
-@njit(nogil=True)
-def choose(rows, chances, drafted, sizes, seconds, fixed, share, chosen):  # type: ignore[no-untyped-def]
-    """Set ``chosen``, int64 [rows], to the number of tokens of each draft that are verified.
+def count_worth(rows: int, chances: Floats, seconds: Floats) -> int:
+    """Return the number of drafted tokens that gives the most tokens per second.
 
-    ``chances``: float64 [rows, most], falling in each row. ``sizes``, ``seconds``, ``fixed``, ``share``: see
-    `StepTimes`. Returns the least chance that is worth a verification now.
+    ``chances``: of each drafted token of all rows, falling. ``seconds``: of a step with 0, 1, 2, ... drafted tokens.
     """
-    total = 0
-    for row in range(rows):
-        total += drafted[row]
-    flat = np.empty(total)
-    place = 0
-    for row in range(rows):
-        for position in range(drafted[row]):
-            flat[place] = chances[row, position]
-            place += 1
-    flat = np.sort(flat)[::-1]
+    expected = np.full(chances.size + 1, float(rows))
+    expected[1:] += np.cumsum(chances)
+    return int(np.argmax(expected / seconds))
 
-    expected = float(rows)
-    plain = np.interp(expected, sizes, seconds)
-    best = LEAST_GAIN * expected / plain
+
+def choose(rows: int, chances: Floats, drafted: Ints, times: StepTimes, scale: float, chosen: Ints) -> float:
+    """Set ``chosen``, [rows], to the number of tokens of each draft that are verified.
+
+    ``chances``: [rows, most], falling in each row. ``scale``: factor for the costs of drafts. Returns the least chance
+    that is worth a verification now.
+    """
+    is_drafted = np.arange(chances.shape[1]) < drafted[:, None]
+    flat = np.sort(chances[is_drafted])[::-1]
+    seconds = np.interp(rows + np.arange(flat.size + 1.0), times.sizes, times.seconds)
+    plain = seconds[0]
+    seconds = plain + scale * (times.fixed + times.share * (seconds - plain))
+    seconds[0] = plain / LEAST_GAIN
+    count = count_worth(rows, flat, seconds)
     least = 2.0
-    for place in range(total):
-        expected += flat[place]
-        full = np.interp(rows + place + 1.0, sizes, seconds) - plain
-        rate = expected / (plain + fixed + share * full)
-        if rate > best:
-            best = rate
-            least = flat[place]
-    for row in range(rows):
-        count = 0
-        while count < drafted[row] and chances[row, count] >= least:
-            count += 1
-        chosen[row] = count
+    if count:
+        least = float(flat[count - 1])
+    chosen[:] = (is_drafted & (chances >= least)).sum(axis=1)
     return least

@@ -135,7 +135,6 @@ class Drafts:
         names = ["first", "second"][:rows]
         tokens = np.ones((len(names), 8), np.int32)
         self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1), 8)
-        self._choose(len(names))
         self._set_batch([], tokens, lambda _: (None, 0))
         self._last = None
         self._gone = {}
@@ -247,22 +246,10 @@ class Drafts:
 
     def _choose(self, count: int) -> Ints:
         """Return the number of tokens of each draft that are verified."""
-        fixed = self.times.fixed
-        share = self.times.share
-        if self._undrafted > EXPLORED_STEPS:
-            fixed /= 2
-            share /= 2
+        scale = 0.5 if self._undrafted > EXPLORED_STEPS else 1.0
         chosen = np.zeros(count, np.int64)
-        worth = choose(
-            count,
-            self._chances[self._rows],
-            self._drafted[self._rows],
-            self.times.sizes,
-            self.times.seconds,
-            fixed,
-            share,
-            chosen,
-        )
+        chances = self._chances[self._rows]
+        worth = choose(count, chances, self._drafted[self._rows], self.times, scale, chosen)
         # Drafts that would not be verified need not be made. Half of the threshold, as the next step may be cheaper.
         self._least = min(worth, 1.0) / 2
         self._verified[self._rows] = chosen

@@ -49,19 +49,20 @@ def test_draft_lengths_give_the_most_tokens_per_second(seed: int) -> None:
     rows, most = 3, 3
     chances = np.sort(rng.random((rows, most)), axis=1)[:, ::-1].copy()
     drafted = rng.integers(0, most + 1, rows)
-    sizes = np.array([0.0, 4.0, 16.0])
-    seconds = np.array([1.0, 1.2, 1.2 + 3 * rng.random()])
-    fixed, share = 0.3 * rng.random(), rng.random()
+    times = StepTimes()
+    times.sizes = np.array([0.0, 4.0, 16.0])
+    times.seconds = np.array([1.0, 1.2, 1.2 + 3 * rng.random()])
+    times.fixed, times.share = 0.3 * rng.random(), rng.random()
     chosen = np.zeros(rows, np.int64)
-    choose(rows, chances, drafted, sizes, seconds, fixed, share, chosen)
-    plain = np.interp(rows, sizes, seconds)
+    choose(rows, chances, drafted, times, 1.0, chosen)
+    plain = times.plain(rows)
 
     def rate(lengths: tuple[int, ...]) -> float:
         if not any(lengths):
             return float(LEAST_GAIN * rows / plain)
         tokens = rows + sum(chances[row, :length].sum() for row, length in enumerate(lengths))
-        full = np.interp(rows + sum(lengths), sizes, seconds) - plain
-        return float(tokens / (plain + fixed + share * full))
+        full = times.plain(rows + sum(lengths)) - plain
+        return float(tokens / (plain + times.fixed + times.share * full))
 
     best = max(map(rate, itertools.product(*(range(length + 1) for length in drafted))))
     assert rate(tuple(chosen)) == pytest.approx(best)
@@ -144,7 +145,7 @@ def test_drafts_that_win_are_compared_now_and_then() -> None:
 
 
 class Clock:
-    """Each step takes as long as the step before, unless it is told."""
+    """Seconds, to which a batch adds the duration of each step."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -267,10 +268,12 @@ def test_no_epoch_takes_longer_than_without_drafts(kind: str, samples: int) -> N
         texts = draw_texts(kind, rng, samples)
         begin = drafts._clock()
         Batch(texts, 10, drafts).run(epoch)
-        ratio = (drafts._clock() - begin) / plain_seconds(texts, 10)
-        assert ratio < 1.02, epoch
+        seconds = drafts._clock() - begin
+        plain = plain_seconds(texts, 10)
+        # A single step may lose some of its time.
+        assert seconds < 1.02 * plain + 1e-3, epoch
         if kind == "alike" and samples > 1 and epoch == 3:
-            assert ratio < 0.8
+            assert seconds < 0.8 * plain
 
 
 def test_drafts_that_cost_more_than_any_gain_are_given_up() -> None:
@@ -354,7 +357,6 @@ def test_counts_grow_and_keep_what_they_have() -> None:
     assert drafts._counts.keys.size > small
     assert steps[0] == 440
     assert steps[-1] < 150
-    # A text that was learned before the counts grew is still known.
     occupied = np.flatnonzero(drafts._counts.keys)
     assert len(occupied) == drafts._counts.used[0]
     assert len(np.flatnonzero(drafts._counts.pair_keys)) == drafts._counts.used[1]
