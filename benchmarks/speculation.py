@@ -241,9 +241,9 @@ TURNS = ("auto 1", "none 1", "auto 2", "none 2", "auto 3", "none 3", "off 4", "n
 """What answers all prompts, in order: the server that speculates, in its first three epochs and then switched off, and
 a server without the flag."""
 PAIRS = {
-    "first epoch": ("auto 1", "none"),
-    "second epoch": ("auto 2", "none"),
-    "third epoch": ("auto 3", "none"),
+    "first epoch": ("auto 1", "none 1"),
+    "second epoch": ("auto 2", "none 2"),
+    "third epoch": ("auto 3", "none 3"),
     "third epoch, by off": ("auto 3", "off"),
     "off": ("off", "none"),
 }
@@ -270,15 +270,15 @@ def measure(server: Server, problems: Sequence[Problem]) -> NDArray[np.float64]:
 def paired(problems: Sequence[Problem], rounds: int) -> str:
     """Return a table of what speculation takes, relative to no speculation.
 
-    In each round a new server speculates, while an old server without the flag answers the same prompts in turn. Machines
-    whose load changes slow both down.
+    In each round a new server that speculates and a new server without the flag answer the same prompts by turns. So a
+    machine whose load changes slows both down.
     """
     measured: dict[str, list[NDArray[np.float64]]] = {turn: [] for turn in TURNS}
-    with server_of("none") as plain, tqdm(total=rounds * len(TURNS), unit="batch") as bar:
-        draw(plain, problems, {})
+    with tqdm(total=rounds * len(TURNS), unit="batch") as bar:
         for _ in range(rounds):
-            with server_of("auto") as server:
-                draw(server, problems[:1], {"max_tokens": 2})
+            with server_of("none") as plain, server_of("auto") as server:
+                for started in (plain, server):
+                    draw(started, problems[:1], {"max_tokens": 2})
                 for turn in TURNS:
                     if turn == "off 4":
                         url = f"{server.url}/darts/v1/policy"
@@ -288,7 +288,7 @@ def paired(problems: Sequence[Problem], rounds: int) -> str:
                     bar.update()
 
     means = {}
-    for name in ("auto 1", "auto 2", "auto 3", "off", "none"):
+    for name in {name for pair in PAIRS.values() for name in pair}:
         turns = [measured[turn] for turn in TURNS if turn.startswith(name)]
         means[name] = np.mean(turns, axis=0)
     rows = []
