@@ -76,8 +76,11 @@ class Control:
             raise InvalidRequest(
                 "speculate", "is the same for all requests; change it for the server with PATCH /darts/v1/policy"
             )
-        settings_of = {"name": "policy"}
-        patch = {settings_of.get(key, key): value for key, value in overrides.items()}
+        patch = dict(overrides)
+        if "name" in patch:
+            if "policy" in patch:
+                raise InvalidRequest("policy", "has both 'name' and 'policy', which are the same; omit either")
+            patch["policy"] = patch.pop("name")
         return make_planner(apply_patch(self.settings, patch))
 
 

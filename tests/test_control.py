@@ -114,6 +114,18 @@ def test_redundancy_auto_is_the_papers_formula_and_starts_with_the_default() -> 
     assert shaping(Control(load({}, None)).new_planner({"redundancy": "auto"}), "uniform") == uniform
 
 
+def test_a_batch_names_its_policy_once() -> None:
+    control = Control(load({}, None))
+    assert (
+        control.new_planner({"name": "cap"}).default_policy
+        == control.new_planner({"policy": "cap"}).default_policy
+        == "cap"
+    )
+    with pytest.raises(InvalidRequest, match="both 'name' and 'policy'") as error:
+        control.new_planner({"name": "cap", "policy": "darts"})
+    assert error.value.field == "policy"
+
+
 @pytest.mark.parametrize(("share", "limits"), [("0.1", MaxLost(0.1, 0.005)), ("1", MaxLost(1.0, 1.0))])
 def test_a_lost_share_of_one_never_moves_the_deadline(share: str, limits: MaxLost) -> None:
     deadline = shaping(Control(load({"max_lost_share": share}, None)).planner, "cap").deadline
