@@ -29,7 +29,14 @@ from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_start, log_update
-from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics, hide_creation_times
+from darts_server.metrics.collectors import (
+    DRAFT_SOURCES,
+    AccessMetrics,
+    Reads,
+    ServingMetrics,
+    WeightMetrics,
+    hide_creation_times,
+)
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
 from darts_server.observers import UpdateEvents
@@ -184,6 +191,10 @@ async def _serve(
                 "darts_engines_up": lambda: engine.up,
                 "darts_engines_lost_total": lambda: engine.num_lost,
                 "darts_decode_steps_total": lambda: engine.llm.held.steps,
+                "darts_draft_tokens_total": lambda source: engine.llm.held.drafts[DRAFT_SOURCES.index(source)],
+                "darts_draft_accepted_tokens_total": lambda source: engine.llm.held.drafts[
+                    len(DRAFT_SOURCES) + DRAFT_SOURCES.index(source)
+                ],
             }
             metrics = ServingMetrics(engine.model_name, reads)
             closing.enter_context(watch_loop(metrics.loop_lagged))
@@ -256,7 +267,7 @@ def make_rooms(
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
     )
-    control.apply_to(rollouts)
+    control.apply_to(rollouts, engine.llm.speculate)
 
     # New weights.
     timeout = settings.weights_timeout

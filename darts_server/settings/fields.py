@@ -118,9 +118,10 @@ class Settings(BaseModel):
     most_stale: Runtime[float] = Field(0.5, ge=0, le=1)
     """auto: maximum share of returned tokens that older weights generated, on average over batches with "carry":
     "resume"."""
-    speculate: Literal["off", "auto"] = "off"
+    speculate: Runtime[Literal["off", "auto"]] = "off"
     """Speculative decoding, which changes no distribution. auto: drafts from what samples of the same prompt have
-    answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config."""
+    answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config. Only a
+    server that was started with auto can change it; off then drafts nothing, and goes on learning."""
     group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
     """Group size of your trainer. If set, a shaped request must have this n, and requests with n = 1 and the same
     prompt are joined into groups of this size."""

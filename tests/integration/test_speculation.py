@@ -136,6 +136,40 @@ def test_parameters_that_drafts_cannot_have_are_refused(fast: Server, name: str,
     assert "--speculate" in answer.json()["error"]["message"]
 
 
+def test_drafts_are_switched_off_and_on_while_the_server_runs(fast: Server) -> None:
+    """They are counted by their source, and the sum is vLLM's own count."""
+
+    def drafted(kind: str) -> float:
+        ours = sum(fast.metric(f"darts_draft_{kind}_total", source=source) for source in ("prompt", "all"))
+        theirs = {"tokens": "num_draft_tokens", "accepted_tokens": "num_accepted_tokens"}[kind]
+        assert ours == pytest.approx(fast.metric(f"vllm:spec_decode_{theirs}_total"), rel=0.05, abs=50)
+        return ours
+
+    with Client(fast.url) as client:
+        for _ in range(2):
+            draw(fast, PROBLEMS, {})
+        begin = drafted("tokens")
+        assert 0 < drafted("accepted_tokens") < begin
+        assert client.policy.change(speculate="off")["speculate"] == "off"
+        draw(fast, PROBLEMS, {})
+        # The first step after the change may verify drafts that were made before.
+        off = drafted("tokens")
+        steps = decode_steps(fast)
+        draw(fast, PROBLEMS, {})
+        plain_steps = decode_steps(fast) - steps
+        assert drafted("tokens") == off
+
+        assert client.policy.change(speculate="auto")["speculate"] == "auto"
+        steps = decode_steps(fast)
+        draw(fast, PROBLEMS, {})
+        assert decode_steps(fast) - steps < 0.7 * plain_steps
+        assert drafted("tokens") > off
+    body = {"prompts": [{"text": "7a-5b*4>"}], "group_size": 2, "policy": {"speculate": "off"}}
+    answer = httpx.post(f"{fast.url}/darts/v1/rollouts", json=body)
+    assert answer.status_code == 400
+    assert "PATCH" in answer.json()["error"]["message"]
+
+
 def test_new_weights_are_served_with_drafts(fast: Server) -> None:
     with Client(fast.url) as client:
         draw(fast, PROBLEMS, {})

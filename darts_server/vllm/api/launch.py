@@ -167,13 +167,13 @@ def without_keys(argv: Sequence[str]) -> list[str]:
 
 
 async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> None:
-    """Bring an engine that has started again to the weights, LoRA adapters and pause of the other engines.
+    """Bring an engine that has started again to the weights, LoRA adapters, drafts and pause of the other engines.
 
     When it returns, the other engines still have that state.
     """
 
     def state_of_others() -> tuple[Any, ...]:
-        return model.state, llm.weight_version, llm.is_pause_wanted
+        return model.state, llm.weight_version, llm.is_pause_wanted, llm.speculates
 
     def must_wait() -> bool:
         # If no file has the weights, the engine waits for the next weights from files.
@@ -190,9 +190,12 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
             # If the state has changed, the files of old weights may be gone, and the new weights are loaded.
             if state == state_of_others():
                 raise
+        call = partial(llm.engine_core._call_utility_async, engine=engine.name)
+        # Arguments as in `ControlledLLM.collective_rpc`.
+        await call("collective_rpc", "darts_speculate", None, (llm.speculates,), None)
         # Arguments: mode and clear_cache.
         pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
-        await llm.engine_core._call_utility_async(*pause, engine=engine.name)
+        await call(*pause)
 
         if state == state_of_others() and not must_wait():
             return

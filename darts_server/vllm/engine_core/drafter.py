@@ -8,27 +8,43 @@ import numpy as np
 import psutil
 from vllm.config import VllmConfig
 
+from darts_server.vllm.engine_core.holding import DRAFT_TOTALS
+
 PROMPT_TOKENS = "darts_prompt_tokens"
 """Name in ``extra_args`` of a resumed request: number of tokens of its true prompt, without generated tokens."""
 MEMORY_SHARE = 32
 MOST_BITS = 26
 """The counts take a 32nd part of the machine's memory, at most 2 GiB. A slot has 32 bytes, and a new token takes some
 five slots, so 2 GiB are enough for 13 million tokens of different texts. Full counts are emptied."""
+PADDED_BYTES = 1 << 28
+"""If log-probs are returned, vLLM makes logits of as many tokens for each request as for the longest draft. They may
+take so many bytes. 512 requests and a draft of 12 tokens would take 4 GB with 152,000 logits."""
 
 
 @cache
 def _bind_runners() -> None:
-    """Let each runner of this process name itself to its drafter, to which vLLM passes no ids of requests."""
+    """Let each runner of this process name itself to its drafter, to which vLLM passes no ids of requests.
+
+    Let its messages with drafts have the drafter's totals.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     propose = GPUModelRunner.propose_draft_token_ids
+    take = GPUModelRunner.take_draft_token_ids
 
     def propose_with_runner(self: Any, *args: Any, **more: Any) -> Any:
         if isinstance(self.drafter, Drafter):
             self.drafter.runner = self
         return propose(self, *args, **more)
 
+    def take_with_totals(self: Any) -> Any:
+        drafts = take(self)
+        if drafts is not None and isinstance(self.drafter, Drafter):
+            setattr(drafts, DRAFT_TOTALS, tuple(self.drafter.drafts.totals.ravel().tolist()))
+        return drafts
+
     GPUModelRunner.propose_draft_token_ids = propose_with_runner  # type: ignore[method-assign]
+    GPUModelRunner.take_draft_token_ids = take_with_totals  # type: ignore[method-assign]
 
 
 class Drafter:
@@ -45,7 +61,10 @@ class Drafter:
         rows = vllm_config.scheduler_config.max_num_seqs
         slots = psutil.virtual_memory().total // MEMORY_SHARE // SLOT_BYTES
         bits = min(int(slots).bit_length() - 1, MOST_BITS)
-        self.drafts = Drafts(rows, speculative.num_speculative_tokens, bits, time.monotonic)
+        logits = PADDED_BYTES // (4 * vllm_config.model_config.get_vocab_size())
+        # vLLM's profile of memory has two rows for each sequence.
+        padded = max(2 * rows, logits)
+        self.drafts = Drafts(rows, speculative.num_speculative_tokens, bits, time.monotonic, padded)
         self.runner: Any = None
         _bind_runners()
 

@@ -21,6 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.engine_core.holding import (
+    DRAFT_TOTALS,
     MIN_BUFFER_TOKENS,
     NUMBER,
     RELEASE,
@@ -216,6 +217,7 @@ class Engine:
     def __init__(self) -> None:
         self.output_queue: Any = queue.Queue()
         self.scheduler = SimpleNamespace(requests={})
+        self.model_executor = SimpleNamespace(take_draft_token_ids=lambda: None)
         self.answered: list[str] = []
 
     def preprocess_add_request(self, request: Any) -> Any:
@@ -227,6 +229,8 @@ class Engine:
             self.scheduler.requests.pop(request_id, None)
 
     def process_output_sockets(self, *_: Any) -> None:
+        # vLLM takes drafts in the engine's main thread.
+        self.model_executor.take_draft_token_ids()
         self.sent = [*iter(self.output_queue.get, b"dead")]
 
     def _send_abort_outputs(self, requests: list[Any]) -> None:
@@ -255,6 +259,24 @@ def test_an_engine_holds_releases_and_answers_aborts_of_running_requests() -> No
     engine.abort_requests(["numbered", "without number", "ended"])
     engine.abort_requests(["numbered"])
     assert engine.answered == ["numbered"]
+
+
+def test_drafted_tokens_are_reported_once() -> None:
+    engine: Any = Engine()
+    hold_outputs(Engine)
+    drafts = SimpleNamespace(**{DRAFT_TOTALS: (7, 2, 5, 1)})
+    engine.model_executor.take_draft_token_ids = lambda: drafts
+    engine.output_queue.put_nowait(b"dead")
+    engine.process_output_sockets(None, None, 0)
+    assert engine.model_executor.take_draft_token_ids() is drafts
+    # A step without drafts has no totals, and changes none.
+    (report,) = engine.output_queue.pass_on(step(at=2.0))
+    assert report.drafts == (7, 2, 5, 1)
+    setattr(drafts, DRAFT_TOTALS, (9, 2, 6, 1))
+    engine.model_executor.take_draft_token_ids()
+    engine.output_queue._reported_at = -1.0
+    (report,) = engine.output_queue.pass_on(step(at=3.0))
+    assert as_received(report).drafts == (2, 0, 1, 0)
 
 
 @pytest.mark.parametrize("is_numbered", [False, True])
