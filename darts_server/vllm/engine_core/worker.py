@@ -75,6 +75,11 @@ class WorkerExtension:
                     neginf=0.0,
                 )
 
+    def darts_emptied_drafts(self) -> int:
+        """Return how often the counts of drafts were full and emptied."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        return drafter.drafts.emptied if isinstance(drafter, Drafter) else 0
+
     def darts_abandon_update(self) -> str | None:
         """End an update through vLLM's own routes. Return None, or the error's text.
 
