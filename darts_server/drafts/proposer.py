@@ -19,14 +19,14 @@ from darts_server.drafts.contexts import (
     new_texts,
     skip,
 )
+from darts_server.drafts.history import Answers
 from darts_server.drafts.lengths import EXPLORED_STEPS, Savings, StepTimes, choose
+from darts_server.drafts.recall import GROWTH, STEP_TOKENS, Recall
 
 PROMPT_WEIGHT = 0.001
 """Weight of a token of a prompt: it decides only where no sample has a continuation."""
 MAX_PROMPT_TOKENS = 1024
 """The last tokens of a prompt that are counted: a prompt of 30,000 tokens would hold all requests up for 50 ms."""
-GROWTH = 1.5
-"""How much more a token counts after each update of the weights: older samples predict worse."""
 LEAST_CHANCE = 0.02
 """A token is drafted only if the draft up to it is accepted at least this often."""
 MAX_WEIGHT = 2.0**60
@@ -34,6 +34,8 @@ FIRST_BITS = 18
 """Counts begin with 8 MiB and grow. In small tables searches are faster, and the first use of memory takes time."""
 
 Ints = NDArray[np.int64]
+PromptOf = Callable[[str], tuple[object, int, Answers]]
+"""Returns the key of a request's prompt, its number of tokens, and answers that others have generated."""
 
 
 @njit(nogil=True)
@@ -124,6 +126,9 @@ class Drafts:
         self._root_of: dict[object, int] = {}
         self._next_root = EVERYWHERE + 1
         self._weight = 1.0
+        self._recall = Recall()
+        self.emptied = 0
+        """Number of times that full counts were emptied."""
         self._least = LEAST_CHANCE
         self._undrafted = 0
         self._last: float | None = None
@@ -134,11 +139,12 @@ class Drafts:
         # Compiles the functions, which takes seconds. Two requests of a prompt call all of them.
         names = ["first", "second"][:rows]
         tokens = np.ones((len(names), 8), np.int32)
-        self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1), 8)
-        self._set_batch([], tokens, lambda _: (None, 0))
+        self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1, []), 8)
+        self._set_batch([], tokens, lambda _: (None, 0, []))
         self._last = None
         self._gone = {}
         self._empty_counts()
+        self.emptied = 0
 
     def _make_space(self, tokens: int) -> None:
         """Let the counts grow until new tokens fit, or to their maximum."""
@@ -153,6 +159,7 @@ class Drafts:
         """Forget all counts. Running requests keep their texts, so nothing is counted again."""
         self._counts = new_counts(min(FIRST_BITS, self._bits))
         self._weight = 1.0
+        self.emptied += 1
         running = set(self._roots[list(self._row_of.values())].tolist())
         self._root_of = {key: root for key, root in self._root_of.items() if root in running}
 
@@ -170,15 +177,14 @@ class Drafts:
         token_ids: NDArray[np.int32],
         ends: Ints,
         is_decoding: Sequence[bool],
-        prompt_of: Callable[[str], tuple[object, int]],
+        prompt_of: PromptOf,
         longest: int,
     ) -> list[list[int]]:
         """Return the draft of each request of a batch, in order.
 
         ``names``: ids of the requests. ``token_ids``: [requests, longest], their tokens so far. ``ends``: how many
         tokens they have. ``is_decoding``: whether a request got tokens in this step, so that its next step decodes.
-        ``prompt_of``: returns the key of a request's prompt, and the prompt's number of tokens. ``longest``: maximum
-        length of a text.
+        ``longest``: maximum length of a text.
         """
         now = self._clock()
         count = len(names)
@@ -201,7 +207,8 @@ class Drafts:
                 least = max(least, self._least)
         room = np.minimum(longest - 1 - ends, most)
         room[~np.asarray(is_decoding, dtype=bool)] = 0
-        self._make_space(new_tokens)
+        self._make_space(new_tokens + STEP_TOKENS)
+        self._recall.count(self._counts, self._weight)
         _propose(
             self._counts,
             self._texts,
@@ -257,9 +264,7 @@ class Drafts:
             self._undrafted = 0
         return chosen
 
-    def _set_batch(
-        self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: Callable[[str], tuple[object, int]]
-    ) -> bool:
+    def _set_batch(self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: PromptOf) -> bool:
         """Give new requests a row, free the rows of requests that are gone, and return whether a request is new."""
         gone = self._row_of.keys() - set(names)
         for name in gone:
@@ -274,7 +279,7 @@ class Drafts:
                 continue
             has_new = True
             row = self._free.pop()
-            key, prompt_tokens = prompt_of(name)
+            key, prompt_tokens, answers = prompt_of(name)
             self._row_of[name] = row
             self._drafted[row] = 0
             self._verified[row] = 0
@@ -295,6 +300,7 @@ class Drafts:
                 begin = max(0, counted - 2 * LONGEST)
                 self._lengths[row] = skip(self._texts[row], begin, token_ids[place, begin:counted])
             self._roots[row] = root
+            self._recall.add(root, self._texts[row], prompt_tokens, answers)
         self._batch = list(names)
         self._rows = np.array([self._row_of[name] for name in names], np.int64)
         return has_new

@@ -31,6 +31,8 @@ Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
 
 ENGINE_GAUGES: Gauges = {
     "darts_engines_up": ("Engines that take requests.", {}),
+    "darts_history_bytes": ("Bytes of the answers that are kept for drafts, see --history-bytes.", {}),
+    "darts_history_prompts": ("Prompts that have answers that are kept for drafts.", {}),
 }
 ENGINE_TOTALS = {
     "darts_engines_lost_total": "Lost engines. Their candidates were restarted on other engines.",

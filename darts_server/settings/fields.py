@@ -122,6 +122,10 @@ class Settings(BaseModel):
     """Speculative decoding, which changes no distribution. auto: drafts from what samples of the same prompt have
     answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config. Only a
     server that was started with auto can change it; off then drafts nothing, and goes on learning."""
+    history_bytes: int = Field(1 << 28, ge=0)
+    """Maximum bytes of answers that are kept for the drafts of --speculate auto, in memory and under --state-dir, at
+    four bytes a token. Engines get them when they have started again, or when other engines generated them. At the
+    limit, the oldest answers are dropped. 0: none are kept."""
     group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
     """Group size of your trainer. If set, a shaped request must have this n, and requests with n = 1 and the same
     prompt are joined into groups of this size."""

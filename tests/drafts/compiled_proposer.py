@@ -1,12 +1,14 @@
 """Which drafts are made for a batch, and what is learned from it."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from numpy.random import default_rng
 
 from darts_server.drafts.acceptance import CELLS, PRIOR_TRIES, Acceptance, score
+from darts_server.drafts.history import Answers
 from darts_server.drafts.lengths import (
     LEAST_GAIN,
     LOST_SHARE,
@@ -158,6 +160,10 @@ def make_drafts(rows: int, most: int, bits: int, padded: int = 1 << 20) -> Draft
     return Drafts(rows, most, bits, Clock(), padded)
 
 
+def prompt_of(name: str) -> int:
+    return int(name.split("-")[1]) // 4
+
+
 class Batch:
     """Requests that answer with given texts, as an engine with verified drafts would run them."""
 
@@ -172,8 +178,9 @@ class Batch:
         for row, text in enumerate(texts):
             self.token_ids[row, :prompt_tokens] = text[:prompt_tokens]
 
-    def run(self, epoch: int) -> int:
-        """Return the number of steps."""
+    def run(self, epoch: int, answers: Sequence[Answers] = ()) -> int:
+        """Return the number of steps. ``answers``: of others, by prompt; each comes with the first of its samples."""
+        waiting = dict(enumerate(answers))
         self.ends[:] = self.prompt_tokens
         proposed: list[list[int]] = [[] for _ in self.texts]
         running = list(range(len(self.texts)))
@@ -200,7 +207,11 @@ class Batch:
                 self.token_ids[running],
                 self.ends[running],
                 [True] * len(running),
-                lambda name: (int(name.split("-")[1]) // 4, self.prompt_tokens),
+                lambda name: (
+                    prompt_of(name),
+                    self.prompt_tokens,
+                    waiting.pop(prompt_of(name), []),
+                ),
                 512,
             )
             for row, tokens in zip(running, answer, strict=True):
@@ -224,12 +235,26 @@ def test_an_epoch_with_the_same_answers_takes_few_steps() -> None:
     assert third < 30
 
 
+def test_answers_of_others_make_an_epoch_short() -> None:
+    rng = default_rng(0)
+    texts = [rng.integers(0, 5000, 100) for _ in range(8)]
+    for row in range(8):
+        texts[row][:10] = texts[row // 4 * 4][:10]
+    answers = [[(1, text[10:].astype(np.int32).tobytes()) for text in texts[begin : begin + 4]] for begin in (0, 4)]
+
+    fresh = Batch(texts, 10, make_drafts(8, 12, 16)).run(0)
+    sent = Batch(texts, 10, make_drafts(8, 12, 16)).run(0, answers)
+    assert fresh == 90
+    assert sent < 30
+
+
 def test_full_counts_are_emptied_and_running_requests_go_on() -> None:
     rng = default_rng(1)
     texts = [rng.integers(0, 5000, 300) for _ in range(8)]
     drafts = make_drafts(8, 12, 11)
     assert Batch(texts, 10, drafts).run(0) == 290
     assert max(drafts._counts.used) < 2**11
+    assert drafts.emptied > 0
 
 
 def test_rows_of_requests_that_are_gone_are_used_again() -> None:
@@ -334,7 +359,7 @@ def test_tokens_of_a_request_that_was_preempted_count_once() -> None:
     def propose(drafts: Drafts, names: list[str], end: int) -> None:
         count = len(names)
         ends = np.full(count, end)
-        drafts.propose(names, np.repeat(token_ids, count, 0), ends, [True] * count, lambda _: ("prompt", 10), 64)
+        drafts.propose(names, np.repeat(token_ids, count, 0), ends, [True] * count, lambda _: ("prompt", 10, []), 64)
 
     totals = []
     for others in ([], ["another"]):

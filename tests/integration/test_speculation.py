@@ -1,7 +1,8 @@
 """What is sampled with ``--speculate auto`` is what is sampled without, in fewer steps."""
 
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from math import sqrt
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.speculation import METHODS, Answer, decode_steps, draw
 from benchmarks.speculation_exact import FEW_BLOCKS, SITUATIONS, compare, table
 from darts_client import Client
+from darts_server.app import HISTORY_FILE
 from darts_server.offline.demo.problems import sample_problem
 from darts_server.offline.demo.server import DARTS, MODEL, Server, serving
 from tests.integration.fork_server import Serve
@@ -175,3 +177,31 @@ def test_new_weights_are_served_with_drafts(fast: Server) -> None:
         draw(fast, PROBLEMS, {})
         assert client.weights.push(MODEL / "model.safetensors").version == 1
     assert len(draw(fast, PROBLEMS, {})) == 8 * len(PROBLEMS)
+
+
+def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serve_one: Serve, tmp_path: Path) -> None:
+    greedy = {"top_k": 1}
+    flags = ["--speculate", "auto", "--state-dir", str(tmp_path)]
+
+    def draw_greedily(server: Server) -> tuple[float, float]:
+        """Return the number of steps of a batch, and of accepted tokens."""
+        before = decode_steps(server)
+        draw(server, PROBLEMS, greedy)
+        return decode_steps(server) - before, server.metric("vllm:spec_decode_num_accepted_tokens_total")
+
+    with serve_one(DARTS, tmp_path / "log", *flags) as fresh:
+        first_steps, first_accepted = draw_greedily(fresh)
+        kept_bytes = fresh.metric("darts_history_bytes")
+        assert fresh.metric("darts_history_prompts") == len({problem.prompt for problem in PROBLEMS})
+
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as connection, connection:
+        connection.execute("UPDATE numbered SET crc = crc + 1 WHERE number = 1")
+    with serve_one(DARTS, tmp_path / "log", *flags) as again:
+        assert "1 answers that were kept" in again.log.read_text()
+        assert 0 < again.metric("darts_history_bytes") < kept_bytes
+        steps, accepted = draw_greedily(again)
+    assert accepted > 1.5 * first_accepted
+    assert steps < 0.8 * first_steps
+
+    with serve_one(DARTS, tmp_path / "log", *flags, "--history-bytes", "0") as without:
+        assert without.metric("darts_history_bytes") == 0

@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from darts_server.drafts.history import History
 from darts_server.exceptions import InvalidSetting, UpdateFailed
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.engine import VllmEngine, VllmRollouts
@@ -28,6 +29,7 @@ from darts_server.vllm.api.weights import VllmModel
 from darts_server.vllm.fleet.core import Engine, FleetCore
 from darts_server.vllm.fleet.host import Start
 from darts_server.vllm.fleet.transport import listen
+from darts_server.vllm.requests.history import RequestHistory
 from darts_server.vllm.requests.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.requests.structured_outputs import limit_checks
 from darts_server.weights.updates import Updates
@@ -53,6 +55,28 @@ class RunningEngine:
         self.llm.rollouts = rollouts
         self.llm.merge_options = merge_options
         self.llm.updates = updates
+
+    @asynccontextmanager
+    async def keeping(self, history: History) -> AsyncIterator[None]:
+        """Keep the answers of all requests in ``history``, and send them to engines, until the block ends."""
+        llm = self.llm
+        adapters = self.model.loras
+        keeper = RequestHistory(
+            llm.engine_core,
+            llm.output_processor,
+            history,
+            lambda: (llm.weight_version, None if adapters is None else adapters.changes),
+        )
+        watching = asyncio.ensure_future(keeper.watch_engines())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of the model's tokens."""
+        return int(self.llm.vllm_config.model_config.get_vocab_size())
 
     @property
     def up(self) -> int:

@@ -12,6 +12,8 @@ from darts_server.vllm.engine_core.holding import DRAFT_TOTALS
 
 PROMPT_TOKENS = "darts_prompt_tokens"
 """Name in ``extra_args`` of a resumed request: number of tokens of its true prompt, without generated tokens."""
+HISTORY = "darts_history"
+"""Name in ``extra_args`` of a request: answers of its prompt that the worker has not counted, `history.Answers`."""
 MEMORY_SHARE = 32
 MOST_BITS = 26
 """The counts take a 32nd part of the machine's memory, at most 2 GiB. A slot has 32 bytes, and a new token takes some
@@ -87,14 +89,15 @@ class Drafter:
             self._longest,
         )
 
-    def _prompt_of(self, name: str) -> tuple[object, int]:
+    def _prompt_of(self, name: str) -> tuple[object, int, Any]:
         request = self.runner.requests[name]
         params = request.sampling_params
         extra = (params and params.extra_args) or {}
         if request.prompt_token_ids is None:
             # A prompt of embeddings has no tokens that others could share.
-            return name, request.num_prompt_tokens
+            return name, request.num_prompt_tokens, []
         count = extra.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
         tokens = np.asarray(request.prompt_token_ids[:count], np.int32)
         adapter = request.lora_request.lora_name if request.lora_request else None
-        return (adapter, hash(tokens.tobytes())), count
+        # Answers are taken out, so that they are neither kept in memory nor counted again.
+        return (adapter, hash(tokens.tobytes())), count, extra.pop(HISTORY, [])

@@ -86,6 +86,11 @@ class WorkerExtension:
         if drafter is not None:
             drafter.drafts.is_on = is_on
 
+    def darts_emptied_drafts(self) -> int:
+        """Return how often the counts of drafts were full and emptied."""
+        drafter = self._drafter
+        return 0 if drafter is None else drafter.drafts.emptied
+
     def darts_abandon_update(self) -> str | None:
         """End an update through vLLM's own routes. Return None, or the error's text.
 
