@@ -166,7 +166,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 
         ``prefix``: these tokens, at least one, with log-probs if the request asks for them. Token counts and outputs
         include the prefix. If the candidate has a seed, new tokens get another seed, made from it and the prefix's
-        length. ``order``: see `start`.
+        length, unless sampling is coupled. ``order``: see `start`.
 
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead

@@ -121,6 +121,10 @@ class Settings(BaseModel):
     speculate: Literal["off", "auto"] = "off"
     """Speculative decoding, which changes no distribution. auto: drafts from what samples of the same prompt have
     answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config."""
+    sampling: Literal["vllm", "coupled"] = "vllm"
+    """How random numbers are drawn. vllm: from one generator, or one for each seed. coupled: for each stream and
+    position, so that a seed gives the same tokens beside other requests, with drafts, resumed, and on another engine.
+    Excludes vLLM's --speculative-config."""
     group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
     """Group size of your trainer. If set, a shaped request must have this n, and requests with n = 1 and the same
     prompt are joined into groups of this size."""

@@ -22,6 +22,7 @@ from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.engine_core.drafter import PROMPT_TOKENS
 from darts_server.vllm.engine_core.holding import NOT_HELD
+from darts_server.vllm.engine_core.plugin import SEED
 from darts_server.vllm.engine_core.probe_capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
@@ -196,8 +197,10 @@ class PromptRequest:
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
         """Return prompt and sampling parameters for the rest of candidate ``index``, after the tokens ``prefix``."""
         child = self.params_of(index, is_own=True)
-        leave_rest(child, len(prefix))
         child.extra_args = (child.extra_args or {}) | {PROMPT_TOKENS: len(self.prompt["prompt_token_ids"])}
+        if child.seed is not None:
+            child.extra_args[SEED] = child.seed
+        leave_rest(child, len(prefix))
         tokens = [*self.prompt["prompt_token_ids"], *prefix]
         return {**self.prompt, "prompt_token_ids": tokens}, child
 
