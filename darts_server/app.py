@@ -181,6 +181,7 @@ async def _serve(
             has_key_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
 
+            engine.renderer.reuses_streams = settings.reuse_streams
             # Requests become groups, and vLLM's app gets our routes.
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             extensions = dialects.extensions(settings.dialect)

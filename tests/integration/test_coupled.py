@@ -41,7 +41,8 @@ def fast(serve_one: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def draw(
     server: Server, prompts: Sequence[str], sampling: dict[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
-    body = {"prompts": [{"text": prompt} for prompt in prompts], "group_size": SIZE, "policy": {"name": "off"}}
+    body: dict[str, Any] = {"group_size": SIZE, "policy": {"name": "off"}}
+    body["prompts"] = [{"text": prompt, "metadata": {"text": prompt}} for prompt in prompts]
     body["sampling"] = {"max_tokens": 200, "seed": SEED, "logprobs": True} | (sampling or {})
     answer = httpx.post(f"{server.url}/darts/v1/rollouts", json=body | options, timeout=900)
     result: dict[str, Any] = answer.raise_for_status().json()
@@ -56,10 +57,10 @@ def tokens_of(answer: dict[str, Any]) -> list[list[Tokens]]:
     return [[tuple(each["token_ids"]) for each in group["trajectories"]] for group in groups]
 
 
-def draw_alone(server: Server, prompt: str, index: int) -> Tokens:
+def draw_alone(server: Server, prompt: str, index: int, temperature: float = 1.0) -> Tokens:
     """Return candidate ``index`` of a prompt, as a request of its own through vLLM's route."""
     body = {"model": "tiny:raw", "prompt": prompt, "seed": SEED + index, "max_tokens": 200, "return_token_ids": True}
-    body |= {"temperature": 1.0}
+    body |= {"temperature": temperature}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     return tuple(answer["choices"][0]["token_ids"])
 
@@ -97,11 +98,10 @@ def test_resumed_answers_are_the_same_on_this_engine_and_on_the_next(
     base = dict(zip(texts, tokens_of(draw(plain, texts)), strict=True))
     resuming = {"carry": "resume", "carried": True}
     some = resuming | {"num_groups": prompts // 4}
-    with_text = [{"text": text, "metadata": {"text": text}} for text in texts]
     state = ("--state-dir", str(tmp_path / "state"))
     groups = []
     with serve_one(DARTS, tmp_path / "first", *COUPLED, *state) as first:
-        groups += draw(first, [], prompts=with_text, **some)["groups"]
+        groups += draw(first, texts, **some)["groups"]
         groups += draw(first, [], **some)["groups"]
         assert resumed_tokens(first) > 0
     with serve_one(DARTS, tmp_path / "next", *COUPLED, *state, "--speculate", "auto") as following:
@@ -125,9 +125,9 @@ def test_candidates_of_shaped_groups_have_the_tokens_of_their_number(plain: Serv
                 assert any(candidate[: len(tokens)] == tokens for candidate in candidates)
 
 
-@pytest.mark.parametrize("name", [*SAMPLING, "greedy", "one allowed token"])
+@pytest.mark.parametrize("name", [*SAMPLING, "one allowed token"])
 def test_drafts_change_no_token_under_any_sampling(plain: Server, fast: Server, name: str) -> None:
-    more = {"greedy": {"temperature": 0.0}, "one allowed token": {"allowed_token_ids": [7], "max_tokens": 9}}
+    more = {"one allowed token": {"allowed_token_ids": [7], "max_tokens": 9}}
     sampling = dict((SAMPLING | more)[name])
     answers = [draw(server, PROMPTS[:4], sampling) for server in (plain, fast, fast)]
     assert tokens_of(answers[0]) == tokens_of(answers[1]) == tokens_of(answers[2])
@@ -135,6 +135,20 @@ def test_drafts_change_no_token_under_any_sampling(plain: Server, fast: Server, 
         for ours, *others in zip(*(group["trajectories"] for group in groups), strict=True):
             for other in others:
                 assert other["logprobs"] == pytest.approx(ours["logprobs"], abs=1e-4)
+
+
+def test_greedy_requests_stay_greedy(serve_one: Serve, plain: Server, fast: Server, tmp_path: Path) -> None:
+    def greedy(server: Server) -> list[Tokens]:
+        # Random requests run in the same steps.
+        with ThreadPoolExecutor(1) as pool:
+            others = pool.submit(draw, server, PROMPTS[-8:])
+            answers = [draw_alone(server, prompt, 0, temperature=0.0) for prompt in PROMPTS[:16]]
+            others.result()
+        return answers
+
+    with serve_one(DARTS, tmp_path / "log") as vllms:
+        expected = greedy(vllms)
+    assert greedy(plain) == greedy(fast) == expected
 
 
 def test_answers_without_a_seed_differ(fast: Server) -> None:
@@ -148,3 +162,32 @@ def test_children_of_vllms_own_requests_have_the_streams_of_candidates(fast: Ser
     body |= {"temperature": 1.0, "return_token_ids": True}
     answer = httpx.post(f"{fast.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     assert [tuple(choice["token_ids"]) for choice in answer["choices"]] == base
+
+
+# --- reused streams -----------------------------------------------------------------
+
+
+def test_a_prompt_keeps_its_streams_from_batch_to_batch(serve_one: Serve, fast: Server, tmp_path: Path) -> None:
+    flags = (*COUPLED, "--speculate", "auto", "--reuse-streams")
+    fresh = {"seed": None}
+    twice = [prompt for prompt in PROMPTS[:4] for _ in range(2)]
+    state = ("--state-dir", str(tmp_path / "state"))
+    with serve_one(DARTS, tmp_path / "log", *flags, *state) as reusing:
+        first, second = (tokens_of(draw(reusing, PROMPTS[:4], fresh)) for _ in range(2))
+        assert first == second
+        # Two groups of a prompt in a batch have different streams.
+        pairs = tokens_of(draw(reusing, twice, fresh))
+        assert pairs[::2] == first
+        assert all(one != other for one, other in zip(pairs[::2], pairs[1::2], strict=True))
+        # A seed comes before the streams of a prompt.
+        assert tokens_of(draw(reusing, PROMPTS[:4])) == tokens_of(draw(fast, PROMPTS[:4]))
+        assert len({answer for group in first for answer in group}) > 4 * SIZE / 3
+
+        kept = []
+        for texts, limit in ((PROMPTS[:4], {"num_groups": 1}), ([], {"num_groups": 1}), ([], {})):
+            kept += draw(reusing, texts, fresh, carry="resume", carried=True, **limit)["groups"]
+        assert resumed_tokens(reusing) > 0
+        resumed = {g["metadata"]["text"]: [tuple(each["token_ids"]) for each in g["trajectories"]] for g in kept}
+        assert resumed == dict(zip(PROMPTS, first, strict=False))
+    with serve_one(DARTS, tmp_path / "next", *flags, *state) as restarted:
+        assert tokens_of(draw(restarted, PROMPTS[:4], fresh)) != first

@@ -34,6 +34,10 @@ def test_flags_override_the_environment_which_overrides_the_file_which_overrides
         ({"group_size": "1025"}, ["--group-size = 1025", "2 to 1024"]),
         ({"redundancy": "0", "tail": "x"}, ["--redundancy", "--tail"]),
         ({"policy": "darts", "redundancy": "3"}, ["redundancy must be at most max_redundancy = 2.0, got 3.0"]),
+        ({"reuse_streams": "true"}, ["reuse_streams needs --sampling coupled and --speculate auto"]),
+        ({"reuse_streams": "true", "sampling": "coupled"}, ["reuse_streams needs"]),
+        ({"reuse_streams": "true", "speculate": "auto"}, ["reuse_streams needs"]),
+        ({"sampling": "seeded"}, ["--sampling = seeded", "'vllm' or 'coupled'"]),
         ({"keep_ratio": "0.95"}, ["keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none"]),
     ],
 )
