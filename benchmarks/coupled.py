@@ -141,7 +141,7 @@ def train(arm: str, updates: int, seed: int) -> list[Epoch]:
     flags = ("--sampling", "coupled", "--speculate", "auto", *ARMS[arm])
     weights = Path(f"out/coupled/{arm}.safetensors")
     epochs: list[Epoch] = []
-    before: list[Sequence[int]] = []
+    before: list[tuple[int, ...]] = []
     with serving(DARTS, weights.with_suffix(".log"), *flags) as server, Client(server.url) as client:
         learner = Learner(MODEL, LEARNING_RATE)
         for _ in range(EPOCHS):

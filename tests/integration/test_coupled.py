@@ -96,7 +96,7 @@ def test_resumed_answers_are_the_same_on_this_engine_and_on_the_next(
 ) -> None:
     texts = PROMPTS[:prompts]
     base = dict(zip(texts, tokens_of(draw(plain, texts)), strict=True))
-    resuming = {"carry": "resume", "carried": True}
+    resuming: dict[str, Any] = {"carry": "resume", "carried": True}
     some = resuming | {"num_groups": prompts // 4}
     state = ("--state-dir", str(tmp_path / "state"))
     groups = []
@@ -127,8 +127,8 @@ def test_candidates_of_shaped_groups_have_the_tokens_of_their_number(plain: Serv
 
 @pytest.mark.parametrize("name", [*SAMPLING, "one allowed token"])
 def test_drafts_change_no_token_under_any_sampling(plain: Server, fast: Server, name: str) -> None:
-    more = {"one allowed token": {"allowed_token_ids": [7], "max_tokens": 9}}
-    sampling = dict((SAMPLING | more)[name])
+    one = {"allowed_token_ids": [7], "max_tokens": 9}
+    sampling = dict(SAMPLING.get(name, one))
     answers = [draw(server, PROMPTS[:4], sampling) for server in (plain, fast, fast)]
     assert tokens_of(answers[0]) == tokens_of(answers[1]) == tokens_of(answers[2])
     for groups in zip(*(answer["groups"] for answer in answers), strict=True):

@@ -224,7 +224,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
                 "this version of vLLM samples from a wrong distribution with drafts on this device; omit --speculate "
                 "and --speculative-config"
             )
-        if COUPLED in config.additional_config and not all(await llm.collective_rpc("darts_can_couple")):
+        if COUPLED in dict(engine_args.additional_config) and not all(await llm.collective_rpc("darts_can_couple")):
             raise InvalidSetting("vLLM's workers on this platform cannot couple sampling; omit --sampling coupled")
         llm.gate = Gate()
         async with probing(llm) as probes:

@@ -64,9 +64,9 @@ def keys_of(streams: Unsigned, positions: NDArray[np.int64]) -> torch.Tensor:
 
 def _mix(values: Unsigned) -> Unsigned:
     """Return a hash of each value: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
-    values = (values ^ (values >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> 27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> 31)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def exponential_noise(keys: torch.Tensor, size: int) -> torch.Tensor:
@@ -215,4 +215,4 @@ def bind_sampling() -> None:
 
     GPUModelRunner._sample = sample  # type: ignore[method-assign]
     topk_topp_sampler.random_sample = random_sample
-    rejection_sampler.rejection_sample = rejection_sample
+    rejection_sampler.rejection_sample = rejection_sample  # type: ignore[assignment]
