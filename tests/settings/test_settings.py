@@ -38,6 +38,8 @@ def test_flags_override_the_environment_which_overrides_the_file_which_overrides
         ({"reuse_streams": "true", "sampling": "coupled"}, ["reuse_streams needs"]),
         ({"reuse_streams": "true", "speculate": "auto"}, ["reuse_streams needs"]),
         ({"sampling": "seeded"}, ["--sampling = seeded", "'vllm' or 'coupled'"]),
+        ({"ray_address": "auto"}, ["ray_address is only used with replicas; set --replicas, or omit it"]),
+        ({"gpus_per_replica": "2"}, ["gpus_per_replica is only used with replicas"]),
         ({"keep_ratio": "0.95"}, ["keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none"]),
     ],
 )

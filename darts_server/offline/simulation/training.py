@@ -163,8 +163,8 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
             batch = candidates.longest_first(batch)
         if policy.most_stale is not None:
             choice = choose_ahead(limits, state, needed, len(batch))
-            waiting = [*batch[choice.begun :], *waiting]
-            batch = batch[: choice.begun]
+            waiting = [*batch[choice.started :], *waiting]
+            batch = batch[: choice.started]
 
         enough = needed if len(batch) > needed else None
         step = run_step(policy, batch, enough, candidates, recent)

@@ -369,7 +369,6 @@ class BatchRun:
         await self._rollouts.starts.wait(group=group.allocation.candidates)
         if self._quota is not None and not self._quota.left:
             return None
-        group.has_started = True
         group_id = f"{self.batch_id}-{group.number}"
         result = GroupResult(
             group.number,
@@ -446,6 +445,8 @@ class BatchRun:
             tokens=self._renderer.tokens(group.request),
         )
         ticket = self._prepared.ticket.split(group.allocation.candidates)
+        # From here on, the rollouts end the allocation.
+        group.has_started = True
         return self._rollouts.start(spec, group.allocation, ticket, carried)
 
     async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:

@@ -1,8 +1,8 @@
 """Coupled sampling: the noise of a token depends on its request's stream and its position, and on nothing else.
 
-The token at a position is the token with the largest p / e, where p is its probability, and e is exponential noise of
-(stream, position, token). That is an exact sample of p. A draft is accepted while it equals the tokens that are sampled
-so. So drafts, other requests of the step and resumption change no token, up to rounding of the logits.
+The token at a position has the largest p / e, where p is its probability, and e is exponential noise of (stream,
+position, token). That is an exact sample of p. A draft is accepted while it equals these tokens. So drafts, other
+requests and resumption change no token, up to rounding of the logits.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ GOLDEN = 0x9E3779B97F4A7C15
 """2 ** 64 divided by the golden ratio: SplitMix64's step."""
 ODD = 0x21F0AAAD
 OTHER_ODD = 0x735A2D97
-"""Multipliers of the hash. They are below 2 ** 31, so that no product of 32 bits overflows a signed number."""
+"""Multipliers of the hash. Below 2 ** 31, so that no product with 32 bits overflows."""
 LARGEST = 1 - 2.0**-24
-"""Largest float32 below 1. The noise of 1 would be infinite."""
+"""Largest float32 below 1."""
 BLOCK_ON_CPU = 1 << 17
 BLOCK = 1 << 24
 """Numbers that are hashed at once: more leave the cache of a CPU, or would take 128 MB of each temporary tensor."""
@@ -170,7 +170,7 @@ def bind_sampling() -> None:
         if COUPLED in self.vllm_config.additional_config:
             drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
             self.input_batch.sampling_metadata.generators = streams_of(self, drafts)
-            # FlashInfer and vLLM's samplers for other platforms make noise of their own.
+            # FlashInfer and vLLM's other samplers make their own noise.
             sampler = self.sampler.topk_topp_sampler
             sampler.forward = sampler.forward_native
         return vllms_sample(self, logits, spec_decode_metadata)

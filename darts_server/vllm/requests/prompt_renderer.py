@@ -181,10 +181,7 @@ class VllmPromptRenderer:
 
     @contextmanager
     def reuse_streams(self, request: PromptRequest) -> Iterator[None]:
-        """Let candidates without a seed have the streams of earlier groups of the prompt while the block runs.
-
-        The groups of a prompt that run at the same time are numbered, so that no two have the same streams.
-        """
+        """Implement the port's method for requests without a seed: running groups of a prompt are numbered."""
         if not self.reuses_streams or request.params.seed is not None:
             yield
             return
