@@ -111,7 +111,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: the state folder cannot be read; it was not touched.
     """
     hide_creation_times()
-    vllm_argv = flags.speculation_flags(vllm_argv, settings.speculate == "auto")
+    vllm_argv = _add_sampling_flags(settings, vllm_argv)
     args = flags.parse(vllm_argv)
     failed = [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]
     if failed:
@@ -129,6 +129,12 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
             code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, answers, staging))
         # The last tasks of the event loop may still write, so the store is closed after the loop.
         return close_store(store, code)
+
+
+def _add_sampling_flags(settings: Settings, vllm_argv: Sequence[str]) -> list[str]:
+    return flags.sampling_flags(
+        vllm_argv, speculate=settings.speculate == "auto", couple=settings.sampling == "coupled"
+    )
 
 
 def close_store(store: Store, code: int) -> int:
@@ -189,6 +195,7 @@ async def _serve(
             has_key_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
 
+            engine.renderer.reuses_streams = settings.reuse_streams
             # Requests become groups, and vLLM's app gets our routes.
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             history = None
@@ -517,7 +524,7 @@ def extend(
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     """Check everything that a server needs, and start nothing."""
-    args = flags.parse(flags.speculation_flags(vllm_argv, settings.speculate == "auto"))
+    args = flags.parse(_add_sampling_flags(settings, vllm_argv))
     yield from check_local(settings, args)
     try:
         yield check_address(args, _make_access(settings, args), settings.allow_unauthenticated)

@@ -126,6 +126,14 @@ class Settings(BaseModel):
     """Maximum bytes of answers that are kept for the drafts of --speculate auto, in memory and under --state-dir, at
     four bytes a token. Engines get them when they have started again, or when other engines generated them. At the
     limit, the oldest answers are dropped. 0: none are kept."""
+    sampling: Literal["vllm", "coupled"] = "vllm"
+    """How random numbers are drawn. vllm: from one generator, or one for each seed. coupled: for each stream and
+    position, so that a seed gives the same tokens beside other requests, with drafts, resumed, and on another engine.
+    Excludes vLLM's --speculative-config."""
+    reuse_streams: bool = False
+    """Candidate i of a batch's prompt keeps its stream from epoch to epoch, unless the batch has a seed. Its earlier
+    answer is then a draft that mostly holds, but its answers depend on each other. Needs --sampling coupled and
+    --speculate auto."""
     group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
     """Group size of your trainer. If set, a shaped request must have this n, and requests with n = 1 and the same
     prompt are joined into groups of this size."""
@@ -235,6 +243,11 @@ class Settings(BaseModel):
         if 0.9 < self.keep_ratio < 1:
             raise ValueError(
                 f"keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none, got {self.keep_ratio}"
+            )
+        if self.reuse_streams and (self.sampling != "coupled" or self.speculate != "auto"):
+            raise ValueError(
+                "reuse_streams needs --sampling coupled and --speculate auto: other sampling has no streams, and only "
+                "drafts gain by them"
             )
         for name in ("weights_root", "weights_staging"):
             folder: Path | None = getattr(self, name)

@@ -26,6 +26,7 @@ from darts_server.vllm.api.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.api.probe_receiver import probing
 from darts_server.vllm.api.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.api.weights import VllmModel
+from darts_server.vllm.engine_core.plugin import COUPLED
 from darts_server.vllm.fleet.core import Engine, FleetCore
 from darts_server.vllm.fleet.host import Start
 from darts_server.vllm.fleet.transport import listen
@@ -250,6 +251,8 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
                 "this version of vLLM samples from a wrong distribution with drafts on this device; omit --speculate "
                 "and --speculative-config"
             )
+        if COUPLED in dict(engine_args.additional_config) and not all(await llm.collective_rpc("darts_can_couple")):
+            raise InvalidSetting("vLLM's workers on this platform cannot couple sampling; omit --sampling coupled")
         llm.gate = Gate()
         async with probing(llm) as probes:
             model = VllmModel(llm)

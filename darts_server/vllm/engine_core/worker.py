@@ -12,8 +12,10 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from darts_server.files import Stamp, open_unchanged, path_of
+from darts_server.vllm.engine_core.coupled import bind_sampling
 from darts_server.vllm.engine_core.cpu_sampling import expands_rightly
 from darts_server.vllm.engine_core.drafter import Drafter
 from darts_server.vllm.engine_core.plugin import COMBINED, EXTENSION
@@ -136,6 +138,10 @@ class WorkerExtension:
         """Return whether sampling with drafts uses the right parameters, see `cpu_sampling`."""
         return expands_rightly(self.model_runner.device)
 
+    def darts_can_couple(self) -> bool:
+        """Return whether the worker has the model runner whose sampling `coupled` binds."""
+        return isinstance(self.model_runner, GPUModelRunner)
+
     def darts_install_probe(self, address: str) -> str | None:
         """Send hidden states to ``address``. Return None, or the error's text."""
         return install(self, address)
@@ -184,6 +190,8 @@ def _pack_heads(model: torch.nn.Module) -> None:
         if isinstance(module, VocabParallelEmbedding):
             module.quant_method.process_weights_after_loading(module)
 
+
+bind_sampling()
 
 # On CPUs with AMX the worker often dies at its first bfloat16 forward unless the matrix unit was switched on before
 # (measured: 6 of 9 starts without, 0 of 11 with). Other CPUs ignore it.
