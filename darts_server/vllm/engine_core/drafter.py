@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 from vllm.config import VllmConfig
 
-from darts_server.vllm.engine_core.holding import DRAFT_TOTALS
+from darts_server.vllm.engine_core.holding import DRAFTS
 
 PROMPT_TOKENS = "darts_prompt_tokens"
 """Name in ``extra_args`` of a resumed request: number of tokens of its true prompt, without generated tokens."""
@@ -27,26 +27,28 @@ take so many bytes. 512 requests and a draft of 12 tokens would take 4 GB with 1
 def _bind_runners() -> None:
     """Let each runner of this process name itself to its drafter, to which vLLM passes no ids of requests.
 
-    Let its messages with drafts have the drafter's totals.
+    Let the outputs of its steps have the drafts.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     propose = GPUModelRunner.propose_draft_token_ids
-    take = GPUModelRunner.take_draft_token_ids
+    sample = GPUModelRunner.sample_tokens
 
     def propose_with_runner(self: Any, *args: Any, **more: Any) -> Any:
         if isinstance(self.drafter, Drafter):
             self.drafter.runner = self
         return propose(self, *args, **more)
 
-    def take_with_totals(self: Any) -> Any:
-        drafts = take(self)
-        if drafts is not None and isinstance(self.drafter, Drafter):
-            setattr(drafts, DRAFT_TOTALS, tuple(self.drafter.drafts.totals.ravel().tolist()))
-        return drafts
+    def sample_with_drafts(self: Any, *args: Any) -> Any:
+        output = sample(self, *args)
+        # vLLM shares an empty output among all steps.
+        if isinstance(self.drafter, Drafter) and output.req_ids:
+            totals = tuple(self.drafter.drafts.totals.ravel().tolist())
+            setattr(output, DRAFTS, (self.take_draft_token_ids(), totals))
+        return output
 
     GPUModelRunner.propose_draft_token_ids = propose_with_runner  # type: ignore[method-assign]
-    GPUModelRunner.take_draft_token_ids = take_with_totals  # type: ignore[method-assign]
+    GPUModelRunner.sample_tokens = sample_with_drafts  # type: ignore[method-assign]
 
 
 class Drafter:

@@ -32,8 +32,8 @@ NOT_HELD = "darts_not_held"
 """Key in ``extra_args`` of requests whose tokens are read while they are generated."""
 RELEASE = "darts_release"
 """Name of the engine's method that releases requests."""
-DRAFT_TOTALS = "darts_draft_totals"
-"""Attribute that the worker sets on vLLM's message with drafts, see `Drafts.totals`."""
+DRAFTS = "darts_drafts"
+"""Attribute of the output of a step of our drafter: vLLM's message with the drafts, and `DraftTotals`."""
 RANK = "DARTS_ENGINE_RANK"
 """Environment variable with the rank of an engine in a fleet, which its vLLM does not know."""
 
@@ -367,15 +367,7 @@ def hold_outputs(engine: Any) -> None:
 
     def process_output_sockets(self: Any, clients: Any, coordinator: Any, engine_index: int) -> None:
         held = HoldingQueue(self.output_queue)
-        executor = self.model_executor
-        take = executor.take_draft_token_ids
-
-        def take_draft_token_ids() -> Any:
-            drafts = take()
-            held.draft_totals = getattr(drafts, DRAFT_TOTALS, held.draft_totals)
-            return drafts
-
-        executor.take_draft_token_ids = take_draft_token_ids
+        _take_drafts_from_outputs(self.scheduler, self.model_executor, held)
         self.output_queue = held
         send(self, clients, coordinator, int(os.environ.get(RANK, engine_index)))
 
@@ -386,6 +378,29 @@ def hold_outputs(engine: Any) -> None:
     engine.abort_requests = abort_requests
     engine.process_output_sockets = process_output_sockets
     setattr(engine, RELEASE, release)
+
+
+def _take_drafts_from_outputs(scheduler: Any, executor: Any, held: HoldingQueue) -> None:
+    """Let the engine find the drafts in the output of the step, and count them.
+
+    vLLM calls the worker again for them. Where the worker is another process, that took a fifth of a small step.
+    """
+    update = scheduler.update_from_output
+    take = executor.take_draft_token_ids
+    found: list[Any] = []
+
+    def update_from_output(scheduler_output: Any, output: Any) -> Any:
+        step_drafts = getattr(output, DRAFTS, None)
+        if step_drafts is not None:
+            drafts, held.draft_totals = step_drafts
+            found[:] = [drafts]
+        return update(scheduler_output, output)
+
+    def take_draft_token_ids() -> Any:
+        return found.pop() if found else take()
+
+    scheduler.update_from_output = update_from_output
+    executor.take_draft_token_ids = take_draft_token_ids
 
 
 def number_of(params: Any) -> int:
