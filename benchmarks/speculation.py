@@ -194,12 +194,18 @@ def prefixes(base: Sequence[Answer], answers: Sequence[Answer]) -> str:
 # --- speed -------------------------------------------------------------------------
 
 
+def read_total(server: Server, name: str) -> float:
+    """Return the sum of a metric over all engines."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    values = [float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{")]
+    if not values:
+        raise LookupError(name)
+    return sum(values)
+
+
 def decode_steps(server: Server) -> float:
     """Return the number of decode steps so far."""
-    for line in httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines():
-        if line.startswith("darts_decode_steps_total"):
-            return float(line.split()[-1])
-    raise LookupError("darts_decode_steps_total")
+    return read_total(server, "darts_decode_steps_total")
 
 
 def speed(problems: Sequence[Problem], methods: Sequence[str], epochs: int) -> str:
@@ -263,9 +269,10 @@ def restarts(problems: Sequence[Problem], rounds: int) -> str:
                 found = measure_epochs(problems, epochs, root / f"{name} {number}", flags, saved if restart else None)
                 measured.append(found[-1])
                 bar.update()
-            steps, seconds = (", ".join(f"{value:.3g}" for value in values) for values in zip(*measured, strict=True))
-            rows.append([name, steps, seconds])
-    return markdown(["server", "steps of the third epoch", "seconds"], rows)
+            rows.append(
+                [name, *(", ".join(f"{value:.3g}" for value in values) for values in zip(*measured, strict=True))]
+            )
+    return markdown(["server", "tokens of a sequence in a step of the third epoch", "steps", "seconds"], rows)
 
 
 def measure_epochs(
@@ -274,8 +281,13 @@ def measure_epochs(
     folder: Path,
     flags: Sequence[str],
     saved: Path | None = None,
-) -> list[tuple[float, float]]:
-    """Return the decode steps and seconds of each epoch of a new server, which has the state in ``saved``."""
+) -> list[tuple[float, float, float]]:
+    """Measure the epochs of a new server, which has the state in ``saved``.
+
+    Returns tokens of a sequence in a step, decode steps, and seconds. Steps are those of the longest answer, and so
+    vary more than tokens.
+    """
+    accepted_name = "vllm:spec_decode_num_accepted_tokens_total"
     shutil.rmtree(folder, ignore_errors=True)
     if saved is None:
         folder.mkdir(parents=True)
@@ -287,10 +299,13 @@ def measure_epochs(
         draw(server, [sample_problem(Random(1))], {"max_tokens": 2})
         for _ in range(epochs):
             before = decode_steps(server)
+            accepted = read_total(server, accepted_name)
             begin = perf_counter()
-            draw(server, problems, {})
+            answers = draw(server, problems, {})
             seconds = perf_counter() - begin
-            measured.append((decode_steps(server) - before, seconds))
+            tokens = sum(len(answer.token_ids) for answer in answers)
+            accepted = read_total(server, accepted_name) - accepted
+            measured.append((tokens / (tokens - accepted), decode_steps(server) - before, seconds))
     return measured
 
 
