@@ -7,7 +7,6 @@
     python -m benchmarks.speculation train             # the same with real updates: `speculation_training`
     python -m benchmarks.speculation train --report    # the tables of the log
     python -m benchmarks.speculation words             # `speculation_words`: a real language model, word problems
-    python -m benchmarks.speculation restart           # decode steps of a third epoch, restarted or on two engines
 
 Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step, ``fixed`` is our drafter
 with 4 tokens in every step. Servers run the tiny model, but for ``words``, and answer the same prompts.
@@ -15,7 +14,6 @@ with 4 tokens in every step. Servers run the tiny model, but for ``words``, and 
 
 import argparse
 import json
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -67,13 +65,13 @@ class Answer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.speculation", description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["exact", "speed", "paired", "restart", "train", "words"])
+    parser.add_argument("part", choices=["exact", "speed", "paired", "train", "words"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS)[1:], default=["auto"], help="(default: auto)")
     names = list(SITUATIONS)
     names_help = f"of: {'; '.join(names)} (default: all)"
     parser.add_argument("--situations", nargs="+", choices=names, default=names, metavar="NAME", help=names_help)
     parser.add_argument("--prompts", type=int, default=16, help="(default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, help="groups of 8 of each prompt, epochs, or restarts")
+    parser.add_argument("--rounds", type=int, default=8, help="groups of 8 of each prompt, or epochs (default: 8)")
     training = parser.add_argument_group("train")
     training.add_argument(
         "--sizes", nargs="+", type=int, choices=list(SIZES), default=list(SIZES), help="(default: all)"
@@ -112,8 +110,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     methods = ["none", *options.methods]
     if options.part == "paired":
         print(paired(problems, options.rounds))
-    elif options.part == "restart":
-        print(restarts(problems, options.rounds))
     elif options.part == "exact":
         print(table(compare(options.situations, options.methods[0], problems, options.rounds, server_of)))
     else:
@@ -259,66 +255,6 @@ def paired(problems: Sequence[Problem], rounds: int) -> str:
         ratios = means[ours] / means[base]
         rows.append([label, *(quartiles(list(column), 2) for column in ratios.T)])
     return markdown(["", "decode steps", "seconds", "seconds of the engine's processes"], rows)
-
-
-# --- restarts and several engines --------------------------------------------------
-
-NO_HISTORY = ("--history-bytes", "0")
-TWO_ENGINES = ("--data-parallel-size", "2")
-CASES: Mapping[str, tuple[bool, Sequence[str]]] = {
-    "one server": (False, ()),
-    "restarted": (True, ()),
-    "restarted, without history": (True, NO_HISTORY),
-    "two engines": (False, TWO_ENGINES),
-    "two engines, without history": (False, (*TWO_ENGINES, *NO_HISTORY)),
-}
-"""Whether the server is restarted before the third epoch, and its flags."""
-
-
-def restarts(problems: Sequence[Problem], rounds: int) -> str:
-    """Return a table of the decode steps and seconds of a third epoch, in each round."""
-    root = Path("out/speculation")
-    saved = root / "two epochs"
-    rows = []
-    with tqdm(total=1 + len(CASES) * rounds, unit="server") as bar:
-        measure_epochs(problems, 2, saved, ())
-        bar.update()
-        for name, (restart, flags) in CASES.items():
-            measured = []
-            for number in range(rounds):
-                epochs = 1 if restart else 3
-                found = measure_epochs(problems, epochs, root / f"{name} {number}", flags, saved if restart else None)
-                measured.append(found[-1])
-                bar.update()
-            steps, seconds = (", ".join(f"{value:.3g}" for value in values) for values in zip(*measured, strict=True))
-            rows.append([name, steps, seconds])
-    return markdown(["server", "steps of the third epoch", "seconds"], rows)
-
-
-def measure_epochs(
-    problems: Sequence[Problem],
-    epochs: int,
-    folder: Path,
-    flags: Sequence[str],
-    saved: Path | None = None,
-) -> list[tuple[float, float]]:
-    """Return the decode steps and seconds of each epoch of a new server, which has the state in ``saved``."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if saved is None:
-        folder.mkdir(parents=True)
-    else:
-        shutil.copytree(saved, folder)
-    measured = []
-    with serving(DARTS, folder / "log", *METHODS["auto"], "--state-dir", str(folder), *flags) as server:
-        # Prompts of no epoch, so that nothing is measured that only the first requests of a server take.
-        draw(server, [sample_problem(Random(1))], {"max_tokens": 2})
-        for _ in range(epochs):
-            before = decode_steps(server)
-            begin = perf_counter()
-            draw(server, problems, {})
-            seconds = perf_counter() - begin
-            measured.append((decode_steps(server) - before, seconds))
-    return measured
 
 
 if __name__ == "__main__":
