@@ -212,7 +212,7 @@ async def _serve(
                 "darts_decode_steps_total": lambda: engine.llm.held.steps,
                 "darts_draft_tokens_total": lambda source: engine.llm.held.drafts[DRAFT_SOURCES.index(source)],
                 "darts_draft_accepted_tokens_total": lambda source: engine.llm.held.drafts[
-                    len(DRAFT_SOURCES) + DRAFT_SOURCES.index(source)
+                    DRAFT_SOURCES.index(source) - len(DRAFT_SOURCES)
                 ],
                 "darts_history_bytes": lambda: None if history is None else history.bytes,
                 "darts_history_prompts": lambda: None if history is None else history.prompts,

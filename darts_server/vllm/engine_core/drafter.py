@@ -48,7 +48,7 @@ def _bind_runners() -> None:
         return output
 
     GPUModelRunner.propose_draft_token_ids = propose_with_runner  # type: ignore[method-assign]
-    GPUModelRunner.sample_tokens = sample_with_drafts  # type: ignore[method-assign,assignment]
+    GPUModelRunner.sample_tokens = sample_with_drafts  # type: ignore[assignment]
 
 
 class Drafter:
