@@ -4,8 +4,8 @@
     python -m benchmarks.speculation speed             # decode steps and seconds, epoch by epoch
     python -m benchmarks.speculation speed --methods auto ngram
 
-Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step. All servers run the tiny
-model, one after the other, and answer the same prompts.
+Methods: ``auto`` is ``--speculate auto``, ``coupled`` adds ``--sampling coupled``, ``ngram`` is vLLM's own with 4
+tokens in every step. All servers run the tiny model, one after the other, and answer the same prompts.
 """
 
 import argparse
@@ -33,6 +33,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
 METHODS: Mapping[str, Sequence[str]] = {
     "none": [],
     "auto": ["--speculate", "auto"],
+    "coupled": ["--speculate", "auto", "--sampling", "coupled"],
     "ngram": ["--speculative-config", json.dumps(NGRAM)],
 }
 SAMPLING: Mapping[str, Mapping[str, Any]] = {
