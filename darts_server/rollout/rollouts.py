@@ -172,6 +172,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Return the share of the redundancy that the load allows, 0 to 1."""
         return self._brownout.scale_at(self.admission.waiting)
 
+    @property
+    def starts_in_rounds(self) -> bool:
+        """Whether a batch starts the first candidate of every group before the others, see `FirstRound`."""
+        # With priorities, the engine orders candidates by their expected lengths.
+        return self.engine.drafts_from_siblings and not self.engine.has_priorities
+
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
         """Return the function that orders the candidates of a request that arrives now."""
         if not self.engine.has_priorities:

@@ -118,9 +118,14 @@ class Settings(BaseModel):
     most_stale: Runtime[float] = Field(0.5, ge=0, le=1)
     """auto: maximum share of returned tokens that older weights generated, on average over batches with "carry":
     "resume"."""
-    speculate: Literal["off", "auto"] = "off"
+    speculate: Runtime[Literal["off", "auto"]] = "off"
     """Speculative decoding, which changes no distribution. auto: drafts from what samples of the same prompt have
-    answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config."""
+    answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config. Only a
+    server that was started with auto can change it; off then drafts nothing, and goes on learning."""
+    history_bytes: int = Field(1 << 28, ge=0)
+    """Maximum bytes of answers that are kept for the drafts of --speculate auto, in memory and under --state-dir, at
+    four bytes a token. Engines get them when they have started again, or when other engines generated them. At the
+    limit, the oldest answers are dropped. 0: none are kept."""
     sampling: Literal["vllm", "coupled"] = "vllm"
     """How random numbers are drawn. vllm: from one generator, or one for each seed. coupled: for each stream and
     position, so that a seed gives the same tokens beside other requests, with drafts, resumed, and on another engine.

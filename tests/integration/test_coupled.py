@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.speculation import SAMPLING
+from benchmarks.speculation_exact import SITUATIONS
 from darts_server.offline.demo.problems import sample_problem
 from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
@@ -20,6 +20,8 @@ COUPLED = ("--sampling", "coupled")
 PROMPTS = [sample_problem(Random(number)).prompt for number in range(64)]
 SIZE = 8
 SEED = 1000
+SAMPLING = {name: situation.sampling for name, situation in SITUATIONS.items() if situation.sampling}
+"""Sampling parameters by name."""
 Tokens = tuple[int, ...]
 
 few_and_all = pytest.mark.parametrize("prompts", [4, pytest.param(64, marks=pytest.mark.nightly)])

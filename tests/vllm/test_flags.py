@@ -4,22 +4,26 @@ from argparse import Namespace
 from importlib import import_module
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.offline.demo.server import MODEL
 from darts_server.vllm import flags
 from darts_server.vllm.checks import check_devices
 from darts_server.vllm.engine_core import worker
 from darts_server.vllm.engine_core.plugin import COUPLED, SERVER_PID, SHARE_CORES
 from darts_server.vllm.flags import (
+    DRAFTER,
     MODEL_RUNNER,
     NO_COMPILATION,
     NO_COMPILER,
     PLUGINS,
     can_compile,
     extension,
+    parse,
     prepare,
     sampling_flags,
 )
@@ -147,3 +151,11 @@ def test_coupled_sampling_needs_the_first_model_runner(runner: str | None, monke
     else:
         prepare(args)
         assert os.environ[MODEL_RUNNER] == "0"
+
+
+def test_vllm_names_our_drafter_in_its_configuration() -> None:
+    """`VllmEngine.drafts_from_siblings` reads it there."""
+    args = parse(sampling_flags([str(MODEL)], speculate=True, couple=False))
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config().speculative_config
+    assert config is not None
+    assert config.model == DRAFTER

@@ -62,8 +62,8 @@ class WorkerExtension:
         vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN. So sequences that get
         such a block would be garbage under good weights, too.
         """
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, Drafter):
+        drafter = self._drafter
+        if drafter is not None:
             drafter.drafts.age()
         caches = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
         # A layer passes NaN on, so the last layer's cache has NaN if any cache has. The check takes some milliseconds
@@ -76,6 +76,22 @@ class WorkerExtension:
                     posinf=0.0,
                     neginf=0.0,
                 )
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        drafter = getattr(self.model_runner, "drafter", None)
+        return drafter if isinstance(drafter, Drafter) else None
+
+    def darts_speculate(self, is_on: bool) -> None:
+        """Let our drafter draft, or only learn."""
+        drafter = self._drafter
+        if drafter is not None:
+            drafter.drafts.is_on = is_on
+
+    def darts_emptied_drafts(self) -> int:
+        """Return how often the counts of drafts were full and emptied."""
+        drafter = self._drafter
+        return 0 if drafter is None else drafter.drafts.emptied
 
     def darts_abandon_update(self) -> str | None:
         """End an update through vLLM's own routes. Return None, or the error's text.

@@ -230,6 +230,7 @@ async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(see
     rng = Random(seed)
     harness = Harness(random_script(seed, faults=0.05))
     harness.engine.stop_lag = rng.choice([0, 0, 3])
+    harness.engine.drafts_from_siblings = seed % 2 == 1
     registry = new_registry(harness, rng.choice(POLICIES))
     registry.carried.limits = rng.choice([CarryLimits(), CarryLimits(staleness=0)])
     waiting, answered, generated, carried = [str(i) for i in range(10)], Counter[str](), 0, 0
