@@ -16,6 +16,7 @@ from random import Random
 from statistics import fmean
 from time import perf_counter
 
+import httpx
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -24,7 +25,7 @@ from benchmarks.speculation import GROUP_SIZE, decode_steps
 from benchmarks.tables import markdown, quartiles
 from darts_client import Client, Trajectory
 from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
-from darts_server.offline.demo.server import DARTS, MODEL, serving
+from darts_server.offline.demo.server import DARTS, MODEL, Server, serving
 from examples.tiny_rl.grpo import Learner, Trained, advantages
 from examples.tiny_rl.tokenizer import build_tokenizer
 
@@ -33,6 +34,7 @@ ROWS = (1, 32, 128)
 REPETITIONS = 25
 ARMS = {"plain": (), "reused": ("--reuse-streams",)}
 EPOCHS = 3
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 PROBLEMS = 16
 LEARNING_RATE = 5e-5
 """A quarter of the example's: with it the model is nearly deterministic after 16 updates, and any draft is right."""
@@ -99,10 +101,14 @@ def microseconds(run: Callable[[], torch.Tensor]) -> list[float]:
 
 @dataclass(frozen=True)
 class Epoch:
-    """``kept``: mean share of an answer that begins the answer of the same candidate in the epoch before."""
+    """``kept``: mean share of an answer that begins the answer of the same candidate in the epoch before.
+
+    ``accepted``: number of drafted tokens among the ``tokens``.
+    """
 
     steps: float
     tokens: int
+    accepted: float
     reward: float
     kept: float
 
@@ -126,12 +132,14 @@ def streams(updates: Sequence[int], seeds: Sequence[int]) -> str:
                             str(number + 1),
                             arm,
                             ", ".join(f"{each.steps:.0f}" for each in epochs),
+                            ", ".join(f"{each.tokens / (each.tokens - each.accepted):.1f}" for each in epochs),
                             f"{fmean(each.tokens for each in epochs):,.0f}",
                             f"{fmean(each.reward for each in epochs):.3f}",
                             f"{fmean(each.kept for each in epochs):.2f}",
                         ]
                     )
-    return markdown(["updates an epoch", "epoch", "streams", "decode steps", "tokens", "reward", "kept"], rows)
+    head = ["updates an epoch", "epoch", "streams", "decode steps", "tokens a sequence and step", "tokens", "reward"]
+    return markdown([*head, "kept"], rows)
 
 
 def train(arm: str, updates: int, seed: int) -> list[Epoch]:
@@ -146,13 +154,16 @@ def train(arm: str, updates: int, seed: int) -> list[Epoch]:
         learner = Learner(MODEL, LEARNING_RATE)
         for _ in range(EPOCHS):
             steps = decode_steps(server)
+            accepted = metric(server, ACCEPTED)
             groups = answer(client, problems)
             steps = decode_steps(server) - steps
+            accepted = metric(server, ACCEPTED) - accepted
             answers = [each.token_ids for group in groups for each in group]
             epochs.append(
                 Epoch(
                     steps,
                     sum(map(len, answers)),
+                    accepted,
                     fmean(
                         reward(problem, each.text)
                         for problem, group in zip(problems, groups, strict=True)
@@ -182,6 +193,12 @@ def answer(client: Client, problems: Sequence[Problem]) -> list[Sequence[Traject
         logprobs=True,
     )
     return [group.trajectories for group in sorted(batch, key=lambda group: group.number)]
+
+
+def metric(server: Server, name: str) -> float:
+    """Return the value of a counter of vLLM's, or 0 before it counts anything."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 def kept_share(tokens: Sequence[int], before: Sequence[int]) -> float:

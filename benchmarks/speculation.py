@@ -8,8 +8,9 @@
     python -m benchmarks.speculation train --report    # the tables of the log
     python -m benchmarks.speculation words             # `speculation_words`: a real language model, word problems
 
-Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step, ``fixed`` is our drafter
-with 4 tokens in every step. Servers run the tiny model, but for ``words``, and answer the same prompts.
+Methods: ``auto`` is ``--speculate auto``, ``coupled`` adds ``--sampling coupled``, ``ngram`` is vLLM's own with 4
+tokens in every step, ``fixed`` is our drafter with 4 tokens in every step. Servers run the tiny model, but for
+``words``, and answer the same prompts.
 """
 
 import argparse
@@ -47,6 +48,7 @@ FIXED = {
 METHODS: Mapping[str, Sequence[str]] = {
     "none": [],
     "auto": ["--speculate", "auto"],
+    "coupled": ["--speculate", "auto", "--sampling", "coupled"],
     "ngram": ["--speculative-config", json.dumps(NGRAM)],
     "fixed": ["--speculative-config", json.dumps(FIXED)],
 }
