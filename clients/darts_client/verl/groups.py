@@ -1,8 +1,8 @@
 """Which group a request of an agent loop belongs to.
 
-veRL's server sees a prompt and a random id. The prompt's name, its training step and whether it is for validation are
-known to `AgentLoopWorker._run_agent_loop`, which runs one trajectory, and reach the trajectory's requests in a context
-variable. veRL has no setting for a client class, so `install` replaces three methods. Other backends are not affected.
+veRL's server sees a prompt and a random id. The prompt's name, its step and whether it is for validation are known to
+`AgentLoopWorker._run_agent_loop`, which runs one trajectory, and reach the trajectory's requests in a context variable.
+veRL has no setting for a client class, so `install` replaces three methods. Other backends are not affected.
 """
 
 from contextvars import ContextVar
@@ -19,71 +19,36 @@ NAME_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt that the running agent loop answers. `size`: number of its trajectories."""
+    """The prompt that the running agent loop answers, or None of `group` for a request that is in no group."""
 
-    group: str
-    size: int
-    is_validation: bool
-
-    @property
-    def is_grouped(self) -> bool:
-        return self.size > 1 and not self.is_validation
+    headers: dict[str, str]
+    group: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What the server has to know about a request beside its tokens.
-
-    `session`: veRL's request id, the same for all turns of a trajectory. `resumes`: whether the client continues an
-    aborted answer itself.
-    """
-
-    session: str
-    prompt: Prompt | None
-    resumes: bool
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of the request to the server."""
-        headers = {"X-Session-ID": self.session}
-        if self.prompt is None:
-            return headers
-        if self.prompt.is_validation:
-            headers["X-Darts-Policy"] = "off"
-        elif self.prompt.is_grouped:
-            headers["X-Darts-Group"] = f"id={self.prompt.group};size={self.prompt.size}"
-        return headers
-
-
-current_prompt: ContextVar[Prompt | None] = ContextVar("darts_prompt", default=None)
+current_prompt: ContextVar[Prompt] = ContextVar("darts_prompt", default=Prompt({}))  # noqa: B039
 
 
 def describe_prompt(trajectory: dict[str, Any], fields: dict[str, Any], rollout: Any) -> Prompt:
-    """Return the prompt of one trajectory. `fields`: the columns of the data set and veRL's own, such as `uid`."""
-    is_validation = bool(trajectory["validate"])
-    size = rollout.n
-    if is_validation:
-        size = rollout.val_kwargs.n
+    """Return the prompt of a trajectory. `fields`: the columns of the data set and veRL's own, such as `uid`."""
+    if trajectory["validate"]:
+        return Prompt({"X-Darts-Policy": "off"})
+    if rollout.n == 1:
+        return Prompt({})
     # `uid` is new for each use of a prompt. Only callers other than veRL's trainers lack it.
     name = fields.get("uid", trajectory["sample_index"])
     # A semicolon separates the parts of the header.
     group = f"{trajectory['step']}-{name}".replace(";", "_")[:NAME_CHARS]
-    return Prompt(group, int(size), is_validation)
+    return Prompt({"X-Darts-Group": f"id={group};size={rollout.n}"}, group)
 
 
 def install() -> None:
-    """Let agent loops pass the origin of their requests to servers of this backend."""
+    """Let agent loops tell the servers of this backend where their requests belong."""
     run_agent_loop = AgentLoopWorker._run_agent_loop
     generate = LLMServerClient.generate
     acquire_server = LLMServerClient._acquire_server
 
-    def is_served(holder: Any) -> bool:
-        return str(holder.config.actor_rollout_ref.rollout.name) == "darts"
-
     @wraps(run_agent_loop)
     async def run_with_prompt(self: Any, sampling_params: Any, trajectory: Any, **fields: Any) -> Any:
-        if not is_served(self):
-            return await run_agent_loop(self, sampling_params, trajectory, **fields)
         prompt = describe_prompt(trajectory, fields, self.config.actor_rollout_ref.rollout)
         token = current_prompt.set(prompt)
         try:
@@ -92,22 +57,21 @@ def install() -> None:
             current_prompt.reset(token)
 
     @wraps(generate)
-    async def generate_with_origin(self: Any, request_id: Any, **arguments: Any) -> Any:
-        if is_served(self):
-            resumes = isinstance(self, FullyAsyncLLMServerClient)
-            arguments["origin"] = Origin(str(request_id), current_prompt.get(), resumes)
+    async def generate_with_headers(self: Any, request_id: Any, **arguments: Any) -> Any:
+        if self.config.actor_rollout_ref.rollout.name == "darts":
+            # The same id for all turns of a trajectory.
+            arguments["headers"] = current_prompt.get().headers | {"X-Session-ID": str(request_id)}
+            arguments["resumes"] = isinstance(self, FullyAsyncLLMServerClient)
         return await generate(self, request_id, **arguments)
 
     @wraps(acquire_server)
     async def acquire_by_group(self: Any, request_id: str, **fields: Any) -> Any:
-        prompt = current_prompt.get()
-        # A router of the user's own decides by itself, and looks up the request id when the request ends.
-        routes_itself = not is_served(self) or self.config.actor_rollout_ref.rollout.get("router_config_path")
-        if prompt is not None and prompt.is_grouped and not routes_itself:
-            # veRL's balancer sends equal ids to one server. A group needs all its trajectories on one server.
-            request_id = prompt.group
+        rollout = self.config.actor_rollout_ref.rollout
+        # veRL's balancer sends equal ids to one server, which a group needs. A router of the user's own decides itself.
+        if rollout.name == "darts" and not rollout.get("router_config_path"):
+            request_id = current_prompt.get().group or request_id
         return await acquire_server(self, request_id, **fields)
 
     AgentLoopWorker._run_agent_loop = run_with_prompt
-    LLMServerClient.generate = generate_with_origin
+    LLMServerClient.generate = generate_with_headers
     LLMServerClient._acquire_server = acquire_by_group

@@ -6,7 +6,6 @@ import verl
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-NAME = "darts"
 VERSIONS = ("0.9.0", "0.9.1")
 """Versions of veRL whose rollout interfaces this package is written for."""
 
@@ -22,15 +21,17 @@ def load_replica() -> Any:
         ImportError: this version of veRL is not supported.
     """
     if not is_supported():
-        raise ImportError(f"rollout.name={NAME} supports veRL {', '.join(VERSIONS)}, but {verl.__version__} is installed")
+        raise ImportError(
+            f"rollout.name=darts supports veRL {', '.join(VERSIONS)}, but {verl.__version__} is installed"
+        )
     from .replica import DartsReplica
 
     return DartsReplica
 
 
 def register() -> None:
-    RolloutReplicaRegistry.register(NAME, load_replica)
-    _ROLLOUT_REGISTRY[NAME, "async"] = "darts_client.verl.weights.ServerAdapter"
+    RolloutReplicaRegistry.register("darts", load_replica)
+    _ROLLOUT_REGISTRY["darts", "async"] = "darts_client.verl.weights.ServerAdapter"
     if is_supported():
         from .groups import install
 

@@ -29,7 +29,9 @@ class DartsReplica(RolloutReplica):  # type: ignore[misc]  # veRL has no types h
         lora = self.model_config.get("lora") or {}
         lora_rank = lora.get("rank", 0) or self.model_config.get("lora_rank", 0)
         if lora_rank > 0 and not lora.get("merge", False):
-            raise NotImplementedError("rollout.name=darts takes merged weights: set actor_rollout_ref.model.lora.merge=True")
+            raise NotImplementedError(
+                "rollout.name=darts takes merged weights: set actor_rollout_ref.model.lora.merge=True"
+            )
 
     async def launch_servers(self) -> None:
         """Start the server actor on the worker's machine, with the worker's device."""

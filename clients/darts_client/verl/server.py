@@ -21,7 +21,6 @@ from verl.workers.rollout.replica import TokenOutput
 
 from .._errors import ConnectionFailed, DartsError
 from ..integrations._sampling import Sampled, Sampler
-from .groups import Origin
 from .process import start_guarded
 from .weights import weights_root
 
@@ -68,7 +67,7 @@ class DartsServer:
         self._env |= {"DARTS_ADMIN_API_KEY": admin_key, "VLLM_SERVER_DEV_MODE": "1"}
         self._env[get_visible_devices_keyword()] = devices
 
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Any = None
         self._restarting = asyncio.Lock()
         self._restarts = 0
         self._weights: tuple[str, int] | None = None
@@ -79,7 +78,8 @@ class DartsServer:
         self._asleep: frozenset[str] = frozenset()
         self._rejects = False
         self._changed = asyncio.Event()
-        self._running: set[_Running] = set()
+        self._running: dict[object, int | None] = {}
+        """Of each request that the server has: the step of the weights that sample its first token."""
 
     def get_address(self) -> str:
         if is_valid_ipv6_address(self._host):
@@ -143,28 +143,24 @@ class DartsServer:
         prompt_ids: Any,
         sampling_params: dict[str, Any],
         request_id: str,
-        image_data: Any = None,
-        video_data: Any = None,
-        audio_data: Any = None,
         mm_processor_kwargs: Any = None,
         priority: int = 0,
-        origin: Origin | None = None,
+        headers: Mapping[str, str] | None = None,
+        resumes: bool = True,
+        **media: Any,
     ) -> Any:
         """Sample one turn of a trajectory.
 
-        An aborted answer is returned as it is if the client resumes it or gives no `origin`. For other clients it is
-        continued here, when veRL resumes generation.
+        If the client `resumes` aborted answers, they are returned as they are. Otherwise they are continued here, when
+        veRL resumes generation.
 
         Raises:
             ValueError: an argument is not served, or the prompt leaves no room for a token.
             DartsError: the request failed.
         """
-        media = {"image_data": image_data, "video_data": video_data, "audio_data": audio_data}
         unserved = [name for name, value in media.items() if value]
         if unserved:
             raise ValueError(f"{', '.join(unserved)}: rollout.name=darts serves prompts of token ids only")
-        if origin is None:
-            origin = Origin(request_id, None, resumes=True)
         prompt = normalize_token_ids(prompt_ids)
         sampling = dict(sampling_params)
         with_logprobs = bool(sampling.pop("logprobs", False))
@@ -180,19 +176,19 @@ class DartsServer:
         stop_reason = "aborted"
         while stop_reason == "aborted" and await self._is_admitted():
             sampling["max_tokens"] = limit - len(tokens)
-            running = _Running(self.global_steps)
-            self._running.add(running)
+            key = object()
+            self._running[key] = self.global_steps
             try:
-                answer = await self._sample([*prompt, *tokens], sampling, with_logprobs, origin)
+                answer = await self._sample([*prompt, *tokens], sampling, logprobs=with_logprobs, headers=headers)
             finally:
-                self._running.discard(running)
-            if answer.token_ids and first_step is None:
-                first_step = running.step
+                step = self._running.pop(key)
+            if not tokens and answer.token_ids:
+                first_step = step
             tokens += answer.token_ids
             logprobs += answer.token_logprobs
             if answer.finish_reason != "abort" or len(tokens) == limit:
                 stop_reason = "completed"
-            elif origin.resumes:
+            elif resumes:
                 break
 
         # An answer without tokens has no step, so that a client that resumes takes the first step from the next answer.
@@ -208,14 +204,16 @@ class DartsServer:
         """Return the largest number of tokens of the answer, and remove it from the sampling parameters."""
         room = self._max_model_len - prompt_tokens
         if room < 1:
-            raise ValueError(f"a prompt of {prompt_tokens} tokens leaves no room in max_model_len {self._max_model_len}")
+            raise ValueError(
+                f"a prompt of {prompt_tokens} tokens leaves no room in max_model_len {self._max_model_len}"
+            )
         # veRL uses either name.
         limits = [sampling.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
         given = [limit for limit in limits if limit is not None]
         if not given:
             response = self.config.response_length
             given = [min(response, self.config.prompt_length + response - prompt_tokens)]
-        return max(1, min(given[0], room))
+        return int(max(1, min(given[0], room)))
 
     async def _is_admitted(self) -> bool:
         """Wait while generation is paused. Return False if requests are rejected meanwhile."""
@@ -226,14 +224,12 @@ class DartsServer:
             await self._changed.wait()
         return True
 
-    async def _sample(
-        self, prompt: list[int], sampling: Mapping[str, Any], with_logprobs: bool, origin: Origin
-    ) -> Sampled:
-        """Sample once, or from the start if the server ended meanwhile."""
+    async def _sample(self, *arguments: Any, **options: Any) -> Sampled:
+        """Sample as `Sampler.sample`, and again if the server ended meanwhile."""
         while True:
             process = self._process
             try:
-                return await self._sampler.sample(prompt, sampling, logprobs=with_logprobs, headers=origin.headers)
+                return await self._sampler.sample(*arguments, **options)
             except ConnectionFailed as error:
                 await self._restart(process, error)
 
@@ -253,8 +249,7 @@ class DartsServer:
         self.global_steps = global_steps
         # Requests that reached the server during the pause have not begun.
         if self._is_paused:
-            for running in self._running:
-                running.step = global_steps
+            self._running = dict.fromkeys(self._running, global_steps)
 
     async def _send_weights(self, path: str, global_steps: int) -> None:
         # Where requests should not continue, veRL has aborted them.
@@ -318,13 +313,6 @@ class DartsServer:
 
     async def _post(self, path: str) -> None:
         await self._sampler.request("POST", path, json={})
-
-
-class _Running:
-    """A request that the server has. `step`: training step of the weights that sample its first token."""
-
-    def __init__(self, step: int | None) -> None:
-        self.step = step
 
 
 SETTINGS = (

@@ -60,12 +60,17 @@ class WeightFolders:
         self._number += 1
         return self._root / f"{self._prefix}-{self._number}"
 
-    async def write(self, path: Path, weights: Any) -> None:
-        """Write all tensors to the folder.
+    async def write(self, path: Path, weights: Any, *, is_writer: bool) -> None:
+        """Write all tensors to the folder, or only gather them if another process writes.
 
         Raises:
             RuntimeError: there is no room.
         """
+        if not is_writer:
+            # All workers of a trainer gather in step.
+            async for _ in ensure_async_iterator(weights):
+                pass
+            return
         shutil.rmtree(self._root / f"{self._prefix}-{self._number - 2}", ignore_errors=True)
         unfinished = path.with_name(f"{path.name}.{uuid4().hex}")
         try:
@@ -166,11 +171,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types her
             [path] = [each async for each in ensure_async_iterator(weights)]
         elif wire_format == "named_tensors":
             path = self._folders.begin()
-            if self._is_writer:
-                await self._folders.write(path, weights)
-            else:
-                await drain(weights)
-                await self._folders.wait(path)
+            await self._folders.write(path, weights, is_writer=self._is_writer)
+            await self._folders.wait(path)
         else:
             raise NotImplementedError(f"rollout.name=darts takes whole tensors, not the wire format {wire_format!r}")
         await self.server.load_weights.remote(str(path), global_steps)
@@ -179,12 +181,6 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types her
 def weights_root(config: Any) -> Path:
     """Return the folder of the weights of a rollout configuration."""
     return job_folder((config.engine_kwargs.get("darts") or {}).get("weights_root"))
-
-
-async def drain(weights: Any) -> None:
-    """Gather weights that another process writes, because all workers of a trainer gather in step."""
-    async for _tensor in ensure_async_iterator(weights):
-        pass
 
 
 @CheckpointEngineRegistry.register("darts")
@@ -222,10 +218,7 @@ class FolderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Do nothing. The folder stays until the folder after the next is written."""
 
     async def send_weights(self, weights: Iterator[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        if self._is_master:
-            await self._folders.write(self._path, weights)
-            return
-        await drain(weights)
+        await self._folders.write(self._path, weights, is_writer=self._is_master)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Path]:
         await self._folders.wait(self._path)

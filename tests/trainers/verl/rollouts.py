@@ -8,7 +8,6 @@ Prints the name of each part that has passed. A part that fails raises an Assert
 import asyncio
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,9 @@ class Fleet:
             total = 0.0
             for url in self.urls:
                 lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
-                total += sum(float(each.split()[-1]) for each in lines if each.startswith("vllm:generation_tokens_total"))
+                total += sum(
+                    float(each.split()[-1]) for each in lines if each.startswith("vllm:generation_tokens_total")
+                )
             return total
 
         before = generated()
@@ -265,4 +266,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

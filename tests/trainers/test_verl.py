@@ -1,0 +1,62 @@
+"""veRL's own code with servers that it starts itself, in the environment of `environments`: see `verl/`."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.environments import ROOT, NotInstalled, create
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(3600)]
+SECONDS = 1800
+PARTS = [
+    "check_groups_and_versions",
+    "check_weights",
+    "check_abort_and_resume",
+    "check_clients_that_do_not_resume",
+    "check_rejected_requests",
+    "check_lost_server",
+]
+ENVIRONMENT = {
+    "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "clients"))),
+    "VERL_USE_EXTERNAL_MODULES": "tests.trainers.verl.cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # The tests of a busy machine are not to be killed for the memory of others.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    try:
+        return create("verl")
+    except NotInstalled as error:
+        pytest.skip(f"veRL cannot be installed here: {error}")
+
+
+def run(python: Path, program: str, *arguments: str) -> list[str]:
+    """Run a program of `verl/`; return its lines."""
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    command = [str(python), "-m", f"tests.trainers.verl.{program}", *arguments]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        env=environment | ENVIRONMENT,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    return done.stdout.splitlines()
+
+
+def test_verls_managers_clients_and_agent_loops_work_with_two_replicas(python: Path) -> None:
+    passed = [line.removeprefix("passed ") for line in run(python, "rollouts") if line.startswith("passed ")]
+    assert passed == PARTS
+    assert not list(Path("/dev/shm").glob("darts-verl-*"))
