@@ -1,6 +1,7 @@
 """veRL's own code with servers that it starts itself, in the environment of `environments`: see `verl/`."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,7 +11,12 @@ from tests.trainers.environments import ROOT, NotInstalled, create
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(3600)]
 SECONDS = 1800
+STEP = re.compile(r"step:(\d+) - ")
+METRIC = re.compile(r"([\w/@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)")
+ROUNDING = 1e-3
+"""Difference of probabilities in float32 between vLLM's kernels and eager attention."""
 PARTS = [
+    "check_settings",
     "check_groups_and_versions",
     "check_weights",
     "check_abort_and_resume",
@@ -28,6 +34,7 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # The tests of a busy machine are not to be killed for the memory of others.
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_raylet_start_wait_time_s": "300",
 }
 
 
@@ -60,3 +67,17 @@ def test_verls_managers_clients_and_agent_loops_work_with_two_replicas(python: P
     passed = [line.removeprefix("passed ") for line in run(python, "rollouts") if line.startswith("passed ")]
     assert passed == PARTS
     assert not list(Path("/dev/shm").glob("darts-verl-*"))
+
+
+def test_main_ppo_trains_two_steps_with_weights_that_arrive_by_themselves(python: Path, tmp_path: Path) -> None:
+    steps = {}
+    for line in run(python, "train", str(tmp_path), "2"):
+        if (found := STEP.search(line)) is not None:
+            steps[int(found[1])] = {name: float(value) for name, value in METRIC.findall(line)}
+    # Step 0 is the validation before the training.
+    assert sorted(steps) == [0, 1, 2]
+    for step in (1, 2):
+        assert steps[step]["actor/grad_norm"] > 0
+        # The trainer computes the log-probs of the server's tokens again, with its own weights of this step.
+        assert steps[step]["training/rollout_probs_diff_max"] < ROUNDING
+        assert steps[step]["response_length/mean"] > 0

@@ -1,8 +1,7 @@
 """Which group a request of an agent loop belongs to.
 
-veRL's server sees a prompt and a random id. The prompt's name, its step and whether it is for validation are known to
-`AgentLoopWorker._run_agent_loop`, which runs one trajectory, and reach the trajectory's requests in a context variable.
-veRL has no setting for a client class, so `install` replaces three methods. Other backends are not affected.
+veRL's server sees a prompt and a random id. `AgentLoopWorker._run_agent_loop` knows the prompt's name, its step, and
+whether it is for validation. veRL has no setting for a client class, so `install` replaces three methods.
 """
 
 from contextvars import ContextVar
@@ -19,7 +18,7 @@ NAME_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt that the running agent loop answers, or None of `group` for a request that is in no group."""
+    """The prompt that the running agent loop answers. `group`: None if it is in no group."""
 
     headers: dict[str, str]
     group: str | None = None

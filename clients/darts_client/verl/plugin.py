@@ -29,13 +29,9 @@ def load_replica() -> Any:
     return DartsReplica
 
 
-def register() -> None:
-    RolloutReplicaRegistry.register("darts", load_replica)
-    _ROLLOUT_REGISTRY["darts", "async"] = "darts_client.verl.weights.ServerAdapter"
-    if is_supported():
-        from .groups import install
+RolloutReplicaRegistry.register("darts", load_replica)
+_ROLLOUT_REGISTRY["darts", "async"] = "darts_client.verl.weights.ServerAdapter"
+if is_supported():
+    from .groups import install
 
-        install()
-
-
-register()
+    install()

@@ -19,8 +19,9 @@ from verl.utils.net_utils import get_free_port, is_valid_ipv6_address
 from verl.workers.config import HFModelConfig
 from verl.workers.rollout.replica import TokenOutput
 
-from .._errors import ConnectionFailed, DartsError
-from ..integrations._sampling import Sampled, Sampler
+from .._errors import DartsError
+from .._requests import STARTING_ERRORS as LOST_ERRORS
+from ..integrations._sampling import Sampler
 from .process import start_guarded
 from .weights import weights_root
 
@@ -82,9 +83,8 @@ class DartsServer:
         """Of each request that the server has: the step of the weights that sample its first token."""
 
     def get_address(self) -> str:
-        if is_valid_ipv6_address(self._host):
-            return f"[{self._host}]:{self._port}"
-        return f"{self._host}:{self._port}"
+        host = f"[{self._host}]" if is_valid_ipv6_address(self._host) else self._host
+        return f"{host}:{self._port}"
 
     # --- the process ------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class DartsServer:
             "actor. Its flags come from actor_rollout_ref.rollout and engine_kwargs.darts"
         )
 
-    async def _restart(self, process: Any, error: ConnectionFailed) -> None:
+    async def _restart(self, process: Any, error: DartsError) -> None:
         """Start the server again if this process has ended, with the last weights; otherwise raise the error."""
         async with self._restarting:
             if self._process is not process:
@@ -134,7 +134,19 @@ class DartsServer:
             if self._weights is not None:
                 await self._send_weights(*self._weights)
             if self._is_paused:
-                await self._post("/pause?mode=abort")
+                await self._sampler.request("POST", "/pause?mode=abort", json={})
+
+    async def _served(self, call: Any, *arguments: Any, **options: Any) -> Any:
+        """Await a call to the server, and again if the server ended meanwhile."""
+        while True:
+            process = self._process
+            try:
+                return await call(*arguments, **options)
+            except LOST_ERRORS as error:
+                await self._restart(process, error)
+
+    async def _post(self, path: str) -> None:
+        await self._served(self._sampler.request, "POST", path, json={})
 
     # --- requests ---------------------------------------------------------------
 
@@ -179,7 +191,9 @@ class DartsServer:
             key = object()
             self._running[key] = self.global_steps
             try:
-                answer = await self._sample([*prompt, *tokens], sampling, logprobs=with_logprobs, headers=headers)
+                answer = await self._served(
+                    self._sampler.sample, [*prompt, *tokens], sampling, logprobs=with_logprobs, headers=headers
+                )
             finally:
                 step = self._running.pop(key)
             if not tokens and answer.token_ids:
@@ -224,27 +238,13 @@ class DartsServer:
             await self._changed.wait()
         return True
 
-    async def _sample(self, *arguments: Any, **options: Any) -> Sampled:
-        """Sample as `Sampler.sample`, and again if the server ended meanwhile."""
-        while True:
-            process = self._process
-            try:
-                return await self._sampler.sample(*arguments, **options)
-            except ConnectionFailed as error:
-                await self._restart(process, error)
-
     # --- weights and pauses -----------------------------------------------------
 
     async def load_weights(self, path: str, global_steps: int | None) -> None:
         """Serve the weights in a folder, as the weights of a training step (None: the same step as before)."""
         if global_steps is None:
             global_steps = self.global_steps or 0
-        process = self._process
-        try:
-            await self._send_weights(path, global_steps)
-        except ConnectionFailed as error:
-            await self._restart(process, error)
-            await self._send_weights(path, global_steps)
+        await self._served(self._send_weights, path, global_steps)
         self._weights = (path, global_steps)
         self.global_steps = global_steps
         # Requests that reached the server during the pause have not begun.
@@ -306,13 +306,9 @@ class DartsServer:
         """Do nothing. The server clears its caches at each update of the weights."""
 
     async def start_profile(self, **_: Any) -> None:
-        logger.warning("rollout.name=darts has no profiler")
-
-    async def stop_profile(self) -> None:
-        """Do nothing, see `start_profile`."""
-
-    async def _post(self, path: str) -> None:
-        await self._sampler.request("POST", path, json={})
+        raise NotImplementedError(
+            "rollout.name=darts has no profiler; set actor_rollout_ref.rollout.profiler.enable=False"
+        )
 
 
 SETTINGS = (

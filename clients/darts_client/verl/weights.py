@@ -21,7 +21,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm"
 FOLDER = "darts_folder"
 """The `wire_format` of a checkpoint engine that yields the folder itself."""
 ARRIVAL_SECONDS = 600.0
@@ -34,11 +34,9 @@ def job_folder(parent: str | None) -> Path:
     context = ray.get_runtime_context()
     # Job ids are unique in a cluster only.
     name = f"darts-verl-{context.get_session_name()}-{context.get_job_id()}"
-    if parent is not None:
-        return Path(parent) / name
-    if SHARED_MEMORY.is_dir():
-        return SHARED_MEMORY / name
-    return Path(tempfile.gettempdir()) / name
+    if parent is None:
+        parent = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir()
+    return Path(parent) / name
 
 
 def server_name(replica_rank: int, role: str = "") -> str:

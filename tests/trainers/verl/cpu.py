@@ -23,6 +23,9 @@ class Device(ModuleType):
     def is_available(self) -> bool:
         return False
 
+    def get_device_name(self) -> str:
+        return "CPU"
+
     def empty_cache(self) -> None:
         pass
 

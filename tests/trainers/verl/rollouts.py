@@ -15,8 +15,10 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
+import pytest
 import ray
 import torch
+import verl
 from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 from verl import DataProto
@@ -29,6 +31,8 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import import_external_libs
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 
+from darts_client.verl.plugin import load_replica
+from darts_client.verl.server import to_flags
 from darts_server.offline.demo.server import MODEL
 from tests.integration.weights import EMBEDDING, HEAD, ROUNDING, perturbed
 from tests.trainers.verl.cluster import REPLICAS, SIZE, cluster, configure, overrides
@@ -148,6 +152,47 @@ async def generate(client: Any, count: int, sampling: dict[str, Any]) -> list[An
     return list(await asyncio.gather(*requests))
 
 
+def check_settings(fleet: Fleet) -> None:
+    """veRL's settings and `engine_kwargs.darts` become flags; errors name what is not served."""
+    flags = to_flags(
+        {"policy": "off", "max_loras": 2, "enforce_eager": True, "async_scheduling": False, "revision": None}
+    )
+    assert flags == ["--policy", "off", "--max-loras", "2", "--enforce-eager", "--no-async-scheduling"]
+    assert to_flags({"dialect": ["areal", "skyrl"], "hf_overrides": {"a": 1}}) == [
+        "--dialect",
+        "areal",
+        "skyrl",
+        "--hf-overrides",
+        '{"a": 1}',
+    ]
+    rollout = fleet.config.actor_rollout_ref.rollout.copy()
+    rollout.tensor_model_parallel_size = 2
+    with pytest.raises(NotImplementedError, match="tensor_model_parallel_size"):
+        replica(rollout, fleet.config.actor_rollout_ref.model)
+    model = fleet.config.actor_rollout_ref.model.copy()
+    model.lora_rank = 8
+    with pytest.raises(NotImplementedError, match=r"lora\.merge=True"):
+        replica(fleet.config.actor_rollout_ref.rollout, model)
+
+    generate = fleet.servers[0].generate
+    with pytest.raises(ValueError, match="image_data"):
+        ray.get(generate.remote(PROMPT, dict(SAMPLING), "request", image_data=["pixels"]))
+    with pytest.raises(ValueError, match="max_model_len 320"):
+        ray.get(generate.remote([5] * 400, dict(SAMPLING), "request"))
+
+    version = verl.__version__
+    verl.__version__ = "0.8.1"
+    try:
+        with pytest.raises(ImportError, match=r"supports veRL 0\.9\.0, 0\.9\.1, but 0\.8\.1 is installed"):
+            load_replica()
+    finally:
+        verl.__version__ = version
+
+
+def replica(rollout: Any, model: Any) -> Any:
+    return load_replica()(replica_rank=0, config=rollout, model_config=model, gpus_per_node=2)
+
+
 def check_groups_and_versions(fleet: Fleet) -> None:
     """Two steps of rollouts: a group is on one replica, has its name and size, and the version of its step."""
     for step in (0, 1):
@@ -248,6 +293,7 @@ def check_lost_server(fleet: Fleet) -> None:
 
 
 PARTS = (
+    check_settings,
     check_groups_and_versions,
     check_weights,
     check_abort_and_resume,
