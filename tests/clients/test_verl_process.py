@@ -27,7 +27,8 @@ SECONDS = 60.0
 
 def start_owner(folder: Path) -> tuple[subprocess.Popen[str], set[int]]:
     """Return an owner, and the processes of its child and of its server, of which one is the owner's child."""
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", OWNER, str(folder)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
     assert owner.stdout is not None
     return owner, {int(owner.stdout.readline()), int(owner.stdout.readline())}
 
@@ -43,14 +44,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_the_server_ends_and_its_files_go_when_ray_kills_the_owner_with_its_children(tmp_path: Path) -> None:
+def test_the_server_ends_and_its_files_go_when_ray_kills_the_owners_process_group(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     owner, processes = start_owner(folder)
     [child] = [process for process in processes if parent_of(process) == owner.pid]
     [server] = processes - {child}
     assert folder.is_dir()
-    os.kill(child, signal.SIGKILL)
-    owner.kill()
+    os.killpg(owner.pid, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{server}").exists())
     wait_until(lambda: not folder.exists())
     owner.communicate()

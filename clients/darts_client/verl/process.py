@@ -33,6 +33,8 @@ def main() -> int:
     result, report = os.pipe()
     if os.fork() == 0:
         os.close(result)
+        # Ray kills the process group of an actor.
+        os.setsid()
         _guard(Path(sys.argv[1]), sys.argv[2:], report)
         return 0
     os.close(report)
