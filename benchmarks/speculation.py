@@ -3,19 +3,20 @@
     python -m benchmarks.speculation exact             # lengths, answers, first tokens, prefixes, log-probs
     python -m benchmarks.speculation speed             # decode steps and seconds, epoch by epoch
     python -m benchmarks.speculation speed --methods auto ngram
+    python -m benchmarks.speculation train             # the same with real updates: `speculation_training`
+    python -m benchmarks.speculation train --report    # the tables of the log
+    python -m benchmarks.speculation words             # `speculation_words`: a real language model, word problems
 
-Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step. All servers run the tiny
-model, one after the other, and answer the same prompts.
+Methods: ``auto`` is ``--speculate auto``, ``ngram`` is vLLM's own with 4 tokens in every step, ``fixed`` is our drafter
+with 4 tokens in every step. Servers run the tiny model, but for ``words``, and answer the same prompts.
 """
 
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from random import Random
 from time import perf_counter
@@ -25,30 +26,27 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.smollm2 import model_folder
+from benchmarks.speculation_exact import SITUATIONS, compare, table
+from benchmarks.speculation_training import EPOCHS, SIZES, WAYS, answers_table, cost_table, read, train
+from benchmarks.speculation_words import FLAGS as LANGUAGE_FLAGS
+from benchmarks.speculation_words import words
 from benchmarks.tables import markdown, quartiles
 from darts_server.offline.demo.problems import MAX_RESPONSE_TOKENS, Problem, reward, sample_problem
 from darts_server.offline.demo.server import DARTS, Server, serving
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+FIXED = {
+    "method": "custom_class",
+    "model": "benchmarks.fixed_drafts.FixedDrafter",
+    "num_speculative_tokens": 4,
+}
 METHODS: Mapping[str, Sequence[str]] = {
     "none": [],
     "auto": ["--speculate", "auto"],
     "ngram": ["--speculative-config", json.dumps(NGRAM)],
+    "fixed": ["--speculative-config", json.dumps(FIXED)],
 }
-SAMPLING: Mapping[str, Mapping[str, Any]] = {
-    "temperature 1": {},
-    "temperature .7": {"temperature": 0.7},
-    "top_p .9": {"top_p": 0.9},
-    "top_k 3": {"top_k": 3},
-    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.3},
-    "repetition_penalty": {"repetition_penalty": 1.2},
-    "min_tokens 8": {"min_tokens": 8},
-    "stop string": {"stop": ["="]},
-    "bad words": {"bad_words": ["#"], "max_tokens": 40},
-    "regex": {"structured_outputs": {"regex": "[0-9]{1,12}#[0-9]"}},
-}
-PREFIX = 3
-"""Tokens of the prefixes whose frequencies are compared."""
 GROUP_SIZE = 8
 
 
@@ -64,26 +62,67 @@ class Answer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.speculation", description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["exact", "speed"])
+    parser.add_argument("part", choices=["exact", "speed", "train", "words"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS)[1:], default=["auto"], help="(default: auto)")
-    parser.add_argument("--sampling", nargs="+", choices=SAMPLING, default=list(SAMPLING), help="(default: all)")
+    names = list(SITUATIONS)
+    names_help = f"of: {'; '.join(names)} (default: all)"
+    parser.add_argument("--situations", nargs="+", choices=names, default=names, metavar="NAME", help=names_help)
     parser.add_argument("--prompts", type=int, default=16, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="groups of 8 of each prompt, or epochs (default: 8)")
+    training = parser.add_argument_group("train")
+    training.add_argument(
+        "--sizes", nargs="+", type=int, choices=list(SIZES), default=list(SIZES), help="(default: all)"
+    )
+    training.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="(default: all)")
+    training.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="(default: 0 1 2)")
+    training.add_argument("--epochs", type=int, default=EPOCHS, help="(default: %(default)s)")
+    training.add_argument("--separate", action="store_true", help="a trainer for each server")
+    training.add_argument(
+        "--log", type=Path, default=Path("out/speculation/train.jsonl"), help="(default: %(default)s)"
+    )
+    training.add_argument("--report", action="store_true", help="run nothing; print the tables of --log")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 0.7], help="of words (default: 1 .7)")
     options = parser.parse_args(argv)
+    if options.part == "train":
+        if not options.report:
+            sizes = [SIZES[prompts] for prompts in options.sizes]
+            train(
+                sizes,
+                options.ways,
+                options.seeds,
+                options.methods,
+                server_of,
+                options.log,
+                separate=options.separate,
+                epochs=options.epochs,
+            )
+        lines = read(options.log)
+        print(f"{cost_table(lines)}\n\n{answers_table(lines)}")
+        return 0
+    if options.part == "words":
+        print(words(lambda: language_server(options.methods[0]), options.temperatures, options.prompts, options.epochs))
+        return 0
     rng = Random(0)
     problems = [sample_problem(rng) for _ in range(options.prompts)]
     methods = ["none", *options.methods]
     if options.part == "exact":
-        print(exactness(problems, methods, options.sampling, options.rounds))
+        print(table(compare(options.situations, options.methods[0], problems, options.rounds, server_of)))
     else:
         print(speed(problems, methods, options.rounds))
     return 0
 
 
 @contextmanager
-def server_of(method: str):  # type: ignore[no-untyped-def]
-    with serving(DARTS, Path(f"out/speculation/{method}.log"), *METHODS[method]) as server:
+def server_of(method: str, flags: Sequence[str] = ()) -> Iterator[Server]:
+    """Run a server with a kind of drafts."""
+    with serving(DARTS, Path(f"out/speculation/{method}.log"), *METHODS[method], *flags) as server:
         yield server
+
+
+def language_server(method: str) -> AbstractContextManager[Server]:
+    """Run a server of SmolLM2 with a kind of drafts."""
+    command = ("darts_server", "serve", str(model_folder()))
+    return serving(command, Path("out/speculation/words.log"), *LANGUAGE_FLAGS, *METHODS[method])
 
 
 def draw(server: Server, problems: Sequence[Problem], sampling: Mapping[str, Any]) -> list[Answer]:
@@ -105,86 +144,6 @@ def draw(server: Server, problems: Sequence[Problem], sampling: Mapping[str, Any
         for group in answer["groups"]
         for trajectory in group["trajectories"]
     ]
-
-
-# --- exactness ---------------------------------------------------------------------
-
-
-def exactness(problems: Sequence[Problem], methods: Sequence[str], names: Sequence[str], rounds: int) -> str:
-    """Return a table of what was sampled under each method, and how many errors it differs from no speculation."""
-    drawn: dict[tuple[str, str], list[Answer]] = {}
-    with tqdm(total=len(methods) * len(names) * rounds, unit="batch") as bar:
-        for method in methods:
-            with server_of(method) as server:
-                for name in names:
-                    answers = drawn.setdefault((method, name), [])
-                    for _ in range(rounds):
-                        answers += draw(server, problems, SAMPLING[name])
-                        bar.update()
-    rows = []
-    for name in names:
-        base = drawn["none", name]
-        for method in methods[1:]:
-            answers = drawn[method, name]
-            rows.append(
-                [
-                    name,
-                    method,
-                    f"{len(answers):,}",
-                    difference(base, answers, lambda answer: len(answer.token_ids)),
-                    difference(base, answers, lambda answer: answer.right),
-                    difference(base, answers, lambda answer: answer.logprob),
-                    prefixes(base, answers),
-                ]
-            )
-    head = ["sampling", "drafts", "answers", "length (z)", "right (z)", "log-prob (z)", f"first {PREFIX} tokens (z)"]
-    return markdown(head, rows)
-
-
-def difference(base: Sequence[Answer], answers: Sequence[Answer], value: Any) -> str:
-    """Return both means, and their difference in standard errors. Prompts are the same, so only their samples vary."""
-    means = []
-    errors = []
-    for group in (base, answers):
-        by_problem: dict[int, list[float]] = {}
-        for answer in group:
-            by_problem.setdefault(answer.problem, []).append(value(answer))
-        means.append(float(np.mean([np.mean(values) for values in by_problem.values()])))
-        errors.append(
-            float(np.mean([np.var(values) / len(values) for values in by_problem.values()])) / len(by_problem)
-        )
-    error = sqrt(sum(errors))
-    z = (means[1] - means[0]) / error if error else 0.0
-    return f"{means[0]:.3g}, {means[1]:.3g} ({z:+.1f})"
-
-
-def prefixes(base: Sequence[Answer], answers: Sequence[Answer]) -> str:
-    """Compare the frequencies of prefixes by a chi-square test, as a z-score. Rare prefixes count together."""
-    counts = [Counter((answer.problem, answer.token_ids[:PREFIX]) for answer in group) for group in (base, answers)]
-    statistic = 0.0
-    cells = 0
-    problems = {problem for count in counts for problem, _ in count}
-    for problem in problems:
-        pairs = []
-        rest = [0, 0]
-        for key in {key for count in counts for key in count if key[0] == problem}:
-            pair = [count[key] for count in counts]
-            if sum(pair) < 10:
-                rest = [rest[0] + pair[0], rest[1] + pair[1]]
-            else:
-                pairs.append(pair)
-        if sum(rest) >= 10:
-            pairs.append(rest)
-        totals = [sum(pair[side] for pair in pairs) for side in range(2)]
-        if len(pairs) < 2 or not all(totals):
-            continue
-        for pair in pairs:
-            for side in range(2):
-                expected = sum(pair) * totals[side] / sum(totals)
-                statistic += (pair[side] - expected) ** 2 / expected
-        cells += len(pairs) - 1
-    z = (statistic - cells) / sqrt(2 * cells) if cells else 0.0
-    return f"chi2 {statistic:.0f} of {cells} ({z:+.1f})"
 
 
 # --- speed -------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts, check_document
 from darts_server.rollout.voting import Confidence, VoteRunner
-from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, Bounds
+from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, AdmissionLimits
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.serving.loop_lag import watch_loop
 from darts_server.settings import Settings
@@ -182,7 +182,7 @@ async def _serve(
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
             reads: Reads = {
                 "darts_engines_up": lambda: engine.up,
-                "darts_engines_lost_total": lambda: engine.lost,
+                "darts_engines_lost_total": lambda: engine.num_lost,
                 "darts_decode_steps_total": lambda: engine.llm.held.steps,
             }
             metrics = ServingMetrics(engine.model_name, reads)
@@ -252,7 +252,7 @@ def make_rooms(
         statistics,
         Intervals(allocation=settings.cohort_window, join=settings.group_wait, join_named=settings.group_name_wait),
         gate=engine.llm.gate,
-        bounds=Bounds(max_waiting, settings.max_candidates_per_key),
+        admission_limits=AdmissionLimits(max_waiting, settings.max_candidates_per_key),
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
     )
@@ -305,7 +305,7 @@ def make_rooms(
     reward_matcher = RewardMatcher(statistics.rewards, learn_rewards, metrics.rewards_reported, on_reward=on_reward)
     events = rollouts.observers
     events.single_request_classified.add(metrics.single_request_classified)
-    events.group_sealed.add(metrics.group_sealed)
+    events.group_closed.add(metrics.group_closed)
     events.candidates_started.add(metrics.candidates_started)
     events.trajectory_returned.add(reward_matcher.trajectory_returned)
     events.group_ended.add(
@@ -419,7 +419,7 @@ def _make_reads(
         "darts_answer_length_tokens": rewards.mean_length,
         "darts_deadline_lost_share": deadlines.lost_share,
         "darts_deadline_lost_groups": deadlines.lost_group_share,
-        "darts_deadline_stretch": deadlines.stretch,
+        "darts_deadline_factor": deadlines.factor,
     }
 
 

@@ -11,13 +11,13 @@ class Caller:
     name: str | None = None
     """Name of the key."""
     is_admin: bool = False
-    refused: DartsError | None = None
+    refusal: DartsError | None = None
     """Why the request was refused."""
-    answered: DartsError | None = None
+    answered_error: DartsError | None = None
     """Error that a route has answered in its own form."""
     request_id: str | None = None
     """The caller's own id of the request."""
-    held: int = 0
+    num_candidates: int = 0
     """Number of candidates in tickets of the request."""
 
     def may_see(self, owner: str | None) -> bool:

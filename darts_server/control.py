@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from darts_server.exceptions import InvalidRequest
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
@@ -61,8 +62,11 @@ class Control:
         Raises:
             InvalidRequest: names the key that cannot be overridden, or has an invalid value.
         """
-        settings_of = {"name": "policy"}
-        patch = {settings_of.get(key, key): value for key, value in overrides.items()}
+        patch = dict(overrides)
+        if "name" in patch:
+            if "policy" in patch:
+                raise InvalidRequest("policy", "has both 'name' and 'policy', which are the same; omit either")
+            patch["policy"] = patch.pop("name")
         return make_planner(apply_patch(self.settings, patch))
 
 

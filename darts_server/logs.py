@@ -122,7 +122,7 @@ def log_cohort(record: CohortRecord) -> None:
         "seconds": round(record.measured_seconds, 3),
         "deadline": record.deadline,
         "explored": record.explored,
-        "chosen": record.chosen,
+        "auto_choice": record.auto_choice,
     }
     logger.info("cohort %s", _join(fields), extra=fields)
 

@@ -39,8 +39,8 @@ class Event(Generic[P]):
 class GroupEvents:
     def __init__(self) -> None:
         self.single_request_classified = Event[[TurnKind]]()
-        self.group_sealed = Event[[bool]]()
-        """A group of single requests was closed, full or not."""
+        self.group_closed = Event[[bool]]()
+        """No further request may join a group of single requests, which is full or not."""
         self.candidates_started = Event[[int]]()
         self.trajectory_returned = Event[[TrajectoryRecord]]()
         """A caller gets a trajectory, before or after its group has ended."""

@@ -72,9 +72,9 @@ class GroupRecord:
     cohort_deadline: int | None = None
     """Deadline of the cohort in tokens, unless the group was complete before."""
     max_lost: MaxLost | None = None
-    stretch: float = 1.0
+    factor: float = 1.0
     """Factor in the deadline that keeps it from discarding too many right answers."""
-    bound: int | None = None
+    cut_length: int | None = None
     """Length in tokens at which all candidates were cut, or would have been cut in an explored group."""
     completion_length: int | None = None
     """Length of the valid candidate that the group waits for, as a rule the M-th shortest."""
@@ -92,7 +92,7 @@ class GroupRecord:
     """Tokens that the group needed, as reported to the cohort."""
     request_ids: tuple[str, ...] = ()
     """Ids and other names that the group can be looked up by."""
-    chosen: str | None = None
+    auto_choice: str | None = None
     """Number of prompts that `auto` has run, and its reason, in words."""
     restarted_from: int = 0
     """Index of the first candidate since the last restart."""
@@ -130,13 +130,13 @@ class GroupRecord:
         if self.cohort_deadline is None:
             return None
         if self.completion_length is None:
-            return self.bound
+            return self.cut_length
         # The group waited for this candidate, even beyond the cohort's deadline.
         deadline = max(self.cohort_deadline, self.completion_length)
-        return deadline if self.bound is None else min(deadline, self.bound)
+        return deadline if self.cut_length is None else min(deadline, self.cut_length)
 
     @property
-    def counted(self) -> int:
+    def num_eligible(self) -> int:
         """N: number of candidates since the last restart that did not fail and were not aborted."""
         return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
 
@@ -170,7 +170,7 @@ class CohortRecord:
     """Seconds from the start of the first group to the end of the last group."""
     generated_tokens: int = 0
     returned_tokens: int = 0
-    chosen: str | None = None
+    auto_choice: str | None = None
     completed: int = 0
     stale_tokens: int = 0
     """Number of returned tokens with older weights than the newest in their group."""

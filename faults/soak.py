@@ -53,7 +53,7 @@ from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
-from darts_server.serving.admission import Bounds
+from darts_server.serving.admission import AdmissionLimits
 from darts_server.serving.gate import Gate
 from darts_server.settings import Settings
 from darts_server.store import Store
@@ -224,7 +224,7 @@ class Stack:
             Statistics(self.store, CAPACITY),
             Intervals(join=0.5, join_named=6.0),
             gate=self.gate,
-            bounds=Bounds(MAX_WAITING),
+            admission_limits=AdmissionLimits(MAX_WAITING),
             brownout=Brownout.for_queue(MAX_WAITING, CAPACITY),
             scorer=self.pruner,
             clock=loop.time,
@@ -241,7 +241,7 @@ class Stack:
         provenance = Provenance(keep["groups"])
         events = self.rollouts.observers
         events.single_request_classified.add(self.metrics.single_request_classified)
-        events.group_sealed.add(self.metrics.group_sealed)
+        events.group_closed.add(self.metrics.group_closed)
         events.candidates_started.add(self.metrics.candidates_started)
         events.trajectory_returned.add(self.reward_matcher.trajectory_returned)
         for observer in (self.metrics, provenance, LengthBias(), self.reward_matcher, self.monitor):
@@ -261,7 +261,7 @@ class Stack:
         """Check that an idle server holds nothing, and that its counters agree."""
         gauges = {
             "candidates on the engine": self.engine.unfinished,
-            "groups running": self.rollouts.running,
+            "groups running": self.rollouts.num_running,
             "candidates waiting": self.rollouts.admission.waiting,
             "candidates admitted": self.rollouts.admission.ahead,
             "requests inside the gate": self.gate.inside,
@@ -593,7 +593,7 @@ async def _round(stack: Stack, callers: Callers, numbers: Iterator[int]) -> None
         await trainer
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
-            while stack.rollouts.running or stack.engine.unfinished:
+            while stack.rollouts.num_running or stack.engine.unfinished:
                 await asyncio.sleep(STEP_SECONDS)
     await asyncio.sleep(CLEANUP_SECONDS)
 

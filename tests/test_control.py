@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from darts_server.control import Control, make_planner
+from darts_server.exceptions import InvalidRequest
 from darts_server.offline.simulation.policies import NAMES
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
@@ -76,6 +77,18 @@ def test_redundancy_auto_is_the_papers_formula_and_starts_with_the_default() -> 
     fixed = shaping(control.new_planner({"redundancy": 1.75}), "uniform")
     assert (fixed.budget, fixed.redundancy) == (BudgetKind.FIXED, 1.75)
     assert shaping(Control(load({}, None)).new_planner({"redundancy": "auto"}), "uniform") == uniform
+
+
+def test_a_batch_names_its_policy_once() -> None:
+    control = Control(load({}, None))
+    assert (
+        control.new_planner({"name": "cap"}).default_policy
+        == control.new_planner({"policy": "cap"}).default_policy
+        == "cap"
+    )
+    with pytest.raises(InvalidRequest, match="both 'name' and 'policy'") as error:
+        control.new_planner({"name": "cap", "policy": "darts"})
+    assert error.value.field == "policy"
 
 
 @pytest.mark.parametrize(("share", "limits"), [("0.1", MaxLost(0.1, 0.005)), ("1", MaxLost(1.0, 1.0))])

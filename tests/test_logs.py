@@ -82,7 +82,7 @@ def test_groups_are_logged_at_debug_and_cohorts_and_updates_at_info() -> None:
     lines = [line.partition("] ")[2] for line in output.getvalue().splitlines()]
     events = [line.partition("=")[0] for line in lines]
     assert events == ["cohort policy", "cohort policy", "weight update announced version", "weight update version"]
-    assert lines[1].endswith(" chosen=6 of 8 prompts run")
+    assert lines[1].endswith(" auto_choice=6 of 8 prompts run")
 
 
 def test_vllm_gets_the_same_configuration_in_its_own_variables() -> None:

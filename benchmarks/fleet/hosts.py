@@ -71,6 +71,9 @@ class ScriptedHost:
         self._count, self._sent = np.zeros(0), np.zeros(0, dtype=np.int64)
         self._last = time.monotonic()
         self.connection: Connection | None = None
+        self.answers = dict(ANSWERS)
+        self.failures: dict[str, str] = {}
+        """Messages of the errors that calls raise, by method."""
         self.tokens = 0
         """That were generated."""
         self.late: list[float] = []
@@ -119,13 +122,13 @@ class ScriptedHost:
         elif kind == EngineCoreRequestType.UTILITY.value:
             _, call, method, args = self._calls_decoder.decode(rest)
             self.calls.append((method, args))
-            answer = ["no probe"] if method == "collective_rpc" and "probe" in args[0] else ANSWERS.get(method)
+            answer = ["no probe"] if method == "collective_rpc" and "probe" in args[0] else self.answers.get(method)
             if method == "collective_rpc" and answer is None:
                 answer = [None]
-            output = UtilityOutput(call, None, UtilityResult(answer))
+            output = UtilityOutput(call, self.failures.get(method), UtilityResult(answer))
             self._reply(EngineCoreOutputs(utility_output=output))
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         self.running.clear()
         self._ids.clear()
 

@@ -17,7 +17,7 @@ from ._errors import TimedOut
 from ._io import AsyncLock, async_sleep
 from ._models import Event, Group, WireModel, parse_response
 from ._progress import ProgressBar
-from ._prompts import Chat, Prompts, RolloutPrompts, drop_none, iterate_prompts, prompt_body
+from ._prompts import Prompts, RolloutPrompt, RolloutPrompts, drop_none, iterate_prompts, prompt_body
 from ._requests import (
     API,
     HEALTH_POLL_INTERVAL,
@@ -353,7 +353,7 @@ class AsyncClient:
 
     async def vote(
         self,
-        prompt: str | Sequence[int] | Chat,
+        prompt: RolloutPrompt,
         *,
         n: int,
         pattern: str | Sequence[str],
@@ -382,9 +382,17 @@ class AsyncClient:
             weights: weight of a vote. All except "majority" need a `score`.
             score: "head" for the server's quality head, "logprob" or "lowest_logprob".
             sampling: vLLM's other parameters. See `rollouts` for the options of a chat.
+
+        Raises:
+            ValueError: `prompt` is a `PromptSpec` with metadata.
         """
-        # The body of a plain prompt has one item.
-        form, value = next(iter(prompt_body(prompt).items()))
+        # The first item is the prompt. The others are the key and options of a `PromptSpec`.
+        (form, value), *items = prompt_body(prompt).items()
+        own_options = dict(items)
+        if "metadata" in own_options:
+            raise ValueError("a vote has no metadata: leave it out of the PromptSpec, and keep it beside the vote")
+        if chat_template_kwargs is not None and "chat_template_kwargs" in own_options:
+            own_options["chat_template_kwargs"] = {**chat_template_kwargs, **own_options["chat_template_kwargs"]}
         own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
         options = {
             "weights": weights,
@@ -401,6 +409,7 @@ class AsyncClient:
             "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
             "sampling": {"max_tokens": max_tokens} | drop_none(own_sampling) | sampling,
             **drop_none(options),
+            **own_options,
         }
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
         return check_vote(body, parse_response(Vote, response))

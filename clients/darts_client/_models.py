@@ -134,7 +134,7 @@ class Group:
     """Metadata of the prompt's `PromptSpec`."""
     candidates: int | None = None
     """Number of started candidates."""
-    counted: int | None = None
+    num_eligible: int | None = None
     """N: number of candidates that the weights stand for, without candidates that failed or ran before a restart."""
     num_shortest: int | None = None
     """K: number of places for the shortest, if the other places were sampled from the rest, or None."""

@@ -52,7 +52,7 @@ class GroupRecord(WireModel):
     explored: bool
     members: tuple[str, ...]
     candidates: tuple[CandidateRecord, ...]
-    counted: int | None = None
+    num_eligible: int | None = None
     num_shortest: int | None = None
     sampled_from: int | None = None
     earlier_pass_rate: float | None = None

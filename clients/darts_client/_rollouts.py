@@ -65,7 +65,7 @@ class GroupPayload(WireModel):
     prompt_key: str | None = None
     metadata: dict[str, Any] | None = None
     candidates: int
-    counted: int | None = None
+    num_eligible: int | None = None
     num_shortest: int | None = None
     sampled_from: int | None = None
     earlier_pass_rate: FiniteFloat | None = None

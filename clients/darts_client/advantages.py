@@ -90,12 +90,12 @@ def _weights(group: Group | GroupRecord, values: Sequence[float]) -> tuple[list[
     if len(values) != len(returned):
         raise ValueError(f"{name} has {len(returned)} trajectories, got {len(values)} values")
     weights = [trajectory.weight for trajectory in returned if trajectory.weight is not None]
-    if group.counted is None or len(weights) < len(values):
+    if group.num_eligible is None or len(weights) < len(values):
         raise ValueError(
             f"the trajectories of {name} have no weights, so their advantages cannot be unbiased; sample with a "
             f'policy that returns weights, such as "uniform", {remedy}'
         )
-    return weights, group.counted
+    return weights, group.num_eligible
 
 
 def _returned(group: Group | GroupRecord) -> Sequence[Trajectory | CandidateRecord]:

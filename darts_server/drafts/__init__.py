@@ -1,5 +1,5 @@
 """Drafts for speculative decoding: which tokens probably come next, by what samples of the same prompts have answered.
 
 `contexts` counts continuations, `acceptance` learns how often such drafts are right, and `lengths` decides how many
-tokens of each draft are worth their verification. They compile with numba, and are imported in vLLM's workers alone.
+tokens of each draft are worth their verification. The first two compile with numba, in vLLM's workers alone.
 """

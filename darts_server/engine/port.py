@@ -138,6 +138,10 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Whether queued candidates start by the ``order`` of `start`, not first come, first served."""
 
     @property
+    def drafts_from_siblings(self) -> bool:
+        """Whether a candidate decodes in fewer steps if other candidates of its prompt have generated before."""
+
+    @property
     def probe_width(self) -> int | None:
         """Width of the hidden states that the engine reports to a `Probe`, ``None`` if it reports none."""
 

@@ -140,6 +140,7 @@ class ScriptedEngine:
         self.slots: int | None = None
         """Maximum number of candidates that run at once, ``None`` if unlimited."""
         self.has_priorities = False
+        self.drafts_from_siblings = False
         self.engines = 1
         self.probe_width: int | None = None
         self.started: list[ScriptedCandidate] = []

@@ -1,6 +1,6 @@
 """Losses at deadlines by reported rewards: right answers, and groups that lose all their right answers.
 
-They decide the stretch, a factor on the policy's deadlines and on the bound where all candidates are cut.
+They decide the factor of the policy's deadlines and of the cut length where all candidates are cut.
 """
 
 from abc import ABC, abstractmethod
@@ -29,22 +29,22 @@ SEEN = 0.05
 """Weight of a group after 3,000 more groups. A smaller sum counts as no group."""
 MAX_FIRST_GROUPS = 256
 """Limit of groups that explore because fewer than `MIN_RIGHT` answers are right."""
-MAX_STRETCH = 16.0
+MAX_FACTOR = 16.0
 RATIO_STEP = 1.05
 """Relative width of a bin of lengths."""
 TWICE = round(log(2) / log(RATIO_STEP))
 """Number of bins between a length and twice that length."""
-LAST_BIN = ceil(log(MAX_STRETCH) / log(RATIO_STEP)) + 1
-"""Bin of answers beyond `MAX_STRETCH`."""
+LAST_BIN = ceil(log(MAX_FACTOR) / log(RATIO_STEP)) + 1
+"""Bin of answers beyond `MAX_FACTOR`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A returned trajectory with a reward.
 
-    ``relative_length``: length relative to the bound if the group would have waited for the trajectory, and otherwise
-    to the deadline, both with a stretch of 1; 0 without a deadline. ``is_right``: whether the trajectory was right as
-    returned. ``cut``: whether the deadline truncated it. ``weight``: 1 / (its probability to be returned).
+    ``relative_length``: length relative to the cut length if the group would have waited for the trajectory, and
+    otherwise to the deadline, both with a factor of 1; 0 without a deadline. ``is_right``: whether the trajectory was
+    right as returned. ``cut``: whether the deadline truncated it. ``weight``: 1 / (its probability to be returned).
     """
 
     relative_length: float
@@ -69,21 +69,21 @@ class Losses(ABC):
     def _uncut(self) -> Sequence[float] | None:
         """Return the estimated histogram if nothing had been cut, or None while too little is known."""
 
-    def share(self, stretch: float) -> float | None:
-        """Return the share that a deadline with this stretch loses, or None while too little is known."""
+    def share(self, factor: float) -> float | None:
+        """Return the share that a deadline with this factor loses, or None while too little is known."""
         weights = self._uncut()
         if weights is None:
             return None
-        place = float(_bin(stretch))
+        place = float(_bin(factor))
         if not self.has_whole_bins:
-            place = log(stretch) / log(RATIO_STEP)
+            place = log(factor) / log(RATIO_STEP)
         whole = floor(place)
-        # The bin that contains the stretch loses only its part beyond the stretch.
+        # The bin that contains the factor loses only its part beyond the factor.
         beyond = sum(weights[whole + 1 :]) - (place - whole) * sum(weights[whole + 1 : whole + 2])
         return beyond / sum(weights)
 
-    def stretch(self, max_share: float) -> float:
-        """Return the smallest stretch, from 1 to `MAX_STRETCH`, that loses at most ``max_share``."""
+    def factor(self, max_share: float) -> float:
+        """Return the smallest factor, from 1 to `MAX_FACTOR`, that loses at most ``max_share``."""
         weights = self._uncut()
         if weights is None or max_share >= 1:
             return 1.0
@@ -94,7 +94,7 @@ class Losses(ABC):
                 part = 0.0
                 if not self.has_whole_bins:
                     part = (allowed - beyond) / weights[number]
-                return float(min(RATIO_STEP ** (number - part), MAX_STRETCH))
+                return float(min(RATIO_STEP ** (number - part), MAX_FACTOR))
             beyond += weights[number]
         return 1.0
 
@@ -187,11 +187,11 @@ class DeadlineLosses(Losses):
 class GroupLosses(Losses):
     """Groups whose right answers are all lost at deadlines. ``GroupLosses(**json)`` restores them.
 
-    A group counts at the length of its shortest right answer, relative to the bound with a stretch of 1. A group that
-    was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If none ran
-    longer, one group is counted at twice the length, with the mean probability to have a right answer. So prompts that
-    are always cut move the deadline until their answers are seen. A group that was cut at the latest possible deadline
-    counts as wrong, since no deadline can keep it.
+    A group counts at the length of its shortest right answer, relative to the cut length with a factor of 1. A group
+    that was cut before it had a right answer counts like the groups that ran longer (the Kaplan-Meier estimate). If
+    none ran longer, one group is counted at twice the length, with the mean probability to have a right answer. So
+    prompts that are always cut move the deadline until their answers are seen. A group that was cut at the latest
+    possible deadline counts as wrong, since no deadline can keep it.
 
     ``right``: groups with a right answer. ``wrong``: groups without, by their longest answer. ``cut``: groups without
     that were cut, by the length of the cut. Older groups fade.

@@ -72,11 +72,11 @@ class Lost:
 class DeadlineSet:
     """The group's cohort has a deadline of ``tokens`` tokens. Rules without a deadline ignore it.
 
-    ``bound``: length in tokens, at least ``tokens``, at which every candidate is cut, or None.
+    ``cut_length``: length in tokens, at least ``tokens``, at which every candidate is cut, or None.
     """
 
     tokens: int
-    bound: int | None = None
+    cut_length: int | None = None
 
 
 Event = Started | Progress | Scored | Finished | Failed | Lost | DeadlineSet
@@ -115,7 +115,7 @@ class Keep:
 class Cut:
     """Stop a candidate if it is running, and keep exactly its first ``tokens`` tokens.
 
-    A candidate that was cut at the bound may be cut again, to fewer tokens, and may not be selected.
+    A candidate that was cut at the cut length may be cut again, to fewer tokens, and may not be selected.
     """
 
     index: int

@@ -79,7 +79,7 @@ class Group:
         self.outcome: Outcome | None = None
         self.deadline: int | None = None
         """The cohort's deadline in tokens, or None before it is set."""
-        self.bound: int | None = None
+        self.cut_length: int | None = None
         """Length in tokens at which every candidate is cut, or None. It is set with the deadline."""
         self.restarted_from = 0
         """Index of the first candidate that was started after the latest restart."""
@@ -103,7 +103,7 @@ class Group:
         # Number of candidates that `resume` starts, or None while the group is not paused.
         self._num_paused: int | None = None
 
-        # Candidates that were cut at the bound, and whose `Cut` was not returned yet.
+        # Candidates that were cut at the cut length, and whose `Cut` was not returned yet.
         self._finished_late: list[int] = []
         self._pending_scores: list[Scored] = []
         # Whether an event arrived that may change what is certain.
@@ -189,9 +189,9 @@ class Group:
                 case Scored() if was_running:
                     self._pending_scores.append(event)
                 case Finished() if was_running and self.standings.has_deadline:
-                    # Cut beyond the bound, so that the result does not depend on how often progress is reported.
-                    if self.bound is not None and candidate.tokens > self.bound:
-                        candidate.cut_at(self.bound)
+                    # Cut beyond the cut length, so that the result does not depend on how often progress is reported.
+                    if self.cut_length is not None and candidate.tokens > self.cut_length:
+                        candidate.cut_at(self.cut_length)
                         self._finished_late.append(candidate.index)
                 case Failed(error=error, retryable=retryable):
                     self._last_error = error
@@ -286,9 +286,9 @@ class Group:
         if self.deadline is not None:
             return
         self.deadline = event.tokens
-        self.bound = event.bound
+        self.cut_length = event.cut_length
         self.standings.deadline = event.tokens
-        self.standings.bound = event.bound
+        self.standings.cut_length = event.cut_length
         self.standings.checks = None
 
     def _rebuild_standings(self) -> None:
@@ -296,7 +296,7 @@ class Group:
         self.standings = self.rule.selector_type(self.rule, self._deliver_early)
         self.standings.delivered = self.delivered
         self.standings.deadline = self.deadline
-        self.standings.bound = self.bound
+        self.standings.cut_length = self.cut_length
         for candidate in self.candidates[self.restarted_from :]:
             self.standings.update(candidate)
 
@@ -343,14 +343,14 @@ class Group:
             yield self._start(missing)
             self._replacements_left -= missing
 
-        # Cut the candidates that have reached the bound. Cut candidates count as truncated, which may stop others.
-        if self.bound is not None and selector.has_deadline:
+        # Cut the candidates that have reached the cut length. Cut candidates count as truncated, which may stop others.
+        if self.cut_length is not None and selector.has_deadline:
             # The key of a running candidate is one token more than it has.
-            reached = selector.running[bisect_left(selector.running, (self.bound + 1, -1)) :]
+            reached = selector.running[bisect_left(selector.running, (self.cut_length + 1, -1)) :]
             late = self._finished_late
             self._finished_late = []
             for index in sorted([*late, *(index for _, index in reached)]):
-                yield self._cut(index, self.bound)
+                yield self._cut(index, self.cut_length)
 
         stops = selector.stops()
         for index in sorted(stops):

@@ -1,7 +1,7 @@
 """Selection rules whose tail is sampled by random numbers that are drawn before any candidate runs.
 
 `CutTail` has a deadline. The deadline D of a group is the deadline of its cohort, but at least the length of its own
-M-th shortest valid candidate, so that a prompt has the time for long answers. Every candidate is cut at the bound,
+M-th shortest valid candidate, so that a prompt has the time for long answers. Every candidate is cut at the cut length,
 which is set with the deadline, as if it were the length limit.
 """
 
@@ -137,7 +137,7 @@ class CutTailSelector(SampledTailSelector):
     has_deadline = True
 
     def _own_deadline(self) -> int | None:
-        """Return the group's final deadline in tokens: the bound if too few candidates are valid.
+        """Return the group's final deadline in tokens: the cut length if too few candidates are valid.
 
         None while the deadline may change.
         """
@@ -145,10 +145,10 @@ class CutTailSelector(SampledTailSelector):
             return None
         last = self.nth_shortest(self.rule.completion_place)
         if last is None:
-            return self.bound
+            return self.cut_length
         own = max(self.deadline, last)
-        if self.bound is not None:
-            own = min(own, self.bound)
+        if self.cut_length is not None:
+            own = min(own, self.cut_length)
         return own
 
     def _is_final(self, winner: Candidate) -> bool:
@@ -180,9 +180,9 @@ class CutTailSelector(SampledTailSelector):
             return {index: own for tokens, index in self.running if tokens <= own}
         # The check for the K shortest comes before the check for the M shortest.
         checks = {**self.threshold_checks(self.rule.completion_place), **super().check_at()}
-        if self.bound is None:
+        if self.cut_length is None:
             return checks
-        return {index: min(self.bound, checks.get(index, self.bound)) for _, index in self.running}
+        return {index: min(self.cut_length, checks.get(index, self.cut_length)) for _, index in self.running}
 
 
 # --- the rules ----------------------------------------------------------------

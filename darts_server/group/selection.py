@@ -35,7 +35,7 @@ class Selector:
     """
 
     has_deadline: ClassVar[bool] = False
-    """Whether the rule uses a deadline and a bound. Otherwise both are ignored."""
+    """Whether the rule uses a deadline and a cut length. Otherwise both are ignored."""
 
     def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
         self.rule = rule
@@ -53,7 +53,7 @@ class Selector:
         """Indices of delivered candidates. The group has them with all their tokens."""
         self.deadline: int | None = None
         """The cohort's deadline in tokens, or None while it is not known."""
-        self.bound: int | None = None
+        self.cut_length: int | None = None
         """Length in tokens at which every candidate is cut, or None."""
 
     def update(self, candidate: Candidate) -> None:

@@ -110,7 +110,7 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, who: Calle
         # A local name outside of this block would keep the request's frames in a reference cycle.
         except InvalidRequest as error:
             if who is not None:
-                who.refused = error
+                who.refusal = error
             raise
 
     return receive_limited

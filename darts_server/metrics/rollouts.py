@@ -59,7 +59,7 @@ DEADLINE_GAUGES = {
     "darts_deadline_lost_groups": (
         "Share of the groups with correct answers that lose all of them to the policy's deadlines."
     ),
-    "darts_deadline_stretch": "Factor by which the policy's deadlines are moved later.",
+    "darts_deadline_factor": "Factor by which the policy's deadlines are moved later.",
 }
 """Gauges of each policy with a deadline. Their functions get the policy, and the share that it may discard."""
 
@@ -69,7 +69,7 @@ class RolloutMetrics(Collectors):
         super().__init__(model_name, registry)
         self._sealed = self._counters(
             "darts_joined_groups",
-            "Groups of single requests, by whether they had all their requests when they were sealed.",
+            "Groups of single requests, by whether they had all their requests when they were closed.",
             "full",
             BOOLEANS,
         )
@@ -176,7 +176,7 @@ class RolloutMetrics(Collectors):
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single[kind].inc()
 
-    def group_sealed(self, full: bool) -> None:
+    def group_closed(self, full: bool) -> None:
         self._sealed[full].inc()
 
     def candidates_started(self, count: int) -> None:

@@ -116,19 +116,19 @@ class AheadState:
 class AheadChoice:
     """The choice for a batch.
 
-    ``needed``: number of complete groups that end the batch. ``begun``: number of ``offered`` prompts that run at once.
-    ``reason``: the choice in words. ``is_test``: whether the other kind of batch was expected to be faster.
+    ``needed``: number of complete groups that end the batch. ``started``: number of ``offered`` prompts that run at
+    once. ``reason``: the choice in words. ``is_test``: whether the other kind of batch was expected to be faster.
     """
 
     needed: int
     offered: int
-    begun: int
+    started: int
     reason: str
     is_test: bool = False
 
     @property
     def runs_ahead(self) -> bool:
-        return self.begun > self.needed
+        return self.started > self.needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +158,13 @@ def choose_ahead(
     extra = 0
     if limits.most_stale > 0 and offered > needed:
         extra = round(state.share * (offered - needed))
-    begun = min(needed, offered) + extra
+    started = min(needed, offered) + extra
     relative = state.relative_time
     why = ""
     is_test = False
     if extra and (1 - state.ending_last) * offered < needed:
         # The batch would have to wait for the last groups.
-        begun = needed
+        started = needed
         why = f"; {state.ending_last:.0%} of the groups end together, so that running ahead saves nothing"
     elif extra and relative is not None:
         margin = 0.0 if state.prefers_ahead else MARGIN
@@ -175,9 +175,9 @@ def choose_ahead(
             why += ", tested"
         # A test runs the other kind.
         if prefers_ahead == is_test:
-            begun = needed
-    reason = f"{begun} of {offered} prompts run, and the first {needed} groups are returned{why}"
-    return AheadChoice(needed, offered, begun, reason, is_test)
+            started = needed
+    reason = f"{started} of {offered} prompts run, and the first {needed} groups are returned{why}"
+    return AheadChoice(needed, offered, started, reason, is_test)
 
 
 def _is_test(

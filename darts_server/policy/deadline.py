@@ -1,8 +1,8 @@
 """The deadline of a cohort: the number of tokens after which its groups stop waiting for their tails.
 
 It is an extension of ours: a quantile of the groups' completion lengths, as a rule the lengths of their M-th shortest
-trajectories. If deadlines lose too many right answers, a stretch makes them later (see `deadline_losses`). Every
-candidate is cut at the bound, a multiple of the deadline.
+trajectories. If deadlines lose too many right answers, a factor makes them later (see `deadline_losses`). Every
+candidate is cut at the cut length, a multiple of the deadline.
 """
 
 from bisect import insort
@@ -16,7 +16,7 @@ from darts_server.types import MaxLost
 
 QUANTILE = 0.9
 EXPLORATION = 0.05
-BOUND = 2.0
+CUT_FACTOR = 2.0
 """Twice the deadline is enough for most groups that are not complete at the deadline."""
 MIN_DEADLINE = 1
 """Smallest deadline in tokens. Losses are relative to the deadline, so it cannot be 0."""
@@ -39,16 +39,16 @@ class Deadline:
     """How a cohort's deadline is computed.
 
     ``quantile``: of the groups' completion lengths, in (0, 1]. ``exploration``: share of cohorts whose tails run past
-    the deadline, to measure losses. ``max_lost``: largest share of losses. ``stretch``: factor on the deadline, at
-    least 1. ``bound``: largest length of a candidate as a multiple of the deadline, at least 1. ``recent``: quantile of
-    earlier groups in tokens, for cohorts with too few completion lengths.
+    the deadline, to measure losses. ``max_lost``: largest share of losses. ``factor``: factor on the deadline, at
+    least 1. ``cut_factor``: largest length of a candidate as a multiple of the deadline, at least 1. ``recent``:
+    quantile of earlier groups in tokens, for cohorts with too few completion lengths.
     """
 
     quantile: float = QUANTILE
     exploration: float = EXPLORATION
     max_lost: MaxLost = field(default_factory=MaxLost)
-    stretch: float = 1.0
-    bound: float = BOUND
+    factor: float = 1.0
+    cut_factor: float = CUT_FACTOR
     recent: int | None = None
 
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
@@ -59,10 +59,10 @@ class Deadline:
         tokens = self.quantile_of(completion_lengths, groups)
         if tokens is None:
             return None
-        return self._stretched(tokens)
+        return self._multiply(tokens)
 
     def quantile_of(self, completion_lengths: Iterable[int], groups: int) -> int | None:
-        """Return the quantile in tokens before it is stretched; see `from_lengths`."""
+        """Return the quantile in tokens before it is multiplied; see `from_lengths`."""
         rank = ceil(self.quantile * groups - ROUNDING)
         known = sorted(completion_lengths)
         if not 0 < rank <= len(known):
@@ -85,14 +85,14 @@ class Deadline:
         # The share of known lengths at which the extension is `MAX_EXTENSION`.
         least = MIN_KNOWN / MAX_EXTENSION ** (1 / EXTENSION_POWER)
         extension = max(1.0, float((MIN_KNOWN / max(known / groups, least)) ** EXTENSION_POWER))
-        return self._stretched(tokens, extension)
+        return self._multiply(tokens, extension)
 
-    def bound_of(self, tokens: int) -> int:
+    def cut_length_of(self, tokens: int) -> int:
         """Return the length in tokens at which every candidate is cut, for a deadline of ``tokens``."""
-        return ceil(self.bound * tokens - ROUNDING)
+        return ceil(self.cut_factor * tokens - ROUNDING)
 
-    def _stretched(self, tokens: int, extension: float = 1.0) -> int:
-        return max(MIN_DEADLINE, ceil(self.stretch * extension * tokens))
+    def _multiply(self, tokens: int, extension: float = 1.0) -> int:
+        return max(MIN_DEADLINE, ceil(self.factor * extension * tokens))
 
 
 # --- a cohort, and groups that come one at a time ----------------------------
@@ -121,8 +121,8 @@ class CohortDeadline:
     def __init__(self, rule: Deadline | None, groups: int, tokens: int | None = None) -> None:
         self.tokens = tokens
         """The deadline in tokens, or None while it is not known."""
-        self.pending_bound: int | None = None
-        """The bound in tokens if all groups without a reported need turn out to need more than the bound."""
+        self.pending_cut_length: int | None = None
+        """The cut length in tokens if all groups without a reported need turn out to need more than the cut length."""
         self._rule = rule
         # Groups that have reported their need, or still may.
         self._groups = groups
@@ -152,11 +152,11 @@ class CohortDeadline:
             self._update()
 
     def _update(self) -> None:
-        """Set the deadline if the reports suffice, or else the pending bound."""
+        """Set the deadline if the reports suffice, or else the pending cut length."""
         rule = self._rule
         if rule is None or self.tokens is not None:
             return
-        self.pending_bound = None
+        self.pending_cut_length = None
         # Return early while too few needs are known. One more need makes up for rounding.
         fewest = min(rule.quantile, MIN_KNOWN) * self._groups - 1
         if rule.recent is None and len(self._needs) < fewest:
@@ -169,20 +169,20 @@ class CohortDeadline:
         if tokens is None:
             return
 
-        # A group that needs more than the bound will be cut there, so it counts as a group without a completion length.
-        # So the deadline becomes known while runaways still run.
-        bound = rule.bound_of(tokens)
+        # A group that needs more than the cut length will be cut there, so it counts as a group without a completion
+        # length. So the deadline becomes known while runaways still run.
+        cut_length = rule.cut_length_of(tokens)
         minimums = self._minimums.values()
-        if len(minimums) == others and all(minimum is None or minimum > bound for minimum in minimums):
+        if len(minimums) == others and all(minimum is None or minimum > cut_length for minimum in minimums):
             self.tokens = tokens
         else:
-            self.pending_bound = bound
+            self.pending_cut_length = cut_length
 
 
 class RecentCompletionLengths:
     """Completion lengths of the last `WINDOW` groups in tokens, for groups that come one at a time.
 
-    0 is a group that was cut at the bound before it had a completion length. It counts as longer than the others.
+    0 is a group that was cut at the cut length before it had a completion length. It counts as longer than the others.
 
     Raises:
         ValueError: a length is not a whole number of at least 0.
@@ -217,7 +217,7 @@ class RecentCompletionLengths:
         return tokens
 
     def quantile(self, rule: Deadline) -> int | None:
-        """Return the quantile of groups that were not cut, before it is stretched, or None below `MIN_GROUPS`."""
+        """Return the quantile of groups that were not cut, before it is multiplied, or None below `MIN_GROUPS`."""
         known = self._uncut()
         if len(known) < MIN_GROUPS:
             return None

@@ -154,6 +154,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self.scorer = GroupScorer(context.scorer, (owner, spec.group_id), pruning, self.running, on_events)
         self._engine = context.engine
         self._starts = context.starts
+        self._first_round = spec.first_round
+        self._group_id = spec.group_id
         self._clock = context.clock
         self._request = spec.request
         self._keeps_results = spec.on_abort is OnAbort.CARRY
@@ -377,10 +379,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._finish_carried(candidate)
                 return
             try:
+                if self._first_round is not None and index > 0:
+                    await self._first_round.wait()
                 await self._starts.wait(carried_tokens=carried.tokens)
                 # The group may have stopped the candidate while it waited.
                 if not state.running:
-                    self._ticket.mark_started(candidates=1)
+                    self._leave_queue(index)
                     self._return_unstarted(candidate)
                     return
 
@@ -433,7 +437,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             probe = None if self.scorer is None else self.scorer.create_probe(candidate.state.index)
             return await self._engine.start(candidate.request, candidate.number, probe, order)
         finally:
-            self._ticket.mark_started(candidates=1)
+            self._leave_queue(candidate.state.index)
+
+    def _leave_queue(self, index: int) -> None:
+        """Note that a candidate does not wait for the engine any more."""
+        self._ticket.mark_started(candidates=1)
+        if self._first_round is not None and index == 0:
+            self._first_round.arrive(self._group_id)
 
     async def _generate_again(
         self, candidate: CandidateRun[RequestT, OutputT], order: float
@@ -465,7 +475,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         assert result is not None
 
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
-        self._ticket.mark_started(candidates=1)
+        self._leave_queue(candidate.state.index)
         candidate.history.mark_started(self._clock(), version, carried)
         if candidate.state.running:
             self._on_events(Started(candidate.state.index))

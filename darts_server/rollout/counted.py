@@ -14,7 +14,7 @@ from darts_server.engine.port import RequestTokens
 from darts_server.observers import GroupEvents
 from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord, VersionSpans, extend_spans
 from darts_server.rollout.spec import JoinRequest
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
@@ -192,7 +192,7 @@ class CountedGroups:
         self.weight_version = weight_version
         self.clock = clock
         self.draining = False
-        self.resting: Kept[_CountedGroup, None] = Kept(MAX_RESTING)
+        self.resting: FairCache[_CountedGroup, None] = FairCache(MAX_RESTING)
         self._timeout = timeout
         self._named_timeout = named_timeout
         # Groups by join key.

@@ -138,7 +138,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
 
     def report_closed(self, *, full: bool, planned: int) -> None:
         """Report a closed group, and log once if many lack some of their ``planned`` requests."""
-        self._observer.group_sealed(full)
+        self._observer.group_closed(full)
         self._closed_early.append(not full)
         count = sum(self._closed_early)
         if not self._early_is_logged and len(self._closed_early) == WINDOW and count >= OFTEN * WINDOW:

@@ -26,7 +26,7 @@ from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupContext, GroupSpec
 from darts_server.rollout.start_queue import TOKEN_SECONDS, StartingOrder, StartQueue
 from darts_server.rollout.turns import Turn, Turns
-from darts_server.serving.admission import Admission, Bounds, Ticket
+from darts_server.serving.admission import Admission, AdmissionLimits, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
 
@@ -75,7 +75,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         intervals: Intervals | None = None,
         *,
         gate: Gate | None = None,
-        bounds: Bounds | None = None,
+        admission_limits: AdmissionLimits | None = None,
         brownout: Brownout | None = None,
         scorer: Pruner | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -87,7 +87,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.gate = gate or Gate()
         self.turns = Turns()
         self.starts = StartQueue()
-        self.admission = Admission(lambda: engine.unfinished, engine.capacity, bounds)
+        self.admission = Admission(lambda: engine.unfinished, engine.capacity, admission_limits)
         self.observers = GroupEvents()
         self.allocator = Allocator(
             statistics,
@@ -172,6 +172,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Return the share of the redundancy that the load allows, 0 to 1."""
         return self._brownout.scale_at(self.admission.waiting)
 
+    @property
+    def starts_in_rounds(self) -> bool:
+        """Whether a batch starts the first candidate of every group before the others, see `FirstRound`."""
+        # With priorities, the engine orders candidates by their expected lengths.
+        return self.engine.drafts_from_siblings and not self.engine.has_priorities
+
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
         """Return the function that orders the candidates of a request that arrives now."""
         if not self.engine.has_priorities:
@@ -197,7 +203,12 @@ class Rollouts(Generic[RequestT, OutputT]):
 
         ``ticket``: holds the allocation until the group has ended. ``carried``: see `GroupRun`.
         """
-        run = self.create_run(spec, ticket=ticket, carried=carried)
+        try:
+            run = self.create_run(spec, ticket=ticket, carried=carried)
+        except BaseException:
+            # Without a run, nothing else ends the group's part of its cohort.
+            allocation.drop()
+            raise
         run.open(spec.plan.rule_for(allocation.saturated), allocation)
         return run
 
@@ -231,20 +242,20 @@ class Rollouts(Generic[RequestT, OutputT]):
                 rewards = self.statistics.rewards.prompts.load(spec.prompt_key)
                 if rewards is not None:
                     earlier_pass_rate = rewards.pass_rate
+            run = GroupRun(
+                self._context,
+                spec,
+                group_ticket,
+                on_end=end,
+                carried=carried,
+                order=order,
+                earlier_pass_rate=earlier_pass_rate,
+            )
             self.gate.let_in()
         except BaseException:
             # Without a run, nothing else releases the ticket.
             group_ticket.release()
             raise
-        run = GroupRun(
-            self._context,
-            spec,
-            group_ticket,
-            on_end=end,
-            carried=carried,
-            order=order,
-            earlier_pass_rate=earlier_pass_rate,
-        )
         self.runs[run] = None
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name="darts-poller")
@@ -262,7 +273,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self._polling = None
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         """Number of running groups."""
         return len(self.runs)
 

@@ -105,7 +105,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._need_place = 1
         # Tokens that the group needs, as reported to the cohort.
         self._tokens_needed: int | None = None
-        # The `CohortDeadline.pending_bound` for which a minimum was reported.
+        # The `CohortDeadline.pending_cut_length` for which a minimum was reported.
         self._reported_limit: int | None = None
 
         # Number of trajectories for the caller, or None until it is certain.
@@ -182,9 +182,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Start new candidates after `suspend`."""
         self._carry_out(self._group.resume())
 
-    def set_deadline(self, tokens: int, bound: int | None = None) -> None:
+    def set_deadline(self, tokens: int, cut_length: int | None = None) -> None:
         """Apply the cohort's deadline, and the length in tokens at which every candidate is cut."""
-        self._feed(DeadlineSet(tokens, bound))
+        self._feed(DeadlineSet(tokens, cut_length))
 
     def poll(self) -> None:
         """Feed new scores, and progress that the state machine needs. Report to the cohort if the group is late."""
@@ -351,7 +351,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Report once for each limit of the cohort that the group needs more, so that the cohort does not wait."""
         if self._cohort is None or self._tokens_needed is not None or self._group.is_paused:
             return
-        limit = self._cohort.deadline.pending_bound
+        limit = self._cohort.deadline.pending_cut_length
         if limit is None or limit == self._reported_limit:
             return
         generated = {index: running.tokens() or 0 for index, running in self.runner.running.items()}
@@ -393,14 +393,14 @@ class GroupRun(Generic[RequestT, OutputT]):
             tail_wait = now - finish_times[rule.num_shortest - 1]
 
         deadline = group.deadline
-        bound = group.bound
+        cut_length = group.cut_length
         explored = False
-        chosen = None
+        auto_choice = None
         max_lost = None
-        stretch = 1.0
+        factor = 1.0
         if self._cohort is not None:
             explored = self._cohort.record.explored
-            chosen = self._cohort.record.chosen
+            auto_choice = self._cohort.record.auto_choice
             deadline_rule = self._cohort.rule
             if explored:
                 # The group ran past its deadline: record the deadline that it would have had.
@@ -408,9 +408,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             if deadline_rule is not None:
                 max_lost = deadline_rule.max_lost
                 if deadline is not None:
-                    stretch = deadline_rule.stretch
+                    factor = deadline_rule.factor
                     if explored:
-                        bound = deadline_rule.bound_of(deadline)
+                        cut_length = deadline_rule.cut_length_of(deadline)
 
         size = len(group.candidates)
         completion_length = None
@@ -431,8 +431,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             error=None if error is None else str(error),
             cohort_deadline=deadline,
             max_lost=max_lost,
-            bound=bound,
-            stretch=stretch,
+            cut_length=cut_length,
+            factor=factor,
             completion_length=completion_length,
             num_shortest=rule.num_shortest if weights and rule.samples_rest else None,
             sampled_from=sampled_from(group),
@@ -441,7 +441,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             explored=explored,
             tokens_needed=self._tokens_needed,
             request_ids=self.request_ids,
-            chosen=chosen,
+            auto_choice=auto_choice,
             restarted_from=group.restarted_from,
             owner=self.owner,
             prompt_tokens=self.spec.tokens.prompt,

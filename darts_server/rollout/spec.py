@@ -9,7 +9,7 @@ from darts_server.engine.port import UNKNOWN_TOKENS, Engine, OutputT, RequestT, 
 from darts_server.observers import GroupEvents
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
-from darts_server.rollout.start_queue import StartQueue
+from darts_server.rollout.start_queue import FirstRound, StartQueue
 from darts_server.serving.admission import Ticket
 
 
@@ -51,6 +51,7 @@ class GroupSpec(Generic[RequestT]):
     """Whether a trajectory is delivered as soon as it is certain to be in the group."""
     on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
     quota: Quota | None = field(default=None, kw_only=True)
+    first_round: FirstRound | None = field(default=None, kw_only=True)
     tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
 
 

@@ -7,7 +7,7 @@ after it.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 TURN = 128
 """Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
@@ -21,6 +21,28 @@ TOKEN_SECONDS = 0.03
 StartingOrder = Callable[[int], float]
 """Returns the place of a candidate by its number of tokens, the lowest first. A candidate that is longer than expected
 gets ahead with every token."""
+
+
+class FirstRound:
+    """Lets the other candidates of a batch start when every group has started its first candidate.
+
+    Drafts come from what samples of the same prompt have answered. If all candidates of a group start together, none
+    of them has an answer when the others need drafts.
+    """
+
+    def __init__(self, groups: Iterable[str]) -> None:
+        """``groups``: ids of the groups."""
+        self._missing = set(groups)
+        self._is_over = asyncio.Event()
+
+    def arrive(self, group_id: str, _: object = None) -> None:
+        """Note that a group has started its first candidate, or has ended."""
+        self._missing.discard(group_id)
+        if not self._missing:
+            self._is_over.set()
+
+    async def wait(self) -> None:
+        await self._is_over.wait()
 
 
 class StartQueue:

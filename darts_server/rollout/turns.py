@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.types import TurnKind
 
 KEPT_ANSWERS = 65_536
@@ -59,7 +59,7 @@ class TokenIndex:
     """
 
     def __init__(self, kept: int) -> None:
-        self._stored: Kept[int, StoredSequence] = Kept(kept)
+        self._stored: FairCache[int, StoredSequence] = FairCache(kept)
         # Number of stored hashes in each bucket, and the XOR of these hashes. The highest bits choose the bucket.
         self._counts = np.zeros(1 << BUCKET_BITS, dtype=np.uint32)
         self._mixed = np.zeros(1 << BUCKET_BITS, dtype=np.uint64)
@@ -163,8 +163,8 @@ class Turns:
         """``clock``: monotonic seconds."""
         self._clock = clock
         self._sequences = TokenIndex(2 * kept)
-        self._sessions: Kept[str, _Session] = Kept(kept)
-        self._restarts: Kept[int, _Restarts] = Kept(kept)
+        self._sessions: FairCache[str, _Session] = FairCache(kept)
+        self._restarts: FairCache[int, _Restarts] = FairCache(kept)
 
     def classify(self, turn: Turn) -> TurnKind:
         """Return whether a request opens a trajectory, or why it does not. Set the turn's rank if it continues one."""

@@ -34,7 +34,7 @@ from darts_server.rollout.pruning.scoring import VOTE_BLOBS, DetectionPoint, Sco
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, Sample, VoteOutcome, VoteWeights
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Confidence:
             kind: DetectionPoint(blobs, kind, calibration, width=0, name=f"of votes by {kind}") for kind in KINDS
         }
         # By group id, candidate index and kind.
-        self._scores: Kept[str, Mapping[int, Mapping[str, float]]] = Kept(kept)
+        self._scores: FairCache[str, Mapping[int, Mapping[str, float]]] = FairCache(kept)
         self._save_soon = Debounce(SAVE_SECONDS, lambda: self._sync_with_store(save=True))
         self._sync_with_store()
 

@@ -21,7 +21,7 @@ step at once, as a batch or as single requests, and all of these must be admitte
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class AdmissionLimits:
     """Limits of admission. None means no limit."""
 
     max_waiting: int | None = None
@@ -50,7 +50,7 @@ class Ticket:
         """Change the number of candidates, or raise as `Admission.admit` and change nothing."""
         more = candidates - self.candidates
         if more > 0:
-            held = 0 if self._who is None else self._who.held
+            held = 0 if self._who is None else self._who.num_candidates
             self._admission.check(more, self._name, held, field)
         self._add(more)
 
@@ -100,7 +100,7 @@ class Ticket:
         self._ahead += ahead
         self._admission.ahead += ahead
         if self._who is not None:
-            self._who.held += candidates
+            self._who.num_candidates += candidates
         if self._name is not None:
             by_caller = self._admission.by_caller
             by_caller[self._name] += candidates
@@ -123,14 +123,16 @@ class Admission:
         capacity: number of candidates that the engine runs at once, or None if no candidate ever waits.
     """
 
-    def __init__(self, unfinished: Callable[[], int], capacity: int | None, bounds: Bounds | None = None) -> None:
+    def __init__(
+        self, unfinished: Callable[[], int], capacity: int | None, limits: AdmissionLimits | None = None
+    ) -> None:
         self._unfinished = unfinished
         self._capacity = capacity
-        self._bounds = bounds or Bounds()
+        self._limits = limits or AdmissionLimits()
         # Number of candidates that may run and wait together.
         self._limit: int | None = None
-        if capacity is not None and self._bounds.max_waiting is not None:
-            self._limit = capacity + self._bounds.max_waiting
+        if capacity is not None and self._limits.max_waiting is not None:
+            self._limit = capacity + self._limits.max_waiting
         self.by_caller: Counter[str] = Counter()
         """Candidates in flight."""
         self.requests = 0
@@ -159,15 +161,15 @@ class Admission:
             who = Caller()
         name = None if who.is_admin else who.name
         try:
-            self.check(candidates, name, who.held, field)
+            self.check(candidates, name, who.num_candidates, field)
         except DartsError as error:
-            who.refused = error
+            who.refusal = error
             raise
         return Ticket(self, name, who, candidates)
 
     def count_free(self, name: str | None) -> float:
         """Return how many more candidates a key may have: inf without limits, below 0 after groups were restarted."""
-        quota = self._bounds.max_per_caller
+        quota = self._limits.max_per_caller
         free = inf
         if quota is not None and name is not None:
             free = quota - self.by_caller[name]
@@ -178,7 +180,7 @@ class Admission:
     def check(self, candidates: int, name: str | None, held: int, field: str) -> None:
         """Raise an error of `admit` unless a request with ``held`` candidates may have ``candidates`` more."""
         total = held + candidates
-        quota = self._bounds.max_per_caller
+        quota = self._limits.max_per_caller
         if quota is not None and name is not None:
             if total > quota:
                 raise InvalidRequest(
@@ -204,6 +206,6 @@ class Admission:
         if self._unfinished() + self.ahead + candidates > self._limit:
             raise Overloaded(
                 f"{self.waiting} candidates wait for the engine, and with {candidates} more there would be more than "
-                f"{self._bounds.max_waiting} (--max-queued-candidates); retry later",
+                f"{self._limits.max_waiting} (--max-queued-candidates); retry later",
                 RETRY_SECONDS,
             )

@@ -235,6 +235,10 @@ class Settings(BaseModel):
             folder: Path | None = getattr(self, name)
             if folder is not None and not folder.is_dir():
                 raise ValueError(f"{name} must be an existing folder, got {folder}")
+        if self.replicas is None:
+            for name in ("ray_address", "gpus_per_replica"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is only used with replicas; set --replicas, or omit it")
         if self.group_size is not None and self.num_longest >= self.group_size:
             raise ValueError(f"num_longest must be smaller than group_size = {self.group_size}, got {self.num_longest}")
         return self

@@ -16,6 +16,7 @@ from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from darts_server.drafts.lengths import MAX_DRAFT_TOKENS
 from darts_server.exceptions import InvalidSetting
 from darts_server.vllm.engine_core.plugin import COMBINED, EXTENSION, SHARE_CORES, WORKER, end_engine_with_server
 from darts_server.vllm.requests.sampling import PROCESSED_LOGPROBS
@@ -28,9 +29,6 @@ RAW_SUFFIX = ":raw"
 
 DRAFTER = "darts_server.vllm.engine_core.drafter.Drafter"
 OTHER_DRAFTERS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
-MAX_DRAFT_TOKENS = 12
-"""Maximum tokens of a draft. In the third epoch of the tiny task 5.7 tokens were accepted in a step with 16, and 5.4
-with 12; a longer draft reserves more of the KV cache."""
 
 NO_COMPILATION = "TORCHDYNAMO_DISABLE"
 """Environment variable of torch: ``1`` disables compilation, in child processes too."""

@@ -131,7 +131,10 @@ class ExternalUpdates:
             await session.run_phase(phase, step)
         except Exception as error:
             self._session = None
-            await self.coordinator.fail(session, error)
+            # In a task: a trainer that disconnects must not cancel it half-way, which would leave the gate closed.
+            restoring = asyncio.create_task(self.coordinator.fail(session, error))
+            restoring.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.shield(restoring)
             raise
         finally:
             if self._session is not None:

@@ -50,14 +50,14 @@ def replay(
     rule: SelectionRule,
     candidates: Sequence[Candidate],
     deadline: int | None = None,
-    bound: int | None = None,
+    cut_length: int | None = None,
 ) -> Replay:
     """Run finished candidates again, with their tail draws. All start together and get one token a step.
 
     Args:
         candidates: at least ``rule.size``.
         deadline: the cohort's deadline in tokens, set at the start.
-        bound: length in tokens at which every candidate is cut.
+        cut_length: length in tokens at which every candidate is cut.
     """
     group = Group(rng=_Draws(c.tail_draw for c in candidates), max_replacements=0)
     group.open(rule, len(candidates))
@@ -65,7 +65,7 @@ def replay(
     by_length = deque(sorted(range(len(candidates)), key=lambda i: lengths[i]))
     start: list[Event] = [Started(i) for i in range(len(candidates))]
     if deadline is not None:
-        start.insert(0, DeadlineSet(deadline, bound))
+        start.insert(0, DeadlineSet(deadline, cut_length))
     group.handle(*start)
 
     step = 0

@@ -11,6 +11,7 @@ import pytest
 
 from darts_client import Group, Trajectory
 from darts_client.advantages import unbiased_advantages
+from darts_client.integrations._weighting import weighted_advantages
 from darts_client.tensors import to_tensors
 from darts_server.group.group import Group as Run
 from darts_server.group.group import sampled_from, selection_weights
@@ -62,7 +63,7 @@ def shaped(probability: float, candidates: Sequence[Outcome], run: Run) -> Shape
         for k, c in enumerate(chosen)
     )
     shortest = run.rule.num_shortest if run.rule.samples_rest else None
-    group = Group("g", None, trajectories, counted=count, num_shortest=shortest, sampled_from=sampled_from(run))
+    group = Group("g", None, trajectories, num_eligible=count, num_shortest=shortest, sampled_from=sampled_from(run))
     return ShapedGroup(probability, candidates, group, [c.index for c in chosen])
 
 
@@ -150,7 +151,7 @@ def test_others_of_a_sample_estimate_the_mean_of_all_survivors_whichever_are_sam
         baselines = []
         for sample in (each for each in combinations(survivors, size) if one in each):
             sampled = group([weights[i] * len(survivors) / size for i in sample], sampled_from=len(survivors))
-            advantages = unbiased_advantages(replace(sampled, counted=count), [rewards[i] for i in sample])
+            advantages = unbiased_advantages(replace(sampled, num_eligible=count), [rewards[i] for i in sample])
             own_weight = weights[one] * len(survivors) / size
             baselines.append(rewards[one] - advantages[sample.index(one)] * count / (size * own_weight))
         others = sum(weights[i] * rewards[i] for i in survivors if i != one)
@@ -194,7 +195,7 @@ def test_without_weights_the_gradient_is_biased() -> None:
 
 def group(weights: Sequence[float | None], **more: Any) -> Group:
     trajectories = tuple(Trajectory(k, "", (1,), None, "stop", weight=weight) for k, weight in enumerate(weights))
-    return Group("g", None, trajectories, number=3, counted=len(weights), **more)
+    return Group("g", None, trajectories, number=3, num_eligible=len(weights), **more)
 
 
 def test_groups_without_weights_and_wrong_numbers_of_rewards_are_refused() -> None:
@@ -217,3 +218,8 @@ def test_tensors_have_weights_and_unbiased_advantages_also_with_a_baseline_that_
     with pytest.raises(ValueError, match="baselines need"):
         to_tensors(groups, [[1.0, 0.0]] * 2, baselines=baselines)
     assert to_tensors([group([1.0, None])], [[1.0, 0.0]]).weights is None
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_a_batch_without_groups_has_no_advantages(scale: bool) -> None:
+    assert weighted_advantages([], [], scale=scale) == []

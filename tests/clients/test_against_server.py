@@ -195,7 +195,7 @@ def test_rewards_are_matched_to_their_trajectories(client: Client) -> None:
     assert statistics is not None
     assert (statistics.rewarded, statistics.right) == (SIZE, 2)
     weights = [t.weight or 0.0 for t in group.trajectories]
-    assert sum(weights) == group.candidates == group.counted == record.counted
+    assert sum(weights) == group.candidates == group.num_eligible == record.num_eligible
     assert [c.weight for c in record.candidates if c.selected_as is not None] == weights
     assert record.num_shortest == group.num_shortest == SIZE - 1
     assert statistics.pass_rate == pytest.approx((weights[0] + weights[3]) / sum(weights))

@@ -179,7 +179,7 @@ def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform
     record: dict[str, Any] = {**dict.fromkeys(GroupRecord.model_fields), "outcome": "completed", "duration": 0.5}
     record |= {"mixed_versions": False, "explored": False, "members": [], "generated": 10, "returned": 8}
     record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP}
-    return record | {"counted": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
+    return record | {"num_eligible": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
 
 
 INPUTS = [{"prompt": prompt} for prompt in PROMPTS for _ in range(GROUP)]

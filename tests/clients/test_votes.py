@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from darts_client import Client, ProtocolError, Vote
+from darts_client import Client, PromptSpec, ProtocolError, Vote
 from darts_server.engine.scripted import Script
 
 from .servers import RunningServer, serving
@@ -60,6 +60,19 @@ def test_a_chat_is_sent_as_messages() -> None:
         "weights": "majority",
         "chat_template_kwargs": {"a": False},
     }
+
+
+def test_a_prompt_spec_brings_its_key_and_options_which_override_the_votes() -> None:
+    server = FakeServer(ANSWER)
+    with Client(URL, transport=server.transport) as client:
+        spec = PromptSpec("p", key="sums/3", chat_template_kwargs={"a": True}, tools=[{"b": 1}])
+        client.vote(spec, n=1, max_tokens=9, pattern="(4)", key="other", chat_template_kwargs={"a": False, "c": 2})
+        with pytest.raises(ValueError, match="has no metadata"):
+            client.vote(PromptSpec("p", metadata={"answer": 4}), n=1, max_tokens=9, pattern="(4)")
+    [request] = server.requests
+    body = json.loads(request.content)
+    assert (body["prompt"], body["key"], body["tools"]) == ("p", "sums/3", [{"b": 1}])
+    assert body["chat_template_kwargs"] == {"a": True, "c": 2}
 
 
 VOTER = trajectory(0, 0, 2, logprobs=None) | {"answer": "4", "score": None, "weight": 1.0}

@@ -88,7 +88,7 @@ def weighted(truncated_long: bool) -> Group:
         replace(answer("#", 4), weight=1.0, selected_as="short"),
         replace(answer(RIGHT, 48, truncated_long), weight=3.0, selected_as="long"),
     ]
-    return replace(group(*trajectories), counted=5, num_shortest=2)
+    return replace(group(*trajectories), num_eligible=5, num_shortest=2)
 
 
 def test_unbiased_advantages_follow_weights_and_have_one_scale_for_the_whole_step() -> None:

@@ -90,7 +90,7 @@ def cases(
 
 @st.composite
 def scored(draw: st.DrawFn, of: st.SearchStrategy[Case]) -> Case:
-    """Cases whose candidates are scored while they run, so that some are pruned. They have no bound."""
+    """Cases whose candidates are scored while they run, so that some are pruned. They have no cut length."""
     case = draw(of)
     count = len(case.truths)
     return replace(

@@ -50,25 +50,25 @@ def chosen(rule: Rule, fates: Fates, limit: int | None = None) -> dict[int, Sele
             return first | drawn
 
 
-def is_bounded(rule: Rule) -> bool:
+def has_cut_length(rule: Rule) -> bool:
     return isinstance(rule, CutTail)
 
 
-def bounded(rule: Rule, fates: Fates, bound: int | None, kept: Collection[int] = ()) -> Fates:
-    """Return the fates if ``bound`` had been the length limit of all candidates that are not ``kept``."""
-    if bound is None or not is_bounded(rule):
+def truncated(rule: Rule, fates: Fates, cut_length: int | None, kept: Collection[int] = ()) -> Fates:
+    """Return the fates if ``cut_length`` had been the length limit of all candidates that are not ``kept``."""
+    if cut_length is None or not has_cut_length(rule):
         return fates
     return {
-        i: replace(fate, length=bound, valid=False) if fate.length > bound and i not in kept else fate
+        i: replace(fate, length=cut_length, valid=False) if fate.length > cut_length and i not in kept else fate
         for i, fate in fates.items()
     }
 
 
-def cut_lengths(rule: Rule, fates: Fates, limit: int | None, bound: int | None = None) -> dict[int, int]:
-    """Return the cut candidates with their lengths, if ``limit`` and ``bound`` were set from the beginning."""
+def cut_lengths(rule: Rule, fates: Fates, limit: int | None, cut_length: int | None = None) -> dict[int, int]:
+    """Return the cut candidates with their lengths, if ``limit`` and ``cut_length`` were set from the beginning."""
     if not isinstance(rule, CutTail) or limit is None:
         return {}
-    ends = (end for end in (deadline(fates, rule.completion_place, limit), bound) if end is not None)
+    ends = (end for end in (deadline(fates, rule.completion_place, limit), cut_length) if end is not None)
     end = min(ends, default=None)
     if end is None:
         return {}
@@ -131,7 +131,7 @@ Open = tuple[tuple[int, int, float], ...]
 
 @cache
 def possible(
-    rule: Rule, known: Known, running: Open, limit: int | None = None, bound: int | None = None
+    rule: Rule, known: Known, running: Open, limit: int | None = None, cut_length: int | None = None
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Return the candidates that are in the group in some future, and the candidates that are in it in all futures.
 
@@ -142,7 +142,7 @@ def possible(
     everyone = frozenset(i for i, _ in known) | {i for i, _, _ in running}
     every = everyone
     kept = {i for i, _ in known}
-    for fates in (bounded(rule, fates, bound, kept) for fates in futures(rule, known, running, limit)):
+    for fates in (truncated(rule, fates, cut_length, kept) for fates in futures(rule, known, running, limit)):
         group = chosen(rule, fates, limit).keys()
         some |= group
         every &= group

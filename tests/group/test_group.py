@@ -267,7 +267,7 @@ def test_a_running_tail_is_cut_when_it_reaches_the_deadline() -> None:
     assert (group.candidates[2].tokens, group.candidates[2].state) == (6, State.SELECTED)
 
 
-def test_a_tail_that_finished_beyond_the_bound_is_cut_at_once() -> None:
+def test_a_tail_that_finished_beyond_the_cut_length_is_cut_at_once() -> None:
     group = opened(CutTail(1, 1), 3, draws=(0.9, 0.1, 0.8))
     assert group.handle(DeadlineSet(3, 6), stop(1, 9)) == [Cut(1, 6)]
     assert group.handle(stop(0, 2), stop(2, 4)) == [

@@ -20,7 +20,7 @@ from tests.group.cases import (
     cases,
     thoroughly,
 )
-from tests.group.oracle import Fate, Fates, chosen, cut_lengths, deadline, is_bounded, possible
+from tests.group.oracle import Fate, Fates, chosen, cut_lengths, deadline, has_cut_length, possible
 from tests.group.world import Case, Ending, Peek, Truth, World
 
 DECIDED_BY_THE_BOUND = Case(
@@ -113,10 +113,12 @@ def assert_exact(case: Case, world: World, fates: Fates) -> None:
     """Assert that the group is the rule's choice, where a cut candidate counts as truncated."""
     group = chosen(case.rule, fates, world.limit)
     cuts = {
-        i: end for i, end in cut_lengths(case.rule, fates, world.limit, world.bound).items() if i not in world.whole
+        i: end
+        for i, end in cut_lengths(case.rule, fates, world.limit, world.cut_length).items()
+        if i not in world.whole
     }
-    at_bound = dict.fromkeys(world.cuts.keys() - cuts.keys(), world.bound)
-    assert world.cuts == cuts | at_bound
+    at_cut_length = dict.fromkeys(world.cuts.keys() - cuts.keys(), world.cut_length)
+    assert world.cuts == cuts | at_cut_length
     assert all(case.truths[i].length > end for i, end in world.cuts.items())
     selected_as = SelectedAs.LONG if isinstance(case.rule, CutTail) else SelectedAs.FILL
     assert world.selection == group | {i: selected_as for i in world.cuts if i in group}
@@ -161,7 +163,7 @@ def outlook(case: Case, world: World) -> tuple[frozenset[int], frozenset[int]]:
     tokens = world.known | {i: stopped.known for i, stopped in world.stopped.items()}
     running = ((i, known, world.draw(i)) for i, known in sorted(tokens.items()))
     ended = ((i, fate) for i, fate in sorted(world.finished.items(), key=lambda f: f[0]))
-    return possible(case.rule, tuple(ended), tuple(running), world.limit, world.bound)
+    return possible(case.rule, tuple(ended), tuple(running), world.limit, world.cut_length)
 
 
 @thoroughly
@@ -302,17 +304,17 @@ def test_a_cut_candidate_is_in_the_tail_with_its_first_tokens(case: Case) -> Non
         candidate = world.group.candidates[i]
         assert candidate.cut
         assert (candidate.tokens, candidate.finish_reason) == (tokens, FinishReason.LENGTH)
-        if tokens != world.bound:
+        if tokens != world.cut_length:
             assert candidate.selected_as is SelectedAs.LONG
         else:
-            # It was cut at the bound before it was known to be in the group.
+            # It was cut at the cut length before it was known to be in the group.
             assert candidate.selected_as is SelectedAs.LONG or candidate.reason is DiscardReason.TRUNCATED
 
 
 @thoroughly
 @given(cases(WITH_FAILURES, of=WITH_DEADLINE, max_replacements=6), st.integers(1, 6), st.integers(0, 4))
-def test_no_candidate_runs_beyond_the_bound(case: Case, limit: int, slack: int) -> None:
-    assume(is_bounded(case.rule))
+def test_no_candidate_runs_beyond_the_cut_length(case: Case, limit: int, slack: int) -> None:
+    assume(has_cut_length(case.rule))
     world = replace(case, peek=Peek.CHECKS, limits={0: limit}, slack=slack).world().run()
     for i, run in enumerate(world.runs):
         # Nothing is decided before the group is open.

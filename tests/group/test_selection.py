@@ -60,10 +60,10 @@ def assess(
     finished: Sequence[Candidate],
     early: bool = False,
     deadline: int | None = None,
-    bound: int | None = None,
+    cut_length: int | None = None,
 ) -> Verdict:
     selector = selector_of(rule, (*running, *finished), early, deadline)
-    selector.bound = bound
+    selector.cut_length = cut_length
     stops = selector.stops()
     for index in stops:
         selector.update(replace(selector.candidates[index], state=State.DISCARDED))
@@ -307,7 +307,7 @@ def test_a_group_does_at_once_everything_that_its_rule_says(case: Case) -> None:
         alive = [c for c in group.candidates if c.alive]
         running = [c for c in alive if c.running]
         finished = [c for c in alive if not c.running]
-        verdict = assess(case.rule, running, finished, early, group.deadline, group.bound)
+        verdict = assess(case.rule, running, finished, early, group.deadline, group.cut_length)
         assert not verdict.stops, "not stopped yet"
         assert group.check_at == verdict.check_at
         assert not early or verdict.certain <= world.delivered.keys(), "not delivered yet"

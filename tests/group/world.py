@@ -31,7 +31,7 @@ from darts_server.group.events import (
 )
 from darts_server.group.group import Group, UniformGenerator
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
-from tests.group.oracle import Fate, Rule, bounded
+from tests.group.oracle import Fate, Rule, truncated
 
 MAX_STEPS = 400
 """Steps after which a group counts as waiting for ever. No truth takes a tenth of them."""
@@ -99,7 +99,7 @@ class Case:
     """Parameters of a world. ``seed`` determines the group's random numbers, ``order`` the order of events.
 
     ``at_once``: whether the events of a step are reported in one call, and not in calls of any size. ``limits``:
-    deadlines by the step that sets them, with a bound that is ``slack`` more. ``additions``: steps that add one
+    deadlines by the step that sets them, with a cut length that is ``slack`` more. ``additions``: steps that add one
     candidate each. ``opening``: step that opens the group, after deadlines and additions of this step. ``scores``:
     scores of each candidate by index, or empty. ``chances``: seed for pruning, or None to prune nothing.
     """
@@ -161,9 +161,9 @@ class World:
 
     step: int = 0
     limit: int | None = None
-    bound: int | None = None
+    cut_length: int | None = None
     finished_before: set[int] = field(default_factory=set)
-    """Candidates that finished before the bound applied."""
+    """Candidates that finished before the cut length applied."""
     at_opening: Mapping[int, int] = field(default_factory=dict)
     """Tokens of each candidate when the group was opened."""
     whole: frozenset[int] = frozenset()
@@ -248,7 +248,7 @@ class World:
         if isinstance(event, DeadlineSet):
             if self.limit is None and self.group.outcome is None:
                 self.limit = event.tokens
-                self.bound = event.bound
+                self.cut_length = event.cut_length
                 self.whole = frozenset(self.delivered)
         elif event.index in self.known:
             match event:
@@ -257,7 +257,7 @@ class World:
                 case Finished(i, tokens, reason):
                     del self.known[i]
                     self.finished[i] = Fate(tokens, reason is FinishReason.STOP, self.draw(i))
-                    if self.bound is None or not self.group.is_open:
+                    if self.cut_length is None or not self.group.is_open:
                         self.finished_before.add(i)
                 case Failed(i) | Lost(i):
                     del self.known[i]
@@ -398,7 +398,7 @@ class World:
     def _cut(self, i: int, tokens: int) -> None:
         assert self.limit is not None
         assert tokens >= self.limit
-        assert self.bound is None or tokens <= self.bound
+        assert self.cut_length is None or tokens <= self.cut_length
         assert i not in self.delivered, f"delivered whole, and cut: {i}"
         if i in self.known:
             assert self.known.pop(i) >= tokens
@@ -413,9 +413,9 @@ class World:
         return self.group.candidates[i].tail_draw
 
     def fates(self) -> dict[int, Fate]:
-        """Return the end of every started candidate if the group stopped none. The bound applies."""
+        """Return the end of every started candidate if the group stopped none. The cut length applies."""
         ends = {
             i: Fate(run.truth.length, run.truth.ending is not Ending.LENGTH, self.draw(i))
             for i, run in enumerate(self.runs)
         }
-        return dict(bounded(self.case.rule, ends, self.bound, self.finished_before))
+        return dict(truncated(self.case.rule, ends, self.cut_length, self.finished_before))

@@ -29,10 +29,12 @@ OTHERS = ("off", "cap", "uniform", "darts", "darts_cut")
 FAULTS = ("update", "abort", "disconnect")
 
 
-@pytest.fixture(scope="module")
-def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(
+    scope="module", params=["off", pytest.param("auto", marks=pytest.mark.nightly)], ids="speculate-{}".format
+)
+def server(serve: Serve, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("rows") / "log"
-    with serve(DARTS, log, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
+    with serve(DARTS, log, "--speculate", request.param, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
         yield running
 
 

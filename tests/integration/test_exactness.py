@@ -34,14 +34,14 @@ PROMPTS = ["7a-5b*4>", "1a+5b*4c-3>", "3a*7b+2c-5d*9>", "2a+2b+2c+2d+2e+2f+2>", 
 SIZE = 8
 CANDIDATES = 12
 COHORT = 32
-UNBOUNDED = Deadline(exploration=0.0, bound=1000.0)
+CUT_LATE = Deadline(exploration=0.0, cut_factor=1000.0)
 POLICIES = {
     "sampled": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED),
     "longest": Shaping(redundancy=1.5, num_longest=1, tail=Tail.LONGEST),
     "shortest": Shaping(redundancy=1.5, num_longest=0),
     "darts": Shaping(redundancy=1.5, num_longest=1, tail=Tail.SAMPLED, adaptive=True),
-    "cut": Shaping(redundancy=1.5, deadline=UNBOUNDED),
-    "cap": Shaping(redundancy=1.0, deadline=Deadline(exploration=0.0, bound=1.25), completion_share=2 / 3),
+    "cut": Shaping(redundancy=1.5, deadline=CUT_LATE),
+    "cap": Shaping(redundancy=1.0, deadline=Deadline(exploration=0.0, cut_factor=1.25), completion_share=2 / 3),
 }
 FIXED = ("sampled", "longest", "shortest")
 
@@ -301,25 +301,26 @@ async def test_a_cut_cohort_returns_the_first_tokens_of_its_tails_without_waitin
     assert cut >= 3, "a tenth of the groups and more have tails beyond the deadline"
 
 
-async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_bound(
+async def test_a_cap_returns_all_candidates_and_none_runs_on_beyond_the_cut_length(
     engine: TinyEngine, unshaped: list[tuple[str, RequestOutput]]
 ) -> None:
     results = await run_cohort(engine, "cap", unshaped)
     [cohort] = [b for b in engine.cohorts if b.policy == "cap"]
     assert cohort.deadline is not None
     place = ceil(SIZE * 2 / 3)
-    bound = ceil(1.25 * cohort.deadline)
-    cut = bounded = 0
+    cut_length = ceil(1.25 * cohort.deadline)
+    cut = 0
+    at_cut_length = 0
     for record, shaped, raw in results:
         assert [c.index for c in record.selected] == list(range(SIZE))
         valid = sorted(len(c.token_ids) for c in raw.outputs[:SIZE] if c.finish_reason == "stop")
-        own = valid[place - 1] if len(valid) >= place else bound
-        assert record.bound in (bound, None), "None: it was complete before the batch had one"
+        own = valid[place - 1] if len(valid) >= place else cut_length
+        assert record.cut_length in (cut_length, None), "None: it was complete before the batch had one"
         for candidate in check_cut(record, shaped, raw):
-            assert candidate.tokens == min(bound, max(cohort.deadline, own))
-            bounded += candidate.tokens == bound
+            assert candidate.tokens == min(cut_length, max(cohort.deadline, own))
+            at_cut_length += candidate.tokens == cut_length
             cut += 1
-    assert cut > bounded
+    assert cut > at_cut_length
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_auto_says_how_many_prompts_of_a_batch_have_run(server: Server) -> None:
         assert answer.status_code == 200, answer.text
         records = httpx.get(f"{server.url}/darts/v1/groups/{answer.json()['id']}").json()["groups"]
         assert {record["policy"] for record in records} == {"auto"}
-        assert {record["chosen"] for record in records} == reasons
+        assert {record["auto_choice"] for record in records} == reasons
         assert {len(record["candidates"]) for record in records} == {5}
     rest = post(server, {**body, "prompts": [], "carried": True, "carry": "resume"}).json()
     assert (len(rest["groups"]), rest["carried"]) == (4, 0)

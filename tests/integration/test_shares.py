@@ -146,8 +146,6 @@ def test_another_key_cannot_cancel_a_batch_and_has_idempotency_keys_of_its_own(s
         lines = stream.iter_lines()
         batch_id = json.loads(next(line for line in lines if line.startswith("data: "))[6:])["id"]
         assert call(server, "DELETE", f"/darts/v1/rollouts/{batch_id}", OTHER).status_code == 404
-        known = {"tokens": 5, "stretch": 1.0, "bound": 2.0}
-        assert call(server, "PUT", f"/darts/v1/rollouts/{batch_id}/deadline", OTHER, json=known).status_code == 404
         assert [line for line in lines if line.startswith("event: ")][-1] == "event: done"
     other = call(server, "POST", path, OTHER, json=body, headers={"Idempotency-Key": "both"})
     assert other.status_code == 200

@@ -1,6 +1,7 @@
 """What is sampled with ``--speculate auto`` is what is sampled without, in fewer steps."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from math import sqrt
 from pathlib import Path
 from random import Random
@@ -9,10 +10,11 @@ import httpx
 import numpy as np
 import pytest
 
-from benchmarks.speculation import Answer, decode_steps, draw
+from benchmarks.speculation import METHODS, Answer, decode_steps, draw
+from benchmarks.speculation_exact import FEW_BLOCKS, SITUATIONS, compare, table
 from darts_client import Client
 from darts_server.offline.demo.problems import sample_problem
-from darts_server.offline.demo.server import DARTS, MODEL, Server
+from darts_server.offline.demo.server import DARTS, MODEL, Server, serving
 from tests.integration.fork_server import Serve
 
 pytestmark = pytest.mark.engine
@@ -57,6 +59,28 @@ def test_lengths_and_right_answers_are_the_same_and_steps_are_fewer(
     for value in (lambda answer: len(answer.token_ids), lambda answer: answer.right, lambda answer: answer.logprob):
         assert abs(z_of(value, base, answers)) < 4.5
     assert fast_steps < 0.7 * plain_steps
+
+
+QUICK = ("n = 8, vLLM's route", "resumed", "aborts meanwhile", "updates meanwhile")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("one_thread")
+def test_all_kinds_of_requests_sample_the_same(serve_one: Serve, tmp_path: Path, nightly: bool) -> None:
+    def server_of(method: str, flags: Sequence[str]) -> AbstractContextManager[Server]:
+        # Servers that are forked have a number of blocks already.
+        start = serving if flags == FEW_BLOCKS else serve_one
+        return start(DARTS, tmp_path / method, *METHODS[method], *flags)
+
+    names = list(SITUATIONS) if nightly else QUICK
+    rounds = 8 if nightly else 2
+    comparisons = compare(names, "auto", PROBLEMS, rounds, server_of)
+    assert len(comparisons) == len(names)
+    for comparison in comparisons:
+        assert max(map(abs, comparison.scores)) < 4.5, table(comparisons)
+        assert comparison.gap is None or comparison.gap < 1e-4, table(comparisons)
+        if SITUATIONS[comparison.name].flags == FEW_BLOCKS:
+            assert comparison.preemptions > 0, "so few blocks are not enough for all requests"
 
 
 def test_no_token_follows_a_stop_string(fast: Server) -> None:

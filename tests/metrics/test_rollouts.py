@@ -95,7 +95,7 @@ def test_counters_exist_from_the_start_and_no_label_grows_with_use() -> None:
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
     metrics.single_request_classified(TurnKind.OPENING)
-    metrics.group_sealed(True)
+    metrics.group_closed(True)
     metrics.group_ended(record())
     assert counted(registry) == before
     labels = {label for family in registry.collect() for sample in family.samples for label in sample.labels}
@@ -125,7 +125,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
         "darts_length_tokens": lambda kind, statistic: len(kind) if statistic == "p50" else None,
         "darts_deadline_lost_share": lambda policy, max_lost: None,
         "darts_deadline_lost_groups": lambda policy, max_lost: max_lost.groups,
-        "darts_deadline_stretch": lambda policy, max_lost: 1 + max_lost.answers,
+        "darts_deadline_factor": lambda policy, max_lost: 1 + max_lost.answers,
     }
     metrics = RolloutMetrics("tiny", reads, registry)
     assert value(registry, "darts_step_seconds", sequences="16") == 2
@@ -140,7 +140,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
     metrics.group_ended(replace(cut, policy="cap"))
     metrics.group_ended(replace(cut, policy="darts_cut"))
     for policy in ("cap", "darts_cut"):
-        assert value(registry, "darts_deadline_stretch", policy=policy) == 1.25
+        assert value(registry, "darts_deadline_factor", policy=policy) == 1.25
         assert value(registry, "darts_deadline_lost_share", policy=policy) is None
 
 

@@ -52,7 +52,7 @@ class Training:
         for _ in range(batches):
             choice = choose_ahead(self.limits, self.state, NEEDED, self.offered)
             self.choices.append(choice)
-            more = choice.begun - NEEDED
+            more = choice.started - NEEDED
             seconds = (self.ahead if more else 1.0) * exp(self.noise * self.rng.standard_normal())
             self.state = learn_ahead(
                 self.limits, self.state, choice, AheadOutcome(TOKENS, self.stale * more, TOKENS, seconds, self.alone)
@@ -72,7 +72,7 @@ OUTCOME = AheadOutcome(TOKENS, 0, TOKENS, 2.0, [1.0, 1.0, 4.0])
 def test_all_prompts_run_from_the_first_batch_on() -> None:
     training = Training(ahead=0.5)
     assert training.run(4) == "1111"
-    assert {choice.begun for choice in training.choices} == {OFFERED}
+    assert {choice.started for choice in training.choices} == {OFFERED}
     assert training.choices[-1].reason == "24 of 24 prompts run, and the first 16 groups are returned"
     assert training.run(100) == 100 * "1", "this is clearly faster than what is needed alone"
     assert training.choices[0].reason.endswith("; running ahead takes 0.50 of the time")
@@ -173,7 +173,7 @@ def test_batches_that_cannot_run_ahead_change_no_choice() -> None:
 def test_the_share_that_runs_ahead_follows_the_share_of_stale_tokens_to_the_limit_and_back() -> None:
     training = Training(0.5, AutoLimits(most_stale=0.25), stale=400)
     training.run(40)
-    assert [choice.begun for choice in training.choices[-3:]] == [20] * 3
+    assert [choice.started for choice in training.choices[-3:]] == [20] * 3
     training.limits = AutoLimits(most_stale=0.01)
     training.run(30)
     assert FEWEST_AHEAD <= training.state.share < 0.2
@@ -191,13 +191,13 @@ def test_batches_that_run_only_needed_prompts_do_not_change_the_share() -> None:
 
 
 def test_no_prompt_runs_ahead_if_no_token_may_be_stale() -> None:
-    assert choose_ahead(AutoLimits(most_stale=0.0), AheadState(), NEEDED, OFFERED).begun == NEEDED
+    assert choose_ahead(AutoLimits(most_stale=0.0), AheadState(), NEEDED, OFFERED).started == NEEDED
 
 
-@pytest.mark.parametrize(("offered", "begun"), [(10, 10), (16, 16), (24, 20)])
-def test_no_more_prompts_run_than_are_offered(offered: int, begun: int) -> None:
+@pytest.mark.parametrize(("offered", "started"), [(10, 10), (16, 16), (24, 20)])
+def test_no_more_prompts_run_than_are_offered(offered: int, started: int) -> None:
     choice = choose_ahead(AutoLimits(), AheadState(share=0.5), NEEDED, offered)
-    assert (choice.begun, choice.needed, choice.offered) == (begun, NEEDED, offered)
+    assert (choice.started, choice.needed, choice.offered) == (started, NEEDED, offered)
 
 
 def test_time_is_compared_per_generated_token_with_the_returned_tokens_alone() -> None:

@@ -36,8 +36,8 @@ def test_rounding_of_floats_does_not_raise_the_rank() -> None:
     assert Deadline(quantile=0.55).from_lengths(range(1, 101), 100) == 55
 
 
-def test_the_deadline_is_stretched_and_never_0() -> None:
-    assert Deadline(stretch=1.5).from_lengths([100] * 10, 10) == 150
+def test_the_deadline_is_multiplied_and_never_0() -> None:
+    assert Deadline(factor=1.5).from_lengths([100] * 10, 10) == 150
     assert Deadline().from_lengths([0] * 10, 10) == 1
     assert Deadline().from_lengths([], 0) is None
 
@@ -50,14 +50,14 @@ def test_a_given_deadline_is_known_from_the_start_and_stays() -> None:
     assert cohort.tokens == 70
     for group in range(10):
         cohort.report_need(group, 10)
-    assert [cohort.tokens, cohort.pending_bound] == [70, None]
+    assert [cohort.tokens, cohort.pending_cut_length] == [70, None]
 
 
-def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
+def test_groups_that_can_only_be_longer_than_the_cut_length_do_not_count() -> None:
     cohort = CohortDeadline(Deadline(), 10)
     for group in range(8):
         cohort.report_need(group, 20)
-    assert cohort.pending_bound == 40
+    assert cohort.pending_cut_length == 40
     cohort.report_minimum(8, 41)
     assert cohort.tokens is None
     cohort.report_minimum(9, None)
@@ -66,11 +66,11 @@ def test_groups_that_can_only_be_longer_than_the_bound_do_not_count() -> None:
 
 def test_earlier_groups_set_the_deadline_of_a_cohort_without_needs() -> None:
     cohort = CohortDeadline(Deadline(recent=20), 10)
-    assert cohort.pending_bound == 160
+    assert cohort.pending_cut_length == 160
     for group in range(10):
         assert cohort.tokens is None
         cohort.report_minimum(group, 161 if group % 2 else None)
-    assert [cohort.tokens, cohort.pending_bound] == [80, None]
+    assert [cohort.tokens, cohort.pending_cut_length] == [80, None]
 
 
 def test_a_removed_group_counts_only_if_it_has_reported_its_need() -> None:
@@ -116,11 +116,11 @@ def test_the_deadline_follows_from_the_reports(
             minimums.pop(group, None)
         expected = rule.from_lengths(needs, len(needs) + len(minimums))
         others = None if expected is not None else rule.without_others(needs, len(minimums))
-        bound = None if others is None else rule.bound_of(others)
-        if bound is not None and all(minimum is None or minimum > bound for minimum in minimums.values()):
+        cut_length = None if others is None else rule.cut_length_of(others)
+        if cut_length is not None and all(minimum is None or minimum > cut_length for minimum in minimums.values()):
             expected = others
-            bound = None
-        assert [cohort.tokens, cohort.pending_bound] == [expected, bound]
+            cut_length = None
+        assert [cohort.tokens, cohort.pending_cut_length] == [expected, cut_length]
         if expected is not None:
             return
 
@@ -163,17 +163,17 @@ def test_cut_groups_count_as_longer_and_make_the_deadline_later_if_they_are_many
     assert RecentCompletionLengths(lengths).deadline(Deadline()) == tokens
 
 
-def test_if_hardly_any_group_is_complete_before_its_bound_there_is_no_deadline() -> None:
+def test_if_hardly_any_group_is_complete_before_its_cut_length_there_is_no_deadline() -> None:
     recent = RecentCompletionLengths([10] * WINDOW)
-    bounds = []
+    cut_lengths = []
     while (tokens := recent.deadline(Deadline())) is not None:
-        bounds.append(Deadline().bound_of(tokens))
+        cut_lengths.append(Deadline().cut_length_of(tokens))
         recent.add(0)
-    assert bounds == sorted(bounds)
-    assert bounds[-1] == 80
-    assert len(bounds) == WINDOW - MIN_GROUPS + 1
+    assert cut_lengths == sorted(cut_lengths)
+    assert cut_lengths[-1] == 80
+    assert len(cut_lengths) == WINDOW - MIN_GROUPS + 1
 
 
 def test_the_quantile_leaves_out_cut_groups() -> None:
-    assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0] * 50).quantile(Deadline(stretch=2.0)) == 40
+    assert RecentCompletionLengths([10] * 8 + [40] * 8 + [0] * 50).quantile(Deadline(factor=2.0)) == 40
     assert RecentCompletionLengths([10] * 7 + [0] * 50).quantile(Deadline()) is None

@@ -1,4 +1,4 @@
-"""Callers with and without keys that send everything at once, on the scripted engine: no bound is ever exceeded."""
+"""Callers with and without keys that send everything at once, on the scripted engine: no limit is ever exceeded."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
-from darts_server.serving.admission import Bounds
+from darts_server.serving.admission import AdmissionLimits
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample
 from tests.rollout.helpers import AtOnce, Documents, Texts
 
@@ -109,7 +109,7 @@ class Server:
             planner,
             Statistics(Documents(), CAPACITY),
             Intervals(poll=0, allocation=0, join=0.001),
-            bounds=Bounds(max_waiting=MAX_WAITING, max_per_caller=SHARE),
+            admission_limits=AdmissionLimits(max_waiting=MAX_WAITING, max_per_caller=SHARE),
         )
         self.admission = self.rollouts.admission
         texts = SlowTexts(rng)
@@ -211,13 +211,13 @@ async def play(requests: Sequence[Request], seed: int) -> None:
     serving = asyncio.gather(*(server.serve(request, number) for number, request in enumerate(requests)))
     for _ in range(MAX_TURNS):
         await server.engine.step()
-        if serving.done() and not server.rollouts.running:
+        if serving.done() and not server.rollouts.num_running:
             break
     await serving
     assert server.engine.most <= CAPACITY + MAX_WAITING
     assert server.engine.most_of_a_key <= SHARE
     admission = server.admission
-    assert (server.rollouts.running, admission.ahead, admission.requests) == (0, 0, 0)
+    assert (server.rollouts.num_running, admission.ahead, admission.requests) == (0, 0, 0)
     for name in ("one", "other"):
         assert admission.count_free(name) == SHARE  # nothing that has ended is held
 

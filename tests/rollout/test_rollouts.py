@@ -14,7 +14,7 @@ from darts_server.policy.allocation import Brownout
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.statistics import observations
 from darts_server.rollout.spec import GroupSpec
-from darts_server.serving.admission import Admission, Bounds
+from darts_server.serving.admission import Admission, AdmissionLimits
 from darts_server.types import DiscardReason
 from tests.rollout.batches.test_batch import batch_request, script, submit
 from tests.rollout.helpers import Harness, lengths
@@ -63,7 +63,7 @@ async def test_all_groups_with_the_same_id_are_stopped(end: str) -> None:
     else:
         getattr(harness.rollouts, end)("g")
     await settle()
-    assert (harness.rollouts.running, harness.engine.running) == (0, [])
+    assert (harness.rollouts.num_running, harness.engine.running) == (0, [])
     for task in waiting:
         with pytest.raises((GroupAborted, ServerStopping)):
             await task
@@ -71,7 +71,7 @@ async def test_all_groups_with_the_same_id_are_stopped(end: str) -> None:
 
 async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:
     harness = Harness(lengths(5), {"uniform": Shaping(redundancy=2.0, num_longest=0)})
-    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, 4, Bounds(max_waiting=16))
+    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, 4, AdmissionLimits(max_waiting=16))
     harness.rollouts._brownout = Brownout(4, 16)
     runs, candidates = [], []
     for number in range(5):
@@ -92,7 +92,7 @@ async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty
 async def test_redundancy_rises_later_than_it_falls_and_reading_it_changes_nothing() -> None:
     harness = Harness(lengths(5))
     waiting = 0
-    harness.rollouts.admission = Admission(lambda: waiting, 0, Bounds(max_waiting=100))
+    harness.rollouts.admission = Admission(lambda: waiting, 0, AdmissionLimits(max_waiting=100))
     harness.rollouts._brownout = Brownout(20, 100)
     run = harness.run(2)
     waiting = 100
@@ -112,7 +112,7 @@ async def test_redundancy_rises_later_than_it_falls_and_reading_it_changes_nothi
 
 async def test_a_batch_that_needs_more_candidates_than_a_key_may_have_is_refused() -> None:
     harness = Harness(script)
-    harness.rollouts.admission = Admission(lambda: 0, None, Bounds(max_per_caller=18))
+    harness.rollouts.admission = Admission(lambda: 0, None, AdmissionLimits(max_per_caller=18))
     token = caller.set(Caller("one"))
     with pytest.raises(InvalidRequest, match="a key may have") as error:
         await submit(harness, batch_request("20", "30", "40", "50"))  # six for each group
@@ -195,7 +195,7 @@ async def test_weights_count_the_candidates_since_the_restart() -> None:
     await waiting
     record = harness.record("g")
     assert DiscardReason.TAIL_PRUNED in [c.reason for c in record.candidates[:6]]
-    assert record.counted == sum(c.weight or 0.0 for c in record.candidates) == 6
+    assert record.num_eligible == sum(c.weight or 0.0 for c in record.candidates) == 6
 
 
 async def test_no_candidate_starts_while_the_server_is_suspended() -> None:
@@ -223,7 +223,7 @@ async def test_no_candidate_runs_after_a_caller_has_left_a_suspended_group() -> 
     harness.rollouts.resume()
     await settle()
     assert harness.engine.running == []
-    assert harness.rollouts.running == 0
+    assert harness.rollouts.num_running == 0
 
 
 async def test_single_requests_are_restarted_with_their_own_seeds() -> None:
@@ -287,4 +287,4 @@ async def test_suspending_at_any_time_leaves_every_group_complete_and_of_one_ver
         record = harness.record(name)
         assert len(trajectories) == record.size == len(record.selected)
         assert not record.mixed_versions
-    assert harness.rollouts.running == 0
+    assert harness.rollouts.num_running == 0

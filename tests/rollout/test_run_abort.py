@@ -43,7 +43,7 @@ async def test_an_abort_returns_partial_outputs_of_the_candidates_that_started_f
     assert record.outcome is Outcome.CANCELLED
     assert {c.reason for c in record.candidates} == {DiscardReason.CANCELLED}
     assert harness.recorder.started == len(record.candidates) == 6
-    assert harness.rollouts.running == 0
+    assert harness.rollouts.num_running == 0
     harness.rollouts.abort_all("a second sweep")
     harness.rollouts.abort("g")
 
@@ -113,14 +113,18 @@ async def test_an_aborted_request_gets_its_candidate_and_its_group_continues() -
     assert sorted(c.result.tokens for c in callers) == [3, 9, 9, 9]
     assert len(harness.engine.started) == 6, "none was started in its place: the others are enough"
     [record] = harness.recorder.records
-    assert (record.candidates[1].tokens, record.candidates[1].reason, record.counted) == (3, DiscardReason.ABORTED, 5)
+    assert (record.candidates[1].tokens, record.candidates[1].reason, record.num_eligible) == (
+        3,
+        DiscardReason.ABORTED,
+        5,
+    )
     await harness.assert_empty()
 
 
 async def test_an_aborted_request_whose_candidate_has_not_started_gets_an_empty_output() -> None:
     harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
     callers = [harness.send(f"c{number}") for number in range(4)]
-    while not harness.rollouts.running:
+    while not harness.rollouts.num_running:
         await asyncio.sleep(0)
     harness.rollouts.abort("c0")
     await settle()

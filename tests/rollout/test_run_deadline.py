@@ -24,7 +24,7 @@ SEEDS = range(8)
 
 
 def shaping(exploration: float = 0.0) -> Shaping:
-    return Shaping(redundancy=1.5, adaptive=True, deadline=Deadline(exploration=exploration, bound=1000.0))
+    return Shaping(redundancy=1.5, adaptive=True, deadline=Deadline(exploration=exploration, cut_factor=1000.0))
 
 
 @dataclass
@@ -80,7 +80,7 @@ async def play(harness: Harness, policy: str) -> Played:
     groups = await harness.groups(list(runs.values()))
     outputs = {name: {t.index: t.output for t in group} for name, group in zip(GROUPS, groups, strict=True)}
     [batch] = harness.recorder.cohorts
-    assert harness.rollouts.running == 0
+    assert harness.rollouts.num_running == 0
     return Played(harness, runs, outputs, batch, harness.engine.now)
 
 
@@ -135,6 +135,6 @@ async def test_explored_groups_are_not_cut_and_are_marked(seed: int) -> None:
             assert len(output) == fates[index].length
         if record.deadline is not None:
             assert record.deadline == max(played.batch.deadline, played.needed(name))
-            assert record.bound == 1000 * played.batch.deadline
+            assert record.cut_length == 1000 * played.batch.deadline
             beyond += any(c.tokens > record.deadline for c in tails(record))
     assert beyond, "something would have been taken away"

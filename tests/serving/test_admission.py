@@ -4,7 +4,7 @@ import pytest
 
 from darts_server.caller import Caller, caller
 from darts_server.exceptions import InvalidRequest, Overloaded, QuotaReached
-from darts_server.serving.admission import Admission, Bounds
+from darts_server.serving.admission import Admission, AdmissionLimits
 
 CAPACITY = 10
 
@@ -25,8 +25,8 @@ def engine() -> Engine:
     return Engine()
 
 
-def an_admission(engine: Engine, capacity: int | None = CAPACITY, **bounds: int) -> Admission:
-    return Admission(lambda: engine.unfinished, capacity, Bounds(**bounds))
+def an_admission(engine: Engine, capacity: int | None = CAPACITY, **limits: int) -> Admission:
+    return Admission(lambda: engine.unfinished, capacity, AdmissionLimits(**limits))
 
 
 @pytest.mark.parametrize(("unfinished", "waiting"), [(0, 0), (CAPACITY, 0), (CAPACITY + 3, 3)])
@@ -86,14 +86,14 @@ def test_each_key_has_its_own_quota_and_admins_have_none(engine: Engine) -> None
             caller.set(late)
             with pytest.raises(QuotaReached, match="8 candidates in flight, and 1 more"):
                 admission.admit(1)
-            assert isinstance(late.refused, QuotaReached)
+            assert isinstance(late.refusal, QuotaReached)
         with pytest.raises(InvalidRequest, match="needs 9 candidates, and a key may have 8") as error:
             admission.admit(9, "prompts")
         assert error.value.field == "prompts"
         for who in (other, Caller(), Caller("root", is_admin=True)):
             caller.set(who)
             admission.admit(8).release()
-            assert who.refused is None
+            assert who.refusal is None
     caller.set(again)
     admission.admit(8)
 
@@ -131,10 +131,10 @@ def test_parts_of_a_ticket_outlive_it_and_can_be_merged(engine: Engine) -> None:
     caller.set(who)
     ticket = admission.admit(8)
     part = ticket.split(3)
-    assert (ticket.candidates, part.candidates, who.held) == (5, 3, 5)
+    assert (ticket.candidates, part.candidates, who.num_candidates) == (5, 3, 5)
     ticket.mark_started()
     ticket.release()
-    assert (admission.ahead, admission.requests, who.held) == (3, 0, 0)
+    assert (admission.ahead, admission.requests, who.num_candidates) == (3, 0, 0)
     caller.set(Caller("one"))
     with admission.admit(5) as second:
         part.merge(second)

@@ -34,6 +34,8 @@ def test_flags_override_the_environment_which_overrides_the_file_which_overrides
         ({"group_size": "1025"}, ["--group-size = 1025", "2 to 1024"]),
         ({"redundancy": "0", "tail": "x"}, ["--redundancy", "--tail"]),
         ({"policy": "darts", "redundancy": "3"}, ["redundancy must be at most max_redundancy = 2.0, got 3.0"]),
+        ({"ray_address": "auto"}, ["ray_address is only used with replicas; set --replicas, or omit it"]),
+        ({"gpus_per_replica": "2"}, ["gpus_per_replica is only used with replicas"]),
         ({"keep_ratio": "0.95"}, ["keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none"]),
     ],
 )

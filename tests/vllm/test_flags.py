@@ -4,19 +4,23 @@ from argparse import Namespace
 from importlib import import_module
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from darts_server.exceptions import InvalidSetting
+from darts_server.offline.demo.server import MODEL
 from darts_server.vllm import flags
 from darts_server.vllm.checks import check_devices
 from darts_server.vllm.engine_core import worker
 from darts_server.vllm.engine_core.plugin import SERVER_PID, SHARE_CORES
 from darts_server.vllm.flags import (
+    DRAFTER,
     NO_COMPILATION,
     NO_COMPILER,
     PLUGINS,
     can_compile,
     extension,
+    parse,
     prepare,
     speculation_flags,
 )
@@ -110,3 +114,11 @@ def test_speculate_adds_our_drafter_to_vllms_flags() -> None:
 def test_speculate_and_a_drafter_of_vllm_exclude_each_other(flags: list[str]) -> None:
     with pytest.raises(InvalidSetting, match="--speculate auto has a drafter of its own"):
         speculation_flags(["some/model", *flags], speculate=True)
+
+
+def test_vllm_names_our_drafter_in_its_configuration() -> None:
+    """`VllmEngine.drafts_from_siblings` reads it there."""
+    args = parse(speculation_flags([str(MODEL)], speculate=True))
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config().speculative_config
+    assert config is not None
+    assert config.model == DRAFTER

@@ -257,6 +257,21 @@ async def test_a_trainer_that_disconnects_while_an_update_begins_leaves_the_gate
     assert harness.updates.coordinator.version == 1
 
 
+async def test_a_trainer_that_disconnects_while_old_weights_are_restored_leaves_them_restored(
+    harness: Harness,
+) -> None:
+    await harness.push(5)
+    harness.model.fail["write"] = [RuntimeError("broken")]
+    update = asyncio.create_task(harness.trainer.update())
+    harness.model.during["load"] = update.cancel
+    async with asyncio.timeout(30):
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        await until(harness, State.SERVING)
+    harness.check_serves(1, all=5)
+    await enter(harness.gate)
+
+
 async def test_a_trainer_that_dies_before_its_first_tensor_has_changed_nothing(tmp_path: Path) -> None:
     harness = Harness(tmp_path, SHORT_TIMEOUT)
     await harness.trainer.update()

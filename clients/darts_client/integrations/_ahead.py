@@ -84,7 +84,7 @@ class BatchesAhead:
         self._drawn = position.drawn
         self._pending = position.pending
         # Groups that an earlier server returned beyond the wanted number.
-        self._spare: list[tuple[int, TokenIds, Group]] = []
+        self._surplus: list[tuple[int, TokenIds, Group]] = []
         self._size = size
         self._max_started = ceil(size * (1 + ahead))
         self._batches_left = batches
@@ -127,12 +127,12 @@ class BatchesAhead:
 
     def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the pending prompts to start again, the pending prompts that wait, and the number of new prompts."""
-        num_undrawn = self._batches_left * self._size - len(pending) - len(self._spare)
+        num_undrawn = self._batches_left * self._size - len(pending) - len(self._surplus)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0
         if self._long_rounds and num_undrawn >= self._size:
             return (), pending, min(self._max_started, num_undrawn)
-        num_new = max(0, self._max_started - len(pending) - len(self._spare))
+        num_new = max(0, self._max_started - len(pending) - len(self._surplus))
         return pending, (), min(num_new, num_undrawn)
 
     def _request_batch(
@@ -143,20 +143,20 @@ class BatchesAhead:
         waiting: tuple[int, ...],
     ) -> Batch:
         """Request groups for a batch. Keep surplus groups and prompts without a group. `waiting` were not started."""
-        wanted = max(0, self._size - len(self._spare))
+        wanted = max(0, self._size - len(self._surplus))
         groups = self._request(token_ids, wanted) if wanted else ()
         places = [group.number for group in groups]
         complete = set(places)
         if len(complete) != len(places) or len(places) < wanted:
             raise ProtocolError(f"the batch has groups {places}, not {wanted} different ones of {len(started)}")
 
-        results = self._spare + [(started[group.number], token_ids[group.number], group) for group in groups]
-        self._spare = results[self._size :]
+        results = self._surplus + [(started[group.number], token_ids[group.number], group) for group in groups]
+        self._surplus = results[self._size :]
         self._drawn = drawn
         self._pending = waiting + tuple(number for place, number in enumerate(started) if place not in complete)
-        spare = tuple(number for number, _, _ in self._spare)
+        surplus = tuple(number for number, _, _ in self._surplus)
         prompts, prompt_tokens, prompt_groups = map(list, zip(*results[: self._size], strict=True))
-        return Batch(prompts, prompt_tokens, prompt_groups, Position(drawn, self._pending + spare))
+        return Batch(prompts, prompt_tokens, prompt_groups, Position(drawn, self._pending + surplus))
 
 
 class GroupRequests:

@@ -79,7 +79,7 @@ def weighted_advantages(
         else:
             baseline = record.earlier_pass_rate if by_pass_rate else None
             advantages += unbiased_advantages(record, earned, baseline)
-    if not scale:
+    if not scale or not advantages:
         return advantages
     root_mean_square = sqrt(sum(value**2 for value in advantages) / len(advantages))
     if root_mean_square == 0:

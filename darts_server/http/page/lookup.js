@@ -81,7 +81,7 @@ class Lookup {
     const facts = [
       ["Prompt", prompt],
       ["Policy", group.policy],
-      ...(group.chosen ? [["Chosen", group.chosen]] : []),
+      ...(group.auto_choice ? [["Choice of auto", group.auto_choice]] : []),
       ["Outcome", group.error ? `${group.outcome}: ${group.error}` : group.outcome],
       ["Selected of started", `${group.candidates.filter((each) => each.selected_as).length} of ${group.candidates.length}`],
       ["Duration", seconds(group.duration)],

@@ -89,7 +89,7 @@ class GroupAnswer(GroupFacts):
     )
     generated: int = Field(description="Tokens of all candidates.")
     returned: int = Field(description="Tokens of the selected candidates.")
-    bound: int | None = Field(
+    cut_length: int | None = Field(
         description="Length in tokens at which every candidate was cut, or would have been cut if the group had not "
         "explored its deadline. Null without a deadline."
     )
@@ -100,7 +100,7 @@ class GroupAnswer(GroupFacts):
     members: list[str] = Field(
         description="For a group of single requests: the ids of the requests, and the caller's name of the group."
     )
-    chosen: str | None = Field(
+    auto_choice: str | None = Field(
         description='Under auto, in a batch with `"carry": "resume"`: how many prompts of the batch have run, and why.'
     )
     zero_variance: bool | None = Field(

@@ -305,7 +305,7 @@ class GroupOut(GroupFacts):
         facts["mixed_versions"] = record is not None and record.mixed_versions
         # The candidates of a failed group have no weights.
         if result.error is not None:
-            facts["counted"] = None
+            facts["num_eligible"] = None
 
         # Ties go to the lower index.
         by_length = sorted(result.samples, key=lambda index: (len(result.samples[index].token_ids), index))

@@ -57,8 +57,8 @@ Sampling = Annotated[
 class GroupFacts(BaseModel):
     """Facts of a group's record about how its trajectories were chosen."""
 
-    counted: int | None = Field(
-        description="N: number of candidates behind the weights, without candidates that failed or ran before a "
+    num_eligible: int | None = Field(
+        description="N: number of candidates that could be returned, without candidates that failed or ran before a "
         "restart."
     )
     num_shortest: int | None = Field(

@@ -9,6 +9,7 @@ from darts_server.http.body import Body, chunks_of, parse_body, read_body
 from darts_server.http.openapi import binary_body, json_body
 from darts_server.identifiers import LORA_NAME
 from darts_server.records import UpdateRecord
+from darts_server.types import UpdateOutcome
 from darts_server.weights.port import Rule, RuleName
 from darts_server.weights.updates import Updates
 
@@ -83,7 +84,9 @@ class WeightsAnswer(BaseModel):
     rule: str = Field(description="Rule for updates without `rule`.")
     loras: list[LoraAnswer]
     last: UpdateAnswer | None = Field(description="The last update, successful or not.")
-    last_error: str | None = Field(description="Error of the last failed update.")
+    last_error: str | None = Field(
+        description="Error of the last failed update, until an update succeeds and `intact` is true."
+    )
 
 
 def add_routes(api: APIRouter, updates: Updates) -> None:
@@ -172,12 +175,17 @@ def describe_weights(updates: Updates) -> WeightsAnswer:
         LoraAnswer(name=name, version=lora.version, rank=lora.config.rank, scale=lora.config.scale)
         for name, lora in updates.loras.served.items()
     ]
+    last = coordinator.last
+    last_error = coordinator.last_error
+    # An update of a part does not replace the tensors of a failed update.
+    if last is not None and last.outcome is UpdateOutcome.COMPLETED and updates.loaded.intact:
+        last_error = None
     return WeightsAnswer(
         version=coordinator.version,
         state=coordinator.state.value,
         intact=updates.loaded.intact,
         rule=coordinator.settings.rule.value,
         loras=loras,
-        last=UpdateAnswer.of(coordinator.last),
-        last_error=coordinator.last_error,
+        last=UpdateAnswer.of(last),
+        last_error=last_error,
     )

@@ -52,7 +52,7 @@ class _LimitedRequest(Request):
                 self._json = await anyio.to_thread.run_sync(load_json, body, self._max_parts, limiter=one_at_a_time)
         except InvalidRequest as error:
             # FastAPI gives all errors in this method the same answer; the middleware gives ours.
-            caller.get().refused = error
+            caller.get().refusal = error
             raise
         return self._json
 

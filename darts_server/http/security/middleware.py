@@ -36,8 +36,8 @@ FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """Prefixes of the headers that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
 GROUP_ID = "X-Darts-Group-Id"
-MAX_CLOSE_REASON = 100
-"""Characters of the reason for closing a WebSocket, which may have 123 bytes."""
+MAX_CLOSE_REASON = 123
+"""Bytes that a WebSocket may give as the reason for its end (RFC 6455, 5.5)."""
 STATE_KEY = "darts_group_id"
 """Key of a request's state with the id of its groups, if the request was shaped."""
 
@@ -97,8 +97,8 @@ class SecurityMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 error = None
-                if who.refused is not None and status >= HTTPStatus.BAD_REQUEST:
-                    error = who.refused
+                if who.refusal is not None and status >= HTTPStatus.BAD_REQUEST:
+                    error = who.refusal
                 elif status == HTTPStatus.INTERNAL_SERVER_ERROR:
                     error = lifecycle.stop_reason
                 if error is not None:
@@ -110,8 +110,8 @@ class SecurityMiddleware:
                 group_id = scope.get("state", {}).get(STATE_KEY)
                 if group_id:
                     headers[GROUP_ID] = header_value(group_id)
-                if who.answered is not None:
-                    headers.update(headers_of(who.answered))
+                if who.answered_error is not None:
+                    headers.update(headers_of(who.answered_error))
             if not is_replaced:
                 await send(message)
 
@@ -123,8 +123,8 @@ class SecurityMiddleware:
             lifecycle.requests -= starts_work
             caller.reset(token)
             # A traceback would keep the request's generators alive, which release their tickets when they are deleted.
-            who.refused = None
-            who.answered = None
+            who.refusal = None
+            who.answered_error = None
 
     def _check_access(self, scope: Scope, method: str, path: str, access: RouteAccess | None) -> Caller:
         # The first of several headers with the same name counts.
@@ -162,9 +162,9 @@ class SecurityMiddleware:
         """Count a refusal, and send its response."""
         self.on_refusal(_refusal_reason(error))
         if scope["type"] == "websocket":
-            await send(
-                {"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": str(error)[:MAX_CLOSE_REASON]}
-            )
+            # A character that is cut in the middle is left out.
+            reason = str(error).encode()[:MAX_CLOSE_REASON].decode(errors="ignore")
+            await send({"type": "websocket.close", "code": WS_1008_POLICY_VIOLATION, "reason": reason})
             return
 
         headers = headers_of(error)

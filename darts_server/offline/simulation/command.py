@@ -3,12 +3,13 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
+from darts_server.drafts.lengths import MAX_DRAFT_TOKENS
 from darts_server.exceptions import InvalidSetting
 from darts_server.offline.simulation.baselines import simulate_baselines
 from darts_server.offline.simulation.policies import DEFAULT, NAMES, Policy, parse_policy, split_policies
@@ -52,13 +53,22 @@ options of auto:
 
 auto learns for {LEARNING} steps before the measured steps.
 
+--speculate ACCEPTANCE adds a line for each policy on a server with --speculate auto. ACCEPTANCE is the probability that
+a drafted token is right if all tokens before it were, or one for each place in the draft: 0.8,0.7,0.6. The last counts
+for all further places. A prototype had .2 for a chat model of 135M parameters on word problems at temperature 1, .4
+at .7; and for the tiny model .55, and .88 from the third epoch on. docs/scaling.md says how to measure yours.
+
 presets:
 {chr(10).join(f"  {name:<18} {preset.about}" for name, preset in PRESETS.items())}
 
 examples:
   darts-server simulate --preset dapo-32b
   darts-server simulate --trace lengths.jsonl --preset deepcoder-14b-16k --replicas 4 --policies off uniform darts_cut
+  darts-server simulate --preset h200-8b --policies auto --speculate 0.5
 """
+
+DRAFTS = " + drafts"
+DRAFTS_LEGEND = "\n+ drafts                     with --speculate, compared with off without it"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,14 +94,21 @@ def main(argv: Sequence[str]) -> int:
     policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
     most = max(2 * size, *(policy.max_candidates(size) for policy in policies))
     candidates = Candidates(workload, machine, size, prompts, steps, most, not options.new_prompts, options.seed)
+    compared = {"": candidates}
+    legend = LEGEND
+    if options.speculate is not None:
+        times = replace(machine.step_time, drafts=options.speculate)
+        compared[DRAFTS] = replace(candidates, machine=replace(machine, step_time=times))
+        legend += DRAFTS_LEGEND
 
     runs: dict[str, list[Step]] = {}
     try:
         for policy in policies:
-            run = run_policy(policy, candidates)
-            print(f"{policy.name}: the first rollout takes {run[0].rollout.seconds:.1f} s", flush=True)
-            runs[policy.name] = run
-        found = [summarise(policy, run, size) for policy, run in runs.items()]
+            for suffix, candidates_of_run in compared.items():
+                run = run_policy(policy, candidates_of_run)
+                print(f"{policy.name}{suffix}: the first rollout takes {run[0].rollout.seconds:.1f} s", flush=True)
+                runs[policy.name + suffix] = run
+        found = [summarise(name_of_run, run, size) for name_of_run, run in runs.items()]
         found += simulate_baselines(runs[OFF], candidates)
     except ValueError as error:
         # A sequence does not fit into the engines' KV cache.
@@ -110,28 +127,40 @@ def main(argv: Sequence[str]) -> int:
             "steps": steps,
             "replicas": machine.replicas,
             "machine": asdict(machine),
+            "speculate": options.speculate,
             "policies": summaries,
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
         f"\n{name}: {steps} steps, {prompts} prompts x {size} trajectories, at most {workload.max_tokens} tokens, "
-        f"engines: {machine.replicas}\n{about}{advise(policies, summaries)}\n{LEGEND}\n\n{format_table(summaries)}"
+        f"engines: {machine.replicas}\n{about}{advise(policies, summaries)}\n{legend}\n\n{format_table(summaries)}"
     )
     return 0
 
 
 def advise(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
     """Return a line about the best policy that carries prompts over, or nothing if there is no such policy."""
-    speeds = {}
-    # The summaries of baselines come last.
-    for policy, summary in zip(policies, summaries, strict=False):
-        if policy.resumes:
-            speeds[policy.name] = summary["step_speedup"]
+    resuming = [policy.name for policy in policies if policy.resumes]
+    speeds = {summary["policy"]: summary["step_speedup"] for summary in summaries if summary["policy"] in resuming}
     if not speeds:
         return ""
     best = max(speeds, key=lambda name: speeds[name])
     gain = "gains next to nothing on these lengths: it " if speeds[best] < 1 + MARGIN else ""
     return f"Carry-over {gain}is at best {speeds[best]:.2f} times as fast as off ({best}).\n"
+
+
+def parse_acceptance(text: str) -> tuple[float, ...]:
+    """Return `StepTime.drafts`."""
+    try:
+        rates = [float(rate) for rate in text.split(",")]
+    except ValueError:
+        rates = [-1.0]
+    if not all(0 <= rate <= 1 for rate in rates) or len(rates) > MAX_DRAFT_TOKENS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a number from 0 to 1 nor a list of up to {MAX_DRAFT_TOKENS} of them, such as 0.8,0.7"
+        )
+    rates += [rates[-1]] * (MAX_DRAFT_TOKENS - len(rates))
+    return tuple(chance for chance in np.cumprod(rates).tolist() if chance > 0)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -156,6 +185,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
     policies_help = f"policies to compare with off (default: {' '.join(DEFAULT)})"
     add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help=policies_help)
+    speculate_help = "add a line for each policy with speculation, whose drafted tokens are right so often"
+    add("--speculate", type=parse_acceptance, metavar="ACCEPTANCE", help=speculate_help)
     add("--new-prompts", action="store_true", help="no prompt was seen before, so its lengths are not known")
     add("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="file for the figures of the table")

@@ -21,6 +21,8 @@ MAX_STALENESS = 4
 """The server's default. A prompt that continues in more steps starts again."""
 LEARNING = 20
 """Steps in which `auto` learns before the measured steps."""
+CURVE_POINTS = 24
+"""Points of the curve that `auto` learns with drafts."""
 WARM_UP = 2
 """Steps before the measured steps, if prompts are carried over."""
 
@@ -163,8 +165,8 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
             batch = candidates.longest_first(batch)
         if policy.most_stale is not None:
             choice = choose_ahead(limits, state, needed, len(batch))
-            waiting = [*batch[choice.begun :], *waiting]
-            batch = batch[: choice.begun]
+            waiting = [*batch[choice.started :], *waiting]
+            batch = batch[: choice.started]
 
         enough = needed if len(batch) > needed else None
         step = run_step(policy, batch, enough, candidates, recent)
@@ -193,12 +195,13 @@ def outcome_of(step: Step, machine: Machine) -> AheadOutcome:
     longest_first = returned[np.argsort(-returned.sum(axis=1), kind="stable")]
     # The server learns the time of a decode step by the number of sequences, whose contexts have the usual length.
     context = step.batch.prompt_tokens.mean() + (returned**2).sum() / returned.sum() / 2
-    per_sequence = float(machine.step_time.per_context_token * context)
-    decode = machine.step_time.decode
-    seconds = []
-    for batch, decode_seconds in zip(decode.batches, decode.seconds, strict=True):
-        seconds.append(decode_seconds + per_sequence * batch)
-    curve = LatencyCurve(decode.batches, tuple(seconds), decode.per_sequence + per_sequence)
+    times = machine.step_time
+    batches = np.asarray(times.decode.batches)
+    if times.drafts:
+        batches = np.union1d(batches, np.geomspace(1, machine.max_num_seqs, CURVE_POINTS).round())
+    seconds, _ = times.per_token(batches, batches * context)
+    per_sequence = times.decode.per_sequence + float(times.per_context_token * context)
+    curve = LatencyCurve(tuple(batches.tolist()), tuple(seconds.tolist()), per_sequence)
     curve = curve.scaled(1 / machine.replicas)
     capacity = machine.replicas * machine.max_num_seqs
     alone = curve.completion_seconds(longest_first.ravel().tolist(), capacity).reshape(longest_first.shape)

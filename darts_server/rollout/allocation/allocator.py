@@ -135,7 +135,7 @@ class Allocator:
             groups=groups,
             mean_candidates=size + (mean - size) * scale,
             explored=rule is not None and self.deadlines.choose_exploration(rule, plan.policy, groups),
-            chosen=None if auto is None else auto.choice.reason,
+            auto_choice=None if auto is None else auto.choice.reason,
         )
 
         def end(record: CohortRecord) -> None:

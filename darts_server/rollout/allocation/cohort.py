@@ -47,7 +47,7 @@ class Cohort:
         self._is_passed_on = self.deadline.tokens is not None
 
     def join(self, group: object, set_deadline: Callable[[int, int], None]) -> None:
-        """Add a group that has started. ``set_deadline``: called with the deadline and the bound, in tokens."""
+        """Add a group that has started. ``set_deadline``: called with the deadline and the cut length, in tokens."""
         self._members[group] = set_deadline
         if self.started_at is None:
             self.started_at = self._clock()
@@ -91,7 +91,7 @@ class Cohort:
         if group in self._members and not self.record.explored:
             assert self.rule is not None
             assert self.deadline.tokens is not None
-            self._members[group](self.deadline.tokens, self.rule.bound_of(self.deadline.tokens))
+            self._members[group](self.deadline.tokens, self.rule.cut_length_of(self.deadline.tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Deadlines of cohorts: learned from earlier groups, and stretched if they cost too many correct answers."""
+"""Deadlines of cohorts: learned from earlier groups, and moved later if they cost too many correct answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,22 +49,22 @@ class Deadlines:
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of correct answers that is lost, or None if too few are known."""
-        return self.losses(policy).share(self.stretch(policy, max_lost))
+        return self.losses(policy).share(self.factor(policy, max_lost))
 
     def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of groups that lose all correct answers, or None if too few are known."""
-        return self.lost_groups(policy).share(self.stretch(policy, max_lost))
+        return self.lost_groups(policy).share(self.factor(policy, max_lost))
 
-    def stretch(self, policy: str, max_lost: MaxLost) -> float:
+    def factor(self, policy: str, max_lost: MaxLost) -> float:
         """Return the factor on the policy's deadlines, at least 1."""
-        return max(self.losses(policy).stretch(max_lost.answers), self.lost_groups(policy).stretch(max_lost.groups))
+        return max(self.losses(policy).factor(max_lost.answers), self.lost_groups(policy).factor(max_lost.groups))
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
-        """Return the policy's deadline rule with the present stretch."""
+        """Return the policy's deadline rule with the present factor."""
         rule = shaping.deadline
         if rule is None:
             return None
-        return replace(rule, stretch=self.stretch(policy, rule.max_lost))
+        return replace(rule, factor=self.factor(policy, rule.max_lost))
 
     def recent_lengths(self, policy_and_size: str) -> RecentCompletionLengths:
         return self._lengths.load(policy_and_size) or RecentCompletionLengths()
@@ -83,7 +83,7 @@ class Deadlines:
         return self._rng.random() < rule.exploration
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn how many tokens a group needed, or that it was cut at the bound before."""
+        """Learn how many tokens a group needed, or that it was cut at the cut length before."""
         # Only policies with deadlines have `max_lost`.
         if record.max_lost is None or record.outcome is not Outcome.COMPLETED:
             return
@@ -116,22 +116,22 @@ class Deadlines:
 
 
 def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
-    """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its stretch.
+    """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its factor.
 
-    The limit is the bound for an answer that the group would wait for, and otherwise the deadline. A cut candidate had
-    become longer than its group would wait for, unless it was cut at the bound.
+    The limit is the cut length for an answer that the group would wait for, and otherwise the deadline. A cut candidate
+    had become longer than its group would wait for, unless it was cut at the cut length.
     """
     answers = []
     for c in record.selected:
         if not c.cut and c.index not in correct:
             continue
         relative_length = 0.0
-        # Bound and deadline are known together.
-        if record.cohort_deadline is not None and record.bound is not None:
+        # Cut length and deadline are known together.
+        if record.cohort_deadline is not None and record.cut_length is not None:
             needed = record.completion_length
             is_needed = needed is None or (c.tokens <= needed and not c.cut)
-            limit = record.bound if is_needed else record.cohort_deadline
-            relative_length = c.tokens * record.stretch / limit
+            limit = record.cut_length if is_needed else record.cohort_deadline
+            relative_length = c.tokens * record.factor / limit
         answers.append(Answer(relative_length, correct.get(c.index, False), c.cut, c.weight or 1.0))
     return answers
 
@@ -139,7 +139,7 @@ def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
 def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
     """Return the shortest correct answer, or the longest answer if all are known to be wrong.
 
-    Its length is relative to the bound, which no candidate may exceed.
+    Its length is relative to the cut length, which no candidate may exceed.
     """
     selected = record.selected
     right = [c.tokens for c in selected if correct.get(c.index, False)]
@@ -150,8 +150,8 @@ def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer
     else:
         return None
     relative_length = 0.0
-    if record.bound is not None:
-        relative_length = tokens * record.stretch / record.bound
+    if record.cut_length is not None:
+        relative_length = tokens * record.factor / record.cut_length
     return Answer(relative_length, is_right=bool(right), cut=any(c.cut for c in selected))
 
 

@@ -165,7 +165,7 @@ async def prepare_batch(
         auto = None
         if plan.auto is not None and batch.carry is Carry.RESUME:
             auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), lost_tokens)
-            places = auto.choice.begun
+            places = auto.choice.started
         allocate(groups, plan, batch.budget, rollouts, ticket, auto)
     except BaseException:
         ticket.release()

@@ -20,7 +20,7 @@ from darts_server.rollout.batches.carried import CarriedPrompt, CarriedPrompts, 
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.run import AnswerFormat, BatchRun, StreamMode
 from darts_server.rollout.rollouts import Rollouts
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         # By id, until a batch has given back its carried prompts.
         self._running: dict[str, BatchRun] = {}
         self._durable: dict[IdempotencyKey, _DurableBatch] = {}
-        self._ended: Kept[IdempotencyKey, _DurableBatch] = Kept(self._retention.kept_batches)
+        self._ended: FairCache[IdempotencyKey, _DurableBatch] = FairCache(self._retention.kept_batches)
         # Size of the requests of running durable batches, by owner.
         self._request_bytes: Counter[str | None] = Counter()
 

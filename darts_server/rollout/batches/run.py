@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from darts_server.caller import caller
@@ -28,6 +29,7 @@ from darts_server.rollout.batches.events import (
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec, OnAbort, Quota
+from darts_server.rollout.start_queue import FirstRound
 from darts_server.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,10 @@ class BatchRun:
         self._on_abort = ON_ABORT[prepared.carry]
         self._places = asyncio.Semaphore(prepared.places)
         self._quota = Quota(prepared.needed) if self._carry is Carry.RESUME else None
+        self._first_round: FirstRound | None = None
+        # A batch that waits for a part of its groups finishes them one after the other instead.
+        if rollouts.starts_in_rounds and prepared.needed == prepared.places == self.size:
+            self._first_round = FirstRound(self._group_id(group) for group in prepared.groups)
         self._results: list[GroupResult] = []
         # Tokens of all groups that have ended, also of groups that failed or were stopped.
         self._generated = 0
@@ -235,7 +241,10 @@ class BatchRun:
             async with self._rollouts.gate.enter():
                 self._has_entered = True
                 for group in self._starting_order():
-                    tasks[group.number] = asyncio.create_task(self._run_group(group))
+                    task = asyncio.create_task(self._run_group(group))
+                    tasks[group.number] = task
+                    if self._first_round is not None:
+                        task.add_done_callback(partial(self._first_round.arrive, self._group_id(group)))
                 await self._collect_results(tasks)
                 if self._carry is Carry.RESUME:
                     await self._stop_to_carry(tasks)
@@ -365,8 +374,7 @@ class BatchRun:
         await self._rollouts.starts.wait(group=group.allocation.candidates)
         if self._quota is not None and not self._quota.left:
             return None
-        group.has_started = True
-        group_id = f"{self.batch_id}-{group.number}"
+        group_id = self._group_id(group)
         result = GroupResult(
             group.number,
             group_id,
@@ -412,6 +420,9 @@ class BatchRun:
                 self._generated += run.record.generated_tokens
         return replace(result, samples=dict(sorted(samples.items())), record=run.record)
 
+    def _group_id(self, group: BatchGroup) -> str:
+        return f"{self.batch_id}-{group.number}"
+
     def _start_group(self, group: BatchGroup, group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
         """Start a group, from its carried tokens unless they are too old."""
         can_carry = self._carry is Carry.RESUME
@@ -439,9 +450,12 @@ class BatchRun:
             early=streams and not can_carry,
             on_abort=self._on_abort,
             quota=self._quota,
+            first_round=self._first_round,
             tokens=self._renderer.tokens(group.request),
         )
         ticket = self._prepared.ticket.split(group.allocation.candidates)
+        # From here on, the rollouts end the allocation.
+        group.has_started = True
         return self._rollouts.start(spec, group.allocation, ticket, carried)
 
     async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:

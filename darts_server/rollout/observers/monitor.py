@@ -10,7 +10,7 @@ from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 
 MAX_GROUPS = 256
 """Number of ended groups, and of running groups: the last step or two."""
@@ -26,7 +26,7 @@ MaySee = Callable[[str | None], bool]
 
 
 class Monitor:
-    """Keep the records of ended groups, and find running groups. At the limits, see `Kept`.
+    """Keep the records of ended groups, and find running groups. At the limits, see `FairCache`.
 
     ``clock``: the runner's clock, in seconds.
     """
@@ -44,7 +44,7 @@ class Monitor:
         self.rollouts = rollouts
         self._max_candidates = max_candidates
         # By owner, and by the value of `ended`.
-        self._records: Kept[int, GroupRecord] = Kept(max_groups, max_candidates)
+        self._records: FairCache[int, GroupRecord] = FairCache(max_groups, max_candidates)
 
     def group_ended(self, record: GroupRecord) -> None:
         self.ended += 1
@@ -130,7 +130,7 @@ class Viewer:
 
         return {
             "now": monitor.clock(),
-            "running": monitor.rollouts.running,
+            "running": monitor.rollouts.num_running,
             "candidates": sum(len(run.candidates) for run in monitor.rollouts.runs),
             # A group without changes has its id and an empty list of candidates.
             "groups": [group for group in changes if len(group) > 2 or group["candidates"]],

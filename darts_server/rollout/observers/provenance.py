@@ -5,7 +5,7 @@ from itertools import islice
 from operator import attrgetter
 
 from darts_server.records import GroupKey, GroupRecord
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 
 DEFAULT_KEPT = 10_000
 """Dozens of training steps."""
@@ -17,11 +17,11 @@ MAX_NUMBER_DIGITS = 7
 
 
 class Provenance:
-    """Keep the records of ``kept`` groups with ``kept_candidates`` candidates. At a limit, see `Kept`."""
+    """Keep the records of ``kept`` groups with ``kept_candidates`` candidates. At a limit, see `FairCache`."""
 
     def __init__(self, kept: int = DEFAULT_KEPT, kept_candidates: int = DEFAULT_KEPT_CANDIDATES) -> None:
         # By owner and group id.
-        self._records: Kept[str, GroupRecord] = Kept(kept, kept_candidates)
+        self._records: FairCache[str, GroupRecord] = FairCache(kept, kept_candidates)
         self._by_name: dict[str, list[GroupKey]] = {}
 
     def group_ended(self, record: GroupRecord) -> None:

@@ -16,7 +16,7 @@ from darts_server.identifiers import from_header
 from darts_server.records import GroupKey, GroupRecord, TrajectoryRecord
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.provenance import DEFAULT_KEPT, DEFAULT_KEPT_CANDIDATES
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.types import Outcome
 
 REWARDS_PER_TURN = 64
@@ -105,7 +105,7 @@ def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> by
 
 
 class RewardMatcher:
-    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them. At a limit, see `Kept`.
+    """Match rewards to trajectories of the ``kept`` newest groups, and learn from them. At a limit, see `FairCache`.
 
     Args:
         on_group_rewarded: called when all trajectories of a group have rewards, with the group's record, correctness by
@@ -127,7 +127,7 @@ class RewardMatcher:
         self._on_group_rewarded = on_group_rewarded
         self._on_report = on_report
         # By owner and group id.
-        self._groups: Kept[str, ReturnedGroup] = Kept(kept, DEFAULT_KEPT_CANDIDATES)
+        self._groups: FairCache[str, ReturnedGroup] = FairCache(kept, DEFAULT_KEPT_CANDIDATES)
         # Owners of the kept groups, by group id.
         self._owners: dict[str, set[str | None]] = {}
         self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}

@@ -30,7 +30,7 @@ from darts_server.rollout.pruning.scoring import (
     head_input,
     logprob_score,
 )
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.types import PruningStatus, SelectedAs
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Pruner:
         self._clock = clock
         self._save_soon = Debounce(SAVE_SECONDS, self._save)
         # By group id and candidate index. Limited in bytes.
-        self._pending: Kept[tuple[str, int], PendingLabel] = Kept(math.inf, settings.max_bytes)
+        self._pending: FairCache[tuple[str, int], PendingLabel] = FairCache(math.inf, settings.max_bytes)
         # By number of tokens.
         self._points: dict[int, DetectionPoint] = {}
         self._head: RemoteHead | None = None
@@ -217,7 +217,7 @@ class Pruner:
         return Scored(index, quality, survival)
 
     def _keep(self, group: GroupKey, index: int, score: PendingScore) -> None:
-        """Keep a score until the reward arrives. At the limit, see `Kept`."""
+        """Keep a score until the reward arrives. At the limit, see `FairCache`."""
         label = self._find_label(group, index)
         # Tokens of a trajectory never decrease, so this is a new trajectory under a request id that was used before.
         if label is not None and score.tokens <= label.scores[-1].tokens:

@@ -40,6 +40,7 @@ from darts_server.rollout.voting import VoteRunner
 from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.probe_receiver import ProbeReceiver
+from darts_server.vllm.flags import DRAFTER
 from darts_server.vllm.fleet.ranks import BY_PRIORITY, place
 from darts_server.vllm.requests.held import HeldRequests, OncePerTurn, changing_state
 from darts_server.vllm.requests.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
@@ -148,6 +149,8 @@ class VllmEngine:
         self.engines: int = config.parallel_config.data_parallel_size
         self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
         self.has_priorities: bool = config.scheduler_config.policy == BY_PRIORITY
+        speculative = config.speculative_config
+        self.drafts_from_siblings = speculative is not None and speculative.model == DRAFTER
 
     @property
     def weight_version(self) -> int:

@@ -60,10 +60,10 @@ class RunningEngine:
         return len(self.llm.engine_core.core_engines)
 
     @property
-    def lost(self) -> int:
+    def num_lost(self) -> int:
         """Number of engines that were lost so far."""
         core = self.llm.engine_core
-        return core.lost if isinstance(core, FleetCore) else 0
+        return core.num_lost if isinstance(core, FleetCore) else 0
 
 
 class Places(Protocol):

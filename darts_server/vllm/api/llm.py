@@ -333,7 +333,7 @@ class ShapingLLM(ControlledLLM):
                 selected: dict[int, RequestOutput] = {}
                 async for trajectory in run.trajectories():
                     await make_deferred(trajectory.output)
-                    generation.turn.rank = self.ranks.of(request.request_id, request.options)
+                    generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
                     if not streaming:
                         selected[trajectory.index] = trajectory.output
                         continue
@@ -368,7 +368,7 @@ class ShapingLLM(ControlledLLM):
             # A closed gate must not keep out a request that a running group waits for.
             async with self.gate.enter(skip_wait=joiner.expects(joining.join_key)):
                 output = await joiner.join(joining, on_join)
-            generation.turn.rank = self.ranks.of(request.request_id, request.options)
+            generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
             await make_deferred(output)
         yield to_choice(request.request_id, output, 0, last=True)
 

@@ -420,7 +420,7 @@ def _report_messages_errors(messages: Any) -> None:
             return await chat(*args, **more)
         except DartsError as error:
             # The middleware adds the headers of the error.
-            caller.get().answered = error
+            caller.get().answered_error = error
             return messages.create_error_response(error)
 
     async def convert_with_errors(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

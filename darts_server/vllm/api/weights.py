@@ -103,7 +103,9 @@ class VllmModel:
                 _raise_first(await call("collective_rpc", "darts_load_weights", None, (plan,), None))
             if self.loras is not None:
                 for lora in self.loras.pushed.values():
-                    await call("add_lora", lora)
+                    # The engine would load the adapter again for each request.
+                    if not await call("add_lora", lora):
+                        raise UpdateFailed(f"the engine did not accept the LoRA adapter {lora.lora_name!r}")
         except EngineError as error:
             raise UpdateFailed(f"the engine was lost while it loaded weights: {error}") from error
         await call("set_weight_version", str(self._llm.weight_version))

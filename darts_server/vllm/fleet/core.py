@@ -77,12 +77,12 @@ class FleetCore(AsyncMPClient):
         self.on_lost: Callable[[int], None] = lambda _: None
         self.on_hidden_states: Callable[[Sequence[bytes]], None] | None = None
         self.processor: OutputProcessor | None = None
-        self.lost = 0
+        self.num_lost = 0
         self.engines: dict[bytes, Engine] = {}
         self.moves = Counter[str]()
         """How often each running request has lost its engine."""
         # Lost engines whose requests were not moved yet. Each is in the queue after its last outputs.
-        self._lost: list[Engine] = []
+        self._lost_engines: list[Engine] = []
         self._transfer: list[Engine] | None = None
         self._seen_ranks: set[int] = set()
         self._call_ids = count()
@@ -112,7 +112,9 @@ class FleetCore(AsyncMPClient):
         """Give an engine the state of the others and then requests, or close its connection."""
         try:
             if self.on_hidden_states is not None:
-                await self.install_probe(engine)
+                for fault in await self.install_probe(engine):
+                    if fault is not None:
+                        logger.warning("engine %d reports no hidden states: %s", engine.rank, fault)
             if self.bring_to_state is not None:
                 await self.bring_to_state(engine)
         except Exception as error:
@@ -132,13 +134,13 @@ class FleetCore(AsyncMPClient):
             return
         del self.engines[engine.name]
         self.core_engines = [name for name in self.core_engines if name != engine.name]
-        self.lost += 1
+        self.num_lost += 1
         logger.error("engine %d is lost with %d requests: %s", engine.rank, len(engine.requests), reason)
         for future in engine.calls.values():
             if not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
         engine.joining.cancel()
-        self._lost.append(engine)
+        self._lost_engines.append(engine)
         self.outputs_queue.put_nowait(engine)
         if not is_replaced:
             self.on_lost(engine.rank)
@@ -158,7 +160,7 @@ class FleetCore(AsyncMPClient):
                 else:
                     engine.silent = 0.0
                 if engine.silent > seconds:
-                    engine.lost(f"it has requests, and sent nothing for {seconds:g} s (--engine-watchdog)")
+                    engine.connection_lost(f"it has requests, and sent nothing for {seconds:g} s (--engine-watchdog)")
                     engine.connection.close("it hangs")
 
     @property
@@ -180,7 +182,7 @@ class FleetCore(AsyncMPClient):
             if not isinstance(received, Engine):
                 return received
             await self._move_requests(received)
-            self._lost.remove(received)
+            self._lost_engines.remove(received)
 
     async def _move_requests(self, lost: "Engine") -> None:
         """Resume the requests of a lost engine on other engines, or end them."""
@@ -255,7 +257,7 @@ class FleetCore(AsyncMPClient):
                     engine.forget(request_id)
             if found:
                 await self._send_input(EngineCoreRequestType.ABORT, found, name)
-        for lost in self._lost:
+        for lost in self._lost_engines:
             lost.aborted.update(missing)
         # The missing requests are of a lost engine, or have ended. vLLM ignores outputs of requests that have ended.
         if missing:
@@ -308,13 +310,19 @@ class FleetCore(AsyncMPClient):
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
         """Install the probe in all engines, and in engines that join later. Return their workers' answers.
 
-        Engines that fail give no answer.
         ``receive``: called with each message of a probe.
         """
         self.on_hidden_states = receive
         installed = [self.install_probe(self.engines[name]) for name in self.core_engines]
-        results = await asyncio.gather(*installed, return_exceptions=True)
-        return [answer for result in results if not isinstance(result, BaseException) for answer in result]
+        answers: list[str | None] = []
+        for result in await asyncio.gather(*installed, return_exceptions=True):
+            # A lost engine gets the probe when it has started again.
+            if isinstance(result, EngineLost):
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            answers += result
+        return answers
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
         """Install the probe. Return the workers' answers: None, or the error's text."""
@@ -437,5 +445,5 @@ class Engine:
         self.aborted.discard(request_id)
         self._core.moves.pop(request_id, None)
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         self._core.lose(self, reason)

@@ -57,7 +57,7 @@ class LocalEngine(MPClient):
     def received(self, parts: list[bytes]) -> None:
         self.input_socket.send_multipart([self.core_engine, *parts], copy=False)
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         if not self.disconnected.done():
             self.disconnected.set_result(f"the connection to the coordinator has ended: {reason}")
 

@@ -30,7 +30,7 @@ class Ranks:
     def __init__(self, count: int, engine_core: Any = None) -> None:
         self._core = engine_core
         self._running = [0] * count
-        self._rank_of: dict[str, int] = {}
+        self._ranks: dict[str, int] = {}
         self._candidates: Counter[str] = Counter()
         self._ended: OrderedDict[str, int] = OrderedDict()
         self._joined: dict[str, str] = {}
@@ -39,10 +39,10 @@ class Ranks:
     def candidate(self, request: str) -> Iterator[int]:
         """Yield the rank of the request's group, and count a candidate there in the block."""
         group = self._joined.get(request, request)
-        if group not in self._rank_of:
+        if group not in self._ranks:
             # A group of single requests continues on its engine if its first candidates end before its next request.
-            self._rank_of[group] = self._ended.pop(group, self._least_loaded())
-        rank = self._rank_of[group]
+            self._ranks[group] = self._ended.pop(group, self._least_loaded())
+        rank = self._ranks[group]
         self._running[rank] += 1
         self._candidates[group] += 1
         try:
@@ -52,7 +52,7 @@ class Ranks:
             self._candidates[group] -= 1
             if not self._candidates[group]:
                 del self._candidates[group]
-                self._ended[group] = self._rank_of.pop(group)
+                self._ended[group] = self._ranks.pop(group)
                 if len(self._ended) > KEPT_GROUPS:
                     self._ended.popitem(last=False)
 
@@ -74,13 +74,13 @@ class Ranks:
             # Callers choose ids, and may have chosen this id twice.
             self._joined.pop(request, None)
 
-    def of(self, request: str, options: Mapping[str, Any]) -> int | None:
+    def rank_of(self, request: str, options: Mapping[str, Any]) -> int | None:
         """Return the rank of a request that runs or has just ended: its caller's choice, its group's rank, or None."""
         chosen: int | None = options.get(RANK)
         if chosen is not None:
             return chosen
         group = self._joined.get(request, request)
-        return self._rank_of.get(group, self._ended.get(group))
+        return self._ranks.get(group, self._ended.get(group))
 
     @contextmanager
     def running_on(self, rank: int) -> Iterator[None]:

@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class Receiver(Protocol):
     def received(self, parts: list[bytes]) -> None: ...
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         """Handle the end of the connection. Called once."""
 
 
@@ -118,7 +118,7 @@ class Connection(asyncio.Protocol):
             self.close(f"{type(error).__name__}: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.receiver.lost(self._reason if error is None else str(error))
+        self.receiver.connection_lost(self._reason if error is None else str(error))
 
     def send(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         """Send a message; it is lost if the connection has ended."""
@@ -128,42 +128,43 @@ class Connection(asyncio.Protocol):
             self._transport.writelines([head, *views])
 
     def close(self, reason: str) -> None:
-        """End the connection at once, and drop unsent bytes. The receiver's ``lost`` gets the reason."""
+        """End the connection at once, and drop unsent bytes. The receiver's ``connection_lost`` gets the reason."""
         self._reason = reason
         if self._transport is not None:
             self._transport.abort()
 
 
-Joined = Callable[[Hello, Connection], Receiver]
+CreateReceiver = Callable[[Hello, Connection], Receiver]
 
 
-async def listen(host: str, token: str, joined: Joined) -> asyncio.Server:
+async def listen(host: str, token: str, create_receiver: CreateReceiver) -> asyncio.Server:
     """Listen for hosts of engines on a free port.
 
-    ``joined``: called with each host that has the ``token``, and its connection. It returns the connection's receiver.
+    ``create_receiver``: called with each host that has the ``token``, and its connection. It returns the
+    connection's receiver.
     """
     loop = asyncio.get_running_loop()
-    return await loop.create_server(lambda: _Greeting(token, joined).connection, host, 0)
+    return await loop.create_server(lambda: _Greeting(token, create_receiver).connection, host, 0)
 
 
 class _Greeting:
-    def __init__(self, token: str, joined: Joined) -> None:
+    def __init__(self, token: str, create_receiver: CreateReceiver) -> None:
         self._token = token
-        self._joined = joined
+        self._create_receiver = create_receiver
         self.connection = Connection(self, HELLO_BYTES)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(HELLO_SECONDS, self.connection.close, "it did not say who it is")
 
     def received(self, parts: list[bytes]) -> None:
-        """Check a host's `Hello`, and let ``joined`` replace this receiver."""
+        """Check a host's `Hello`, and let ``create_receiver`` replace this receiver."""
         hello = msgspec.msgpack.decode(parts[0], type=Hello)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise Malformed("the token is not that of this coordinator")
         self._timer.cancel()
         self.connection.parser.max_bytes = MAX_BYTES
-        self.connection.receiver = self._joined(hello, self.connection)
+        self.connection.receiver = self._create_receiver(hello, self.connection)
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         self._timer.cancel()
         logger.warning("a connection to the port of the engines was refused: %s", reason)
 

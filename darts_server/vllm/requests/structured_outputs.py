@@ -27,7 +27,7 @@ from vllm.v1.structured_output import backend_guidance, backend_outlines, backen
 
 from darts_server.caller import caller
 from darts_server.exceptions import RETRY_SECONDS, InvalidRequest, Overloaded
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 
 FIELD = "structured_outputs"
 # The engine gets the sampling parameters with each candidate, and may have 65,000 candidates.
@@ -52,7 +52,7 @@ BRACKET = re.compile(r"[(\[{)\]}]")
 Converted = tuple[list[str] | None, str | None]
 """``choice`` and ``grammar`` after a check, which may convert the choice to a grammar."""
 
-_checks: Kept[tuple[str, bytes], Future[Converted]] = Kept(MAX_CACHED)
+_checks: FairCache[tuple[str, bytes], Future[Converted]] = FairCache(MAX_CACHED)
 
 
 class Waits:

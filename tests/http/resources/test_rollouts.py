@@ -203,7 +203,7 @@ async def test_an_aborted_group_has_an_error_and_the_output_of_its_candidates() 
     aborted, whole = body["groups"]
     assert (whole["error"], whole["aborted"], len(whole["trajectories"])) == (None, None, 4)
     assert aborted["error"] == {"message": "an update", "type": "InternalServerError", "param": None, "code": 503}
-    assert (aborted["trajectories"], aborted["discarded"], aborted["counted"]) == ([], [], None)
+    assert (aborted["trajectories"], aborted["discarded"], aborted["num_eligible"]) == ([], [], None)
     assert (aborted["candidates"], aborted["mask"]) == (6, [False] * 6)
     assert [one["trajectory_id"] for one in aborted["aborted"]] == [f"{aborted['group_id']}:{i}" for i in range(6)]
     one = aborted["aborted"][3]

@@ -54,6 +54,7 @@ def test_a_bad_body_is_a_400_and_is_reported_later_too(here: TestClient, model: 
     assert answer.json()["error"]["param"] == "body"
     assert here.get(URL).json()["last_error"] == answer.json()["error"]["message"]
     assert model.values == dict.fromkeys(SHAPES, 0)
+    assert here.put(f"{URL}?rule=keep", content=save(tensors(5))).json()["last_error"] is None
 
 
 def test_a_body_that_is_larger_than_any_valid_set_is_too_large(here: TestClient, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
-from darts_server.serving.admission import Admission, Bounds
+from darts_server.serving.admission import Admission, AdmissionLimits
 from darts_server.serving.lifecycle import Lifecycle
 
 pytestmark = [pytest.mark.filterwarnings("ignore:Using `httpx`"), pytest.mark.anyio]
@@ -45,7 +45,7 @@ class App:
             on_refusal=self.refused.append,
             lifecycle=self.lifecycle,
         )
-        admission = Admission(unfinished, 10, Bounds(max_waiting=20, max_per_caller=8))
+        admission = Admission(unfinished, 10, AdmissionLimits(max_waiting=20, max_per_caller=8))
         for path in ("/pause", "/darts/v1/rewards", "/darts/v1/vote"):
             self.app.add_api_route(path, self.record, methods=["POST"])
         for path in ("/health", "/brand_new"):
@@ -66,7 +66,7 @@ class App:
 
         @self.app.post("/v1/responses")
         async def answers_in_its_own_form() -> Response:
-            caller.get().answered = EngineBusy("the engine's queue is full", 3)
+            caller.get().answered_error = EngineBusy("the engine's queue is full", 3)
             return Response("busy", 503)
 
         @self.app.post("/v1/chat/completions")
@@ -138,6 +138,14 @@ def test_requests_through_a_proxy_are_not_from_this_machine(forwarded: str) -> N
     assert app.client(HERE).post("/pause", headers={forwarded: "127.0.0.1"}).status_code == 403
     assert app.client(HERE).get("/health", headers={forwarded: "127.0.0.1"}).status_code == 200
     assert app.seen == ["/health"]
+
+
+def test_a_websocket_is_closed_with_at_most_123_bytes_of_the_reason() -> None:
+    app = App()
+    app.lifecycle.stop(ServerStopping("ä" * 100, 30))
+    with pytest.raises(WebSocketDisconnect) as closed, app.client().websocket_connect("ws://127.0.0.1/v1/realtime"):
+        pass
+    assert closed.value.reason == "ä" * 61
 
 
 def test_without_keys_the_server_answers_to_its_own_names_alone() -> None:
@@ -276,7 +284,7 @@ def test_a_request_beyond_the_quota_of_its_key_is_invalid() -> None:
 
 def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
     app = app_with_keys("one")
-    admission = Admission(lambda: 0, 10, Bounds(max_per_caller=8))
+    admission = Admission(lambda: 0, 10, AdmissionLimits(max_per_caller=8))
 
     async def output() -> AsyncIterator[None]:
         yield

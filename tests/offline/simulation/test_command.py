@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.cli import USAGE_ERROR, main
+from darts_server.drafts.lengths import MAX_DRAFT_TOKENS
 
 SMALL = ["--prompts", "8", "--group-size", "4", "--steps", "1"]
 BLOCKED = """
@@ -42,6 +43,30 @@ def test_the_table_comes_last_and_the_file_has_its_figures(tmp_path: Path, capsy
     assert written["workload"] == "lengths.jsonl on the machine of tiny"
 
 
+def test_each_policy_has_a_line_with_speculation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "found.json"
+    flags = ["--preset", "h200-8b", "--policies", "uniform", "auto", "--json", str(found), *SMALL]
+    assert main(["simulate", *flags, "--speculate", "0.9,0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "+ drafts                     with --speculate" in said
+    written = json.loads(found.read_text())
+    assert written["speculate"][:3] == [0.9, 0.45, 0.225]
+    assert len(written["speculate"]) == MAX_DRAFT_TOKENS
+    names = [row["policy"] for row in written["policies"]][:6]
+    assert names == ["off", "off + drafts", "uniform", "uniform + drafts", "auto", "auto + drafts"]
+    speeds = [row["rollout_speedup"] for row in written["policies"]]
+    for without, with_drafts in zip(speeds[:6:2], speeds[1:6:2], strict=True):
+        assert 1.3 < with_drafts / without < 2.8, "at most 1 + .9 + .45 + ... tokens a step"
+
+    main(["simulate", *flags, "--speculate", "0"])
+    rows = json.loads(found.read_text())["policies"]
+    for without, with_drafts in zip(rows[:6:2], rows[1:6:2], strict=True):
+        assert with_drafts == without | {"policy": with_drafts["policy"]}
+    main(["simulate", *flags])
+    assert "drafts" not in capsys.readouterr().out.rpartition("\n\n")[2]
+    assert json.loads(found.read_text())["speculate"] is None
+
+
 def test_output_describes_the_trace_and_says_that_carry_over_gains_nothing_if_it_is_truncated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +97,9 @@ def test_a_picture_shows_one_step_under_each_policy(tmp_path: Path) -> None:
         ([], "--preset or --trace is needed"),
         (["--preset", "tiny", "--prompts", "0"], "--prompts must be at least 1"),
         (["--preset", "tiny", "--group-size", "1"], "--group-size must be at least 2"),
+        (["--preset", "tiny", "--speculate", "1.5"], "'1.5' is neither a number from 0 to 1 nor a list"),
+        (["--preset", "tiny", "--speculate", "0.5,"], "'0.5,' is neither"),
+        (["--preset", "tiny", "--speculate", ",".join(["0.5"] * 13)], "nor a list of up to 12"),
     ],
 )
 def test_invalid_flags_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

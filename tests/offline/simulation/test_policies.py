@@ -25,7 +25,7 @@ def test_options_change_a_policy() -> None:
     assert policy.shaping is not None
     assert policy.shaping.deadline is not None
     assert (policy.shaping.redundancy, policy.shaping.num_longest, policy.shaping.adaptive) == (1.25, 2, False)
-    assert (policy.shaping.deadline.quantile, policy.shaping.deadline.bound, policy.start) == (0.8, 2, 1.5)
+    assert (policy.shaping.deadline.quantile, policy.shaping.deadline.cut_factor, policy.start) == (0.8, 2, 1.5)
     tail = parse_policy("uniform,tail=longest", 8).shaping
     assert tail is not None
     assert tail.tail is Tail.LONGEST

@@ -10,7 +10,15 @@ from darts_server.offline.simulation.model.batch import Ints
 from darts_server.offline.simulation.policies import parse_policy
 from darts_server.offline.simulation.presets import PRESETS, TINY_MACHINE
 from darts_server.offline.simulation.summary import relative_to, summarise
-from darts_server.offline.simulation.training import LEARNING, WARM_UP, Candidates, Prompt, run_policy, run_step
+from darts_server.offline.simulation.training import (
+    LEARNING,
+    WARM_UP,
+    Candidates,
+    Prompt,
+    outcome_of,
+    run_policy,
+    run_step,
+)
 from darts_server.offline.simulation.workload import Workload
 from darts_server.policy.deadline import RecentCompletionLengths
 
@@ -189,3 +197,13 @@ def test_auto_is_as_fast_as_off_if_all_answers_end_together() -> None:
 def test_auto_runs_no_prompt_ahead_if_no_token_may_be_stale() -> None:
     steps = run_policy(parse_policy("auto,stale=0", 4), candidates())
     assert [(len(step.batch.lengths), step.stale_tokens) for step in steps] == [(12, 0)] * 2
+
+
+def test_auto_learns_the_time_that_groups_take_with_drafts() -> None:
+    times = replace(TINY_MACHINE.step_time, drafts=(0.7, 0.5, 0.3), per_prefill_token=0.0)
+    machine = replace(TINY_MACHINE, step_time=times)
+    [step] = run_policy(parse_policy("off", 4), replace(candidates(steps=1), machine=machine))
+    outcome = outcome_of(step, machine)
+    assert max(outcome.alone) == pytest.approx(step.rollout.seconds, rel=0.02)
+    [slower] = run_policy(parse_policy("off", 4), replace(candidates(steps=1)))
+    assert step.rollout.seconds < 0.6 * slower.rollout.seconds

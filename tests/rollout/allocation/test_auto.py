@@ -55,7 +55,7 @@ def run(made: Harness, record: CohortRecord = RECORD, lost: int = 0) -> None:
 
 
 async def test_batches_that_run_ahead_are_compared_with_their_trajectories_alone(made: Harness) -> None:
-    assert chosen(made).choice.begun == OFFERED
+    assert chosen(made).choice.started == OFFERED
     for _ in range(4):
         run(made)
     assert [time for _, time in state(made).ahead] == pytest.approx([0.5] * 3), "40 steps of a second"
@@ -63,13 +63,13 @@ async def test_batches_that_run_ahead_are_compared_with_their_trajectories_alone
     assert made.rollouts.allocator.auto.load_state(SIZE + 1) == AheadState(), "each group size is learned by itself"
 
 
-@pytest.mark.parametrize(("capacity", "begun"), [(None, NEEDED), (16, OFFERED)])
+@pytest.mark.parametrize(("capacity", "started"), [(None, NEEDED), (16, OFFERED)])
 async def test_nothing_runs_ahead_where_groups_end_together_and_do_not_queue(
-    made: Harness, capacity: int | None, begun: int
+    made: Harness, capacity: int | None, started: int
 ) -> None:
     made.rollouts.statistics.latency.capacity = capacity
     run(made, replace(RECORD, returned_lengths=TOGETHER))
-    assert chosen(made).choice.begun == begun
+    assert chosen(made).choice.started == started
 
 
 async def test_a_batch_that_was_cancelled_does_not_say_which_groups_end_together(made: Harness) -> None:

@@ -29,8 +29,8 @@ class CohortHarness:
             group = len(self.deadlines) - 1
             self.cohort.join(group, partial(self._set_deadline, group))
 
-    def _set_deadline(self, group: int, tokens: int, bound: int) -> None:
-        self.deadlines[group].append((tokens, bound))
+    def _set_deadline(self, group: int, tokens: int, cut_length: int) -> None:
+        self.deadlines[group].append((tokens, cut_length))
 
     def need(self, *tokens: int) -> None:
         """The first groups report what they need, in order."""

@@ -63,7 +63,7 @@ async def test_a_caller_that_leaves_before_it_takes_its_allocation_is_dropped_fr
     batch = grants[0].cohort
     assert batch is not None
     for need, group in enumerate(grants, 1):
-        batch.join(id(group), lambda tokens, bound: None)
+        batch.join(id(group), lambda tokens, cut_length: None)
         batch.report_need(id(group), need)
     assert batch.deadline.tokens == 9, "0.9 of the nine that are left are all nine"
     for group in grants:

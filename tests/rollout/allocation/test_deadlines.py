@@ -20,20 +20,20 @@ RULE = Deadline()
 CUTTING = Shaping(deadline=RULE)
 
 
-def explored(deadline: int | None, *lengths: int, stretch: float = 1.0) -> GroupRecord:
+def explored(deadline: int | None, *lengths: int, factor: float = 1.0) -> GroupRecord:
     candidates = tuple(
         CandidateRecord(i, tokens, FinishReason.STOP, SelectedAs.SHORT, None, False, 0.0, 1.0, 0, 0)
         for i, tokens in enumerate(lengths)
     )
     record = GroupRecord("g", "p", POLICY, SIZE, Outcome.COMPLETED, candidates, 0.0, 1.0, None)
-    bound = None if deadline is None else 2 * deadline
-    record = replace(record, cohort_deadline=deadline, max_lost=MaxLost(), stretch=stretch, bound=bound)
+    cut_length = None if deadline is None else 2 * deadline
+    record = replace(record, cohort_deadline=deadline, max_lost=MaxLost(), factor=factor, cut_length=cut_length)
     return replace(record, completion_length=45, explored=True)
 
 
-def cut(deadline: int, *lengths: int, weight: float | None = 1.0, stretch: float = 1.0) -> GroupRecord:
+def cut(deadline: int, *lengths: int, weight: float | None = 1.0, factor: float = 1.0) -> GroupRecord:
     """A group whose candidates were cut at its deadline; the others ended before."""
-    record = explored(deadline, *lengths, stretch=stretch)
+    record = explored(deadline, *lengths, factor=factor)
     candidates = [
         replace(
             c,
@@ -56,7 +56,7 @@ def report(deadlines: Deadlines, record: GroupRecord, *, right: bool, times: int
         deadlines.learn_rewards(record, dict.fromkeys(range(SIZE), right))
 
 
-def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_stored() -> None:
+def test_correct_answers_beyond_the_deadline_move_it_and_the_factor_is_stored() -> None:
     documents = Documents()
     deadlines = fresh(documents)
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
@@ -64,54 +64,54 @@ def test_correct_answers_beyond_the_deadline_stretch_it_and_the_stretch_is_store
     assert deadlines.lost_share(POLICY, MaxLost()) == pytest.approx(0.02)
     rule = fresh(documents).current_rule(CUTTING, POLICY)
     assert rule is not None
-    assert rule.stretch == deadlines.losses(POLICY).stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
-    assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.stretch, abs=1)
+    assert rule.factor == deadlines.losses(POLICY).factor(0.02) == pytest.approx(90 / 50, rel=0.05)
+    assert rule.from_lengths([100] * 10, 10) == pytest.approx(100 * rule.factor, abs=1)
 
 
-def test_losses_of_one_policy_do_not_stretch_deadlines_of_another() -> None:
+def test_losses_of_one_policy_do_not_move_deadlines_of_another() -> None:
     deadlines = fresh()
     report(deadlines, replace(explored(50, *[40] * 7, 90), policy="darts_cut"), right=True)
-    assert deadlines.stretch("darts_cut", MaxLost()) > 1.7
-    assert deadlines.stretch("cap", MaxLost()) == 1.0
+    assert deadlines.factor("darts_cut", MaxLost()) > 1.7
+    assert deadlines.factor("cap", MaxLost()) == 1.0
 
 
-def test_lengths_are_compared_with_the_deadline_without_its_stretch() -> None:
+def test_lengths_are_compared_with_the_deadline_without_its_factor() -> None:
     deadlines = fresh()
-    report(deadlines, explored(100, *[40] * 7, 90, stretch=2.0), right=True)
-    assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(90 / 50, rel=0.05)
+    report(deadlines, explored(100, *[40] * 7, 90, factor=2.0), right=True)
+    assert deadlines.losses(POLICY).factor(0.02) == pytest.approx(90 / 50, rel=0.05)
 
 
-def test_answers_that_a_group_waits_for_are_lost_beyond_the_bound_alone() -> None:
+def test_answers_that_a_group_waits_for_are_lost_beyond_the_cut_length_alone() -> None:
     deadlines = fresh()
-    report(deadlines, replace(explored(100, *[40] * 7, 390, stretch=2.0), completion_length=400), right=True)
-    assert deadlines.losses(POLICY).stretch(0.02) == pytest.approx(390 / 100, rel=0.05), (
-        "half the deadline, twice the bound"
+    report(deadlines, replace(explored(100, *[40] * 7, 390, factor=2.0), completion_length=400), right=True)
+    assert deadlines.losses(POLICY).factor(0.02) == pytest.approx(390 / 100, rel=0.05), (
+        "half the deadline, twice the cut length"
     )
     waiting = fresh()
     report(waiting, replace(explored(100, *[40] * 7, 190), completion_length=None), right=True)
-    assert waiting.losses(POLICY).stretch(0.02) == 1
+    assert waiting.losses(POLICY).factor(0.02) == 1
 
 
 TAIL = cut(50, *[40] * 7, 90)
-WAITED = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, bound=100, completion_length=80)
-"""Its group needed 80 tokens and the deadline was at 50, so it is lost by stretches below 80 / 50 at least."""
+WAITED = replace(cut(80, *[40] * 6, 80, 200), cohort_deadline=50, cut_length=100, completion_length=80)
+"""Its group needed 80 tokens and the deadline was at 50, so it is lost by factors below 80 / 50 at least."""
 
 
 @pytest.mark.parametrize(
-    ("record", "stretch", "share"),
+    ("record", "factor", "share"),
     [
         (replace(TAIL, candidates=[replace(c, weight=3.0 if c.cut else 1.0) for c in TAIL.candidates]), 1.0, 3 / 10),
         (WAITED, 1.5, 1 / 8),
     ],
 )
 def test_a_cut_answer_counts_by_its_weight_and_was_longer_than_its_group_waited(
-    record: GroupRecord, stretch: float, share: float
+    record: GroupRecord, factor: float, share: float
 ) -> None:
     deadlines = fresh()
     report(deadlines, explored(50, *[40] * 7, 90), right=True)
     for _ in range(500):
         deadlines.learn_rewards(record, {**dict.fromkeys(range(7), True), 7: False})
-    assert deadlines.losses(POLICY).share(stretch) == pytest.approx(share, rel=0.03)
+    assert deadlines.losses(POLICY).share(factor) == pytest.approx(share, rel=0.03)
 
 
 @pytest.mark.parametrize("record", [cut(50, *[40] * 7, 90, weight=None), replace(TAIL, max_lost=None)])
@@ -149,12 +149,12 @@ def test_groups_that_were_cut_before_they_had_a_completion_length_are_counted() 
         (explored(None, *[40] * 7, 90), True),
     ],
 )
-def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_stretch_the_deadline(
+def test_wrong_answers_timely_answers_and_unexplored_groups_do_not_move_the_deadline(
     record: GroupRecord, right: bool
 ) -> None:
     deadlines = fresh()
     report(deadlines, record, right=right)
-    assert deadlines.losses(POLICY).stretch(0.02) == 1
+    assert deadlines.losses(POLICY).factor(0.02) == 1
     assert not deadlines.lost_share(POLICY, MaxLost())
 
 
@@ -169,7 +169,7 @@ def test_the_first_cohort_after_rewards_were_reported_explores() -> None:
     assert not deadlines.choose_exploration(Deadline(exploration=0.0), POLICY, 1)
     report(deadlines, explored(50, *[40] * 7, 90), right=True, times=8)
     assert not deadlines.choose_exploration(rule, POLICY, 16)
-    assert deadlines.losses(POLICY).stretch(0.02) > 1
+    assert deadlines.losses(POLICY).factor(0.02) > 1
 
 
 def lost_groups(*records: GroupRecord, right: bool | None) -> GroupLosses:
@@ -191,8 +191,8 @@ def cut_whole(tokens: int) -> GroupRecord:
 def test_a_group_counts_by_its_shortest_correct_or_its_longest_answer() -> None:
     usual = lost_groups(right=True)
     assert lost_groups(cut_whole(100), right=None) == usual.with_group(Answer(1.0, is_right=False, cut=True))
-    stretched = replace(cut_whole(200), stretch=2.0)
-    assert lost_groups(stretched, right=None) == usual.with_group(Answer(2.0, is_right=False, cut=True))
+    moved = replace(cut_whole(200), factor=2.0)
+    assert lost_groups(moved, right=None) == usual.with_group(Answer(2.0, is_right=False, cut=True))
     wrong = explored(50, *[40] * 7, 350)
     assert lost_groups(wrong, right=False) == usual.with_group(Answer(3.5, is_right=False))
     assert lost_groups(wrong, right=True) == usual.with_group(Answer(0.4, is_right=True))

@@ -132,7 +132,7 @@ class Server:
         await self.registry.hand_back(STOPPING)
         assert await self.registry.close() == 0
         await settle()
-        assert self.harness.rollouts.running == len(self.engine.running) == 0
+        assert self.harness.rollouts.num_running == len(self.engine.running) == 0
         assert self.harness.rollouts.admission.requests == 0
 
 

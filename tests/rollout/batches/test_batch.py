@@ -97,7 +97,7 @@ async def test_auto_runs_all_prompts_if_their_tokens_are_not_kept(carry: Carry) 
     assert len(harness.engine.started) == 3 * SIZE
     assert len(results) == 2
     [record] = harness.recorder.cohorts
-    assert record.chosen is None
+    assert record.auto_choice is None
     assert harness.rollouts.allocator.auto.load_state(SIZE).batches == 0
 
 
@@ -105,9 +105,9 @@ async def test_auto_says_how_many_prompts_of_a_batch_that_resumes_have_run() -> 
     harness = Harness(script)
     run = await submit(harness, batch_request("10", "20", "30", num_groups=2, carry=Carry.RESUME), "auto")
     results = await play(harness, run)
-    reasons = {result.record.chosen for result in results if result.record}
+    reasons = {result.record.auto_choice for result in results if result.record}
     assert reasons == {"3 of 3 prompts run, and the first 2 groups are returned"}
-    assert harness.recorder.cohorts[-1].chosen in reasons
+    assert harness.recorder.cohorts[-1].auto_choice in reasons
     assert harness.rollouts.allocator.auto.load_state(SIZE).batches == 1
 
 
@@ -161,5 +161,5 @@ async def test_a_batch_ends_with_enough_complete_groups_or_when_all_groups_have_
     ]
     outcomes = {int(record.group_id[-1]): record.outcome for record in harness.recorder.records}
     assert {number for number, outcome in outcomes.items() if outcome is Outcome.CANCELLED} == set(left)
-    assert harness.rollouts.running == len(harness.engine.running) == 0
+    assert harness.rollouts.num_running == len(harness.engine.running) == 0
     assert len(harness.recorder.cohorts) == 1

@@ -262,7 +262,7 @@ async def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_bat
         else:
             waiting += mine
     assert answered == Counter(str(i) for i in range(20))
-    assert harness.rollouts.running == 0
+    assert harness.rollouts.num_running == 0
 
 
 def spans(done: BatchDone) -> dict[str, list[tuple[tuple[int, int], ...]]]:
@@ -482,7 +482,7 @@ async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_
     assert ran[0] == 24, "nothing is known"
     assert min(ran) < 18
     assert sum(stale[4:]) / len(stale[4:]) == pytest.approx(0.2, abs=0.08)
-    chosen = server.harness.recorder.records[-1].chosen
+    chosen = server.harness.recorder.records[-1].auto_choice
     assert chosen is not None
     assert "prompts run, and the first 12 groups are returned" in chosen
 
@@ -506,7 +506,7 @@ async def test_a_cohort_ends_once_if_its_batch_is_cancelled_while_groups_are_sto
     batch.task.cancel()
     await settle()
     assert len(server.harness.recorder.cohorts) == 1
-    assert server.harness.rollouts.running == server.harness.rollouts.admission.requests == 0
+    assert server.harness.rollouts.num_running == server.harness.rollouts.admission.requests == 0
 
 
 async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

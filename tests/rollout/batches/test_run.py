@@ -31,7 +31,7 @@ from tests.rollout.batches.streams import (
     request,
     token_stream,
 )
-from tests.rollout.helpers import Harness
+from tests.rollout.helpers import Harness, Texts
 
 pytestmark = pytest.mark.anyio
 
@@ -69,7 +69,30 @@ async def test_groups_that_are_aborted_return_what_their_candidates_had_generate
     assert one.version_spans == ((0, 11), (1, 1))
     assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
     assert done.unfinished == []
-    assert server.harness.rollouts.running == len(server.engine.running) == 0
+    assert server.harness.rollouts.num_running == len(server.engine.running) == 0
+
+
+@pytest.mark.parametrize("fails_in_start", [True, False])
+async def test_a_group_that_cannot_start_fails_alone_and_its_cohort_ends(
+    fails_in_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tail_seed(_: Texts, text: str) -> tuple[int, ...]:
+        if text != "30":
+            return (1,)
+        if fails_in_start:
+            # Not a seed of numpy.
+            return (-1,)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Texts, "tail_seed", tail_seed)
+    server = new_server(by_text)
+    done = await server.run(request("5", "30"))
+    errors = {key(result): type(result.error) for result in done.results}
+    assert errors == {"5": type(None), "30": ValueError if fails_in_start else ZeroDivisionError}
+    rollouts = server.harness.rollouts
+    assert len(server.harness.recorder.cohorts) == 1
+    assert (rollouts.num_running, rollouts.gate.inside) == (0, 0)
+    assert (rollouts.admission.ahead, rollouts.admission.requests) == (0, 0)
 
 
 class BreakingCandidate(ScriptedCandidate):
@@ -207,6 +230,7 @@ async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(see
     rng = Random(seed)
     harness = Harness(random_script(seed, faults=0.05))
     harness.engine.stop_lag = rng.choice([0, 0, 3])
+    harness.engine.drafts_from_siblings = seed % 2 == 1
     registry = new_registry(harness, rng.choice(POLICIES))
     registry.carried.limits = rng.choice([CarryLimits(), CarryLimits(staleness=0)])
     waiting, answered, generated, carried = [str(i) for i in range(10)], Counter[str](), 0, 0
@@ -258,7 +282,7 @@ async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(see
     assert answered == Counter(str(i) for i in range(10))
     await settle()
     await harness.engine.run()
-    assert harness.rollouts.running == 0
+    assert harness.rollouts.num_running == 0
     records = harness.recorder.records
     assert len({record.group_id for record in records}) == len(records), "each group ends once"
     assert harness.recorder.started == sum(len(record.candidates) for record in records)

@@ -9,7 +9,7 @@ from darts_server.rollout.counted import MOST_MEMBERS, CountedGroups, Member
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.spec import JoinRequest
 from darts_server.serving.admission import Admission
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Recorder
 from tests.rollout.joining.joining import NAMED_WAIT, WAIT, SteppedLoop
@@ -23,12 +23,12 @@ class Harness:
 
     def __init__(self) -> None:
         self.recorder = Recorder()
-        self.sealed: list[tuple[bool, int]] = []
+        self.closed: list[tuple[bool, int]] = []
         self.version = 1
         self.generated: dict[str, int] = {}
         self.groups = CountedGroups(
             self.recorder.events,
-            lambda *, full, planned: self.sealed.append((full, planned)),
+            lambda *, full, planned: self.closed.append((full, planned)),
             lambda: self.version,
             WAIT,
             NAMED_WAIT,
@@ -92,7 +92,7 @@ async def test_a_group_with_missing_requests_ends_after_the_timeout(name: str | 
     await advance(2)
     finish(running, 5)
     assert (harness.record.outcome, harness.record.size) == (Outcome.COMPLETED, 2)
-    assert harness.sealed == [(False, 3)]
+    assert harness.closed == [(False, 3)]
     assert harness.groups._groups == {}
 
 
@@ -156,7 +156,7 @@ async def test_a_request_that_waits_for_new_weights_has_the_new_version() -> Non
 
 async def test_the_oldest_of_too_many_waiting_groups_ends() -> None:
     harness = Harness()
-    harness.groups.resting = Kept(2)
+    harness.groups.resting = FairCache(2)
     for prompt in ("first", "second"):
         finish(harness.join(prompt, prompt=prompt), 4)
     running = harness.join("first again", prompt="first")
@@ -180,7 +180,7 @@ async def test_a_stopping_server_waits_for_no_further_requests() -> None:
     finish(running, 4)
     finish(harness.join("late"), 4)
     assert [record.size for record in harness.recorder.records] == [1, 2, 1]
-    assert harness.sealed == []
+    assert harness.closed == []
 
 
 async def test_requests_that_leave_a_group_again_and_again_end_it() -> None:

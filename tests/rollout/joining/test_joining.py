@@ -37,7 +37,7 @@ LONG_TAIL = 5
 """A seed of tail_seed with which one of the last two of six candidates is the first to be drawn."""
 
 
-# --- seats and the seal ----------------------------------------------------------
+# --- seats, and when groups are closed -------------------------------------------
 
 
 async def test_every_request_starts_a_candidate_of_its_own_at_once() -> None:
@@ -227,39 +227,39 @@ async def test_groups_that_are_closed_together_are_allocated_together() -> None:
 
 
 def observed(harness: JoiningHarness) -> list[bool]:
-    """Whether each group was full when it was sealed."""
-    sealed: list[bool] = []
-    harness.rollouts.observers.group_sealed.add(sealed.append)
-    return sealed
+    """Whether each group was full when it was closed."""
+    closed: list[bool] = []
+    harness.rollouts.observers.group_closed.add(closed.append)
+    return closed
 
 
 @pytest.mark.parametrize(("name", "wait"), [(None, WAIT), ("uid", WAIT), ("uid", 2 * NAMED_WAIT)])
 async def test_a_named_group_is_not_closed_by_the_short_timeout(name: str | None, wait: float) -> None:
     """Its trajectories may all be in their environments."""
     harness = JoiningHarness(lengths(9), SAMPLED, wait=wait)
-    sealed = observed(harness)
+    closed = observed(harness)
     for number in range(4):
         harness.send(f"c{number}", name=name)
         await settle()
         await harness.advance_clock(0.9 * max(wait, NAMED_WAIT))
     await harness.engine.run()
     assert len({caller.group_id for caller in harness.callers}) == (4 if name is None else 1)
-    assert sealed == ([False] * 4 if name is None else [True])
+    assert closed == ([False] * 4 if name is None else [True])
 
 
 async def test_a_named_group_does_not_wait_for_ever() -> None:
     """As where the pool is smaller than the group: the others come only after an answer."""
     harness = JoiningHarness(lengths(9), SAMPLED)
-    sealed = observed(harness)
+    closed = observed(harness)
     harness.send("c0", name="uid")
     harness.send("c1", name="uid")
     await settle()
     for others in range(6):
-        assert sealed == [False] * others
+        assert closed == [False] * others
         harness.send(f"other {others}", prompt=f"p{others}")
         await settle()
         await harness.advance_clock(NAMED_WAIT / 6)
-    assert sealed == [False] * 7
+    assert closed == [False] * 7
     assert harness.callers[0].group_id == harness.callers[1].group_id
     await harness.engine.run()
     assert all(caller.is_answered for caller in harness.callers)
@@ -324,10 +324,10 @@ async def test_aborting_a_request_answers_its_caller_alone_and_keeps_its_seat() 
     assert sorted(c.result.tokens for c in [*callers, late] if c is not callers[2]) == [3, 10, 12, 50]
 
 
-@pytest.mark.parametrize("sealed", [False, True])
-async def test_aborting_a_group_answers_all_callers_at_once(sealed: bool) -> None:
+@pytest.mark.parametrize("closed", [False, True])
+async def test_aborting_a_group_answers_all_callers_at_once(closed: bool) -> None:
     harness = JoiningHarness(lengths(9), SAMPLED)
-    callers = await harness.send_all(4 if sealed else 3)
+    callers = await harness.send_all(4 if closed else 3)
     await harness.steps(3)
     harness.rollouts.abort("group-c0")
     late = harness.send("late")

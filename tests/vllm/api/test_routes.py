@@ -94,7 +94,7 @@ async def test_an_error_event_has_the_fields_of_an_error_answer(
     caller.set(Caller())
     assert completions.create_error_response(error).error.model_dump() == expected
     assert (await messages.create_chat_completion(SimpleNamespace(error=error))).error.model_dump() == expected
-    assert caller.get().answered is error, "the middleware adds its headers"
+    assert caller.get().answered_error is error, "the middleware adds its headers"
     *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
     event = event.model_dump()
     assert event == {

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.fleet.bench import ARGV, ready
@@ -120,7 +121,7 @@ async def test_requests_resume_on_another_engine_when_theirs_is_lost_or_end_if_t
         await fleet.until(lambda: fleet.places.hosts[0].tokens > 400)
         fleet.places.kill(0)
         answers = await asyncio.gather(*tasks)
-        assert (fleet.core.lost, fleet.running.up) == (1, 1)
+        assert (fleet.core.num_lost, fleet.running.up) == (1, 1)
     ended = [answer[-1].finish_reason for answer in answers]
     assert sorted(ended) == ["abort"] + ["length"] * 7
     for params, answer in zip(requests, answers, strict=True):
@@ -192,7 +193,7 @@ async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
         async def lose_engine() -> tuple[int, int]:
             """Return the tokens of the request's prompt, and the limit of its answer."""
             await fleet.until(lambda: sum(fleet.running_requests) and fleet.running.up == 2)
-            lost = fleet.core.lost
+            lost = fleet.core.num_lost
             rank = fleet.running_requests.index(1)
             host = fleet.places.hosts[rank]
             [request] = host.running.values()
@@ -200,7 +201,7 @@ async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
             assert request.sampling_params is not None
             await fleet.until(lambda: host.tokens > 20)
             fleet.places.kill(rank)
-            await fleet.until(lambda: fleet.core.lost > lost)
+            await fleet.until(lambda: fleet.core.num_lost > lost)
             return len(request.prompt_token_ids), request.sampling_params.max_tokens or 0
 
         sent = [await lose_engine() for _ in range(MAX_MOVES + 1)]
@@ -238,7 +239,7 @@ async def test_calls_reach_all_engines_and_lost_engines_do_not_count() -> None:
 async def test_an_engine_that_joins_gets_weights_and_pause_before_requests_even_if_none_was_up() -> None:
     async with fleet_of(1) as fleet:
         fleet.places.kill(0)
-        await fleet.until(lambda: fleet.core.lost)
+        await fleet.until(lambda: fleet.core.num_lost)
         await fleet.running.model.load(FILES)
         await fleet.running.model.set_version(7)
         await fleet.running.model.pause()
@@ -252,6 +253,33 @@ async def test_an_engine_that_joins_gets_weights_and_pause_before_requests_even_
             ("pause_scheduler", "keep"),
         ]
         await fleet.running.model.resume()
+
+
+async def test_an_engine_that_does_not_accept_a_lora_adapter_gets_no_requests() -> None:
+    async with fleet_of(1) as fleet:
+        fleet.places.kill(0)
+        await fleet.until(lambda: fleet.core.num_lost)
+        adapter = LoRARequest("a", 1, "/adapter")
+        fleet.running.model.loras = SimpleNamespace(pushed={"a": adapter}, changes=1)
+        fleet.places.start(0)
+        fleet.places.hosts[0].answers["add_lora"] = False
+        await fleet.until(lambda: fleet.core.num_lost == 2)
+        assert fleet.running.up == 0
+        fleet.places.start(0)
+        fleet.places.hosts[0].answers["add_lora"] = True
+        await fleet.until(lambda: fleet.running.up)
+
+
+async def test_an_error_of_an_engine_that_gets_a_probe_is_raised_unless_it_was_lost() -> None:
+    async with fleet_of(2) as fleet:
+        fleet.places.hosts[1].failures["collective_rpc"] = "out of memory"
+        with pytest.raises(Exception, match="out of memory"):
+            await fleet.core.install_probes(lambda parts: None)
+        fleet.places.hosts[1].is_deaf = True
+        installing = asyncio.create_task(fleet.core.install_probes(lambda parts: None))
+        await fleet.until(lambda: fleet.core.engines[b"\x01\x00"].calls)
+        fleet.places.kill(1)
+        assert await installing == ["no probe"]
 
 
 async def test_an_engine_waits_while_weights_change_and_when_they_are_in_no_file() -> None:

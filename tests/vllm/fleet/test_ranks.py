@@ -43,9 +43,9 @@ def test_single_requests_of_a_group_share_its_engine() -> None:
         with ranks.joined("request 1", "group"), ranks.joined("request 2", "group"):
             requests = [f"request {number}" for number in (1, 2, 3)]
             assert [running.enter_context(ranks.candidate(request)) for request in requests] == [1, 1, 0]
-            assert [ranks.of(request, {}) for request in (*requests, "group")] == [1, 1, 0, 1]
-            assert ranks.of("request 1", {RANK: 0}) == 0
-        assert ranks.of("request 1", {}) is None
+            assert [ranks.rank_of(request, {}) for request in (*requests, "group")] == [1, 1, 0, 1]
+            assert ranks.rank_of("request 1", {RANK: 0}) == 0
+        assert ranks.rank_of("request 1", {}) is None
     assert ranks._running == [0, 0]
     assert not ranks._candidates
 
@@ -63,9 +63,9 @@ def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pyt
     for number in range(4):
         running.enter_context(ranks.candidate("running"))
         with ranks.candidate(str(number)) as rank:
-            assert (rank, ranks.of(str(number), {})) == (1, 1)
+            assert (rank, ranks.rank_of(str(number), {})) == (1, 1)
     groups = ("0", "1", "2", "3", "running", "none")
-    assert [ranks.of(group, {}) for group in groups] == [None, None, 1, 1, 0, None]
+    assert [ranks.rank_of(group, {}) for group in groups] == [None, None, 1, 1, 0, None]
     assert len(ranks._ended) == 2
 
 

@@ -30,7 +30,7 @@ class End:
             raise ValueError("not in order")
         self.messages.put_nowait(parts)
 
-    def lost(self, reason: str) -> None:
+    def connection_lost(self, reason: str) -> None:
         self.reason.set_result(reason)
 
 
@@ -41,7 +41,7 @@ class Coordinator:
         self.hellos: list[Hello] = []
         self.port = 0
 
-    def joined(self, hello: Hello, connection: Connection) -> End:
+    def create_receiver(self, hello: Hello, connection: Connection) -> End:
         if hello.rank > 5:
             raise ValueError(f"rank {hello.rank}")
         self.hellos.append(hello)
@@ -62,7 +62,7 @@ class Coordinator:
 @asynccontextmanager
 async def coordinator() -> AsyncIterator[Coordinator]:
     made = Coordinator()
-    hub = await listen("127.0.0.1", TOKEN, made.joined)
+    hub = await listen("127.0.0.1", TOKEN, made.create_receiver)
     made.port = int(hub.sockets[0].getsockname()[1])
     try:
         async with asyncio.timeout(20):

@@ -12,7 +12,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from darts_server.caller import Caller, caller
 from darts_server.exceptions import RETRY_SECONDS, InvalidRequest, Overloaded
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 from darts_server.vllm.requests import structured_outputs
 from darts_server.vllm.requests.sampling import REFUSALS
 from darts_server.vllm.requests.structured_outputs import (
@@ -41,7 +41,7 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 3600)
     monkeypatch.setattr(structured_outputs, "_waits", Waits())
-    monkeypatch.setattr(structured_outputs, "_checks", Kept(structured_outputs.MAX_CACHED))
+    monkeypatch.setattr(structured_outputs, "_checks", FairCache(structured_outputs.MAX_CACHED))
 
 
 def params(**outputs: Any) -> SamplingParams:

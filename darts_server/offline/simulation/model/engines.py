@@ -9,6 +9,8 @@ the first candidate prefills. A step takes
     + per_start * (admitted sequences)
 
 with b running sequences, and adds b tokens to the cache. So steps of the same sequences are an arithmetic series.
+
+With drafts, an engine's step generates several tokens of each sequence, and counts as several steps here.
 """
 
 from bisect import bisect_left
@@ -20,6 +22,7 @@ from math import inf
 
 import numpy as np
 
+from darts_server.drafts.lengths import count_worth
 from darts_server.estimates.latency import LatencyCurve
 from darts_server.offline.simulation.model.batch import Batch, BatchPlan, Floats, Ints
 
@@ -41,6 +44,27 @@ class StepTime:
     """Seconds for each prefilled token."""
     per_start: float = 0.0
     """Seconds for each admitted sequence, see `latency.start_seconds`."""
+    drafts: tuple[float, ...] = ()
+    """Probability that the first tokens of a draft are accepted, by their number."""
+
+    def per_token(self, count: Floats, context: Floats) -> tuple[Floats, Floats]:
+        """Return the seconds of a token of each of ``count`` sequences, and their increase from token to token.
+
+        ``context``: tokens in the KV cache. A drafted token takes as long as a sequence.
+        """
+        drafted = np.zeros(count.size)
+        tokens = np.ones(count.size)
+        if self.drafts:
+            sizes, place = np.unique(count, return_inverse=True)
+            contexts = np.bincount(place, context) / np.bincount(place)
+            for index, rows in enumerate(sizes.astype(int).tolist()):
+                chances = np.repeat(self.drafts, rows)
+                decode = self.decode.step_seconds_array(rows + np.arange(chances.size + 1.0))
+                worth = count_worth(rows, chances, decode + self.per_context_token * contexts[index])
+                drafted[place == index] = worth
+                tokens[place == index] += chances[:worth].sum() / rows
+        seconds = self.decode.step_seconds_array(count + drafted) + self.per_context_token * context
+        return seconds / tokens, self.per_context_token * count / tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +176,7 @@ class Clock:
         count = running(np.ones_like(begin))
         length = np.diff(steps)
         context_tokens = running(context) + count * steps[:-1] - running(begin)
-        linear = times.decode.step_seconds_array(count) + times.per_context_token * context_tokens
-        square = times.per_context_token * count
+        linear, square = times.per_token(count, context_tokens)
         admitted = np.bincount(begins, minlength=steps.size)
         longer = times.per_prefill_token * np.bincount(begins, prefilled, steps.size) + times.per_start * admitted
         prefill = np.asarray(longer[:-1], dtype=np.float64)

@@ -76,7 +76,7 @@ class KnownDeadline:
     """A deadline, and the moment at which it becomes known."""
 
     tokens: int
-    bound: int
+    cut_length: int
     """Length at which every candidate is cut."""
     steps: Floats
     """Steps that each group has run at that moment, shape (G, 1)."""
@@ -167,8 +167,8 @@ def _find_deadline(
     group = -1
     now = 0.0
     while cohort.tokens is None:
-        if cohort.pending_bound not in (None, limit):
-            limit = cohort.pending_bound
+        if cohort.pending_cut_length not in (None, limit):
+            limit = cohort.pending_cut_length
             steps = np.maximum(clocks.steps_at(now), limit)
             passes = np.where(ends < inf, clocks.seconds_at(steps), inf)
         # Among groups that report at the same time, the first group comes first.
@@ -192,7 +192,7 @@ def _find_deadline(
     # the last reporter were processed already.
     run = clocks.steps_at(now)
     late = (completed > run) | ((completed == run) & (np.arange(needs.size) > group))
-    return KnownDeadline(cohort.tokens, rule.bound_of(cohort.tokens), run[:, None], late[:, None], now)
+    return KnownDeadline(cohort.tokens, rule.cut_length_of(cohort.tokens), run[:, None], late[:, None], now)
 
 
 def _find_ends(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
@@ -245,13 +245,13 @@ class Groups:
         if deadline is not None:
             steps = deadline.steps[self.rows] + self.done
             deadline = replace(deadline, steps=steps, late=deadline.late[self.rows])
-            # A deadline of earlier groups may become known after candidates have passed the bound.
-            limit = np.where(deadline.late & np.isfinite(lengths), np.maximum(deadline.bound, steps), inf)
+            # A deadline of earlier groups may become known after candidates have passed the cut length.
+            limit = np.where(deadline.late & np.isfinite(lengths), np.maximum(deadline.cut_length, steps), inf)
             lengths = np.minimum(lengths, limit)
         is_cut = lengths < self.lengths
         ends = self._by_rule(lengths, self.valid & ~is_cut, deadline)
         if deadline is not None:
-            ends.returned = np.where(is_cut, np.minimum(ends.returned, deadline.bound), ends.returned)
+            ends.returned = np.where(is_cut, np.minimum(ends.returned, deadline.cut_length), ends.returned)
             ends.cut |= (is_cut & (ends.run == lengths)).any(axis=1)
         # So far a step is a token. Tokens of earlier rollouts take no step.
         if self.done.any():
@@ -309,7 +309,7 @@ class Groups:
         if deadline is not None:
             tokens = deadline.tokens
             known_at = deadline.steps
-            cut_at = np.where(deadline.late, np.minimum(np.maximum(tokens, needed), deadline.bound), inf)
+            cut_at = np.where(deadline.late, np.minimum(np.maximum(tokens, needed), deadline.cut_length), inf)
         # A group is complete when its K shortest candidates and the tail have ended, although longer candidates still
         # run, unless the tail may still turn out to be cut.
         early = np.maximum(last_short, tail_end)

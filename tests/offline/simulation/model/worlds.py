@@ -211,14 +211,14 @@ def token_by_token(world: World) -> Outcome:
 
     def is_beyond(member: Member, replica: int) -> bool:
         limit = limit_seen[replica]
-        if limit is None or limit != cohort.pending_bound or member.need is not None or member.beyond == limit:
+        if limit is None or limit != cohort.pending_cut_length or member.need is not None or member.beyond == limit:
             return False
         least = minimum(member)
         return least is None or least > limit
 
     def update(member: Member, replica: int) -> None:
         nonlocal missing
-        before = cohort.tokens, cohort.pending_bound
+        before = cohort.tokens, cohort.pending_cut_length
         happened = events(member)
         if any(isinstance(event, DeadlineSet) for event in happened):
             member.message = None
@@ -232,7 +232,7 @@ def token_by_token(world: World) -> Outcome:
                 member.need = need
                 cohort.report_need(member.number, need)
             elif is_beyond(member, replica):
-                member.beyond = cohort.pending_bound
+                member.beyond = cohort.pending_cut_length
                 cohort.report_minimum(member.number, minimum(member))
         for decision in decisions:
             match decision:
@@ -247,11 +247,11 @@ def token_by_token(world: World) -> Outcome:
             assert rule_of_deadline is not None
             for other in members:
                 if other.number not in completed:
-                    other.message = DeadlineSet(cohort.tokens, rule_of_deadline.bound_of(cohort.tokens))
+                    other.message = DeadlineSet(cohort.tokens, rule_of_deadline.cut_length_of(cohort.tokens))
                     other.message_at = member.engine.now
-        if cohort.pending_bound != before[1]:
+        if cohort.pending_cut_length != before[1]:
             limit_at[:] = [member.engine.now] * len(engines)
-            limit_seen[replica] = cohort.pending_bound
+            limit_seen[replica] = cohort.pending_cut_length
 
     for engine in engines:
         engine.schedule()
@@ -263,8 +263,8 @@ def token_by_token(world: World) -> Outcome:
         engine.prefill = engine.admitted = 0
         for c in engine.running:
             c.tokens += 1
-        if limit_seen[replica] != cohort.pending_bound and engine.now >= limit_at[replica] * (1 - 1e-9):
-            limit_seen[replica] = cohort.pending_bound
+        if limit_seen[replica] != cohort.pending_cut_length and engine.now >= limit_at[replica] * (1 - 1e-9):
+            limit_seen[replica] = cohort.pending_cut_length
         while True:
             due = [
                 m

@@ -1,4 +1,4 @@
-"""Deadlines whose bound limits every group, in worlds with runaways.
+"""Deadlines whose cut length limits every group, in worlds with runaways.
 
 All candidates of a cohort start together and get one token a step.
 """
@@ -24,7 +24,7 @@ CAP = 8192
 SIZE = 8
 RULE = Deadline()
 POLICIES = build_policies(Shaping(), RULE)
-BOUNDED = ["darts_cut", "cap"]
+CUTTING = ["darts_cut", "cap"]
 
 
 def group(lengths: Iterable[int], rng: Generator) -> list[Candidate]:
@@ -63,7 +63,7 @@ def deadline_of(rule: SelectionRule, groups: Cohort, how: Deadline) -> tuple[int
     lengths = [completion_length(rule, candidates) for candidates in groups]
     needs = sorted(length for length in lengths if length is not None)
     reported = [how.without_others(needs[:count], len(groups) - count) for count in range(len(needs) + 1)]
-    ends = sorted({*needs, CAP, *(how.bound_of(tokens) for tokens in reported if tokens is not None)})
+    ends = sorted({*needs, CAP, *(how.cut_length_of(tokens) for tokens in reported if tokens is not None)})
     for step in ends:
         known = [length for length in lengths if length is not None and length <= step]
         # Groups that have ended without a completion length do not count.
@@ -85,14 +85,14 @@ def of_cohort(how: Deadline, needs: Sequence[int], minimums: Sequence[int | None
 def steps_of(policy: str, groups: Cohort, how: Deadline = RULE) -> int:
     """Return the steps until the last group is complete.
 
-    The deadline counts as known from the start, because it is known before any candidate reaches the bound.
+    The deadline counts as known from the start, because it is known before any candidate reaches the cut length.
     """
     rule = POLICIES[policy].selection_rule(SIZE)
     started = [candidates[: POLICIES[policy].candidates(SIZE)] for candidates in groups]
     found = deadline_of(rule, started, how)
     assert found is not None
     tokens, known_at = found
-    limit = how.bound_of(tokens)
+    limit = how.cut_length_of(tokens)
     assert known_at <= limit
     played = [replay(rule, candidates, tokens, limit) for candidates in started]
     assert all(is_bounded(result, limit) for result in played)
@@ -103,8 +103,8 @@ def is_bounded(result: Replay, limit: int) -> bool:
     return max(result.lengths) <= limit >= result.steps and len(result.selection) == SIZE
 
 
-@pytest.mark.parametrize("policy", BOUNDED)
-def test_a_group_with_seven_valid_and_five_runaways_ends_at_the_bound(policy: str) -> None:
+@pytest.mark.parametrize("policy", CUTTING)
+def test_a_group_with_seven_valid_and_five_runaways_ends_at_the_cut_length(policy: str) -> None:
     lengths = [*range(300, 510, 30), *[CAP] * 5]
     # If there are eight candidates, three are valid.
     candidates = group(lengths, default_rng(0))[-POLICIES[policy].candidates(SIZE) :]
@@ -118,18 +118,18 @@ def test_a_group_with_seven_valid_and_five_runaways_ends_at_the_bound(policy: st
         assert result.generated == 7 * 390 + 5 * 1200
 
 
-@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("policy", CUTTING)
 def test_a_group_may_have_only_truncated_candidates(policy: str) -> None:
     candidates = group([CAP] * POLICIES[policy].candidates(SIZE), default_rng(0))
     assert replay(POLICIES[policy].selection_rule(SIZE), candidates, 600, 1200).generated == 1200 * len(candidates)
 
 
-@pytest.mark.parametrize("policy", BOUNDED)
-def test_a_cohort_with_runaways_ends_at_the_bound_of_its_own_deadline(policy: str) -> None:
+@pytest.mark.parametrize("policy", CUTTING)
+def test_a_cohort_with_runaways_ends_at_the_cut_length_of_its_own_deadline(policy: str) -> None:
     assert steps_of(policy, cohort([0.75] * 12 + [0.05] * 52)) < 0.3 * CAP
 
 
-@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("policy", CUTTING)
 @pytest.mark.parametrize(("without", "most"), [(17, 0.3), (32, 0.8), (64, 0.9)])
 def test_earlier_groups_set_the_deadline_if_over_a_quarter_has_no_completion_length(
     policy: str, without: int, most: float
@@ -138,9 +138,9 @@ def test_earlier_groups_set_the_deadline_if_over_a_quarter_has_no_completion_len
     assert steps_of(policy, cohort([1.0] * without + [0.0] * (64 - without)), how) < most * CAP
 
 
-@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("policy", CUTTING)
 def test_half_the_prompts_may_need_answers_several_times_as_long(policy: str) -> None:
-    """Earlier groups had short answers, and there are no rewards. The bound is beyond all completion lengths."""
+    """Earlier groups had short answers, and there are no rewards. The cut length is beyond all completion lengths."""
     rng = default_rng(0)
     groups = [group((m * rng.lognormal(0, 0.3, 12)).astype(int), rng) for m in [300] * 32 + [1500] * 32]
     rule = POLICIES[policy].selection_rule(SIZE)
@@ -148,14 +148,14 @@ def test_half_the_prompts_may_need_answers_several_times_as_long(policy: str) ->
     found = deadline_of(rule, started, replace(RULE, recent=400))
     assert found is not None
     longest = max(n for c in started if (n := completion_length(rule, c)) is not None)
-    assert RULE.bound_of(found[0]) > longest
+    assert RULE.cut_length_of(found[0]) > longest
 
 
 @pytest.mark.parametrize(("known", "factor"), [(8, 1.0), (6, 1.0), (4, 1.5**3), (3, 4.0), (0, 4.0)])
 def test_a_deadline_of_earlier_groups_is_later_the_fewer_groups_have_a_completion_length(
     known: int, factor: float
 ) -> None:
-    rule = replace(RULE, recent=100, stretch=2.0)
+    rule = replace(RULE, recent=100, factor=2.0)
     assert rule.without_others([50] * known, 8 - known) == (100 if known >= 6 else ceil(200 * factor))
     assert rule.without_others([150] * 4, 4) == ceil(300 * 1.5**3)
     assert RULE.without_others([50] * 5, 3) is None
@@ -170,5 +170,5 @@ def test_the_least_that_a_group_can_need_follows_from_running_candidates() -> No
     assert [started.standings.nth_shortest_minimum(n, {}) for n in (3, 4)] == [8, None]
 
 
-def test_the_bound_is_a_factor_rounded_up() -> None:
-    assert [replace(RULE, bound=b).bound_of(10) for b in (1.0, 1.1, 1.11, 2.0)] == [10, 11, 12, 20]
+def test_the_cut_length_is_a_factor_rounded_up() -> None:
+    assert [replace(RULE, cut_factor=b).cut_length_of(10) for b in (1.0, 1.1, 1.11, 2.0)] == [10, 11, 12, 20]

@@ -22,7 +22,7 @@ class _Owned(Generic[K, V]):
         self.weight = 0
 
 
-class Kept(Generic[K, V]):
+class FairCache(Generic[K, V]):
     """The newest entries of all owners together.
 
     At a limit, the owner that has the most entries (or the most weight, at the weight limit) loses its oldest entry.

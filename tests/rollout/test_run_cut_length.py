@@ -1,4 +1,4 @@
-"""Cohorts with runaways: every group ends at the bound, and the deadline becomes known although some groups wait."""
+"""Cohorts with runaways: every group ends at the cut length, and the deadline becomes known while some groups wait."""
 
 import asyncio
 from random import Random
@@ -13,7 +13,7 @@ from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.run import GroupRun
 from darts_server.types import FinishReason, Outcome, SelectedAs
-from tests.group.oracle import Fate, bounded, chosen, cut_lengths
+from tests.group.oracle import Fate, chosen, cut_lengths, truncated
 from tests.rollout.helpers import Harness
 from tests.rollout.test_run_cut import poll_each_step, started
 
@@ -23,7 +23,7 @@ SIZE = 8
 GROUPS = [f"p{i}" for i in range(16)]
 RULE = Deadline(exploration=0.0)
 POLICIES = build_policies(Shaping(), RULE)
-BOUNDED = ["darts_cut", "cap"]
+CUTTING = ["darts_cut", "cap"]
 MOST_REPORTED = 13
 """Of 16 groups so many get enough valid ones; the deadline of 16 would need 15."""
 
@@ -40,41 +40,41 @@ def with_runaways(seed: int) -> Harness:
     return Harness(script, POLICIES)
 
 
-@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("policy", CUTTING)
 @pytest.mark.parametrize("seed", range(4))
-async def test_every_group_ends_at_the_bound(policy: str, seed: int) -> None:
+async def test_every_group_ends_at_the_cut_length(policy: str, seed: int) -> None:
     harness = with_runaways(seed)
     runs = await harness.start_cohort(SIZE, policy, GROUPS)
     harness.engine.now = 0
     outputs = [{t.index: t.output for t in group} for group in await harness.groups(runs)]
     [batch] = harness.recorder.cohorts
     assert batch.deadline is not None
-    bound = 2 * batch.deadline
-    assert harness.engine.now <= bound + 1 < CAP / 10, "the deadline was known before the runaways' end"
+    cut_length = 2 * batch.deadline
+    assert harness.engine.now <= cut_length + 1 < CAP / 10, "the deadline was known before the runaways' end"
     for run, name, output in zip(runs, GROUPS, outputs, strict=True):
         record = harness.record(name)
         assert record.outcome is Outcome.COMPLETED
         assert len(record.selected) == SIZE
-        assert record.bound in (None, bound)
-        assert all(c.tokens <= bound + 1 for c in record.candidates), "polls come after each step"
-        assert all(len(tokens) <= bound for tokens in output.values())
+        assert record.cut_length in (None, cut_length)
+        assert all(c.tokens <= cut_length + 1 for c in record.candidates), "polls come after each step"
+        assert all(len(tokens) <= cut_length for tokens in output.values())
         fates = {
             c.index: Fate(harness.script(name, c.index).length, c.index not in runaways(harness, name), c.tail_draw)
             for c in run.candidates
         }
         rule = run._group.rule
-        if record.bound is not None and isinstance(rule, CutTail):
-            cuts = cut_lengths(rule, bounded(rule, fates, bound), batch.deadline, bound)
-            assert output.keys() == chosen(rule, bounded(rule, fates, bound)).keys()
+        if record.cut_length is not None and isinstance(rule, CutTail):
+            cuts = cut_lengths(rule, truncated(rule, fates, cut_length), batch.deadline, cut_length)
+            assert output.keys() == chosen(rule, truncated(rule, fates, cut_length)).keys()
             for index, tokens in output.items():
-                assert len(tokens) == cuts.get(index, min(fates[index].length, bound))
+                assert len(tokens) == cuts.get(index, min(fates[index].length, cut_length))
         if GROUPS.index(name) >= MOST_REPORTED:
-            assert record.bound == bound
-            assert record.deadline in (bound, max(batch.deadline, record.completion_length or 0))
+            assert record.cut_length == cut_length
+            assert record.deadline in (cut_length, max(batch.deadline, record.completion_length or 0))
     assert any(harness.record(name).completion_length is None for name in GROUPS)
 
 
-@pytest.mark.parametrize("policy", BOUNDED)
+@pytest.mark.parametrize("policy", CUTTING)
 async def test_a_cohort_with_many_endless_groups_is_cut_by_the_needs_of_the_cohort_before(policy: str) -> None:
     def script(prompt: str, index: int) -> Script:
         random = Random(f"{prompt} {index}")
@@ -120,7 +120,7 @@ async def test_the_deadline_waits_again_for_a_restarted_group() -> None:
     script = {name: Script(10) for name in GROUPS[:7]} | {GROUPS[7]: Script(CAP)}
     harness, runs, tasks, cohort = await eight(script)
     await harness.steps(15)
-    assert (cohort.deadline.tokens, cohort.deadline.pending_bound) == (None, 20)
+    assert (cohort.deadline.tokens, cohort.deadline.pending_cut_length) == (None, 20)
     assert runs[7].suspend()
     for _ in range(10):
         runs[7].poll()
@@ -136,7 +136,7 @@ async def test_the_deadline_waits_again_for_a_group_with_replaced_candidates() -
     script = {name: Script(10) for name in GROUPS[:6]} | {GROUPS[6]: Script(CAP, delay=8), GROUPS[7]: Script(CAP)}
     harness, _, tasks, cohort = await eight(script)
     await harness.steps(25)
-    assert (cohort.deadline.tokens, cohort.deadline.pending_bound) == (None, 20), (
+    assert (cohort.deadline.tokens, cohort.deadline.pending_cut_length) == (None, 20), (
         "it is beyond that, the group before is not"
     )
     script[GROUPS[7]] = Script(13)
@@ -161,15 +161,15 @@ async def test_a_group_reports_once_that_it_is_beyond_the_limit_of_the_other_gro
     for _ in range(40):
         await harness.engine.step()
         runs[6].poll()
-    assert cohort.deadline.pending_bound == 20
+    assert cohort.deadline.pending_cut_length == 20
     assert reports == [21, 21], "of two groups"
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_candidate_cut_at_the_bound_is_cut_again_when_a_late_candidate_is_short() -> None:
-    # 0 and 1 reach the bound of 8 while 2 and 3, which began late, may still bring the deadline down to 5.
+async def test_a_candidate_cut_at_the_cut_length_is_cut_again_when_a_late_candidate_is_short() -> None:
+    # 0 and 1 reach the cut length of 8 while 2 and 3, which began late, may still bring the deadline down to 5.
     script = {0: Script(90), 1: Script(90), 2: Script(2, delay=20), 3: Script(3, delay=20)}
     harness = Harness(lambda _, index: script[index])
     run = started(harness.engine, harness.recorder)

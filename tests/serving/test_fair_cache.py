@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.serving.kept import Kept
+from darts_server.serving.fair_cache import FairCache
 
 OWNERS = (None, "a", "b", "c")
 
@@ -55,7 +55,7 @@ STEPS = st.lists(
 def test_the_owner_with_the_most_entries_loses_its_oldest_entry(
     limit: int, weight_limit: int, steps: list[tuple[bool, str | None, int, int]]
 ) -> None:
-    kept: Kept[int, int] = Kept(limit, weight_limit)
+    kept: FairCache[int, int] = FairCache(limit, weight_limit)
     expected = BruteForce(limit, weight_limit)
     for value, (is_put, owner, key, weight) in enumerate(steps):
         if is_put:
@@ -71,7 +71,7 @@ def test_the_owner_with_the_most_entries_loses_its_oldest_entry(
 
 
 def test_no_owner_loses_an_entry_to_an_owner_that_has_more() -> None:
-    kept: Kept[int, str] = Kept(100)
+    kept: FairCache[int, str] = FairCache(100)
     kept.put("victim", 0, "mine")
     for number in range(10_000):
         kept.put("flooder", number, "its own")
@@ -81,7 +81,7 @@ def test_no_owner_loses_an_entry_to_an_owner_that_has_more() -> None:
 
 
 def test_the_newest_entry_stays_even_if_it_is_heavier_than_the_limit() -> None:
-    kept: Kept[int, str] = Kept(10, 10)
+    kept: FairCache[int, str] = FairCache(10, 10)
     kept.put("other", 0, "light", 3)
     assert kept.put("one", 1, "heavy", 50) == [(0, "light")]
     assert kept.of("one") == {1: "heavy"}
@@ -89,7 +89,7 @@ def test_the_newest_entry_stays_even_if_it_is_heavier_than_the_limit() -> None:
 
 
 def test_shrink_drops_entries_down_to_a_weight() -> None:
-    kept: Kept[int, str] = Kept(10)
+    kept: FairCache[int, str] = FairCache(10)
     for key in range(4):
         kept.put("ab"[key % 2], key, "", 1 + key % 2)
     assert kept.shrink(6) == []
@@ -114,7 +114,7 @@ class Name(str):
 
 
 def test_adding_an_entry_takes_a_few_comparisons_however_many_entries_there_are() -> None:
-    kept: Kept[int, int] = Kept(10_000, 10_000)
+    kept: FairCache[int, int] = FairCache(10_000, 10_000)
     names = [Name(f"key-{number}") for number in range(1000)]
     for key in range(10):
         for name in names:
