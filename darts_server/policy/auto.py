@@ -18,9 +18,9 @@ from statistics import median
 
 from darts_server.estimates.checks import LARGEST, check_count, check_length, check_number
 
-MIN_AHEAD = 3
-"""Measured batches that ran ahead before fewer prompts may run. The first batches have not carried over as many long
-prompts as later batches."""
+MIN_AHEAD = 5
+"""Measured batches that ran ahead before fewer prompts may run. The first batches return the shorter prompts and carry
+the longer ones over, so they look slower than later batches."""
 CLEAR = 0.8
 """Up to this relative time, running ahead is kept without measuring the other kind of batch."""
 MARGIN = 0.03

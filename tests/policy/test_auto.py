@@ -71,7 +71,7 @@ OUTCOME = AheadOutcome(TOKENS, 0, TOKENS, 2.0, [1.0, 1.0, 4.0])
 
 def test_all_prompts_run_from_the_first_batch_on() -> None:
     training = Training(ahead=0.5)
-    assert training.run(4) == "1111"
+    assert training.run(6) == "111111"
     assert {choice.started for choice in training.choices} == {OFFERED}
     assert training.choices[-1].reason == "24 of 24 prompts run, and the first 16 groups are returned"
     assert training.run(100) == 100 * "1", "this is clearly faster than what is needed alone"
@@ -81,9 +81,9 @@ def test_all_prompts_run_from_the_first_batch_on() -> None:
 @pytest.mark.parametrize("ahead", [0.9, 1.1])
 def test_batches_that_are_not_clearly_faster_are_compared_with_measured_batches(ahead: float) -> None:
     training = Training(ahead)
-    assert training.run(6) == "111100", "only the second batch of a test is measured"
+    assert training.run(8) == "11111100", "only the second batch of a test is measured"
     assert training.choices[-1].reason.endswith(", tested") == (ahead < 1)
-    assert training.state.alone == ((6, 1.0),)
+    assert training.state.alone == ((8, 1.0),)
     assert training.run(5) == 5 * str(int(ahead < 1))
 
 
@@ -114,11 +114,11 @@ def test_a_kind_that_is_much_slower_is_tested_only_after_many_batches() -> None:
 
 def test_without_exploration_nothing_is_tested_again() -> None:
     training = Training(1.2, AutoLimits(exploration=0.0))
-    assert training.run(400) == "1111" + 396 * "0"
+    assert training.run(400) == "111111" + 394 * "0"
 
 
 def test_near_the_edge_the_choice_does_not_go_back_and_forth() -> None:
-    measured = replace(STATE, tested=0, ahead=((1, 0.98), (2, 0.98), (3, 0.98)), alone=((4, 1.0),))
+    measured = replace(STATE, tested=0, ahead=tuple((batch, 0.98) for batch in range(1, 6)), alone=((6, 1.0),))
     limits = AutoLimits(exploration=0.0)
     assert choose_ahead(limits, measured, NEEDED, OFFERED).runs_ahead
     assert not choose_ahead(limits, replace(measured, prefers_ahead=False), NEEDED, OFFERED).runs_ahead

@@ -56,9 +56,9 @@ def run(made: Harness, record: CohortRecord = RECORD, lost: int = 0) -> None:
 
 async def test_batches_that_run_ahead_are_compared_with_their_trajectories_alone(made: Harness) -> None:
     assert chosen(made).choice.started == OFFERED
-    for _ in range(4):
+    for _ in range(6):
         run(made)
-    assert [time for _, time in state(made).ahead] == pytest.approx([0.5] * 3), "40 steps of a second"
+    assert [time for _, time in state(made).ahead] == pytest.approx([0.5] * 5), "40 steps of a second"
     assert "; running ahead takes 0.50 of the time" in chosen(made).choice.reason
     assert made.rollouts.allocator.auto.load_state(SIZE + 1) == AheadState(), "each group size is learned by itself"
 
