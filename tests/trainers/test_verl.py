@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.trainers.environments import ROOT, NotInstalled, create
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(3600)]
 SECONDS = 1800
+GUARD_SECONDS = 60.0
+"""A guard waits for its server (`GRACE_SECONDS` of `darts_client.verl.process`), and then removes the folder."""
 STEP = re.compile(r"step:(\d+) - ")
 METRIC = re.compile(r"([\w/@-]+):(?:np\.\w+\()?(-?[\d.]+(?:e-?\d+)?)")
 ROUNDING = 0.05
@@ -63,10 +66,20 @@ def run(python: Path, program: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def wait_until_removed(folder: Path) -> None:
+    """Wait for the guards of the servers, which outlive the program."""
+    deadline = time.monotonic() + GUARD_SECONDS
+    while folder.exists():
+        assert time.monotonic() < deadline, f"{folder} is left"
+        time.sleep(0.5)
+
+
 def test_verls_managers_clients_and_agent_loops_work_with_two_replicas(python: Path) -> None:
-    passed = [line.removeprefix("passed ") for line in run(python, "rollouts") if line.startswith("passed ")]
+    lines = [line.split() for line in run(python, "rollouts")]
+    passed = [line[1] for line in lines if line[:1] == ["passed"]]
     assert passed == PARTS
-    assert not list(Path("/dev/shm").glob("darts-verl-*"))
+    [folder] = [Path(line[1]) for line in lines if line[:1] == ["folder"]]
+    wait_until_removed(folder)
 
 
 def test_main_ppo_trains_two_steps_with_weights_that_arrive_by_themselves(python: Path, tmp_path: Path) -> None:

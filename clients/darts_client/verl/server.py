@@ -222,12 +222,12 @@ class DartsServer:
                 f"a prompt of {prompt_tokens} tokens leaves no room in max_model_len {self._max_model_len}"
             )
         # veRL uses either name.
-        limits = [sampling.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
-        given = [limit for limit in limits if limit is not None]
-        if not given:
+        new_tokens = sampling.pop("max_new_tokens", None)
+        limit = sampling.pop("max_tokens", new_tokens)
+        if limit is None:
             response = self.config.response_length
-            given = [min(response, self.config.prompt_length + response - prompt_tokens)]
-        return int(max(1, min(given[0], room)))
+            limit = min(response, self.config.prompt_length + response - prompt_tokens)
+        return int(max(1, min(limit, room)))
 
     async def _is_admitted(self) -> bool:
         """Wait while generation is paused. Return False if requests are rejected meanwhile."""

@@ -7,8 +7,6 @@ goes back to it if an update fails. So a folder needs room for two models.
 import asyncio
 import os
 import shutil
-import tempfile
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +32,7 @@ def job_folder(parent: str | None) -> Path:
     context = ray.get_runtime_context()
     # Job ids are unique in a cluster only.
     name = f"darts-verl-{context.get_session_name()}-{context.get_job_id()}"
-    if parent is None:
-        parent = SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else tempfile.gettempdir()
-    return Path(parent) / name
+    return Path(parent or SHARED_MEMORY) / name
 
 
 def server_name(replica_rank: int, role: str = "") -> str:
@@ -104,14 +100,15 @@ class WeightFolders:
         Raises:
             TimeoutError: it does not appear.
         """
-        deadline = time.monotonic() + ARRIVAL_SECONDS
-        while not path.is_dir():
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"no weights arrived at {path} in {ARRIVAL_SECONDS:.0f} s. All machines must see this folder: name "
-                    "a shared folder, or use the checkpoint engine nccl"
-                )
-            await asyncio.sleep(POLL_SECONDS)
+        try:
+            async with asyncio.timeout(ARRIVAL_SECONDS):
+                while not path.is_dir():
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise TimeoutError(
+                f"no weights arrived at {path} in {ARRIVAL_SECONDS:.0f} s. All machines must see this folder: name "
+                "a shared folder, or use the checkpoint engine nccl"
+            ) from None
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types here
@@ -132,14 +129,11 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types her
             self._is_writer = rank % int(os.environ["RAY_LOCAL_WORLD_SIZE"]) == 0
         bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes << 20
         self._folders = WeightFolders(weights_root(self.config), prefix, bucket_bytes)
-        self._server: Any = None
 
     @property
     def server(self) -> Any:
         # The server starts after this worker.
-        if self._server is None:
-            self._server = ray.get_actor(server_name(self.replica_rank))
-        return self._server
+        return ray.get_actor(server_name(self.replica_rank))
 
     async def resume(self, tags: list[str]) -> None:
         if self.config.free_cache_engine:

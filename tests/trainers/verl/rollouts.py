@@ -2,7 +2,7 @@
 
     python -m tests.trainers.verl.rollouts
 
-Prints the name of each part that has passed. A part that fails raises an AssertionError.
+Prints the job's folder, and the name of each part that has passed. A part that fails raises an AssertionError.
 """
 
 import asyncio
@@ -33,6 +33,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from darts_client.verl.plugin import load_replica
 from darts_client.verl.server import to_flags
+from darts_client.verl.weights import job_folder
 from darts_server.offline.demo.server import MODEL
 from tests.integration.weights import EMBEDDING, HEAD, ROUNDING, perturbed
 from tests.trainers.verl.cluster import REPLICAS, SIZE, cluster, configure, overrides
@@ -306,6 +307,9 @@ PARTS = (
 def main() -> None:
     with cluster():
         fleet = Fleet()
+        folder = job_folder(None)
+        assert folder.is_dir()
+        print(f"folder {folder}", flush=True)
         for part in PARTS:
             part(fleet)
             print(f"passed {part.__name__}", flush=True)

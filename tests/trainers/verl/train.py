@@ -62,8 +62,8 @@ def arguments(folder: Path, steps: int) -> list[str]:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": BATCH,
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype": "fp32",
+        # By default the forward pass is in bfloat16.
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "fp32",
         "reward.custom_reward_function.path": Path(__file__),
         "reward.num_workers": 1,
         "trainer.device": "cpu",
@@ -78,6 +78,8 @@ def arguments(folder: Path, steps: int) -> list[str]:
         "ray_kwargs.ray_init.num_cpus": 16,
         "+ray_kwargs.ray_init.num_gpus": 1,
         "+ray_kwargs.ray_init.include_dashboard": False,
+        # The servers listen on the address of Ray's node.
+        "+ray_kwargs.ray_init._node_ip_address": "127.0.0.1",
         "+ray_kwargs.ray_init.object_store_memory": OBJECT_STORE_BYTES,
     }
     given = overrides(rollout, {"policy": "uniform"})
