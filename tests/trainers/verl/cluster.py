@@ -45,13 +45,7 @@ def configure(arguments: Sequence[str]) -> Any:
 @contextmanager
 def cluster() -> Iterator[None]:
     """Start Ray with more CPUs and GPUs than there are, because veRL reserves one GPU and two CPUs for a replica."""
-    ray.init(
-        num_cpus=16,
-        num_gpus=REPLICAS,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-    )
+    ray.init(num_cpus=16, num_gpus=REPLICAS, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
     try:
         yield
     finally:

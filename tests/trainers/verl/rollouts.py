@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,24 @@ def count_matches(step: int, outputs: list[Any]) -> list[list[bool]]:
     return [((mine - torch.tensor(output.log_probs)).abs() < ROUNDING).tolist() for mine, output in pairs]
 
 
-async def generate(client: Any, count: int, sampling: dict[str, Any]) -> list[Any]:
-    requests = (client.generate(f"request-{n}", prompt_ids=PROMPT, sampling_params=sampling) for n in range(count))
-    return list(await asyncio.gather(*requests))
+async def generate_during(action: Callable[[], None], fleet: Fleet, client: Any) -> list[Any]:
+    """Send one long request after another from several tasks until the action has ended; return all outputs."""
+    has_ended = asyncio.Event()
+
+    async def repeat(task: int) -> list[Any]:
+        outputs: list[Any] = []
+        while not has_ended.is_set():
+            request_id = f"request-{task}-{len(outputs)}"
+            outputs.append(await client.generate(request_id, prompt_ids=PROMPT, sampling_params=dict(ENDLESS)))
+        return outputs
+
+    tasks = [asyncio.create_task(repeat(task)) for task in range(2 * REPLICAS)]
+    try:
+        await asyncio.to_thread(fleet.wait_for_tokens, 8)
+        await asyncio.to_thread(action)
+    finally:
+        has_ended.set()
+    return [output for outputs in await asyncio.gather(*tasks) for output in outputs]
 
 
 def check_settings(fleet: Fleet) -> None:
@@ -232,13 +248,10 @@ def check_abort_and_resume(fleet: Fleet) -> None:
     """An update in the middle of answers: each token has the log-prob of the weights that were served then."""
     client = fleet.manager.get_client(FullyAsyncLLMServerClient)
 
-    async def update_meanwhile() -> list[Any]:
-        running = asyncio.create_task(generate(client, 2 * REPLICAS, ENDLESS))
-        await asyncio.to_thread(fleet.wait_for_tokens, 8)
-        await asyncio.to_thread(fleet.checkpoints.update_weights, global_steps=2)
-        return await running
+    def update() -> None:
+        fleet.checkpoints.update_weights(global_steps=2)
 
-    outputs = asyncio.run(update_meanwhile())
+    outputs = asyncio.run(generate_during(update, fleet, client))
     switches = []
     for output, old, new in zip(outputs, count_matches(1, outputs), count_matches(2, outputs), strict=True):
         assert len(output.token_ids) == len(output.log_probs) == LONG
@@ -255,15 +268,11 @@ def check_clients_that_do_not_resume(fleet: Fleet) -> None:
     """An abort is invisible to a client that would take the beginning of an answer for a whole answer."""
     client = fleet.manager.get_client(LLMServerClient)
 
-    async def pause_meanwhile() -> list[Any]:
-        running = asyncio.create_task(generate(client, REPLICAS, ENDLESS))
-        await asyncio.to_thread(fleet.wait_for_tokens, 4)
-        await asyncio.to_thread(fleet.checkpoints.abort_replicas)
-        assert not running.done()
-        await asyncio.to_thread(fleet.checkpoints.resume_generation_replicas)
-        return await running
+    def pause() -> None:
+        fleet.checkpoints.abort_replicas()
+        fleet.checkpoints.resume_generation_replicas()
 
-    for output in asyncio.run(pause_meanwhile()):
+    for output in asyncio.run(generate_during(pause, fleet, client)):
         assert (len(output.token_ids), output.stop_reason) == (LONG, "completed")
 
 
@@ -279,16 +288,14 @@ def check_lost_server(fleet: Fleet) -> None:
     """A server that is killed starts again with the last weights, and no request is lost."""
     client = fleet.manager.get_client(FullyAsyncLLMServerClient)
 
-    async def kill_meanwhile() -> list[Any]:
-        running = asyncio.create_task(generate(client, 2 * REPLICAS, ENDLESS))
-        await asyncio.to_thread(fleet.wait_for_tokens, 4)
-        guard = psutil.Process(await asyncio.to_thread(call, fleet.servers[0], lambda self: self._process.pid))
-        [server] = guard.children()
-        os.kill(server.pid, signal.SIGKILL)
-        return await running
+    process = call(fleet.servers[0], lambda self: self._process.pid)
 
-    outputs = asyncio.run(kill_meanwhile())
-    assert [len(output.token_ids) for output in outputs] == [LONG] * 2 * REPLICAS
+    def kill() -> None:
+        [server] = psutil.Process(process).children()
+        os.kill(server.pid, signal.SIGKILL)
+
+    outputs = asyncio.run(generate_during(kill, fleet, client))
+    assert {len(output.token_ids) for output in outputs} == {LONG}
     assert all(all(matches) for matches in count_matches(2, outputs))
     assert fleet.get(0, "weights")["version"] == 2
 
@@ -309,6 +316,7 @@ def main() -> None:
         fleet = Fleet()
         folder = job_folder(None)
         assert folder.is_dir()
+        assert all(address.startswith("127.0.0.1:") for address in fleet.manager.server_addresses)
         print(f"folder {folder}", flush=True)
         for part in PARTS:
             part(fleet)

@@ -78,8 +78,6 @@ def arguments(folder: Path, steps: int) -> list[str]:
         "ray_kwargs.ray_init.num_cpus": 16,
         "+ray_kwargs.ray_init.num_gpus": 1,
         "+ray_kwargs.ray_init.include_dashboard": False,
-        # The servers listen on the address of Ray's node.
-        "+ray_kwargs.ray_init._node_ip_address": "127.0.0.1",
         "+ray_kwargs.ray_init.object_store_memory": OBJECT_STORE_BYTES,
     }
     given = overrides(rollout, {"policy": "uniform"})
