@@ -291,13 +291,15 @@ def check_lost_server(fleet: Fleet) -> None:
     process = call(fleet.servers[0], lambda self: self._process.pid)
 
     def kill() -> None:
-        [server] = psutil.Process(process).children()
+        [guard] = psutil.Process(process).children()
+        [server] = guard.children()
         os.kill(server.pid, signal.SIGKILL)
 
     outputs = asyncio.run(generate_during(kill, fleet, client))
     assert {len(output.token_ids) for output in outputs} == {LONG}
     assert all(all(matches) for matches in count_matches(2, outputs))
     assert fleet.get(0, "weights")["version"] == 2
+    assert call(fleet.servers[0], lambda self: self._restarts) == 1
 
 
 PARTS = (
