@@ -1,21 +1,29 @@
 """Our drafter with as many drafted tokens as are allowed in every step, as a control for draft lengths that adapt."""
 
-import numpy as np
-from numpy.typing import NDArray
 from vllm.config import VllmConfig
 
+from darts_server.drafts.lengths import Savings, StepTimes
 from darts_server.vllm.engine_core.drafter import Drafter
 
 
-class FreeTokens:
-    """Step times under which a step takes no longer with more tokens, so that all drafts are worth it."""
+class FreeTokens(StepTimes):
+    """Step times under which drafts cost nothing, so that all drafts are worth it."""
 
-    sizes: NDArray[np.float64] = np.array([0.0, 1e9])
-    seconds: NDArray[np.float64] = np.array([1.0, 1.0])
-    explored = seconds
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = 0.0
 
-    def observe(self, tokens: int, seconds: float) -> None:
+    def observe_plain(self, sequences: int, seconds: float) -> None:
         """Learn nothing."""
+
+    def observe_drafted(self, sequences: int, drafted: int, seconds: float) -> float:
+        """Learn nothing."""
+        return seconds
+
+
+class NoAccount(Savings):
+    def may_draft(self, sequences: int) -> bool:
+        return True
 
 
 class FixedDrafter(Drafter):
@@ -23,4 +31,5 @@ class FixedDrafter(Drafter):
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__(vllm_config)
-        self.drafts.times = FreeTokens()  # type: ignore[assignment]
+        self.drafts.times = FreeTokens()
+        self.drafts.savings = NoAccount()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.speculation exact             # lengths, answers, first tokens, prefixes, log-probs
     python -m benchmarks.speculation speed             # decode steps and seconds, epoch by epoch
+    python -m benchmarks.speculation paired            # the same, of servers that run side by side and take turns
     python -m benchmarks.speculation speed --methods auto ngram
     python -m benchmarks.speculation train             # the same with real updates: `speculation_training`
     python -m benchmarks.speculation train --report    # the tables of the log
@@ -24,6 +25,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+import psutil
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from benchmarks.smollm2 import model_folder
@@ -62,7 +65,7 @@ class Answer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.speculation", description=__doc__.split("\n")[0])
-    parser.add_argument("part", choices=["exact", "speed", "train", "words"])
+    parser.add_argument("part", choices=["exact", "speed", "paired", "train", "words"])
     parser.add_argument("--methods", nargs="+", choices=list(METHODS)[1:], default=["auto"], help="(default: auto)")
     names = list(SITUATIONS)
     names_help = f"of: {'; '.join(names)} (default: all)"
@@ -105,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rng = Random(0)
     problems = [sample_problem(rng) for _ in range(options.prompts)]
     methods = ["none", *options.methods]
-    if options.part == "exact":
+    if options.part == "paired":
+        print(paired(problems, options.rounds))
+    elif options.part == "exact":
         print(table(compare(options.situations, options.methods[0], problems, options.rounds, server_of)))
     else:
         print(speed(problems, methods, options.rounds))
@@ -187,6 +192,69 @@ def speed(problems: Sequence[Problem], methods: Sequence[str], epochs: int) -> s
                 ]
             )
     return markdown(["drafts", "epoch", "decode steps", "seconds", "length without, with"], rows)
+
+
+# --- paired ------------------------------------------------------------------------
+
+TURNS = ("auto 1", "none 1", "auto 2", "none 2", "auto 3", "none 3", "off 4", "none 4", "off 5", "none 5")
+"""What answers all prompts, in order: the server that speculates, in its first three epochs and then switched off, and
+a server without the flag."""
+PAIRS = {
+    "first epoch": ("auto 1", "none 1"),
+    "second epoch": ("auto 2", "none 2"),
+    "third epoch": ("auto 3", "none 3"),
+    "third epoch, by off": ("auto 3", "off"),
+    "off": ("off", "none"),
+}
+
+
+def cpu_seconds(server: Server) -> float:
+    """Return the time that the processes of a server's engine have run."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    return sum(sum(child.cpu_times()[:2]) for child in children)
+
+
+def measure(server: Server, problems: Sequence[Problem]) -> NDArray[np.float64]:
+    """Return decode steps, seconds and seconds of the engine's processes for a thousand tokens."""
+    steps = decode_steps(server)
+    used = cpu_seconds(server)
+    begin = perf_counter()
+    answers = draw(server, problems, {})
+    seconds = perf_counter() - begin
+    tokens = sum(len(answer.token_ids) for answer in answers)
+    spent = np.array([decode_steps(server) - steps, seconds, cpu_seconds(server) - used])
+    return 1000 * spent / tokens
+
+
+def paired(problems: Sequence[Problem], rounds: int) -> str:
+    """Return a table of what speculation takes, relative to no speculation.
+
+    In each round a new server that speculates and a new server without the flag answer the same prompts by turns. So a
+    machine whose load changes slows both down.
+    """
+    measured: dict[str, list[NDArray[np.float64]]] = {turn: [] for turn in TURNS}
+    with tqdm(total=rounds * len(TURNS), unit="batch") as bar:
+        for _ in range(rounds):
+            with server_of("none") as plain, server_of("auto") as server:
+                for started in (plain, server):
+                    draw(started, problems[:1], {"max_tokens": 2})
+                for turn in TURNS:
+                    if turn == "off 4":
+                        url = f"{server.url}/darts/v1/policy"
+                        httpx.patch(url, json={"speculate": "off"}, timeout=60).raise_for_status()
+                    used = plain if turn.startswith("none") else server
+                    measured[turn].append(measure(used, problems))
+                    bar.update()
+
+    means = {}
+    for name in {name for pair in PAIRS.values() for name in pair}:
+        turns = [measured[turn] for turn in TURNS if turn.startswith(name)]
+        means[name] = np.mean(turns, axis=0)
+    rows = []
+    for label, (ours, base) in PAIRS.items():
+        ratios = means[ours] / means[base]
+        rows.append([label, *(quartiles(list(column), 2) for column in ratios.T)])
+    return markdown(["", "decode steps", "seconds", "seconds of the engine's processes"], rows)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, ExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 from fastapi import FastAPI
 
 from darts_server.control import Control
+from darts_server.drafts.history import History
 from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http import dialects, errors, page
 from darts_server.http.body import BodyLimits
@@ -29,7 +30,14 @@ from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_start, log_update
-from darts_server.metrics.collectors import AccessMetrics, Reads, ServingMetrics, WeightMetrics, hide_creation_times
+from darts_server.metrics.collectors import (
+    DRAFT_SOURCES,
+    AccessMetrics,
+    Reads,
+    ServingMetrics,
+    WeightMetrics,
+    hide_creation_times,
+)
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
 from darts_server.observers import UpdateEvents
@@ -53,7 +61,7 @@ from darts_server.serving.loop_lag import watch_loop
 from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
-from darts_server.store import Store
+from darts_server.store import NumberedFile, Store
 from darts_server.vllm import flags
 from darts_server.vllm.api import server
 from darts_server.vllm.api.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
@@ -71,6 +79,9 @@ from darts_server.weights.staging import Staging
 from darts_server.weights.updates import Updates
 
 logger = logging.getLogger(__name__)
+
+HISTORY_FILE = "history.db"
+"""Name of the file of answers in --state-dir."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +111,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         StateError: the state folder cannot be read; it was not touched.
     """
     hide_creation_times()
-    vllm_argv = flags.speculation_flags(vllm_argv, settings.speculate == "auto")
+    vllm_argv = _add_sampling_flags(settings, vllm_argv)
     args = flags.parse(vllm_argv)
     failed = [str(finding) for finding in check_local(settings, args) if finding.verdict is Verdict.FAIL]
     if failed:
@@ -112,10 +123,18 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
         check_listening(args.host, access, settings.allow_unauthenticated)
 
     with Store(settings.state_dir, check=check_document) as store:
-        with Staging(settings.weights_staging) as staging:
-            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, staging))
+        # Without drafts the file is neither made nor changed.
+        folder = settings.state_dir if settings.speculate == "auto" else None
+        with Staging(settings.weights_staging) as staging, NumberedFile(folder, HISTORY_FILE) as answers:
+            code = server.run(args, lambda: _serve(settings, args, vllm_argv, access, store, answers, staging))
         # The last tasks of the event loop may still write, so the store is closed after the loop.
         return close_store(store, code)
+
+
+def _add_sampling_flags(settings: Settings, vllm_argv: Sequence[str]) -> list[str]:
+    return flags.sampling_flags(
+        vllm_argv, speculate=settings.speculate == "auto", couple=settings.sampling == "coupled"
+    )
 
 
 def close_store(store: Store, code: int) -> int:
@@ -162,6 +181,7 @@ async def _serve(
     argv: Sequence[str],
     access: Access,
     store: Store,
+    answers: NumberedFile,
     staging: Staging,
 ) -> int:
     """Serve until a signal or the loss of the engine, and return the exit code."""
@@ -170,13 +190,19 @@ async def _serve(
     lifecycle = Lifecycle()
     with server.bind_socket(args) as sock, ExitStack() as closing:
         log_start(args.model)
-        async with _start_engines(settings, args, argv) as engine:
+        async with _start_engines(settings, args, argv) as engine, AsyncExitStack() as keeping:
             rooms = make_rooms(settings, engine, access, store, staging, closing)
             has_key_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
 
+            engine.renderer.reuses_streams = settings.reuse_streams
             # Requests become groups, and vLLM's app gets our routes.
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
+            history = None
+            if settings.speculate == "auto":
+                history = _restore_history(settings, engine, answers)
+                if settings.history_bytes:
+                    await keeping.enter_async_context(engine.keeping(history))
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
@@ -184,6 +210,12 @@ async def _serve(
                 "darts_engines_up": lambda: engine.up,
                 "darts_engines_lost_total": lambda: engine.num_lost,
                 "darts_decode_steps_total": lambda: engine.llm.held.steps,
+                "darts_draft_tokens_total": lambda source: engine.llm.held.drafts[DRAFT_SOURCES.index(source)],
+                "darts_draft_accepted_tokens_total": lambda source: engine.llm.held.drafts[
+                    DRAFT_SOURCES.index(source) - len(DRAFT_SOURCES)
+                ],
+                "darts_history_bytes": lambda: None if history is None else history.bytes,
+                "darts_history_prompts": lambda: None if history is None else history.prompts,
             }
             metrics = ServingMetrics(engine.model_name, reads)
             closing.enter_context(watch_loop(metrics.loop_lagged))
@@ -201,6 +233,17 @@ async def _serve(
             finally:
                 lost = await rooms.batches.close()
     return exit_code(engine.llm, lifecycle, lost)
+
+
+def _restore_history(settings: Settings, engine: RunningEngine, answers: NumberedFile) -> History:
+    """Return the answers that earlier servers have kept for drafts."""
+    history = History(settings.history_bytes, answers.put)
+    unusable = history.restore(answers.read(), engine.vocabulary)
+    if unusable:
+        logger.warning(
+            "%d answers that were kept for drafts are damaged or of another model, and are dropped", unusable
+        )
+    return history
 
 
 def _start_engines(
@@ -256,7 +299,7 @@ def make_rooms(
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
     )
-    control.apply_to(rollouts)
+    control.apply_to(rollouts, engine.llm.speculate)
 
     # New weights.
     timeout = settings.weights_timeout
@@ -481,7 +524,7 @@ def extend(
 
 def examine(settings: Settings, vllm_argv: Sequence[str]) -> Iterator[Finding]:
     """Check everything that a server needs, and start nothing."""
-    args = flags.parse(flags.speculation_flags(vllm_argv, settings.speculate == "auto"))
+    args = flags.parse(_add_sampling_flags(settings, vllm_argv))
     yield from check_local(settings, args)
     try:
         yield check_address(args, _make_access(settings, args), settings.allow_unauthenticated)

@@ -1,7 +1,7 @@
 """Turns settings into policies, at the start and when settings change while the server runs."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from darts_server.exceptions import InvalidRequest
@@ -23,10 +23,15 @@ class Control:
         self.settings = settings
         self.planner = make_planner(settings)
         self._rollouts: Rollouts[Any, Any] | None = None
+        self._has_drafter = settings.speculate == "auto"
+        self._speculate: Callable[[bool], Awaitable[None]] | None = None
 
-    def apply_to(self, rollouts: Rollouts[Any, Any]) -> None:
-        """Let every later `change` replace the planner of ``rollouts``."""
+    def apply_to(
+        self, rollouts: Rollouts[Any, Any], speculate: Callable[[bool], Awaitable[None]] | None = None
+    ) -> None:
+        """Let every later `change` replace the planner of ``rollouts``, and call ``speculate`` if drafts change."""
         self._rollouts = rollouts
+        self._speculate = speculate
 
     def current(self) -> dict[str, object]:
         """Return the settings that can change, and under ``policies`` the policies that a request may name."""
@@ -42,18 +47,23 @@ class Control:
             "additionalProperties": False,
         }
 
-    def change(self, patch: Mapping[str, object]) -> dict[str, object]:
+    async def change(self, patch: Mapping[str, object]) -> dict[str, object]:
         """Change settings for groups that are planned from now on, and return `current`.
 
         Raises:
             InvalidRequest: names the key that cannot change, or has an invalid value. Nothing was changed.
         """
         settings = apply_patch(self.settings, patch)
+        if settings.speculate == "auto" and not self._has_drafter:
+            raise InvalidRequest("speculate", "cannot be auto: start the server with --speculate auto")
         planner = make_planner(settings)
         if self._rollouts is not None:
             self._rollouts.planner = planner
+        changes_drafts = settings.speculate != self.settings.speculate
         self.settings = settings
         self.planner = planner
+        if changes_drafts and self._speculate is not None:
+            await self._speculate(settings.speculate == "auto")
         return self.current()
 
     def new_planner(self, overrides: Mapping[str, object]) -> Planner:
@@ -62,6 +72,10 @@ class Control:
         Raises:
             InvalidRequest: names the key that cannot be overridden, or has an invalid value.
         """
+        if "speculate" in overrides:
+            raise InvalidRequest(
+                "speculate", "is the same for all requests; change it for the server with PATCH /darts/v1/policy"
+            )
         patch = dict(overrides)
         if "name" in patch:
             if "policy" in patch:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -169,6 +169,12 @@ class Texts:
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return None
+
+    def reuse_streams(self, request: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def has_numbered_streams(self, request: str) -> bool:
+        return False
 
     async def to_sample(self, output: list[int]) -> Sample:
         return Sample(output, slice_from(output, 0).logprobs, f"#{len(output) % 3}", FinishReason.STOP)

@@ -51,7 +51,7 @@ def closing() -> Iterator[ExitStack]:
 def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -> tuple[app.Rooms, Store]:
     """Connect all rooms to an engine that runs nothing. Also return the store in the folder."""
     engine: Any = SimpleNamespace(
-        llm=SimpleNamespace(gate=Gate()),
+        llm=SimpleNamespace(gate=Gate(), speculate=Mock()),
         port=ScriptedEngine(lambda *_: Script(1)),
         renderer=Mock(),
         model=Mock(),

@@ -40,23 +40,58 @@ def test_auto_has_the_limits_of_the_settings() -> None:
     assert planner.plan(8, RequestOptions()) is None, "other requests run as under off"
 
 
-def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
+@pytest.mark.anyio
+async def test_a_change_reaches_the_rollouts_with_all_settings_in_force() -> None:
     control = Control(load({"num_longest": "2"}, None))
     room: Any = SimpleNamespace(planner=control.planner)
     control.apply_to(room)
-    assert control.change({"redundancy": 3.0, "policy": "off"}) == control.current()
+    assert await control.change({"redundancy": 3.0, "policy": "off"}) == control.current()
     assert room.planner is control.planner
     uniform = shaping(room.planner, "uniform")
     assert (uniform.redundancy, uniform.num_longest, room.planner.default_policy) == (3, 2, "off")
 
 
-def test_pruning_follows_the_settings_and_their_changes() -> None:
+@pytest.mark.anyio
+async def test_speculation_is_changed_in_the_engines_and_shown() -> None:
+    control = Control(load({"speculate": "auto"}, None))
+    calls: list[bool] = []
+
+    async def speculate(is_on: bool) -> None:
+        calls.append(is_on)
+
+    room: Any = SimpleNamespace(planner=control.planner)
+    control.apply_to(room, speculate)
+    assert control.current()["speculate"] == "auto"
+    for value in ("off", "off", "auto"):
+        assert (await control.change({"speculate": value}))["speculate"] == value
+    await control.change({"redundancy": 1.0})
+    assert calls == [False, True]
+
+
+@pytest.mark.anyio
+async def test_a_server_without_a_drafter_cannot_speculate_later() -> None:
+    control = Control(load({}, None))
+    with pytest.raises(InvalidRequest, match="start the server with --speculate auto") as refused:
+        await control.change({"speculate": "auto", "policy": "off"})
+    assert refused.value.field == "speculate"
+    assert control.current()["policy"] == "auto", "nothing was changed"
+    assert (await control.change({"speculate": "off"}))["speculate"] == "off"
+
+
+def test_speculation_is_not_changed_for_a_batch() -> None:
+    control = Control(load({"speculate": "auto"}, None))
+    with pytest.raises(InvalidRequest, match="PATCH /darts/v1/policy"):
+        control.new_planner({"speculate": "off"})
+
+
+@pytest.mark.anyio
+async def test_pruning_follows_the_settings_and_their_changes() -> None:
     control = Control(load({"keep_ratio": "0.4"}, None))
     arrol = shaping(control.planner, "arrol")
     assert arrol.pruning == Pruning(keep_ratio=0.4)
     names = control.planner.names()[1:]
     assert [name for name in names if shaping(control.planner, name).prunes] == ["arrol", "darts+arrol"]
-    control.change({"keep_ratio": 0.25})
+    await control.change({"keep_ratio": 0.25})
     changed = shaping(control.planner, "arrol")
     assert changed.pruning == Pruning(keep_ratio=0.25)
     assert changed.candidates(8) == 32

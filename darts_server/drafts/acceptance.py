@@ -14,7 +14,8 @@ SHARE_LIMITS = (0.35, 0.55, 0.75, 0.9, 0.999)
 """Shares of the most frequent continuation of a context."""
 COUNTS = len(COUNT_LIMITS) + 1
 SHARES = len(SHARE_LIMITS) + 1
-CELLS = SOURCES * RUNGS * COUNTS * SHARES
+CELLS_OF_SOURCE = RUNGS * COUNTS * SHARES
+CELLS = SOURCES * CELLS_OF_SOURCE
 PRIOR_TRIES = 4.0
 FORGET_TRIES = 2000.0
 """At so many tries a cell counts its past half, so that it follows the weights of the model."""
@@ -67,9 +68,14 @@ class Acceptance:
 
 
 @njit(nogil=True)
-def score(hits, tries, tokens, cells, drafted, truth):  # type: ignore[no-untyped-def]
-    """Learn from a draft whose first positions are known by now, and return how many of its tokens were right."""
+def score(hits, tries, totals, tokens, cells, drafted, verified, truth):  # type: ignore[no-untyped-def]
+    """Learn from a draft whose first positions are known by now, and return how many of its tokens were right.
+
+    ``totals``: int64 [2, SOURCES], numbers of drafted and of accepted tokens, which count the ``verified`` tokens.
+    """
     right = 0
+    for place in range(verified):
+        totals[0, cells[place] // CELLS_OF_SOURCE] += 1
     for place in range(min(drafted, truth.shape[0])):
         cell = cells[place]
         if tries[cell] >= FORGET_TRIES:
@@ -80,4 +86,6 @@ def score(hits, tries, tokens, cells, drafted, truth):  # type: ignore[no-untype
             break
         hits[cell] += 1
         right += 1
+        if place < verified:
+            totals[1, cell // CELLS_OF_SOURCE] += 1
     return right

@@ -24,6 +24,8 @@ HISTORY = 64
 """Hashes that are kept of a text: of its last 17 positions, and of drafts that are appended for a moment."""
 SLOT_BYTES = 32
 """A context and a continuation in the tables."""
+SLOTS_OF_TOKEN = 2 * RUNGS - FIRST_RUNG_EVERYWHERE
+"""Contexts that a new token continues."""
 MOST_FULL = 0.6
 """Share of the slots of a table that are used at most."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -96,6 +98,23 @@ def _slot(keys, key):  # type: ignore[no-untyped-def]
 def is_full(counts):  # type: ignore[no-untyped-def]
     """Return whether a table has so few free slots that searches become slow."""
     return max(counts.used[0], counts.used[1]) > MOST_FULL * counts.keys.shape[0]
+
+
+@njit(nogil=True)
+def grow(old, new):  # type: ignore[no-untyped-def]
+    """Copy all counts into larger, empty tables."""
+    for slot in range(old.keys.shape[0]):
+        if old.keys[slot] != 0:
+            place = _slot(new.keys, old.keys[slot])
+            new.keys[place] = old.keys[slot]
+            new.totals[place] = old.totals[slot]
+            new.tokens[place] = old.tokens[slot]
+            new.counts[place] = old.counts[slot]
+        if old.pair_keys[slot] != 0:
+            place = _slot(new.pair_keys, old.pair_keys[slot])
+            new.pair_keys[place] = old.pair_keys[slot]
+            new.pair_counts[place] = old.pair_counts[slot]
+    new.used[:] = old.used
 
 
 @njit(inline="always")

@@ -6,21 +6,36 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from darts_server.drafts.acceptance import Acceptance, score
-from darts_server.drafts.contexts import EVERYWHERE, LONGEST, draft, is_full, learn, new_counts, new_texts, skip
-from darts_server.drafts.lengths import EXPLORED_STEPS, StepTimes, choose
+from darts_server.drafts.acceptance import SOURCES, Acceptance, score
+from darts_server.drafts.contexts import (
+    EVERYWHERE,
+    LONGEST,
+    MOST_FULL,
+    SLOTS_OF_TOKEN,
+    draft,
+    grow,
+    learn,
+    new_counts,
+    new_texts,
+    skip,
+)
+from darts_server.drafts.history import Answers
+from darts_server.drafts.lengths import EXPLORED_STEPS, Savings, StepTimes, choose
+from darts_server.drafts.recall import GROWTH, STEP_TOKENS, Recall
 
 PROMPT_WEIGHT = 0.001
 """Weight of a token of a prompt: it decides only where no sample has a continuation."""
 MAX_PROMPT_TOKENS = 1024
 """The last tokens of a prompt that are counted: a prompt of 30,000 tokens would hold all requests up for 50 ms."""
-GROWTH = 1.5
-"""How much more a token counts after each update of the weights: older samples predict worse."""
 LEAST_CHANCE = 0.02
 """A token is drafted only if the draft up to it is accepted at least this often."""
 MAX_WEIGHT = 2.0**60
+FIRST_BITS = 18
+"""Counts begin with 8 MiB and grow. In small tables searches are faster, and the first use of memory takes time."""
 
 Ints = NDArray[np.int64]
+PromptOf = Callable[[str], tuple[object, int, Answers]]
+"""Returns the key of a request's prompt, its number of tokens, and answers that others have generated."""
 
 
 @njit(nogil=True)
@@ -36,12 +51,14 @@ def _propose(  # type: ignore[no-untyped-def]
     weight,
     hits,
     tries,
+    totals,
     rates,
     least,
     tokens,
     chances,
     cells,
     drafted,
+    verified,
 ):
     """Learn the new tokens of each row's text, score its last draft by them, and draft again.
 
@@ -52,9 +69,10 @@ def _propose(  # type: ignore[no-untyped-def]
         row = rows[place]
         length = lengths[row]
         new = token_ids[place, length : ends[place]]
-        score(hits, tries, tokens[row], cells[row], drafted[row], new)
+        score(hits, tries, totals, tokens[row], cells[row], drafted[row], verified[row], new)
         lengths[row] = learn(counts, texts[row], length, roots[row], new, weight)
         drafted[row] = 0
+        verified[row] = 0
         if room[place] > 0:
             drafted[row] = draft(
                 counts,
@@ -77,16 +95,24 @@ class Drafts:
     Args:
         rows: maximum number of running requests.
         most: maximum number of tokens of a draft.
-        bits: the counts have 2 ** bits slots, of 32 bytes.
+        bits: the counts have at most 2 ** bits slots, of 32 bytes.
         clock: monotonic, in seconds.
+        padded: maximum of requests times the tokens of the longest draft and one more. So many rows of log-probs does
+            vLLM make.
     """
 
-    def __init__(self, rows: int, most: int, bits: int, clock: Callable[[], float]) -> None:
+    def __init__(self, rows: int, most: int, bits: int, clock: Callable[[], float], padded: int) -> None:
         self.most = most
+        self.is_on = True
+        """Whether tokens are drafted. If not, the drafts go on learning."""
         self.acceptance = Acceptance()
         self.times = StepTimes()
+        self.savings = Savings()
+        self.totals = np.zeros((2, SOURCES), np.int64)
+        """Drafted tokens and accepted tokens, by the counts that proposed them: of the prompt, and of all prompts."""
         self._bits = bits
         self._clock = clock
+        self._padded = padded
         self._texts = new_texts(rows)
         self._lengths = np.zeros(rows, np.int64)
         self._roots = np.zeros(rows, np.int64)
@@ -94,28 +120,46 @@ class Drafts:
         self._chances = np.zeros((rows, most))
         self._cells = np.zeros((rows, most), np.int64)
         self._drafted = np.zeros(rows, np.int64)
+        self._verified = np.zeros(rows, np.int64)
         self._free = list(range(rows))
         self._row_of: dict[str, int] = {}
         self._root_of: dict[object, int] = {}
         self._next_root = EVERYWHERE + 1
         self._weight = 1.0
+        self._recall = Recall()
+        self.emptied = 0
+        """Number of times that full counts were emptied."""
         self._least = LEAST_CHANCE
-        self._steps = 0
-        self._last: tuple[float, int] | None = None
+        self._undrafted = 0
+        self._last: float | None = None
         self._batch: list[str] = []
         self._rows = np.zeros(0, np.int64)
-        self._counts = new_counts(bits)
+        self._gone: dict[str, int] = {}
+        self._counts = new_counts(4)
         # Compiles the functions, which takes seconds. Two requests of a prompt call all of them.
         names = ["first", "second"][:rows]
         tokens = np.ones((len(names), 8), np.int32)
-        self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1), 8)
+        self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1, []), 8)
+        self._set_batch([], tokens, lambda _: (None, 0, []))
         self._last = None
+        self._gone = {}
         self._empty_counts()
+        self.emptied = 0
+
+    def _make_space(self, tokens: int) -> None:
+        """Let the counts grow until new tokens fit, or to their maximum."""
+        slots = self._counts.keys.size
+        needed = (self._counts.used.max() + tokens * SLOTS_OF_TOKEN) / MOST_FULL
+        if needed > slots and slots < 1 << self._bits:
+            larger = new_counts(min(int(needed).bit_length(), self._bits))
+            grow(self._counts, larger)
+            self._counts = larger
 
     def _empty_counts(self) -> None:
         """Forget all counts. Running requests keep their texts, so nothing is counted again."""
-        self._counts = new_counts(self._bits)
+        self._counts = new_counts(min(FIRST_BITS, self._bits))
         self._weight = 1.0
+        self.emptied += 1
         running = set(self._roots[list(self._row_of.values())].tolist())
         self._root_of = {key: root for key, root in self._root_of.items() if root in running}
 
@@ -133,27 +177,38 @@ class Drafts:
         token_ids: NDArray[np.int32],
         ends: Ints,
         is_decoding: Sequence[bool],
-        prompt_of: Callable[[str], tuple[object, int]],
+        prompt_of: PromptOf,
         longest: int,
     ) -> list[list[int]]:
         """Return the draft of each request of a batch, in order.
 
         ``names``: ids of the requests. ``token_ids``: [requests, longest], their tokens so far. ``ends``: how many
         tokens they have. ``is_decoding``: whether a request got tokens in this step, so that its next step decodes.
-        ``prompt_of``: returns the key of a request's prompt, and the prompt's number of tokens. ``longest``: maximum
-        length of a text.
+        ``longest``: maximum length of a text.
         """
         now = self._clock()
         count = len(names)
         has_new = False
         if self._batch != names:
             has_new = self._set_batch(names, token_ids, prompt_of)
+        new_tokens = int(ends.sum() - self._lengths[self._rows].sum())
         # A step with the prompt of a new request is no decode step.
         if self._last is not None and not has_new and all(is_decoding):
-            self.times.observe(self._last[1], now - self._last[0])
+            self._observe(now - self._last, new_tokens)
+        self._last = now
 
-        room = np.minimum(longest - 1 - ends, self.most)
+        # Without verification, too, the first token of a draft teaches how often such tokens are right.
+        most = 1
+        least = LEAST_CHANCE
+        may_draft = self.is_on and self.savings.may_draft(count)
+        if may_draft:
+            most = min(self.most, max(1, self._padded // count - 1))
+            if self._undrafted < EXPLORED_STEPS:
+                least = max(least, self._least)
+        room = np.minimum(longest - 1 - ends, most)
         room[~np.asarray(is_decoding, dtype=bool)] = 0
+        self._make_space(new_tokens + STEP_TOKENS)
+        self._recall.count(self._counts, self._weight)
         _propose(
             self._counts,
             self._texts,
@@ -166,62 +221,86 @@ class Drafts:
             self._weight,
             self.acceptance.hits,
             self.acceptance.tries,
+            self.totals,
             self.acceptance.rates,
-            max(LEAST_CHANCE, self._least),
+            least,
             self._tokens,
             self._chances,
             self._cells,
             self._drafted,
+            self._verified,
         )
         self.acceptance.update()
-
-        drafted = self._drafted[self._rows]
-        chosen = np.zeros(count, np.int64)
-        self._steps += 1
-        seconds = self.times.seconds
-        if self._steps % EXPLORED_STEPS == 0:
-            seconds = self.times.explored
-        worth = choose(count, self._chances[self._rows], drafted, self.times.sizes, seconds, chosen)
-        # Drafts that would not be verified need not be made. Half of the threshold, as the next step may be cheaper.
-        self._least = min(worth, 1.0) / 2
-        if (self._steps + 1) % EXPLORED_STEPS == 0:
-            self._least = LEAST_CHANCE
-        self._drafted[self._rows] = chosen
-        self._last = (self._clock(), count + int(chosen.sum()))
-        if is_full(self._counts):
+        if self._counts.used.max() > MOST_FULL * self._counts.keys.size:
             self._empty_counts()
+
+        self._undrafted += 1
+        if not may_draft:
+            return [[]] * count
+        chosen = self._choose(count)
         return [self._tokens[row, :length].tolist() for row, length in zip(self._rows, chosen, strict=True)]
 
-    def _set_batch(
-        self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: Callable[[str], tuple[object, int]]
-    ) -> bool:
+    def _observe(self, seconds: float, tokens: int) -> None:
+        """Learn from the last step, with its number of new tokens."""
+        count = len(self._batch)
+        drafted = int(self._verified[self._rows].sum())
+        if drafted:
+            seconds = self.times.observe_drafted(count, drafted, seconds)
+            self.savings.count_drafted(count, self.times.plain(count), seconds, tokens)
+        else:
+            self.times.observe_plain(count, seconds)
+            self.savings.count_plain(count, self.times.plain(count))
+
+    def _choose(self, count: int) -> Ints:
+        """Return the number of tokens of each draft that are verified."""
+        scale = 0.5 if self._undrafted > EXPLORED_STEPS else 1.0
+        chosen = np.zeros(count, np.int64)
+        chances = self._chances[self._rows]
+        worth = choose(count, chances, self._drafted[self._rows], self.times, scale, chosen)
+        # Drafts that would not be verified need not be made. Half of the threshold, as the next step may be cheaper.
+        self._least = min(worth, 1.0) / 2
+        self._verified[self._rows] = chosen
+        if chosen.any():
+            self._undrafted = 0
+        return chosen
+
+    def _set_batch(self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: PromptOf) -> bool:
         """Give new requests a row, free the rows of requests that are gone, and return whether a request is new."""
         gone = self._row_of.keys() - set(names)
         for name in gone:
-            self._free.append(self._row_of.pop(name))
+            row = self._row_of.pop(name)
+            self._free.append(row)
+            self._gone[name] = int(self._lengths[row])
+            if len(self._gone) > len(self._texts):
+                del self._gone[next(iter(self._gone))]
         has_new = False
         for place, name in enumerate(names):
             if name in self._row_of:
                 continue
             has_new = True
             row = self._free.pop()
-            key, prompt_tokens = prompt_of(name)
+            key, prompt_tokens, answers = prompt_of(name)
             self._row_of[name] = row
             self._drafted[row] = 0
+            self._verified[row] = 0
             self._texts[row] = 0
+            # A preempted request comes back. Its tokens were counted.
+            counted = self._gone.pop(name, prompt_tokens)
             root = self._root_of.get(key)
             if root is None:
                 root = self._root_of[key] = self._next_root
                 self._next_root += 1
                 begin = max(0, prompt_tokens - MAX_PROMPT_TOKENS)
                 prompt = token_ids[place, begin:prompt_tokens]
+                self._make_space(len(prompt))
                 weight = PROMPT_WEIGHT * self._weight
                 self._lengths[row] = learn(self._counts, self._texts[row], begin, root, prompt, weight)
             else:
                 # The first request of the prompt has counted its tokens.
-                begin = max(0, prompt_tokens - 2 * LONGEST)
-                self._lengths[row] = skip(self._texts[row], begin, token_ids[place, begin:prompt_tokens])
+                begin = max(0, counted - 2 * LONGEST)
+                self._lengths[row] = skip(self._texts[row], begin, token_ids[place, begin:counted])
             self._roots[row] = root
+            self._recall.add(root, self._texts[row], prompt_tokens, answers)
         self._batch = list(names)
         self._rows = np.array([self._row_of[name] for name in names], np.int64)
         return has_new

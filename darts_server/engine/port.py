@@ -5,6 +5,7 @@ The rooms above pass both on without reading them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -170,7 +171,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 
         ``prefix``: these tokens, at least one, with log-probs if the request asks for them. Token counts and outputs
         include the prefix. If the candidate has a seed, new tokens get another seed, made from it and the prefix's
-        length. ``order``: see `start`.
+        length, unless sampling is coupled. ``order``: see `start`.
 
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead
@@ -222,6 +223,15 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
 
     def tail_seed(self, request: RequestT) -> Sequence[int] | None:
         """Return the seed for sampling the group's tail, ``None`` for a random seed."""
+
+    def reuse_streams(self, request: RequestT) -> AbstractContextManager[None]:
+        """Let candidates have the random numbers of earlier groups of the prompt in the block, if that is wanted.
+
+        Groups of a prompt that run at the same time have different random numbers.
+        """
+
+    def has_numbered_streams(self, request: RequestT) -> bool:
+        """Return whether a candidate's random numbers depend on its index."""
 
     async def to_sample(self, output: OutputT_contra) -> Sample:
         """Convert a trajectory's output to a `Sample`. Other tasks run while a long output is converted."""

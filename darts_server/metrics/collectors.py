@@ -27,14 +27,23 @@ REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 Reads = Mapping[str, Callable[..., float | None]]
 """Functions by metric that are called at each scrape with the values of the labels. ``None`` means unknown."""
 Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
-"""Help text and labels of gauges by name. Each label has all its values."""
+"""Help text and labels of gauges or counters by name. Each label has all its values."""
 
 ENGINE_GAUGES: Gauges = {
     "darts_engines_up": ("Engines that take requests.", {}),
+    "darts_history_bytes": ("Bytes of the answers that are kept for drafts, see --history-bytes.", {}),
+    "darts_history_prompts": ("Prompts that have answers that are kept for drafts.", {}),
 }
-ENGINE_TOTALS = {
-    "darts_engines_lost_total": "Lost engines. Their candidates were restarted on other engines.",
-    "darts_decode_steps_total": "Decode steps. vllm:iteration_tokens_total counts several steps as one.",
+DRAFT_SOURCES = ("prompt", "all")
+ENGINE_TOTALS: Gauges = {
+    "darts_engines_lost_total": ("Lost engines. Their candidates were restarted on other engines.", {}),
+    "darts_decode_steps_total": ("Decode steps. vllm:iteration_tokens_total counts several steps as one.", {}),
+    "darts_draft_tokens_total": (
+        "Tokens that --speculate auto drafted, by the counts that proposed them: of the same prompt (the answer, other "
+        "answers, earlier epochs), or of all prompts.",
+        {"source": DRAFT_SOURCES},
+    ),
+    "darts_draft_accepted_tokens_total": ("Drafted tokens that were right.", {"source": DRAFT_SOURCES}),
 }
 
 
@@ -96,12 +105,12 @@ class Collectors:
             for values in product(*labels.values()):
                 gauge.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
-    def _create_read_counters(self, totals: Mapping[str, str], reads: Reads) -> None:
-        """Create counters that read their values at each scrape. ``totals``: help texts by name."""
-        labels = (self._model,)
-        for name, text in totals.items():
-            counter = ReadMetric(CounterMetricFamily(name, text, labels=("model_name",)), self._registry)
-            counter.reads[labels] = reads[name]
+    def _create_read_counters(self, totals: Gauges, reads: Reads) -> None:
+        """Create counters that read their values at each scrape."""
+        for name, (text, labels) in totals.items():
+            counter = ReadMetric(CounterMetricFamily(name, text, labels=("model_name", *labels)), self._registry)
+            for values in product(*labels.values()):
+                counter.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)

@@ -46,9 +46,10 @@ GAUGES: Gauges = {
         {"answer": ANSWERS},
     ),
 }
-TOTALS = {
+TOTALS: Gauges = {
     "darts_observer_failures_total": (
-        "Failed calls of a group's observers (statistics, metrics, monitor). The log has the first failure of each."
+        "Failed calls of a group's observers (statistics, metrics, monitor). The log has the first failure of each.",
+        {},
     ),
 }
 """Counters that read their values at each scrape."""

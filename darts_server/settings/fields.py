@@ -118,9 +118,22 @@ class Settings(BaseModel):
     most_stale: Runtime[float] = Field(0.5, ge=0, le=1)
     """auto: maximum share of returned tokens that older weights generated, on average over batches with "carry":
     "resume"."""
-    speculate: Literal["off", "auto"] = "off"
+    speculate: Runtime[Literal["off", "auto"]] = "off"
     """Speculative decoding, which changes no distribution. auto: drafts from what samples of the same prompt have
-    answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config."""
+    answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config. Only a
+    server that was started with auto can change it; off then drafts nothing, and goes on learning."""
+    history_bytes: int = Field(1 << 28, ge=0)
+    """Maximum bytes of answers that are kept for the drafts of --speculate auto, in memory and under --state-dir, at
+    four bytes a token. Engines get them when they have started again, or when other engines generated them. At the
+    limit, the oldest answers are dropped. 0: none are kept."""
+    sampling: Literal["vllm", "coupled"] = "vllm"
+    """How random numbers are drawn. vllm: from one generator, or one for each seed. coupled: for each stream and
+    position, so that a seed gives the same tokens beside other requests, with drafts, resumed, and on another engine.
+    Excludes vLLM's --speculative-config."""
+    reuse_streams: bool = False
+    """Candidate i of a batch's prompt keeps its stream from epoch to epoch, unless the batch has a seed. Its earlier
+    answer is then a draft that mostly holds, but its answers depend on each other. Needs --sampling coupled and
+    --speculate auto."""
     group_size: Runtime[int | None] = Field(None, ge=2, le=MAX_GROUP_SIZE)
     """Group size of your trainer. If set, a shaped request must have this n, and requests with n = 1 and the same
     prompt are joined into groups of this size."""
@@ -230,6 +243,11 @@ class Settings(BaseModel):
         if 0.9 < self.keep_ratio < 1:
             raise ValueError(
                 f"keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none, got {self.keep_ratio}"
+            )
+        if self.reuse_streams and (self.sampling != "coupled" or self.speculate != "auto"):
+            raise ValueError(
+                "reuse_streams needs --sampling coupled and --speculate auto: other sampling has no streams, and only "
+                "drafts gain by them"
             )
         for name in ("weights_root", "weights_staging"):
             folder: Path | None = getattr(self, name)

@@ -18,7 +18,14 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.drafts.lengths import MAX_DRAFT_TOKENS
 from darts_server.exceptions import InvalidSetting
-from darts_server.vllm.engine_core.plugin import COMBINED, EXTENSION, SHARE_CORES, WORKER, end_engine_with_server
+from darts_server.vllm.engine_core.plugin import (
+    COMBINED,
+    COUPLED,
+    EXTENSION,
+    SHARE_CORES,
+    WORKER,
+    end_engine_with_server,
+)
 from darts_server.vllm.requests.sampling import PROCESSED_LOGPROBS
 
 logger = logging.getLogger(__name__)
@@ -29,6 +36,10 @@ RAW_SUFFIX = ":raw"
 
 DRAFTER = "darts_server.vllm.engine_core.drafter.Drafter"
 OTHER_DRAFTERS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
+
+ADDITIONAL = "--additional-config"
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's variable: ``0`` for its first model runner. Its second runner, the default on GPUs, samples in its kernels."""
 
 NO_COMPILATION = "TORCHDYNAMO_DISABLE"
 """Environment variable of torch: ``1`` disables compilation, in child processes too."""
@@ -83,6 +94,10 @@ def prepare(args: Namespace) -> None:
     end_engine_with_server()
     if PLUGINS in os.environ:
         os.environ[PLUGINS] = ",".join(filter(None, (os.environ[PLUGINS], OUR_PLUGIN)))
+    if COUPLED in (args.additional_config or {}):
+        runner = os.environ.setdefault(MODEL_RUNNER, "0")
+        if runner != "0":
+            raise InvalidSetting(f"--sampling coupled needs vLLM's first model runner; unset {MODEL_RUNNER}")
     if not current_platform.is_cpu():
         return
 
@@ -115,15 +130,28 @@ def extension(users: str | None) -> str:
     return f"{WORKER}.{COMBINED}{users.replace('.', ':')}"
 
 
-def speculation_flags(argv: Sequence[str], speculate: bool) -> list[str]:
-    """Return vLLM's flags, with our drafter if ``speculate``.
+def sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) -> list[str]:
+    """Return vLLM's flags, with our drafter if ``speculate``, and with coupled sampling if ``couple``.
 
     Raises:
-        InvalidSetting: the user chose another drafter, too.
+        InvalidSetting: the user has set vLLM's flags for the same.
     """
-    if not speculate:
-        return list(argv)
-    if any(word.partition("=")[0].replace("_", "-") in OTHER_DRAFTERS for word in argv):
-        raise InvalidSetting("--speculate auto has a drafter of its own; omit it, or vLLM's --speculative-config")
-    config = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": MAX_DRAFT_TOKENS}
-    return [*argv, "--speculative-config", json.dumps(config)]
+    flags = list(argv)
+    names = {word.partition("=")[0].replace("_", "-") for word in argv}
+    if speculate:
+        if names & {*OTHER_DRAFTERS}:
+            raise InvalidSetting("--speculate auto has a drafter of its own; omit it, or vLLM's --speculative-config")
+        config = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": MAX_DRAFT_TOKENS}
+        flags += ["--speculative-config", json.dumps(config)]
+    if couple:
+        if not speculate and names & {*OTHER_DRAFTERS}:
+            raise InvalidSetting(
+                "--sampling coupled verifies no drafts of vLLM's own methods; omit it, or replace vLLM's "
+                "--speculative-config by --speculate auto"
+            )
+        if ADDITIONAL in names:
+            raise InvalidSetting(
+                f"--sampling coupled adds to vLLM's {ADDITIONAL}; write yours as {ADDITIONAL}.KEY VALUE"
+            )
+        flags += [f"{ADDITIONAL}.{COUPLED}", "true"]
+    return flags

@@ -1,7 +1,8 @@
 """What is sampled with ``--speculate auto`` is what is sampled without, in fewer steps."""
 
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from math import sqrt
 from pathlib import Path
 from random import Random
@@ -13,6 +14,7 @@ import pytest
 from benchmarks.speculation import METHODS, Answer, decode_steps, draw
 from benchmarks.speculation_exact import FEW_BLOCKS, SITUATIONS, compare, table
 from darts_client import Client
+from darts_server.app import HISTORY_FILE
 from darts_server.offline.demo.problems import sample_problem
 from darts_server.offline.demo.server import DARTS, MODEL, Server, serving
 from tests.integration.fork_server import Serve
@@ -136,8 +138,70 @@ def test_parameters_that_drafts_cannot_have_are_refused(fast: Server, name: str,
     assert "--speculate" in answer.json()["error"]["message"]
 
 
+def test_drafts_are_switched_off_and_on_while_the_server_runs(fast: Server) -> None:
+    """They are counted by their source, and the sum is vLLM's own count."""
+
+    def drafted(kind: str) -> float:
+        ours = sum(fast.metric(f"darts_draft_{kind}_total", source=source) for source in ("prompt", "all"))
+        theirs = {"tokens": "num_draft_tokens", "accepted_tokens": "num_accepted_tokens"}[kind]
+        assert ours == pytest.approx(fast.metric(f"vllm:spec_decode_{theirs}_total"), rel=0.05, abs=50)
+        return ours
+
+    with Client(fast.url) as client:
+        for _ in range(2):
+            draw(fast, PROBLEMS, {})
+        begin = drafted("tokens")
+        assert 0 < drafted("accepted_tokens") < begin
+        assert client.policy.change(speculate="off")["speculate"] == "off"
+        draw(fast, PROBLEMS, {})
+        # The first step after the change may verify drafts that were made before.
+        off = drafted("tokens")
+        steps = decode_steps(fast)
+        draw(fast, PROBLEMS, {})
+        plain_steps = decode_steps(fast) - steps
+        assert drafted("tokens") == off
+
+        assert client.policy.change(speculate="auto")["speculate"] == "auto"
+        steps = decode_steps(fast)
+        draw(fast, PROBLEMS, {})
+        assert decode_steps(fast) - steps < 0.7 * plain_steps
+        assert drafted("tokens") > off
+    body = {"prompts": [{"text": "7a-5b*4>"}], "group_size": 2, "policy": {"speculate": "off"}}
+    answer = httpx.post(f"{fast.url}/darts/v1/rollouts", json=body)
+    assert answer.status_code == 400
+    assert "PATCH" in answer.json()["error"]["message"]
+
+
 def test_new_weights_are_served_with_drafts(fast: Server) -> None:
     with Client(fast.url) as client:
         draw(fast, PROBLEMS, {})
         assert client.weights.push(MODEL / "model.safetensors").version == 1
     assert len(draw(fast, PROBLEMS, {})) == 8 * len(PROBLEMS)
+
+
+def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serve_one: Serve, tmp_path: Path) -> None:
+    greedy = {"top_k": 1}
+    flags = ["--speculate", "auto", "--state-dir", str(tmp_path)]
+
+    def draw_greedily(server: Server) -> tuple[float, float]:
+        """Return the number of steps of a batch, and of accepted tokens."""
+        before = decode_steps(server)
+        draw(server, PROBLEMS, greedy)
+        return decode_steps(server) - before, server.metric("vllm:spec_decode_num_accepted_tokens_total")
+
+    with serve_one(DARTS, tmp_path / "log", *flags) as fresh:
+        first_steps, first_accepted = draw_greedily(fresh)
+        kept_bytes = fresh.metric("darts_history_bytes")
+        assert fresh.metric("darts_history_prompts") == len({problem.prompt for problem in PROBLEMS})
+
+    with closing(sqlite3.connect(tmp_path / HISTORY_FILE)) as connection, connection:
+        connection.execute("UPDATE numbered SET crc = crc + 1 WHERE number = 1")
+    with serve_one(DARTS, tmp_path / "log", *flags) as again:
+        assert "1 answers that were kept" in again.log.read_text()
+        assert 0 < again.metric("darts_history_bytes") < kept_bytes
+        steps, accepted = draw_greedily(again)
+    assert accepted > 1.5 * first_accepted
+    assert steps < 0.8 * first_steps
+
+    with serve_one(DARTS, tmp_path / "log", *flags, "--history-bytes", "0") as without:
+        assert without.metric("darts_history_bytes") == 0

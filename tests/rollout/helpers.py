@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -54,6 +55,12 @@ class Texts:
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
         return (1,)
+
+    def reuse_streams(self, request: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def has_numbered_streams(self, request: str) -> bool:
+        return self.tail_seed(request) is not None
 
     async def to_sample(self, output: list[int]) -> Sample:
         return Sample(output, slice_from(output, 0).logprobs, "", FinishReason.STOP)

@@ -5,16 +5,19 @@ from importlib import import_module
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.offline.demo.server import MODEL
 from darts_server.vllm import flags
 from darts_server.vllm.checks import check_devices
 from darts_server.vllm.engine_core import worker
-from darts_server.vllm.engine_core.plugin import SERVER_PID, SHARE_CORES
+from darts_server.vllm.engine_core.plugin import COUPLED, SERVER_PID, SHARE_CORES
 from darts_server.vllm.flags import (
     DRAFTER,
+    MODEL_RUNNER,
     NO_COMPILATION,
     NO_COMPILER,
     PLUGINS,
@@ -22,7 +25,7 @@ from darts_server.vllm.flags import (
     extension,
     parse,
     prepare,
-    speculation_flags,
+    sampling_flags,
 )
 
 
@@ -35,7 +38,11 @@ class Users:
 
 def arguments() -> Namespace:
     return Namespace(
-        worker_extension_cls="", enable_chunked_prefill=None, max_num_batched_tokens=None, enforce_eager=False
+        worker_extension_cls="",
+        enable_chunked_prefill=None,
+        max_num_batched_tokens=None,
+        enforce_eager=False,
+        additional_config={},
     )
 
 
@@ -101,8 +108,8 @@ def test_without_a_compiler_compilation_is_disabled(
 
 
 def test_speculate_adds_our_drafter_to_vllms_flags() -> None:
-    assert speculation_flags(["some/model"], speculate=False) == ["some/model"]
-    *model, flag, config = speculation_flags(["some/model"], speculate=True)
+    assert sampling_flags(["some/model"], speculate=False, couple=False) == ["some/model"]
+    *model, flag, config = sampling_flags(["some/model"], speculate=True, couple=False)
     assert (model, flag) == (["some/model"], "--speculative-config")
     module, _, name = json.loads(config)["model"].rpartition(".")
     assert hasattr(import_module(module), name)
@@ -111,14 +118,44 @@ def test_speculate_adds_our_drafter_to_vllms_flags() -> None:
 @pytest.mark.parametrize(
     "flags", [["--speculative-config", "{}"], ["--speculative_config={}"], ["--spec-method=ngram"]]
 )
-def test_speculate_and_a_drafter_of_vllm_exclude_each_other(flags: list[str]) -> None:
+def test_our_flags_and_a_drafter_of_vllm_exclude_each_other(flags: list[str]) -> None:
     with pytest.raises(InvalidSetting, match="--speculate auto has a drafter of its own"):
-        speculation_flags(["some/model", *flags], speculate=True)
+        sampling_flags(["some/model", *flags], speculate=True, couple=True)
+    with pytest.raises(InvalidSetting, match="--sampling coupled verifies no drafts of vLLM's own methods"):
+        sampling_flags(["some/model", *flags], speculate=False, couple=True)
+
+
+def test_coupled_sampling_reaches_the_workers_beside_the_users_own_configuration() -> None:
+    argv = sampling_flags(["some/model", "--additional-config.own", "3"], speculate=True, couple=True)
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    assert args.additional_config == {"own": 3, COUPLED: True}
+    with pytest.raises(InvalidSetting, match=r"--additional-config\.KEY VALUE"):
+        sampling_flags(["some/model", "--additional_config={}"], speculate=False, couple=True)
+
+
+@pytest.mark.parametrize("runner", [None, "0", "1"])
+def test_coupled_sampling_needs_the_first_model_runner(runner: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The plug-in of the package is found, and the environment is restored.
+    for name in (MODEL_RUNNER, SERVER_PID, SHARE_CORES, NO_COMPILATION):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if runner is not None:
+        monkeypatch.setenv(MODEL_RUNNER, runner)
+    args = arguments()
+    prepare(args)
+    assert os.environ.get(MODEL_RUNNER) == runner
+    args.additional_config = {COUPLED: True}
+    if runner == "1":
+        with pytest.raises(InvalidSetting, match=f"unset {MODEL_RUNNER}"):
+            prepare(args)
+    else:
+        prepare(args)
+        assert os.environ[MODEL_RUNNER] == "0"
 
 
 def test_vllm_names_our_drafter_in_its_configuration() -> None:
     """`VllmEngine.drafts_from_siblings` reads it there."""
-    args = parse(speculation_flags([str(MODEL)], speculate=True))
+    args = parse(sampling_flags([str(MODEL)], speculate=True, couple=False))
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config().speculative_config
     assert config is not None
     assert config.model == DRAFTER

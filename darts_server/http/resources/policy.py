@@ -22,7 +22,7 @@ class PolicyControl(Protocol):
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the settings."""
 
-    def change(self, patch: Mapping[str, object]) -> dict[str, object]:
+    async def change(self, patch: Mapping[str, object]) -> dict[str, object]:
         """Apply the whole patch or nothing, and return the new settings.
 
         Raises:
@@ -61,4 +61,4 @@ def add_routes(api: APIRouter, control: PolicyControl) -> None:
         # msgspec raises RecursionError for deeply nested values.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest("body", "must be a JSON object with the settings to change") from error
-        return control.change(patch)
+        return await control.change(patch)

@@ -35,7 +35,7 @@ from darts_server.types import Sample
 logger = logging.getLogger(__name__)
 
 GroupTasks = dict[int, asyncio.Task[GroupResult | None]]
-"""Tasks of `BatchRun._run_group` by the group's number."""
+"""Tasks of `BatchRun._run_with_streams` by the group's number."""
 ON_ABORT = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
 
 
@@ -241,7 +241,7 @@ class BatchRun:
             async with self._rollouts.gate.enter():
                 self._has_entered = True
                 for group in self._starting_order():
-                    task = asyncio.create_task(self._run_group(group))
+                    task = asyncio.create_task(self._run_with_streams(group))
                     tasks[group.number] = task
                     if self._first_round is not None:
                         task.add_done_callback(partial(self._first_round.arrive, self._group_id(group)))
@@ -368,6 +368,10 @@ class BatchRun:
 
     # --- one group ----------------------------------------------------------
 
+    async def _run_with_streams(self, group: BatchGroup) -> GroupResult | None:
+        with self._renderer.reuse_streams(group.request):
+            return await self._run_group(group)
+
     async def _run_group(self, group: BatchGroup) -> GroupResult | None:
         """Run one group; return None if it stays undecided."""
         await self._places.acquire()
@@ -461,8 +465,8 @@ class BatchRun:
     async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:
         """Set ``group.resumed`` to the group's tokens, or None if they cannot be resumed."""
         candidates = await run.runner.collect_carried()
-        # With a seed, the random numbers of a candidate depend on its index, so candidates must keep their indices.
-        is_renumbered = len(candidates) < len(run.candidates) and self._renderer.tail_seed(group.request) is not None
+        # If random numbers depend on indices, candidates must keep their indices.
+        is_renumbered = len(candidates) < len(run.candidates) and self._renderer.has_numbered_streams(group.request)
         # There are too few candidates if some failed, or if the group was paused for new weights.
         if is_renumbered or len(candidates) < self.plan.size:
             group.resumed = None

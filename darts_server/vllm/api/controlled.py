@@ -40,6 +40,8 @@ class ControlledLLM(AsyncLLM):
     is_handling = False
     """Whether vLLM's task is processing outputs."""
     is_pause_wanted = False
+    speculates = True
+    """Whether the engines of ``--speculate auto`` draft tokens."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -76,6 +78,11 @@ class ControlledLLM(AsyncLLM):
             return merged
         calls = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+    async def speculate(self, is_on: bool) -> None:
+        """Let the drafters of all engines draft, or only learn. Engines that start later do the same."""
+        self.speculates = is_on
+        await self.collective_rpc("darts_speculate", args=(is_on,))
 
     async def add_lora(self, lora_request: Any) -> bool:
         """Load a LoRA adapter, unless it would replace a pushed adapter or has NaN or infinity."""

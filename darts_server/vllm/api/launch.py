@@ -18,6 +18,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core_client import EngineCoreClient
 
+from darts_server.drafts.history import History
 from darts_server.exceptions import InvalidSetting, UpdateFailed
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.engine import VllmEngine, VllmRollouts
@@ -25,9 +26,11 @@ from darts_server.vllm.api.llm import MergeOptions, ShapingLLM
 from darts_server.vllm.api.probe_receiver import probing
 from darts_server.vllm.api.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.api.weights import VllmModel
+from darts_server.vllm.engine_core.plugin import COUPLED
 from darts_server.vllm.fleet.core import Engine, FleetCore
 from darts_server.vllm.fleet.host import Start
 from darts_server.vllm.fleet.transport import listen
+from darts_server.vllm.requests.history import RequestHistory
 from darts_server.vllm.requests.prompt_renderer import VllmPromptRenderer
 from darts_server.vllm.requests.structured_outputs import limit_checks
 from darts_server.weights.updates import Updates
@@ -53,6 +56,28 @@ class RunningEngine:
         self.llm.rollouts = rollouts
         self.llm.merge_options = merge_options
         self.llm.updates = updates
+
+    @asynccontextmanager
+    async def keeping(self, history: History) -> AsyncIterator[None]:
+        """Keep the answers of all requests in ``history``, and send them to engines, until the block ends."""
+        llm = self.llm
+        adapters = self.model.loras
+        keeper = RequestHistory(
+            llm.engine_core,
+            llm.output_processor,
+            history,
+            lambda: (llm.weight_version, None if adapters is None else adapters.changes),
+        )
+        watching = asyncio.ensure_future(keeper.watch_engines())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of the model's tokens."""
+        return int(self.llm.vllm_config.model_config.get_vocab_size())
 
     @property
     def up(self) -> int:
@@ -167,13 +192,13 @@ def without_keys(argv: Sequence[str]) -> list[str]:
 
 
 async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> None:
-    """Bring an engine that has started again to the weights, LoRA adapters and pause of the other engines.
+    """Bring an engine that has started again to the weights, LoRA adapters, drafts and pause of the other engines.
 
     When it returns, the other engines still have that state.
     """
 
     def state_of_others() -> tuple[Any, ...]:
-        return model.state, llm.weight_version, llm.is_pause_wanted
+        return model.state, llm.weight_version, llm.is_pause_wanted, llm.speculates
 
     def must_wait() -> bool:
         # If no file has the weights, the engine waits for the next weights from files.
@@ -190,9 +215,12 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
             # If the state has changed, the files of old weights may be gone, and the new weights are loaded.
             if state == state_of_others():
                 raise
+        call = partial(llm.engine_core._call_utility_async, engine=engine.name)
+        # Arguments as in `ControlledLLM.collective_rpc`.
+        await call("collective_rpc", "darts_speculate", None, (llm.speculates,), None)
         # Arguments: mode and clear_cache.
         pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
-        await llm.engine_core._call_utility_async(*pause, engine=engine.name)
+        await call(*pause)
 
         if state == state_of_others() and not must_wait():
             return
@@ -223,6 +251,8 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
                 "this version of vLLM samples from a wrong distribution with drafts on this device; omit --speculate "
                 "and --speculative-config"
             )
+        if COUPLED in dict(engine_args.additional_config) and not all(await llm.collective_rpc("darts_can_couple")):
+            raise InvalidSetting("vLLM's workers on this platform cannot couple sampling; omit --sampling coupled")
         llm.gate = Gate()
         async with probing(llm) as probes:
             model = VllmModel(llm)

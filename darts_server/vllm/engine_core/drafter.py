@@ -8,27 +8,47 @@ import numpy as np
 import psutil
 from vllm.config import VllmConfig
 
+from darts_server.vllm.engine_core.holding import DRAFTS
+
 PROMPT_TOKENS = "darts_prompt_tokens"
 """Name in ``extra_args`` of a resumed request: number of tokens of its true prompt, without generated tokens."""
+HISTORY = "darts_history"
+"""Name in ``extra_args`` of a request: answers of its prompt that the worker has not counted, `history.Answers`."""
 MEMORY_SHARE = 32
 MOST_BITS = 26
 """The counts take a 32nd part of the machine's memory, at most 2 GiB. A slot has 32 bytes, and a new token takes some
 five slots, so 2 GiB are enough for 13 million tokens of different texts. Full counts are emptied."""
+PADDED_BYTES = 1 << 28
+"""If log-probs are returned, vLLM makes logits of as many tokens for each request as for the longest draft. They may
+take so many bytes. 512 requests and a draft of 12 tokens would take 4 GB with 152,000 logits."""
 
 
 @cache
 def _bind_runners() -> None:
-    """Let each runner of this process name itself to its drafter, to which vLLM passes no ids of requests."""
+    """Let each runner of this process name itself to its drafter, to which vLLM passes no ids of requests.
+
+    Let the outputs of its steps have the drafts.
+    """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     propose = GPUModelRunner.propose_draft_token_ids
+    sample = GPUModelRunner.sample_tokens
 
     def propose_with_runner(self: Any, *args: Any, **more: Any) -> Any:
         if isinstance(self.drafter, Drafter):
             self.drafter.runner = self
         return propose(self, *args, **more)
 
+    def sample_with_drafts(self: Any, *args: Any) -> Any:
+        output = sample(self, *args)
+        # vLLM shares an empty output among all steps.
+        if isinstance(self.drafter, Drafter) and output.req_ids:
+            totals = tuple(self.drafter.drafts.totals.ravel().tolist())
+            setattr(output, DRAFTS, (self.take_draft_token_ids(), totals))
+        return output
+
     GPUModelRunner.propose_draft_token_ids = propose_with_runner  # type: ignore[method-assign]
+    GPUModelRunner.sample_tokens = sample_with_drafts  # type: ignore[assignment]
 
 
 class Drafter:
@@ -45,7 +65,10 @@ class Drafter:
         rows = vllm_config.scheduler_config.max_num_seqs
         slots = psutil.virtual_memory().total // MEMORY_SHARE // SLOT_BYTES
         bits = min(int(slots).bit_length() - 1, MOST_BITS)
-        self.drafts = Drafts(rows, speculative.num_speculative_tokens, bits, time.monotonic)
+        logits = PADDED_BYTES // (4 * vllm_config.model_config.get_vocab_size())
+        # vLLM's profile of memory has two rows for each sequence.
+        padded = max(2 * rows, logits)
+        self.drafts = Drafts(rows, speculative.num_speculative_tokens, bits, time.monotonic, padded)
         self.runner: Any = None
         _bind_runners()
 
@@ -68,14 +91,15 @@ class Drafter:
             self._longest,
         )
 
-    def _prompt_of(self, name: str) -> tuple[object, int]:
+    def _prompt_of(self, name: str) -> tuple[object, int, Any]:
         request = self.runner.requests[name]
         params = request.sampling_params
         extra = (params and params.extra_args) or {}
         if request.prompt_token_ids is None:
             # A prompt of embeddings has no tokens that others could share.
-            return name, request.num_prompt_tokens
+            return name, request.num_prompt_tokens, []
         count = extra.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
         tokens = np.asarray(request.prompt_token_ids[:count], np.int32)
         adapter = request.lora_request.lora_name if request.lora_request else None
-        return (adapter, hash(tokens.tobytes())), count
+        # Answers are taken out, so that they are neither kept in memory nor counted again.
+        return (adapter, hash(tokens.tobytes())), count, extra.pop(HISTORY, [])

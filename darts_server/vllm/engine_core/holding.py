@@ -32,6 +32,8 @@ NOT_HELD = "darts_not_held"
 """Key in ``extra_args`` of requests whose tokens are read while they are generated."""
 RELEASE = "darts_release"
 """Name of the engine's method that releases requests."""
+DRAFTS = "darts_drafts"
+"""Attribute of the output of a step of our drafter: vLLM's message with the drafts, and `DraftTotals`."""
 RANK = "DARTS_ENGINE_RANK"
 """Environment variable with the rank of an engine in a fleet, which its vLLM does not know."""
 
@@ -60,6 +62,9 @@ UNJOINABLE = (
 
 Step = tuple[int, float, int]
 """Number of sequences that got a token, seconds, and number of first tokens of a decode step."""
+DraftTotals = tuple[int, ...]
+"""Drafted tokens by the counts of the prompt and by the counts of all prompts, then accepted tokens."""
+NO_DRAFTS: DraftTotals = (0, 0, 0, 0)
 
 
 # With `array_like` as in the base class, vLLM's decoder of `EngineCoreOutputs` ignores the fields at the end.
@@ -68,12 +73,14 @@ class Report(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=False):
 
     ``numbers``: int64 array of requests' numbers. ``counts``: int32 array of their tokens so far. ``steps``: decode
     steps since the previous counts. ``buffered``: change of the number of buffered tokens since the previous message.
+    ``drafts``: what was drafted since the previous counts.
     """
 
     numbers: bytes = b""
     counts: bytes = b""
     steps: tuple[Step, ...] = ()
     buffered: int = 0
+    drafts: DraftTotals = NO_DRAFTS
 
 
 class Begin(NamedTuple):
@@ -158,6 +165,9 @@ class HoldingQueue:
         self._buffers: dict[str, Buffer] = {}
         self._steps: list[Step] = []
         self._buffered = 0
+        self._drafts = NO_DRAFTS
+        self.draft_totals = NO_DRAFTS
+        """What was drafted so far. The engine's main thread sets it."""
         self._last_step_at = -inf
         self._reported_at = -inf
 
@@ -270,6 +280,9 @@ class HoldingQueue:
             report.counts = array("i", [buffer.generated for buffer in held]).tobytes()
             report.steps = tuple(self._steps)
             self._steps = []
+            totals = self.draft_totals
+            report.drafts = tuple(now - before for now, before in zip(totals, self._drafts, strict=True))
+            self._drafts = totals
         return report
 
 
@@ -353,7 +366,9 @@ def hold_outputs(engine: Any) -> None:
         )
 
     def process_output_sockets(self: Any, clients: Any, coordinator: Any, engine_index: int) -> None:
-        self.output_queue = HoldingQueue(self.output_queue)
+        held = HoldingQueue(self.output_queue)
+        _take_drafts_from_outputs(self.scheduler, self.model_executor, held)
+        self.output_queue = held
         send(self, clients, coordinator, int(os.environ.get(RANK, engine_index)))
 
     def release(self: Any, client: int, request_ids: list[str]) -> None:
@@ -363,6 +378,29 @@ def hold_outputs(engine: Any) -> None:
     engine.abort_requests = abort_requests
     engine.process_output_sockets = process_output_sockets
     setattr(engine, RELEASE, release)
+
+
+def _take_drafts_from_outputs(scheduler: Any, executor: Any, held: HoldingQueue) -> None:
+    """Let the engine find the drafts in the output of the step, and count them.
+
+    vLLM calls the worker again for them. Where the worker is another process, that took a fifth of a small step.
+    """
+    update = scheduler.update_from_output
+    take = executor.take_draft_token_ids
+    found: list[Any] = []
+
+    def update_from_output(scheduler_output: Any, output: Any) -> Any:
+        step_drafts = getattr(output, DRAFTS, None)
+        if step_drafts is not None:
+            drafts, held.draft_totals = step_drafts
+            found[:] = [drafts]
+        return update(scheduler_output, output)
+
+    def take_draft_token_ids() -> Any:
+        return found.pop() if found else take()
+
+    scheduler.update_from_output = update_from_output
+    executor.take_draft_token_ids = take_draft_token_ids
 
 
 def number_of(params: Any) -> int:

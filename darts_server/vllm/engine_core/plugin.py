@@ -26,6 +26,10 @@ BUSY_SECONDS = 1.0
 # How often our readers look for a message in that time, in case a notification is lost.
 RECHECK_MS = 10
 SERVER_PID = "DARTS_SERVER_PID"
+COUPLED = "darts_coupled"
+"""Key in vLLM's ``additional_config``, which reaches all workers: sampling is coupled, see `coupled`."""
+SEED = "darts_seed"
+"""Name in ``extra_args`` of the seed that a resumed request had at first. Coupled sampling uses it."""
 WORKER = "darts_server.vllm.engine_core.worker"
 EXTENSION = "WorkerExtension"
 COMBINED = f"{EXTENSION} with "

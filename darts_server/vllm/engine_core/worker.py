@@ -12,8 +12,10 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, get_layerwise_info
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from darts_server.files import Stamp, open_unchanged, path_of
+from darts_server.vllm.engine_core.coupled import bind_sampling
 from darts_server.vllm.engine_core.cpu_sampling import expands_rightly
 from darts_server.vllm.engine_core.drafter import Drafter
 from darts_server.vllm.engine_core.plugin import COMBINED, EXTENSION
@@ -60,8 +62,8 @@ class WorkerExtension:
         vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN. So sequences that get
         such a block would be garbage under good weights, too.
         """
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, Drafter):
+        drafter = self._drafter
+        if drafter is not None:
             drafter.drafts.age()
         caches = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
         # A layer passes NaN on, so the last layer's cache has NaN if any cache has. The check takes some milliseconds
@@ -74,6 +76,22 @@ class WorkerExtension:
                     posinf=0.0,
                     neginf=0.0,
                 )
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        drafter = getattr(self.model_runner, "drafter", None)
+        return drafter if isinstance(drafter, Drafter) else None
+
+    def darts_speculate(self, is_on: bool) -> None:
+        """Let our drafter draft, or only learn."""
+        drafter = self._drafter
+        if drafter is not None:
+            drafter.drafts.is_on = is_on
+
+    def darts_emptied_drafts(self) -> int:
+        """Return how often the counts of drafts were full and emptied."""
+        drafter = self._drafter
+        return 0 if drafter is None else drafter.drafts.emptied
 
     def darts_abandon_update(self) -> str | None:
         """End an update through vLLM's own routes. Return None, or the error's text.
@@ -119,6 +137,10 @@ class WorkerExtension:
     def darts_expands_rightly(self) -> bool:
         """Return whether sampling with drafts uses the right parameters, see `cpu_sampling`."""
         return expands_rightly(self.model_runner.device)
+
+    def darts_can_couple(self) -> bool:
+        """Return whether the worker has the model runner whose sampling `coupled` binds."""
+        return isinstance(self.model_runner, GPUModelRunner)
 
     def darts_install_probe(self, address: str) -> str | None:
         """Send hidden states to ``address``. Return None, or the error's text."""
@@ -168,6 +190,8 @@ def _pack_heads(model: torch.nn.Module) -> None:
         if isinstance(module, VocabParallelEmbedding):
             module.quant_method.process_weights_after_loading(module)
 
+
+bind_sampling()
 
 # On CPUs with AMX the worker often dies at its first bfloat16 forward unless the matrix unit was switched on before
 # (measured: 6 of 9 starts without, 0 of 11 with). Other CPUs ignore it.

@@ -22,7 +22,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
-from darts_server.vllm.engine_core.holding import NOT_HELD, NUMBER, RELEASE, Report
+from darts_server.vllm.engine_core.holding import NO_DRAFTS, NOT_HELD, NUMBER, RELEASE, Report
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class HeldRequests:
         self.on_step: StepListener | None = None
         self.messages = 0
         self.steps = 0
+        self.drafts = NO_DRAFTS
         self.states = processor.request_states
         self._core = engine_core
         self._internal_ids = processor.external_req_ids
@@ -123,6 +124,7 @@ class HeldRequests:
         report: Report = self._decode_report(frames)
         self.messages += 1
         self.steps += len(report.steps)
+        self.drafts = tuple(total + new for total, new in zip(self.drafts, report.drafts, strict=True))
         self._buffered[report.engine_index] += report.buffered
         self._counts.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
         if self.on_step is not None:

@@ -1,9 +1,14 @@
 """Render prompts and sampling parameters of our own API for vLLM, and convert its outputs."""
 
 import json
+import secrets
 from argparse import Namespace
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from itertools import count
 from typing import Any
 
 from pydantic import ValidationError
@@ -46,6 +51,10 @@ class VllmPromptRenderer:
             default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
         )
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
+        self.reuses_streams = False
+        self._secret = secrets.token_hex(16)
+        # Numbers of the running groups of each prompt.
+        self._running = defaultdict[str, set[int]](set)
         self.effective_sampling = self._sampling.resolve
 
     async def make_request(
@@ -169,6 +178,28 @@ class VllmPromptRenderer:
 
     def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:
         return request.tail_seed
+
+    @contextmanager
+    def reuse_streams(self, request: PromptRequest) -> Iterator[None]:
+        """Implement the port's method for requests without a seed: running groups of a prompt are numbered."""
+        if not self.reuses_streams or request.params.seed is not None:
+            yield
+            return
+        numbers = self._running[request.prompt_key]
+        number = next(number for number in count() if number not in numbers)
+        name = f"{self._secret} {number} {request.prompt_key}"
+        seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
+        request.reused_seed[:] = [seed]
+        numbers.add(number)
+        try:
+            yield
+        finally:
+            numbers.remove(number)
+            if not numbers:
+                del self._running[request.prompt_key]
+
+    def has_numbered_streams(self, request: PromptRequest) -> bool:
+        return self.reuses_streams or request.params.seed is not None
 
     async def to_sample(self, output: RequestOutput) -> Sample:
         """Convert a final output. An aborted trajectory has no finish reason."""

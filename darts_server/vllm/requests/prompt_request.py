@@ -22,6 +22,7 @@ from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.engine_core.drafter import PROMPT_TOKENS
 from darts_server.vllm.engine_core.holding import NOT_HELD
+from darts_server.vllm.engine_core.plugin import SEED
 from darts_server.vllm.engine_core.probe_capture import ARGUMENT
 
 SEED_MASK = (1 << 64) - 1
@@ -92,6 +93,13 @@ class PromptRequest:
     params: SamplingParams
     request_id: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    reused_seed: list[int] = field(
+        default_factory=list,
+        init=False,
+        repr=False,
+        compare=False,
+    )
+    """Empty, or the seed of streams that the prompt had before, see `VllmPromptRenderer.reuse_streams`."""
     _shared: list[SamplingParams] = field(
         default_factory=list,
         init=False,
@@ -162,7 +170,7 @@ class PromptRequest:
     def params_of(self, index: int, *, is_own: bool = False) -> SamplingParams:
         """Return sampling parameters of candidate ``index``: n = 1, final output only, seed + index.
 
-        Without a seed all candidates have the same object. ``is_own``: return an object that may be changed.
+        Without any seed all candidates have the same object. ``is_own``: return an object that may be changed.
         """
         if self._shared and not is_own:
             return self._shared[0]
@@ -172,7 +180,9 @@ class PromptRequest:
         child.output_kind = RequestOutputKind.FINAL_ONLY
         # vLLM would clone it once more for each candidate.
         child.skip_clone = True
-        if child.seed is None and not is_own:
+        if self.reused_seed:
+            child.extra_args = (child.extra_args or {}) | {SEED: self.reused_seed[0] + index}
+        elif child.seed is None and not is_own:
             self._shared.append(child)
         return child
 
@@ -196,8 +206,10 @@ class PromptRequest:
     def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
         """Return prompt and sampling parameters for the rest of candidate ``index``, after the tokens ``prefix``."""
         child = self.params_of(index, is_own=True)
-        leave_rest(child, len(prefix))
         child.extra_args = (child.extra_args or {}) | {PROMPT_TOKENS: len(self.prompt["prompt_token_ids"])}
+        if child.seed is not None:
+            child.extra_args[SEED] = child.seed
+        leave_rest(child, len(prefix))
         tokens = [*self.prompt["prompt_token_ids"], *prefix]
         return {**self.prompt, "prompt_token_ids": tokens}, child
 

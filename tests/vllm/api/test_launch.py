@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.vllm.api.launch import fingerprint_of, without_keys
+from darts_server.vllm.api.launch import bring_to_state, fingerprint_of, without_keys
 
 MODEL: dict[str, Any] = {
     "model": "org/name",
@@ -81,4 +81,37 @@ def test_the_model_after_a_key_is_kept() -> None:
         "org/name",
         "--api-server-count",
         "1",
+    ]
+
+
+@pytest.mark.anyio
+async def test_an_engine_that_starts_again_gets_drafts_and_pause_as_they_are_when_it_is_ready() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    async def call(*arguments: Any, engine: bytes) -> None:
+        assert engine == b"one"
+        calls.append(arguments)
+        if len(calls) == 1:
+            # A change while the engine is brought to the state of the others.
+            llm.speculates = False
+
+    async def load(engine: bytes) -> None:
+        assert engine == b"one"
+
+    core = SimpleNamespace(_call_utility_async=call)
+    llm: Any = SimpleNamespace(
+        engine_core=core,
+        weight_version=0,
+        is_pause_wanted=False,
+        speculates=True,
+        written_by_trainer=False,
+        updates=None,
+    )
+    model: Any = SimpleNamespace(state=(), bring_to_state=load)
+    await bring_to_state(llm, model, SimpleNamespace(name=b"one"))  # type: ignore[arg-type]
+    assert calls == [
+        ("collective_rpc", "darts_speculate", None, (True,), None),
+        ("resume_scheduler",),
+        ("collective_rpc", "darts_speculate", None, (False,), None),
+        ("resume_scheduler",),
     ]

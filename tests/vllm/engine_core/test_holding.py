@@ -21,6 +21,7 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.engine_core.holding import (
+    DRAFTS,
     MIN_BUFFER_TOKENS,
     NUMBER,
     RELEASE,
@@ -215,7 +216,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.output_queue: Any = queue.Queue()
-        self.scheduler = SimpleNamespace(requests={})
+        self.scheduler = SimpleNamespace(requests={}, update_from_output=lambda scheduled, output: output)
+        self.model_executor = SimpleNamespace(take_draft_token_ids=lambda: "of the worker")
         self.answered: list[str] = []
 
     def preprocess_add_request(self, request: Any) -> Any:
@@ -255,6 +257,28 @@ def test_an_engine_holds_releases_and_answers_aborts_of_running_requests() -> No
     engine.abort_requests(["numbered", "without number", "ended"])
     engine.abort_requests(["numbered"])
     assert engine.answered == ["numbered"]
+
+
+def test_drafts_are_taken_from_the_output_of_their_step_and_counted() -> None:
+    engine: Any = Engine()
+    hold_outputs(Engine)
+    engine.output_queue.put_nowait(b"dead")
+    engine.process_output_sockets(None, None, 0)
+
+    def run_step(output: Any) -> tuple[Any, Report]:
+        assert engine.scheduler.update_from_output("scheduled", output) is output
+        drafts = engine.model_executor.take_draft_token_ids()
+        engine.output_queue._reported_at = -1.0
+        (report,) = engine.output_queue.pass_on(step(at=2.0))
+        return drafts, as_received(report)
+
+    drafts, report = run_step(SimpleNamespace(**{DRAFTS: ("of this step", (7, 2, 5, 1))}))
+    assert (drafts, report.drafts) == ("of this step", (7, 2, 5, 1))
+    drafts, report = run_step(SimpleNamespace(**{DRAFTS: ("of the next", (9, 2, 6, 1))}))
+    assert (drafts, report.drafts) == ("of the next", (2, 0, 1, 0))
+    # An output of another drafter has none.
+    drafts, report = run_step(SimpleNamespace())
+    assert (drafts, report.drafts) == ("of the worker", (0, 0, 0, 0))
 
 
 @pytest.mark.parametrize("is_numbered", [False, True])

@@ -74,7 +74,9 @@ class Process:
 def report(engine: int, **numbers: int) -> Report:
     keys = array("q", [int(name[1:]) for name in numbers])
     values = array("i", numbers.values())
-    return Report(engine_index=engine, numbers=keys.tobytes(), counts=values.tobytes(), steps=((2, 0.5, 1),))
+    return Report(
+        engine_index=engine, numbers=keys.tobytes(), counts=values.tobytes(), steps=((2, 0.5, 1),), drafts=(5, 1, 3, 0)
+    )
 
 
 @pytest.mark.anyio
@@ -90,6 +92,7 @@ async def test_a_count_is_the_engines_count_plus_the_tokens_that_the_request_was
     assert process.held.tokens("ended") is None
     assert steps == [(2, 0.5, 1)] * 2
     assert (process.held.messages, process.held.steps) == (2, 2)
+    assert process.held.drafts == (10, 2, 6, 0)
     await process.add(new_request("resumed"), before=[1, 2, 3])
     assert process.held.tokens("resumed") == 3 + 9
 

@@ -17,6 +17,8 @@ from darts_server.engine.port import RequestTokens
 from darts_server.exceptions import InvalidRequest
 from darts_server.rollout.turns import Turns
 from darts_server.types import RequestOptions, TurnKind
+from darts_server.vllm.engine_core.drafter import PROMPT_TOKENS
+from darts_server.vllm.engine_core.plugin import SEED
 from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable, count_stable, make_turn
 
 TRAINING = SamplingParams(temperature=1.0)
@@ -232,3 +234,26 @@ def test_later_turns_begin_with_the_opening_prompt_of_every_template_that_trl_ha
         assert later.startswith(first[:stable])
         assert count_stable(Characters(), tokens_of(later)) > stable
     assert rendered or path.stem.startswith("llava")
+
+
+# --- seeds ---------------------------------------------------------------------------
+
+
+def test_a_resumed_candidate_has_another_seed_and_keeps_its_first_seed_for_coupled_sampling() -> None:
+    request = PromptRequest(RENDERED, SamplingParams(seed=40, max_tokens=9), "r")
+    assert request.params_of(2).seed == 42
+    prompt, params = request.resumed(2, [8, 9])
+    assert prompt["prompt_token_ids"] == [5, 6, 7, 8, 9]
+    assert params.seed != 42
+    assert params.extra_args == {PROMPT_TOKENS: 3, SEED: 42}
+    assert request.params_of(2).extra_args is None
+
+
+def test_candidates_with_reused_streams_have_consecutive_seeds_also_after_a_resumption() -> None:
+    request = PromptRequest(RENDERED, SamplingParams(max_tokens=9), "r")
+    request.reused_seed[:] = [700]
+    first, second = (request.params_of(index) for index in range(2))
+    assert (first.extra_args, second.extra_args) == ({SEED: 700}, {SEED: 701})
+    assert first.seed is second.seed is None
+    _, params = request.resumed(1, [8])
+    assert params.extra_args == {PROMPT_TOKENS: 3, SEED: 701}

@@ -1,0 +1,166 @@
+"""Answers of earlier requests, from which engines that did not generate them count continuations, too.
+
+The server's process keeps them: an engine forgets its counts when it starts again, and knows nothing of other engines.
+This module imports no compiler, unlike its neighbours.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+
+PROMPT_BYTES = 4 * 65_536
+"""Maximum of a prompt's answers: 65,536 tokens, which a worker counts in a tenth of a second."""
+ANSWER_BYTES = 512
+"""Memory of an answer beside its tokens."""
+MEMORIES = 64
+"""Number of memories for which a prompt knows what they have. Others get its answers again."""
+KEY_BYTES = 16
+_HEAD = Struct(f"<{KEY_BYTES}sI")
+
+Answers = Sequence[tuple[int, bytes]]
+"""Age in updates of the weights, and token ids as int32, of each answer."""
+
+
+class Answer(NamedTuple):
+    """``tokens``: token ids as int32. ``memory``: what has counted it already, or None."""
+
+    key: bytes
+    epoch: int
+    tokens: bytes
+    memory: int | None
+
+
+class Prompt:
+    """The answers of a prompt, by their numbers in ascending order.
+
+    ``sent``: the last number that each memory has.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.bytes = 0
+        self.sent: dict[int, int] = {}
+
+
+def key_of(token_ids: Sequence[int], adapter: str | None) -> bytes:
+    """Return the key of a prompt, or of a prompt under a LoRA adapter."""
+    name = b"" if adapter is None else adapter.encode()
+    digest = blake2b(name + b"\0", digest_size=KEY_BYTES)
+    digest.update(array("i", token_ids))
+    return digest.digest()
+
+
+class History:
+    """The newest answers of all prompts.
+
+    A *memory* is a number for the counts of one engine, until they are emptied or the engine starts again.
+
+    Args:
+        limit: maximum bytes. The oldest answers are dropped.
+        save: called with the number and the content of each new answer, and with None for an answer that is dropped.
+    """
+
+    def __init__(self, limit: int, save: Callable[[int, bytes | None], None]) -> None:
+        self.bytes = 0
+        self._limit = limit
+        self._save = save
+        self._answers: OrderedDict[int, Answer] = OrderedDict()
+        self._prompts: dict[bytes, Prompt] = {}
+        self._last = 0
+        self._epoch = 0
+        self._version: object = None
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts that have answers."""
+        return len(self._prompts)
+
+    def restore(self, rows: Iterable[tuple[int, bytes | None]], vocabulary: int) -> int:
+        """Add saved answers in ascending order of their numbers, and return how many were unusable and are dropped.
+
+        ``vocabulary``: number of tokens of the model. A draft with another token would end the engine.
+        """
+        unusable = 0
+        for number, value in rows:
+            self._last = number
+            tokens = b"" if value is None else value[_HEAD.size :]
+            if value is None or not _are_tokens(tokens, vocabulary):
+                unusable += 1
+                self._save(number, None)
+                continue
+            key, epoch = _HEAD.unpack_from(value)
+            # The weights may have changed since. Answers of other runs are at least one update old.
+            self._epoch = max(self._epoch, epoch + 1)
+            self._keep(number, Answer(key, epoch, tokens, None))
+        return unusable
+
+    def observe(self, version: object) -> None:
+        """Age all answers if the version of the weights is another one."""
+        if self._version is not None and version != self._version:
+            self._epoch += 1
+        self._version = version
+
+    def add(self, key: bytes, tokens: bytes, memory: int) -> None:
+        """Keep an answer that ``memory`` has counted. ``tokens``: token ids as int32."""
+        answer = Answer(key, self._epoch, tokens[:PROMPT_BYTES], memory)
+        self._last += 1
+        self._save(self._last, _HEAD.pack(key, answer.epoch) + answer.tokens)
+        self._keep(self._last, answer)
+
+    def take_unsent(self, key: bytes, memory: int) -> Answers:
+        """Return the answers of a prompt that a memory does not have, the newest first. From now on it has them."""
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            return []
+        known = prompt.sent.pop(memory, 0)
+        prompt.sent[memory] = prompt.numbers[-1]
+        if len(prompt.sent) > MEMORIES:
+            del prompt.sent[next(iter(prompt.sent))]
+        unsent = []
+        for number in reversed(prompt.numbers):
+            if number <= known:
+                break
+            answer = self._answers[number]
+            if answer.memory != memory:
+                unsent.append((self._epoch - answer.epoch, answer.tokens))
+        return unsent
+
+    def send_again(self, key: bytes, memory: int) -> None:
+        """Let a memory get the answers of a prompt once more, because it did not receive them."""
+        prompt = self._prompts.get(key)
+        if prompt is not None:
+            prompt.sent.pop(memory, None)
+
+    def _keep(self, number: int, answer: Answer) -> None:
+        self._answers[number] = answer
+        prompt = self._prompts.setdefault(answer.key, Prompt())
+        prompt.numbers.append(number)
+        prompt.bytes += len(answer.tokens)
+        self.bytes += len(answer.tokens) + ANSWER_BYTES
+        while prompt.bytes > PROMPT_BYTES:
+            self._drop(prompt.numbers[0])
+        while self.bytes > self._limit:
+            self._drop(next(iter(self._answers)))
+
+    def _drop(self, number: int) -> None:
+        answer = self._answers.pop(number)
+        prompt = self._prompts[answer.key]
+        # Numbers ascend in both, so the oldest answer of all is the first of its prompt.
+        prompt.numbers.pop(0)
+        prompt.bytes -= len(answer.tokens)
+        self.bytes -= len(answer.tokens) + ANSWER_BYTES
+        if not prompt.numbers:
+            del self._prompts[answer.key]
+        self._save(number, None)
+
+
+def _are_tokens(tokens: bytes, vocabulary: int) -> bool:
+    if not tokens or len(tokens) % 4:
+        return False
+    ids = np.frombuffer(tokens, np.int32)
+    return bool(ids.min() >= 0 and ids.max() < vocabulary)
