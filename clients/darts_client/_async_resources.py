@@ -151,12 +151,16 @@ class AsyncWeightsApi(_AsyncApi):
         version: int | None = None,
         partial: bool = False,
         check_finite: bool = True,
+        repeat_version: bool = False,
     ) -> WeightsRecord:
         """Load new weights from a safetensors file, or a folder of such files, under the server's `--weights-root`.
 
-        See `push`. Raises Unauthorized if the server has no such root.
+        `repeat_version` allows the version that is served already. See `push`. Raises Unauthorized if the server has
+        no such root.
         """
         body = {"path": os.fspath(path)} | _update_options(rule, version, check_finite, partial)
+        if repeat_version:
+            body["repeat_version"] = True
         return await self._update("POST", f"{API}/weights", json=body)
 
     async def push_lora(

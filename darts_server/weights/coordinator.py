@@ -141,7 +141,7 @@ class Coordinator:
             InvalidRequest: the version is served already.
             Conflict: the weights are not in memory.
         """
-        if version == self.version:
+        if version == self.version and not update.repeat_version:
             raise InvalidRequest("version", f"is {version}, which is served already; give the new weights another")
         self.check_no_update()
         self._check_weights_awake()

@@ -49,6 +49,7 @@ class Update:
     """A weight update in progress. Its steps are called in the order of the methods.
 
     ``rule``: None if the trainer paused the engine itself. ``check_finite``: whether to refuse NaN and infinity.
+    ``repeat_version``: whether the version may be the served version.
     ``lora``: name of the LoRA adapter that is updated, or None for the model. ``when_staged``: awaited when the new
     weights were checked; a failure refuses the update. ``version``: version of the new weights. ``timeout``: seconds of
     each phase at most. ``seconds``: duration of each phase.
@@ -58,6 +59,7 @@ class Update:
     rule: Rule | None
     partial: bool = False
     check_finite: bool = True
+    repeat_version: bool = False
     lora: str | None = None
     when_staged: Callable[[], Awaitable[None]] | None = None
     version: int = 0

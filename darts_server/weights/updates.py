@@ -98,6 +98,7 @@ class Updates:
         version: int | None = None,
         partial: bool = False,
         check_finite: bool = True,
+        repeat_version: bool = False,
         when_staged: Callable[[], Awaitable[None]] | None = None,
     ) -> UpdateRecord:
         """Update from a file or folder under the root. It must not change while its weights are served.
@@ -116,6 +117,7 @@ class Updates:
             rule=rule,
             partial=partial,
             check_finite=check_finite,
+            repeat_version=repeat_version,
             when_staged=when_staged,
             owner=self,
             fetch=fetch,

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from darts_client import BadRequest, ProtocolError
-from darts_client.integrations import openrlhf, slime, verl
+from darts_client.integrations import openrlhf, slime
 from darts_client.integrations._sampling import Sampler
 
 pytestmark = pytest.mark.anyio
@@ -52,90 +52,6 @@ class Served:
     @property
     def completions(self) -> list[tuple[Any, dict[str, str]]]:
         return [(body, headers) for path, body, headers in self.requests if path == "/v1/completions"]
-
-
-VERL_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
-"""Sampling parameters of veRL's agent loops."""
-
-
-def verl_config(response_length: int = 6, prompt_length: int = 4) -> Any:
-    rollout = SimpleNamespace(response_length=response_length, prompt_length=prompt_length)
-    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-
-
-async def verl_turn(client: verl.LLMServerClient, *prompt: int, **more: Any) -> Any:
-    """Make the call of veRL's `SingleTurnAgentLoop`."""
-    absent: dict[str, Any] = dict.fromkeys(("image_data", "video_data", "audio_data"))
-    arguments = absent | {"sampling_params": VERL_SAMPLING, "mm_processor_kwargs": {}, "priority": 3} | more
-    return await client.generate(request_id="abc", prompt_ids=list(prompt), **arguments)
-
-
-async def test_verl_gets_tokens_and_logprobs_of_its_session() -> None:
-    served = Served(choice(5, 6))
-    output = await verl_turn(verl.LLMServerClient(verl_config(), URL, "key", transport=served.transport), 1, 2)
-    assert (output.token_ids, output.log_probs, output.stop_reason) == ([5, 6], [-0.5, -0.6], "completed")
-    assert output.extra_fields == {"global_steps": None, "min_global_steps": None, "max_global_steps": None}
-    [(body, headers)] = served.completions
-    assert (body["prompt"], body["n"], body["max_tokens"], body["logprobs"]) == ([1, 2], 1, 6, 0)
-    assert (body["model"], body["top_k"], body["return_token_ids"]) == ("tiny", -1, True)
-    assert (headers["x-session-id"], headers["authorization"]) == ("abc", "Bearer key")
-
-
-@pytest.mark.parametrize(
-    ("given", "prompt", "limit"),
-    [({}, 2, 6), ({}, 7, 3), ({}, 40, 1), ({"max_tokens": 9}, 2, 9), ({"max_new_tokens": 8}, 2, 8)],
-)
-async def test_verls_token_limits_equal_the_limits_of_its_own_server(given: Any, prompt: int, limit: int) -> None:
-    served = Served(choice(5))
-    client = verl.LLMServerClient(verl_config(), URL, transport=served.transport)
-    await verl_turn(client, *range(prompt), sampling_params=VERL_SAMPLING | given)
-    assert served.completions[0][0]["max_tokens"] == limit
-    assert "max_new_tokens" not in served.completions[0][0]
-
-
-@pytest.mark.parametrize(("reason", "resumes"), [("abort", False), ("error", False), ("error", True)])
-async def test_verl_rejects_an_aborted_answer(reason: str, resumes: bool) -> None:
-    served = Served(choice(5, reason=reason))
-    client = verl.LLMServerClient(verl_config(), URL, resumes=resumes, transport=served.transport)
-    with pytest.raises(ProtocolError, match=f"finish reason '{reason}'"):
-        await verl_turn(client, 1)
-
-
-async def test_verls_aborted_answers_continue_with_the_remaining_tokens() -> None:
-    served = Served(choice(5, reason="abort"), choice(reason="abort"), choice(6, 7, reason="length"))
-    client = verl.LLMServerClient(verl_config(3), URL, resumes=True, transport=served.transport)
-    output = await verl_turn(client, 1)
-    assert (output.token_ids, output.log_probs, output.stop_reason) == ([5, 6, 7], [-0.5, -0.6, -0.7], "completed")
-    sent = [(body["prompt"], body["max_tokens"]) for body, _ in served.completions]
-    assert sent == [([1], 3), ([1, 5], 2), ([1, 5], 2)]
-
-    served = Served(choice(5, 6, 7, reason="abort"))
-    client = verl.LLMServerClient(verl_config(3), URL, resumes=True, transport=served.transport)
-    assert (await verl_turn(client, 1)).stop_reason == "completed"
-
-
-async def test_unserved_arguments_of_verl_are_named() -> None:
-    client = verl.LLMServerClient(verl_config(), URL, transport=Served().transport)
-    with pytest.raises(ValueError, match="image_data: only prompts"):
-        await verl_turn(client, 1, image_data=["x"])
-    with pytest.raises(ValueError, match="sampling has prompt_logprobs"):
-        await verl_turn(client, 1, sampling_params={"prompt_logprobs": 1})
-
-
-def test_verls_manager_gets_our_client_which_can_be_sent_to_its_workers() -> None:
-    class AgentLoopManager:
-        def __init__(self, config: Any, llm_client: Any, teacher_client: Any = None) -> None:
-            self.arguments = config, llm_client, teacher_client
-
-    class FullyAsyncLLMServerClient: ...
-
-    manager = verl.served(AgentLoopManager, URL, "key")
-    for given, resumes in ((object(), False), (FullyAsyncLLMServerClient(), True)):
-        built = manager(config="config", llm_client=given, teacher_client="teacher")
-        assert isinstance(built, AgentLoopManager)
-        assert (built.arguments[0], built.arguments[2]) == ("config", "teacher")
-        client = pickle.loads(pickle.dumps(built.arguments[1]))
-        assert (client._resumes, client._sampler.url, client._sampler.api_key) == (resumes, URL, "key")
 
 
 def sampling_params(**more: Any) -> Any:
@@ -387,6 +303,11 @@ async def test_answers_that_would_spoil_training_are_refused_and_refusals_reach_
     served.failing["/v1/completions"] = httpx.Response(400, json={"error": {"message": "too long"}})
     with pytest.raises(BadRequest, match="too long"):
         await Sampler(URL, transport=served.transport).sample([1], {"max_tokens": 2})
+
+
+def test_samplers_can_be_sent_to_other_processes() -> None:
+    sampler = pickle.loads(pickle.dumps(Sampler(URL, "key", "tiny")))
+    assert (sampler.url, sampler.api_key, sampler.model) == (URL, "key", "tiny")
 
 
 def test_connections_belong_to_the_loop_that_uses_them() -> None:

@@ -66,6 +66,15 @@ def test_the_check_of_numbers_is_switched_off_in_the_request_alone() -> None:
     assert [json.loads(b"".join(body))["check_finite"] for body in server.bodies[3:]] == [False, False]
 
 
+def test_a_repeated_version_is_in_the_request_if_it_is_allowed() -> None:
+    server = Recorder()
+    with Client(URL, transport=server) as client:
+        client.weights.load("a.safetensors", version=0)
+        client.weights.load("a.safetensors", version=0, repeat_version=True)
+    bodies = [json.loads(b"".join(body)) for body in server.bodies]
+    assert [body.get("repeat_version") for body in bodies] == [None, True]
+
+
 def test_a_file_is_sent_unchanged_in_pieces(large: Path) -> None:
     server = Recorder()
     with Client(URL, transport=server) as client:

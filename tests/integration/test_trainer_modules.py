@@ -1,4 +1,4 @@
-"""The modules of veRL, OpenRLHF and slime, on real vLLM."""
+"""The modules of OpenRLHF and slime, on real vLLM."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import pytest
 
 from darts_client.integrations.openrlhf import HttpEngine
 from darts_client.integrations.slime import Facade
-from darts_client.integrations.verl import LLMServerClient
 from darts_server.offline.demo.server import DARTS, Server
 from tests.integration.fork_server import Serve
 
@@ -18,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.anyio]
 SIZE, TOKENS = 4, 40
 RUNNING = 3
 """At once on the server of its own: fewer than a group."""
-TRAINERS = ("verl", "openrlhf", "slime")
+TRAINERS = ("openrlhf", "slime")
 Sampled = tuple[list[int], list[float]]
 
 
@@ -36,8 +35,8 @@ class Trainer:
 
     def __init__(self, name: str, url: str) -> None:
         self._name = name
-        self._verl, self._openrlhf, facade = LLMServerClient(None, url), HttpEngine(url), Facade(url)
-        self._samplers = (self._verl._sampler, self._openrlhf._sampler, facade._sampler)
+        self._openrlhf, facade = HttpEngine(url), Facade(url)
+        self._samplers = (self._openrlhf._sampler, facade._sampler)
         self.facade = httpx.AsyncClient(transport=httpx.ASGITransport(facade), base_url="http://127.0.0.1:1")
 
     async def __aenter__(self) -> Self:
@@ -48,10 +47,6 @@ class Trainer:
             await sampler.aclose()
 
     async def sample(self, session: str, prompt: list[int]) -> Sampled:
-        if self._name == "verl":
-            params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": TOKENS}
-            output = await self._verl.generate(session, prompt_ids=prompt, sampling_params=params)
-            return output.token_ids, output.log_probs
         if self._name == "openrlhf":
             sampling = SimpleNamespace(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=TOKENS, logprobs=1, stop=[])
             [completion] = (await self._openrlhf.generate(prompt, sampling)).outputs

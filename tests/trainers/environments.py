@@ -57,7 +57,11 @@ ENVIRONMENTS = {
         "math-verify mcp==2.0.0 openai<3 openai-harmony prime-pydantic-config prime-runs prime-sandboxes prime-traces "
         "prime-tunnel protobuf-py==0.1.1 protobuf-py-ext==0.1.1 pyqwest renderers tenacity",
     ),
-    "verl": Environment("verl.experimental.agent_loop", f"verl==0.9.1 codetiming {HYDRA} orjson pyvers ray tensordict"),
+    "verl": Environment(
+        "verl.trainer.main_ppo",
+        f"verl==0.9.1 TransferQueue codetiming {HYDRA} orjson pybind11 pylatexenc pyvers ray tensordict==0.10.0 "
+        "torchdata",
+    ),
 }
 
 

@@ -18,6 +18,8 @@ from tests.integration.weights import perturbed, status
 from tests.trainers.environments import ENVIRONMENTS, ROOT, NotInstalled, create
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
+TRAINERS = sorted({*ENVIRONMENTS, "trl"} - {"verl"})
+"""veRL starts its servers itself, see `test_verl.py`."""
 SIZE, PROMPTS, STEPS = 4, 2, 2
 GRANTED = 6
 """Candidates of a group under the default policy."""
@@ -83,7 +85,7 @@ def ended_groups(server: Server) -> list[dict[str, Any]]:
     return [record for [record] in records]
 
 
-@pytest.mark.parametrize("name", [*ENVIRONMENTS, "trl"])
+@pytest.mark.parametrize("name", TRAINERS)
 def test_two_steps_of_a_trainer_have_its_groups_its_weights_and_a_raw_evaluation(
     name: str, python_of: Callable[[str], Path], own: Server, weights: Path
 ) -> None:

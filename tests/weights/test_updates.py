@@ -39,6 +39,14 @@ async def test_a_version_can_be_given_and_must_be_new(harness: Harness) -> None:
     harness.check_serves(3, all=7)
 
 
+async def test_a_version_may_be_served_again_if_the_caller_says_so(harness: Harness) -> None:
+    write(harness.root / "initial.safetensors", 5)
+    with pytest.raises(InvalidRequest, match="version: is 0"):
+        await harness.updates.load("initial.safetensors", version=0)
+    await harness.updates.load("initial.safetensors", version=0, repeat_version=True)
+    harness.check_serves(0, all=5)
+
+
 async def test_partial_sets_are_completed_from_the_served_files(harness: Harness) -> None:
     await harness.push(5, "layers.0.weight")
     harness.check_serves(1, all=0, layer0=5)

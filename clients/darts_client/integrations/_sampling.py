@@ -92,12 +92,14 @@ class Sampler:
         logprobs: bool = True,
         session: str | None = None,
         request_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Sampled:
         """Sample one trajectory, or one turn of it.
 
         Args:
             sampling: vLLM's parameters, with `max_tokens`. None means vLLM's neutral value.
             session: name of the trajectory.
+            headers: further headers.
 
         Raises:
             ValueError: a parameter is unknown, or `max_tokens` is missing.
@@ -123,9 +125,11 @@ class Sampler:
             body["logprobs"] = 0
         if request_id is not None:
             body["request_id"] = request_id
-        headers = {} if session is None else {"X-Session-ID": session}
+        sent = dict(headers or {})
+        if session is not None:
+            sent["X-Session-ID"] = session
 
-        response = await self.request("POST", "/v1/completions", json=body, headers=headers)
+        response = await self.request("POST", "/v1/completions", json=body, headers=sent)
         completion = parse_response(_Completion, response)
         if len(completion.choices) != 1:
             raise ProtocolError(f"expected one choice, got {len(completion.choices)}")

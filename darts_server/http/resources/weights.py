@@ -20,6 +20,7 @@ MAX_VERSION = 2**53 - 1
 RULE = "What happens to running groups; --weights-rule by default."
 VERSION = "Version of the new weights; the next number by default."
 PARTIAL = "Whether tensors may be missing. Missing tensors keep their values."
+REPEAT_VERSION = "Whether the version may be the served version, for weights that a trainer sends again."
 CHECK_FINITE = "Whether the update is refused if a tensor has NaN or infinity."
 LoraName = Annotated[str, Path(pattern=LORA_NAME, description="Model name in requests.")]
 
@@ -38,6 +39,7 @@ class WeightsIn(LoraIn):
 
     path: str = Field(description="Safetensors file, or a folder of them, under --weights-root.")
     partial: bool = Field(False, description=PARTIAL)
+    repeat_version: bool = Field(False, description=REPEAT_VERSION)
 
 
 class UpdateAnswer(BaseModel):
@@ -121,6 +123,7 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
             body.version,
             body.partial,
             body.check_finite,
+            body.repeat_version,
         )
         return describe_weights(updates)
 

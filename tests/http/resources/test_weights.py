@@ -145,3 +145,13 @@ def test_numbers_are_checked_unless_the_request_disables_it(here: TestClient, mo
         assert accepted.status_code == 200
     assert here.get(URL).json()["version"] == 4
     assert model.values == dict.fromkeys(SHAPES, math.inf)
+
+
+def test_the_served_version_is_accepted_if_the_request_repeats_it(
+    here: TestClient, model: FakeModel, tmp_path: Path
+) -> None:
+    (tmp_path / "initial.safetensors").write_bytes(save(tensors(3)))
+    body = {"path": "initial.safetensors", "version": 0}
+    assert here.post(URL, json=body).json()["error"]["param"] == "version"
+    assert here.post(URL, json=body | {"repeat_version": True}).json()["version"] == 0
+    assert model.values == dict.fromkeys(SHAPES, 3)

@@ -1,0 +1,77 @@
+"""A server process that ends with its owner, an actor that Ray may kill together with its child processes.
+
+    python -m darts_client.verl.process FOLDER COMMAND...
+
+The child of the owner forks a guard, which Ray does not see, and exits with the command's code. The guard reads a pipe
+from the owner, which closes when the owner ends. FOLDER holds the files of a Ray job on this machine. Each guard has a
+marker in it, and the last guard removes the folder.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+GRACE_SECONDS = 30.0
+"""The server stops within a few seconds."""
+MARKER = "guard-"
+
+
+async def start_guarded(folder: Path, command: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
+    """Start a command below a guard. The returned process exits with the command's code, or when the guard ends."""
+    starter = (sys.executable, "-m", "darts_client.verl.process", str(folder))
+    return await asyncio.create_subprocess_exec(*starter, *command, stdin=asyncio.subprocess.PIPE, env=env)
+
+
+def main() -> int:
+    result, report = os.pipe()
+    if os.fork() == 0:
+        os.close(result)
+        # Ray kills the process group of an actor.
+        os.setsid()
+        _guard(Path(sys.argv[1]), sys.argv[2:], report)
+        return 0
+    os.close(report)
+    # The guard keeps the pipe from the owner open.
+    return int(os.read(result, 16) or b"1")
+
+
+def _guard(folder: Path, command: Sequence[str], report: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    marker = folder / f"{MARKER}{os.getpid()}"
+    marker.touch()
+    # A group of its own, because a server that is killed leaves its engine process behind.
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
+    owner_has_ended = threading.Event()
+
+    def wait_for_owner() -> None:
+        # Not `sys.stdin`, whose lock this thread would hold at exit.
+        while os.read(0, 1):
+            pass
+        owner_has_ended.set()
+        server.terminate()
+        try:
+            server.wait(GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+    threading.Thread(target=wait_for_owner, daemon=True).start()
+    code = server.wait()
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    # If the server alone has ended, its owner starts it again, and needs the files.
+    marker.unlink(missing_ok=True)
+    if owner_has_ended.is_set() and not list(folder.glob(f"{MARKER}*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(BrokenPipeError):
+        os.write(report, str(code % 256).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
