@@ -250,6 +250,7 @@ async def test_an_engine_that_joins_gets_weights_and_pause_before_requests_even_
             ("collective_rpc", "darts_install_probe"),
             ("collective_rpc", "darts_load_weights"),
             ("set_weight_version", "7"),
+            ("collective_rpc", "darts_speculate"),
             ("pause_scheduler", "keep"),
         ]
         await fleet.running.model.resume()
