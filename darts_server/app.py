@@ -210,9 +210,9 @@ async def _serve(
                 "darts_engines_up": lambda: engine.up,
                 "darts_engines_lost_total": lambda: engine.num_lost,
                 "darts_decode_steps_total": lambda: engine.llm.held.steps,
-                "darts_draft_tokens_total": lambda source: engine.llm.held.drafts[DRAFT_SOURCES.index(source)],
-                "darts_draft_accepted_tokens_total": lambda source: engine.llm.held.drafts[
-                    DRAFT_SOURCES.index(source) - len(DRAFT_SOURCES)
+                "darts_draft_tokens_total": lambda source: engine.llm.held.drafts[:2][DRAFT_SOURCES.index(source)],
+                "darts_draft_accepted_tokens_total": lambda source: engine.llm.held.drafts[2:][
+                    DRAFT_SOURCES.index(source)
                 ],
                 "darts_history_bytes": lambda: None if history is None else history.bytes,
                 "darts_history_prompts": lambda: None if history is None else history.prompts,

@@ -32,6 +32,8 @@ LEAST_CHANCE = 0.02
 MAX_WEIGHT = 2.0**60
 FIRST_BITS = 18
 """Counts begin with 8 MiB and grow. In small tables searches are faster, and the first use of memory takes time."""
+GROWTH_BITS = 2
+"""Tables grow to four times their size. No request decodes meanwhile: half a second for 128 MiB, two for 512 MiB."""
 
 Ints = NDArray[np.int64]
 PromptOf = Callable[[str], tuple[object, int, Answers]]
@@ -151,13 +153,16 @@ class Drafts:
         slots = self._counts.keys.size
         needed = (self._counts.used.max() + tokens * SLOTS_OF_TOKEN) / MOST_FULL
         if needed > slots and slots < 1 << self._bits:
-            larger = new_counts(min(int(needed).bit_length(), self._bits))
+            bits = max(int(needed).bit_length(), (slots - 1).bit_length() + GROWTH_BITS)
+            larger = new_counts(min(bits, self._bits))
             grow(self._counts, larger)
             self._counts = larger
 
     def _empty_counts(self) -> None:
         """Forget all counts. Running requests keep their texts, so nothing is counted again."""
-        self._counts = new_counts(min(FIRST_BITS, self._bits))
+        # They will be as full again, so they need not grow again.
+        bits = max(FIRST_BITS, (self._counts.keys.size - 1).bit_length())
+        self._counts = new_counts(min(bits, self._bits))
         self._weight = 1.0
         self.emptied += 1
         running = set(self._roots[list(self._row_of.values())].tolist())

@@ -53,10 +53,14 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             logger.warning("the rest of %s cannot be read, and is not used: %s", self._path, error)
 
     def put(self, number: int, value: bytes | None) -> None:
-        """Write a value later, or remove it."""
+        """Write a value under a new number later, or remove a value."""
         if self._connection is not None:
             with self._lock:
-                self._unwritten[number] = value
+                if value is None and self._unwritten.get(number) is not None:
+                    # It never was in the file. While writes fail, only the kept values take memory.
+                    del self._unwritten[number]
+                else:
+                    self._unwritten[number] = value
 
     def flush(self) -> None:
         """Write now."""

@@ -386,3 +386,8 @@ def test_counts_grow_and_keep_what_they_have() -> None:
     occupied = np.flatnonzero(drafts._counts.keys)
     assert len(occupied) == drafts._counts.used[0]
     assert len(np.flatnonzero(drafts._counts.pair_keys)) == drafts._counts.used[1]
+    # Emptied counts keep their size, so that no step waits for their growth again.
+    size = drafts._counts.keys.size
+    drafts._empty_counts()
+    assert drafts._counts.keys.size == size
+    assert not drafts._counts.used.any()

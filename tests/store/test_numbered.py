@@ -107,10 +107,12 @@ def test_a_failed_write_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert file._connection is not None
         file._connection.execute("PRAGMA busy_timeout = 1")
         other.execute("BEGIN IMMEDIATE")
-        file.put(1, b"old")
+        file.put(1, b"one")
         file.put(2, b"two")
         file.flush()
-        file.put(1, b"new")
+        file.put(1, None)
+        assert file._unwritten == {2: b"two"}, "only kept values take memory while writes fail"
+        file.put(3, b"three")
         file.flush()
         assert file.fault is not None
         assert caplog.text.count("cannot be written") == 1
@@ -118,4 +120,4 @@ def test_a_failed_write_is_repeated(tmp_path: Path, caplog: pytest.LogCaptureFix
         other.close()
         file.flush()
         assert file.fault is None
-    assert values(tmp_path) == {1: b"new", 2: b"two"}
+    assert values(tmp_path) == {2: b"two", 3: b"three"}

@@ -113,7 +113,7 @@ class CarriedPrompts:
     """Keep prompts in memory by the name of their caller, the oldest first.
 
     ``may_call``: returns whether a caller of that name can still send requests. Prompts of other callers are dropped,
-    as nobody else can take them.
+    as no other caller can take them.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class RequestHistory:
             ]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             for engine, answer in zip(engines, answers, strict=True):
-                # An engine that was lost counts anew anyway.
+                # The counts of a lost engine are gone anyway.
                 if not isinstance(answer, BaseException):
                     self.note_emptied(engine, sum(answer))
 
