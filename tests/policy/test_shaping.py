@@ -88,7 +88,7 @@ POLICIES = build_policies(BASE, Deadline(), Pruning())
 
 
 def test_each_policy_of_the_settings_has_a_shaping() -> None:
-    assert {*POLICIES, "off", "auto"} == set(get_args(Policy))
+    assert {*POLICIES, "informative", "off", "auto"} == set(get_args(Policy))
     assert {name for name in POLICIES if POLICIES[name].prunes} == {"arrol", "darts+arrol"}
 
 
