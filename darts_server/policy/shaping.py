@@ -193,11 +193,11 @@ def build_policies(
         "darts_cut": replace(darts, tail=Tail.SAMPLED, deadline=deadline),
         "cap": replace(fixed, redundancy=1.0, deadline=deadline, completion_share=1 / base.redundancy),
     }
-    if informative is not None:
-        policies["informative"] = informative
     if pruning is not None:
         # On average, pruning leaves as many candidates as are returned.
         redundancy = 1 / pruning.keep_ratio
         policies["arrol"] = replace(fixed, redundancy=redundancy, sample_survivors=True, pruning=pruning)
         policies["darts+arrol"] = replace(darts, pruning=pruning)
+    if informative is not None:
+        policies["informative"] = informative
     return policies
