@@ -300,6 +300,9 @@ def make_rooms(
         scorer=pruner,
     )
     control.apply_to(rollouts, engine.llm.speculate)
+    shaping = control.planner.shaping(settings.policy)
+    if shaping is not None and shaping.needs_rewards and rollouts.verifier is None:
+        raise InvalidSetting(f"--policy {settings.policy} needs rewards while groups run; add --verifier")
 
     # New weights.
     timeout = settings.weights_timeout
@@ -351,6 +354,7 @@ def make_rooms(
     events.group_closed.add(metrics.group_closed)
     events.candidates_started.add(metrics.candidates_started)
     events.trajectory_returned.add(reward_matcher.trajectory_returned)
+    events.trajectory_verified.add(reward_matcher.trajectory_verified)
     events.group_ended.add(
         metrics.group_ended,
         provenance.group_ended,

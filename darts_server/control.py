@@ -5,9 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.group.informative import Select
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
+from darts_server.policy.shaping import INFORMATIVE_REDUNDANCY, REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
@@ -100,6 +101,13 @@ def make_planner(settings: Settings) -> Planner:
         max_redundancy=settings.max_redundancy,
         budget=budget,
     )
+    informative = Shaping(
+        # The default redundancy is for policies that stop long candidates.
+        redundancy=redundancy if "redundancy" in settings.model_fields_set else INFORMATIVE_REDUNDANCY,
+        max_redundancy=settings.max_redundancy,
+        select=Select(settings.select),
+        advantage_std=settings.advantage_std,
+    )
     # A share of 1 lifts the limit for groups too.
     deadline = Deadline(
         quantile=settings.deadline_quantile,
@@ -107,7 +115,7 @@ def make_planner(settings: Settings) -> Planner:
         max_lost=NO_LIMIT if settings.max_lost_share == 1 else MaxLost(settings.max_lost_share),
     )
     return Planner(
-        build_policies(uniform, deadline, Pruning(settings.keep_ratio)),
+        build_policies(uniform, deadline, Pruning(settings.keep_ratio), informative),
         settings.policy,
         Limits(
             group_size=settings.group_size,

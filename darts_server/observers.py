@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Generic, ParamSpec
 
-from darts_server.records import CohortRecord, GroupRecord, TrajectoryRecord, UpdateRecord
+from darts_server.records import CohortRecord, GroupKey, GroupRecord, TrajectoryRecord, UpdateRecord
 from darts_server.types import TurnKind
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,8 @@ class GroupEvents:
         self.candidates_started = Event[[int]]()
         self.trajectory_returned = Event[[TrajectoryRecord]]()
         """A caller gets a trajectory, before or after its group has ended."""
+        self.trajectory_verified = Event[[GroupKey, int, float, bool]]()
+        """Follows ``trajectory_returned``: the candidate's index, the verifier's reward, and whether it is correct."""
         self.group_ended = Event[[GroupRecord]]()
         """A group has ended, with any outcome."""
         self.scored_group_ended = Event[[GroupRecord]]()

@@ -52,6 +52,12 @@ class CandidateRecord:
     version_spans: VersionSpans = ()
     resumed: int = 0
     """Number of carried tokens."""
+    reward: float | None = None
+    """Reward by the verifier, if its verdict came before the group ended."""
+    correct: bool | None = None
+    """Whether the answer is right, as the verifier says."""
+    advantage: float | None = None
+    """Advantage of a returned trajectory, if the group was selected by rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,10 @@ class GroupRecord:
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     """Maximum tokens of a candidate."""
+    num_rewarded: int | None = None
+    """Number of candidates with rewards, if the group was selected by rewards."""
+    decided_early: bool = False
+    """Whether candidates were stopped because enough others had unequal rewards."""
     key: GroupKey = field(init=False, repr=False, compare=False)
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""

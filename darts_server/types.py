@@ -20,6 +20,10 @@ POLICIES: Mapping[str, str] = {
         "candidates are scored while they run, and some are pruned at random by their probability of being correct"
     ),
     "darts+arrol": "darts and arrol together",
+    "informative": (
+        "more candidates than are returned, all run to their end; trajectories are sampled by their rewards, with "
+        "weights that make the gradient that of all candidates"
+    ),
     AUTO: "as off; in a batch that carries prompts over, it chooses how many prompts run at once",
 }
 """Descriptions of the policies that `policy.shaping.build_policies` builds."""
@@ -54,8 +58,13 @@ class DiscardReason(StrEnum):
     RESTARTED = "restarted"
     """The group was restarted with new weights."""
     DECIDED = "decided"
+    """Stopped because the vote was decided, or because enough others had unequal rewards."""
     CARRIED = "carried"
     """The group resumes in a later batch."""
+    NOT_SAMPLED = "not_sampled"
+    """Finished, and others were selected by their rewards."""
+    ZERO_VARIANCE = "zero_variance"
+    """In a group that its batch did not return, because all rewards are equal."""
 
 
 GONE = frozenset({DiscardReason.FAILED, DiscardReason.ABORTED})
@@ -70,9 +79,12 @@ class SelectedAs(StrEnum):
     LONG = "long"
     LONG_TRUNCATED = "long_truncated"
     FILL = "fill"
-    """Reached its token limit, and too few candidates finished below theirs."""
+    """Reached its token limit, and too few candidates finished below theirs. Under `informative`: without a reward, as
+    too few candidates have rewards."""
     SURVIVOR = "survivor"
     """Not pruned, and selected whatever its length and quality."""
+    REWARD = "reward"
+    """Selected by its reward, whatever its length."""
 
 
 class Outcome(StrEnum):
@@ -203,6 +215,8 @@ class PromptSpec:
     metadata: bytes | None = None
     chat_options: bytes | None = None
     """Fields of vLLM's chat route that render the messages, such as ``tools``."""
+    verifier: Sequence[str] | None = None
+    """Names of the verifiers, empty to verify nothing, or None for the choice of the batch."""
 
     @property
     def size_bytes(self) -> int:

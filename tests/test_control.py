@@ -135,7 +135,7 @@ def test_a_lost_share_of_one_never_moves_the_deadline(share: str, limits: MaxLos
 
 def test_the_settings_the_simulator_and_the_schema_name_every_policy() -> None:
     assert list(Control(load({}, None)).planner.names()) == list(POLICIES)
-    assert [name for name in POLICIES if name not in NAMES] == ["arrol", "darts+arrol"]
+    assert [name for name in POLICIES if name not in NAMES] == ["arrol", "darts+arrol", "informative"]
     policy = Control(load({}, None)).schema()["properties"]["policy"]  # type: ignore[index]
     assert policy["enum"] == list(POLICIES)
     assert all(f"{name}: {about}." in policy["description"] for name, about in POLICIES.items())

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from itertools import islice
 from math import ceil
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import httpx
 
@@ -171,6 +171,11 @@ class AsyncClient:
         survivors: bool | None = None,
         carry: Carry | None = None,
         carried: bool = False,
+        verifier: Sequence[str] | Literal[False] | None = None,
+        only: Literal["informative"] | None = None,
+        max_prompts: int | None = None,
+        return_zero_variance: bool = False,
+        stop_when: Literal["decided"] | None = None,
         logprobs: bool = True,
         durable: bool = True,
         idempotency_key: str | None = None,
@@ -203,6 +208,12 @@ class AsyncClient:
             carry: fate of prompts without a group. "drop" forgets them. "restart" and "resume" keep them, and start
                 them first in a later batch with `carry` that has them. "resume" keeps their tokens, too.
             carried: whether to run all kept prompts. They are numbered after `prompts`, which may be empty.
+            verifier: names of the server's verifiers that give rewards, by default all, or False for none.
+            only: "informative" does not count groups whose rewards are all equal. Other prompts take their places. This
+                is dynamic sampling, which biases the gradient.
+            max_prompts: number of prompts that may run under `only`.
+            return_zero_variance: whether groups that do not count are yielded, too.
+            stop_when: "decided" ends a group as soon as its rewards are not all equal. Its weights are None.
             durable: whether the batch survives a lost connection. The iterator reconnects.
             idempotency_key: the same key and arguments return the same batch while the server keeps it.
             timeout: seconds for the whole batch.
@@ -224,6 +235,11 @@ class AsyncClient:
             survivors=survivors,
             carry=carry,
             carried=carried,
+            verifier=verifier,
+            only=only,
+            max_prompts=max_prompts,
+            return_zero_variance=return_zero_variance,
+            stop_when=stop_when,
             logprobs=logprobs,
             durable=durable,
             idempotency_key=idempotency_key,

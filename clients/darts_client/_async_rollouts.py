@@ -66,6 +66,16 @@ class AsyncRollouts(Generic[ItemT]):
         return self._batch.carried
 
     @property
+    def shortfall(self) -> int | None:
+        """Number of groups that are missing to `num_groups`, or None before the end."""
+        return self._batch.shortfall
+
+    @property
+    def uninformative(self) -> Sequence[int]:
+        """Numbers of the prompts whose groups did not count under `only`."""
+        return self._batch.uninformative
+
+    @property
     def failed(self) -> Sequence[Group]:
         """Groups that failed, each with its `error` and no trajectories."""
         return tuple(self._batch.failed)

@@ -36,6 +36,10 @@ class Batch:
     carried: int
     """Number of prompts that the server keeps for later batches."""
     usage: Usage
+    shortfall: int = 0
+    """Number of groups that are missing to `num_groups`."""
+    uninformative: tuple[int, ...] = ()
+    """Numbers of the prompts whose groups did not count under `only`."""
 
 
 class _Answer(WireModel):
@@ -46,6 +50,8 @@ class _Answer(WireModel):
     groups: tuple[GroupPayload, ...]
     unfinished: tuple[Unfinished, ...] = ()
     carried: int = 0
+    shortfall: int = 0
+    uninformative: tuple[int, ...] = ()
     usage: Usage
 
 
@@ -97,6 +103,8 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
         answer = parse(_Answer, response.content, source)
 
     numbers = [group.number for group in answer.groups] + [prompt.number for prompt in answer.unfinished]
+    # With `return_zero_variance` these groups are returned, too.
+    numbers += [number for number in answer.uninformative if number not in numbers]
     numbers.sort()
     sent = len(request.token_ids)
     # With `carried`, the server adds prompts of earlier batches after the sent prompts.
@@ -114,6 +122,8 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
         unfinished=answer.unfinished,
         carried=answer.carried,
         usage=answer.usage,
+        shortfall=answer.shortfall,
+        uninformative=answer.uninformative,
     )
 
 

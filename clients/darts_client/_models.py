@@ -73,13 +73,19 @@ class Trajectory:
     rank: int | None = None
     """Place in the group by length. 0 is the shortest."""
     selected_as: str | None = None
-    """Rule that selected it: `short`, `long`, `long_truncated`, `fill`, or `survivor` of pruning."""
+    """Rule that selected it: `short`, `long`, `long_truncated`, `fill`, `survivor` of pruning, or `reward`."""
     cut: bool = False
     """Whether it was cut at the group's `deadline`."""
     quality: float | None = None
     """Predicted probability of a correct answer, or None without a score."""
     weight: float | None = None
     """1 / (probability of its return), or None if some candidates of the group can never be returned."""
+    reward: float | None = None
+    """Reward by the server's verifier, or None without a reward."""
+    correct: bool | None = None
+    """Whether the answer is right, as the verifier says."""
+    advantage: float | None = None
+    """Reward minus the mean reward of the group's candidates, or None unless its policy selects by rewards."""
     weight_version_start: int | None = None
     """Version of the weights at the first token."""
     weight_version_end: int | None = None
@@ -112,6 +118,8 @@ class Discarded(WireModel):
     trajectory_id: str
     length: int
     reason: str
+    reward: float | None = None
+    correct: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,12 @@ class Group:
     """Length in tokens at which the tail was cut, or None."""
     mixed_versions: bool = False
     """Whether several versions of the weights sampled the tokens."""
+    num_rewarded: int | None = None
+    """M': number of candidates with a reward, if the policy selects by rewards, or None."""
+    zero_variance: bool | None = None
+    """Whether the verifier's rewards are all equal, or None without rewards."""
+    decided_early: bool = False
+    """Whether candidates were stopped because enough others had unequal rewards."""
     discarded: tuple[Discarded, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None
@@ -229,6 +243,10 @@ class Done:
 
     usage: Usage
     unfinished: tuple[Unfinished, ...]
+    shortfall: int = 0
+    """Number of groups that are missing to `num_groups`."""
+    uninformative: tuple[int, ...] = ()
+    """Numbers of the prompts whose groups did not count under `only`."""
 
 
 Event = Delta | TrajectoryEvent | Discard | GroupEvent | Done

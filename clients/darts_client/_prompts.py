@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 Prompt = str | Sequence[int]
 """A prompt: text, or token ids."""
@@ -24,7 +24,7 @@ class PromptSpec:
     PromptSpec("1 + 1 =", key="sums/3", metadata={"answer": 2})
     ```
 
-    The last four fields are vLLM's options for a chat. They override the options of the batch, and
+    The next four fields are vLLM's options for a chat. They override the options of the batch, and
     `chat_template_kwargs` are merged argument by argument.
     """
 
@@ -38,6 +38,8 @@ class PromptSpec:
     tools: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    verifier: Sequence[str] | Literal[False] | None = None
+    """Names of the verifiers, or False for none. The default is the choice of the batch."""
 
 
 RolloutPrompt = str | Sequence[int] | Chat | PromptSpec

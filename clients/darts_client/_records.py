@@ -30,6 +30,8 @@ class CandidateRecord(WireModel):
     """Probability with which pruning kept it."""
     weight: float | None = None
     """1 / (probability of its return), or None."""
+    advantage: float | None = None
+    """Reward minus the mean reward of the candidates, or None unless the policy selects by rewards."""
 
 
 class GroupRecord(WireModel):
@@ -56,6 +58,8 @@ class GroupRecord(WireModel):
     num_shortest: int | None = None
     sampled_from: int | None = None
     earlier_pass_rate: float | None = None
+    num_rewarded: int | None = None
+    decided_early: bool = False
     zero_variance: bool | None = None
     """Whether all trajectories have the same reward, or None before all have a reward."""
 

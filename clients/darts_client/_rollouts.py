@@ -52,6 +52,9 @@ class TrajectoryPayload(WireModel):
     cut: bool = False
     quality: FiniteFloat | None = None
     weight: FiniteFloat | None = None
+    reward: FiniteFloat | None = None
+    correct: bool | None = None
+    advantage: FiniteFloat | None = None
     weight_version_start: int | None = None
     weight_version_end: int | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
@@ -71,6 +74,9 @@ class GroupPayload(WireModel):
     earlier_pass_rate: FiniteFloat | None = None
     deadline: int | None = None
     mixed_versions: bool = False
+    num_rewarded: int | None = None
+    zero_variance: bool | None = None
+    decided_early: bool = False
     aborted: tuple[AbortedTrajectory, ...] | None = None
     trajectories: tuple[TrajectoryPayload, ...]
     discarded: tuple[Discarded, ...] = ()
@@ -93,6 +99,11 @@ def rollouts_request(
     survivors: bool | None = None,
     carry: Carry | None = None,
     carried: bool = False,
+    verifier: Sequence[str] | Literal[False] | None = None,
+    only: Literal["informative"] | None = None,
+    max_prompts: int | None = None,
+    return_zero_variance: bool = False,
+    stop_when: Literal["decided"] | None = None,
     logprobs: bool = True,
     durable: bool = True,
     idempotency_key: str | None = None,
@@ -124,6 +135,11 @@ def rollouts_request(
         "survivors": survivors,
         "carry": carry,
         "carried": carried or None,
+        "verifier": verifier,
+        "only": only,
+        "max_prompts": max_prompts,
+        "return_zero_variance": return_zero_variance or None,
+        "stop_when": stop_when,
         "chunk_tokens": chunk_tokens,
         "chat_template_kwargs": chat_template_kwargs,
         "tools": tools,

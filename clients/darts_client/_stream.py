@@ -56,6 +56,8 @@ class _BatchDone(WireModel):
     usage: Usage
     unfinished: tuple[Unfinished, ...]
     carried: int = 0
+    shortfall: int = 0
+    uninformative: tuple[int, ...] = ()
 
 
 class _BatchError(WireModel):
@@ -162,6 +164,8 @@ class BatchReader:
         self.usage: Usage | None = None
         self.unfinished: tuple[Unfinished, ...] = ()
         self.carried: int | None = None
+        self.shortfall: int | None = None
+        self.uninformative: tuple[int, ...] = ()
         self.failed: list[Group] = []
         self.is_over = False
 
@@ -289,6 +293,8 @@ class BatchReader:
     def _finish(self, done: _BatchDone) -> Done:
         """Record the results of the batch, or raise its first error, see `read`."""
         numbers = list(self._finished) + [prompt.number for prompt in done.unfinished]
+        # With `return_zero_variance` these groups are returned, too.
+        numbers += [number for number in done.uninformative if number not in self._finished]
         numbers.sort()
         if numbers != list(range(self._num_prompts)):
             raise ProtocolError(f"the batch has {self._num_prompts} groups, but reported {numbers}")
@@ -296,6 +302,8 @@ class BatchReader:
         self.usage = done.usage
         self.unfinished = done.unfinished
         self.carried = done.carried
+        self.shortfall = done.shortfall
+        self.uninformative = done.uninformative
 
         # The first error is raised only if the caller would get nothing else: no whole group, no tokens of an aborted
         # group, and no unfinished prompt.
@@ -304,7 +312,7 @@ class BatchReader:
         if self.failed and not (has_groups or has_tokens or self.unfinished):
             assert self.failed[0].error is not None
             raise self.failed[0].error
-        return Done(done.usage, done.unfinished)
+        return Done(done.usage, done.unfinished, done.shortfall, done.uninformative)
 
     def _new_schedule(self) -> RetrySchedule:
         return RetrySchedule(self._retries, idempotent=self._is_durable, retry_timeouts=True)

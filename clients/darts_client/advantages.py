@@ -48,6 +48,32 @@ def unbiased_advantages(
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
 
 
+def server_advantages(group: Group | GroupRecord) -> list[float]:
+    """Return (M / M') w_i A_i for each of the M returned trajectories of a group with M' rewarded candidates.
+
+    A_i is the trajectory's `advantage` over all M', and w_i its `weight`. The group's mean of these numbers times the
+    gradient of the trajectory's log-probability has the expectation of GRPO's gradient with groups of M'. A trajectory
+    without a weight, of a biased selection, counts with its advantage alone.
+
+    Raises:
+        ValueError: the group's policy does not select by rewards.
+    """
+    returned = _returned(group)
+    advantages = []
+    for trajectory in returned:
+        if trajectory.advantage is None or group.num_rewarded is None:
+            name = f"group {group.number}" if isinstance(group, Group) else f"group {group.group_id}"
+            raise ValueError(
+                f"the trajectories of {name} have no advantages from the server; sample with the policy "
+                '"informative" through client.rollouts'
+            )
+        scale = 1.0
+        if trajectory.weight is not None:
+            scale = trajectory.weight * len(returned) / max(group.num_rewarded, 1)
+        advantages.append(scale * trajectory.advantage)
+    return advantages
+
+
 def _weighted_means_of_others(
     weights: Sequence[float],
     rewards: Sequence[float],

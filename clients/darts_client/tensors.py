@@ -18,7 +18,7 @@ except ModuleNotFoundError as exc:
 
 from ._models import Group, Trajectory
 from ._rewards import values_by_group
-from .advantages import unbiased_advantages
+from .advantages import server_advantages, unbiased_advantages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ def to_tensors(
     rewards: Sequence[Sequence[float]] | None = None,
     *,
     pad_id: int = 0,
-    advantages: Literal["grpo", "unbiased"] = "grpo",
+    advantages: Literal["grpo", "unbiased", "server"] = "grpo",
     scale: bool = True,
     eps: float = 1e-6,
     baselines: Sequence[float | None] | None = None,
@@ -63,10 +63,12 @@ def to_tensors(
     """Return the trajectories of all groups as tensors on the CPU.
 
     Args:
-        rewards: a list for each group, with one reward for each trajectory.
+        rewards: a list for each group, with one reward for each trajectory. By default the tensor has the rewards of
+            the server's verifier, if all trajectories have one.
         pad_id: token id of the padding.
         advantages: "grpo" for (r - mean) / (std + `eps`) with the group's mean and sample standard deviation (GRPO,
-            arXiv 2402.03300, section 4.1.2), or "unbiased" for `advantages.unbiased_advantages`.
+            arXiv 2402.03300, section 4.1.2), "unbiased" for `advantages.unbiased_advantages`, or "server" for
+            `advantages.server_advantages`, which needs no rewards.
         scale: False leaves r - mean with "grpo" (Dr. GRPO, arXiv 2503.20783).
         baselines: for "unbiased", a baseline for each group that was known before, such as `earlier_pass_rate` if
             rewards are 1 for correct and 0 for wrong; or None for the default.
@@ -94,15 +96,20 @@ def to_tensors(
     if len(prompts) == len(trajectories):
         prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
 
-    rewards_tensor = None
+    verified = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    rewards_tensor = torch.tensor(verified) if len(verified) == len(trajectories) else None
     advantages_tensor = None
+    parts: list[Tensor] = []
+    if advantages == "server":
+        parts = [torch.tensor(server_advantages(group)) for group in groups]
     if rewards is not None:
         rows = values_by_group(groups, rewards)
         rewards_tensor = torch.tensor([value for row in rows for value in row])
         if advantages == "unbiased":
             parts = [torch.tensor(unbiased_advantages(*each)) for each in zip(groups, rows, baselines, strict=True)]
-        else:
+        elif advantages == "grpo":
             parts = [_grpo_advantages(torch.tensor(row), scale, eps) for row in rows]
+    if parts:
         advantages_tensor = torch.cat(parts)
 
     weights = [trajectory.weight for trajectory in trajectories if trajectory.weight is not None]

@@ -53,6 +53,15 @@ class MeanLength:
         mean = self.mean + (other.mean - self.mean) * other.weight / weight
         return MeanLength(self.count + other.count, mean, weight)
 
+    def __sub__(self, other: "MeanLength") -> "MeanLength":
+        """Return the mean length without the sample ``other``; empty if nothing is left."""
+        weight = self.weight - other.weight
+        # A restored state may not have the other sample.
+        if self.count <= other.count or weight <= 0:
+            return MeanLength()
+        mean = self.mean + (self.mean - other.mean) * other.weight / weight
+        return MeanLength(self.count - other.count, max(mean, 0.0), weight)
+
 
 def single_length(tokens: int, weight: float = 1.0) -> MeanLength:
     """Return the `MeanLength` of a single trajectory."""
@@ -85,6 +94,12 @@ class RewardStats:
             self.groups + other.groups,
             self.zero_variance + other.zero_variance,
         )
+
+    def __sub__(self, other: "RewardStats") -> "RewardStats":
+        """Return the statistics without ``other``, whose rewards have changed."""
+        groups = max(self.groups - other.groups, 0)
+        zero_variance = max(self.zero_variance - other.zero_variance, 0)
+        return RewardStats(self.right - other.right, self.wrong - other.wrong, groups, min(zero_variance, groups))
 
     @property
     def rewarded(self) -> int:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from darts_server.exceptions import IllegalMove
-from darts_server.group.events import Failed, Finished, Lost, Progress, Scored, Started
+from darts_server.group.events import Failed, Finished, Lost, Progress, Rewarded, Scored, Started
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 
 
@@ -18,18 +18,22 @@ class State(Enum):
     DISCARDED = auto()
 
 
-CandidateEvent = Started | Progress | Scored | Finished | Failed | Lost
+CandidateEvent = Started | Progress | Scored | Finished | Rewarded | Failed | Lost
 
 # The state after each legal event. An engine stops a candidate asynchronously, so events that were sent before the stop
-# still arrive later, and change nothing. The same holds for progress after the end, and scores after the selection.
+# still arrive later, and change nothing. The same holds for progress after the end, and for scores and rewards after
+# the selection.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
     (State.RUNNING, Progress): State.RUNNING,
     (State.RUNNING, Scored): State.RUNNING,
     (State.RUNNING, Finished): State.FINISHED,
     **{(state, end): State.DISCARDED for state in (State.REQUESTED, State.RUNNING) for end in (Failed, Lost)},
-    **{(state, late): state for state in (State.FINISHED, State.SELECTED) for late in (Progress, Scored)},
-    **{(State.DISCARDED, late): State.DISCARDED for late in (Started, Progress, Scored, Finished, Failed, Lost)},
+    **{(state, late): state for state in (State.FINISHED, State.SELECTED) for late in (Progress, Scored, Rewarded)},
+    **{
+        (State.DISCARDED, late): State.DISCARDED
+        for late in (Started, Progress, Scored, Finished, Rewarded, Failed, Lost)
+    },
 }
 
 
@@ -42,6 +46,7 @@ class Candidate:
     ``quality``: probability of a correct answer by the latest score, or None.
     ``survival_draw``: random number in [0, 1). The candidate is pruned as soon as ``survival`` is at or below it.
     ``survival``: product of the probabilities with which the group kept the candidate.
+    ``has_verdict``: whether the verifier has answered. ``reward``: its reward, or None without a reward.
     """
 
     index: int
@@ -53,6 +58,8 @@ class Candidate:
     survival_draw: float = 0.0
     survival: float = 1.0
     cut: bool = False
+    has_verdict: bool = False
+    reward: float | None = None
     selected_as: SelectedAs | None = None
     reason: DiscardReason | None = None
 
@@ -77,14 +84,14 @@ class Candidate:
         Raises:
             IllegalMove: the event cannot happen in this state.
         """
-        if self.cut:
+        if self.cut and not isinstance(event, Rewarded):
             # The tokens of a cut candidate are final, whatever the engine still reports.
             return
         following = MOVES.get((self.state, type(event)))
         if following is None:
             raise IllegalMove(f"candidate {self.index} is {self.state.name}, where {event} cannot happen")
 
-        if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored)):
+        if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored | Rewarded)):
             match event:
                 case Progress(tokens=tokens):
                     self.tokens = max(self.tokens, tokens)
@@ -93,6 +100,9 @@ class Candidate:
                     self.finish_reason = reason
                 case Scored(quality=quality):
                     self.quality = quality
+                case Rewarded(reward=reward):
+                    self.has_verdict = True
+                    self.reward = reward
         self.state = following
 
         # A reason that the group has given stays.
@@ -116,3 +126,9 @@ class Candidate:
         self.finish_reason = FinishReason.LENGTH
         self.cut = True
         self.state = State.FINISHED
+        self.forget_verdict()
+
+    def forget_verdict(self) -> None:
+        """Wait for a new verdict, because the earlier verdict is about other tokens."""
+        self.has_verdict = False
+        self.reward = None

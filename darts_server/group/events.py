@@ -49,6 +49,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewarded:
+    """A finished or cut candidate has its verdict. ``reward``: None if its verifier gave no reward."""
+
+    index: int
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A candidate failed. ``retryable``: whether another candidate may succeed."""
 
@@ -79,7 +87,7 @@ class DeadlineSet:
     cut_length: int | None = None
 
 
-Event = Started | Progress | Scored | Finished | Failed | Lost | DeadlineSet
+Event = Started | Progress | Scored | Finished | Rewarded | Failed | Lost | DeadlineSet
 
 # --- decisions --------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from darts_server.group.events import (
     Stop,
 )
 from darts_server.group.failure_weights import weight_factor
+from darts_server.group.informative import have_equal_rewards
 from darts_server.group.selection import AllSurvivors, SelectionRule, Selector
 from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
 
@@ -65,6 +66,9 @@ class Group:
         deliver_early: whether to deliver each trajectory as soon as it is certain to be in the group, for streaming.
         survival_rng: generator of random numbers for pruning, or None to prune nothing. It is separate from ``rng``, so
             that pruning does not change tail draws.
+        waits_for_rewards: whether the group completes only when all finished candidates have their verdicts, under any
+            rule. Rules that need rewards always wait.
+        stops_when_decided: whether the group ends as soon as it can return candidates with unequal rewards.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class Group:
         max_replacements: int | None = None,
         deliver_early: bool = False,
         survival_rng: UniformGenerator | None = None,
+        waits_for_rewards: bool = False,
+        stops_when_decided: bool = False,
     ) -> None:
         self.candidates: list[Candidate] = []
         self.outcome: Outcome | None = None
@@ -86,6 +92,8 @@ class Group:
         self.delivered: set[int] = set()
         """Indices of candidates that were delivered before the group was complete."""
         self.is_open = False
+        self.decided_early = False
+        """Whether candidates were stopped because enough others had unequal rewards."""
         self.rule: SelectionRule = UNOPENED
         self.standings: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
         """The candidates that are not discarded, in the order of their lengths."""
@@ -93,6 +101,10 @@ class Group:
         self._rng = rng
         self._survival_rng = survival_rng
         self._deliver_early = deliver_early
+        self._waits_for_rewards = waits_for_rewards
+        self._stops_when_decided = stops_when_decided
+        # Random number of rules that need rewards.
+        self._start_draw = 0.0
         self._max_replacements = max_replacements
         self._replacements_left = 0
         # Losses with an engine that use up no replacements.
@@ -146,6 +158,9 @@ class Group:
 
         self.is_open = True
         self.rule = rule
+        if rule.needs_rewards:
+            # Before the candidates of the rule are started, and so before any reward is known.
+            self._start_draw = float(self._rng.random())
         self._allocated = candidates
         if self._max_replacements is None:
             self._replacements_left = rule.size
@@ -251,20 +266,26 @@ class Group:
 
     @property
     def can_restart(self) -> bool:
-        return self.outcome is None and not self.delivered and not self.is_paused
+        # If no candidate runs, the group waits for verdicts alone, and needs the engine no more.
+        has_work = not self.is_open or bool(self.standings.running)
+        return self.outcome is None and not self.delivered and not self.is_paused and has_work
 
     def restart(self) -> list[Decision]:
         """Stop all candidates and pause, until `resume` starts the same number of new candidates.
 
         Raises:
-            IllegalMove: the group has ended, is paused, or has delivered a trajectory.
+            IllegalMove: the group has ended, is paused, has delivered a trajectory, or waits for verdicts alone.
         """
         if not self.can_restart:
-            raise IllegalMove("the group cannot be restarted: it has ended, is paused, or has delivered a trajectory")
+            raise IllegalMove(
+                "the group cannot be restarted: it has ended, is paused, has delivered a trajectory, or waits for "
+                "verdicts alone"
+            )
         alive = [c for c in self.candidates if c.alive]
         stops: list[Decision] = [Stop(c.index, DiscardReason.RESTARTED) for c in alive if c.running]
         for candidate in alive:
             candidate.discard(DiscardReason.RESTARTED)
+            candidate.forget_verdict()
         self._num_paused = self._allocated if self.is_open else len(alive)
         self.restarted_from = len(self.candidates)
         self._rebuild_standings()
@@ -297,6 +318,7 @@ class Group:
         self.standings.delivered = self.delivered
         self.standings.deadline = self.deadline
         self.standings.cut_length = self.cut_length
+        self.standings.start = self._start_draw
         for candidate in self.candidates[self.restarted_from :]:
             self.standings.update(candidate)
 
@@ -361,13 +383,30 @@ class Group:
             if index not in self.delivered:
                 yield self._cut(index, tokens)
 
+        if self._stops_when_decided and selector.running and self._is_decided():
+            self.decided_early = True
+            for _, index in sorted(selector.running, key=lambda key: key[1]):
+                yield self._stop(index, DiscardReason.DECIDED)
+
         if not selector.running:
-            yield self._complete()
+            if self.decided_early or not self._lacks_verdicts():
+                yield self._complete()
         elif self._deliver_early:
             for index in sorted(selector.deliveries()):
                 if index not in self.delivered:
                     self.delivered.add(index)
                     yield Deliver(index)
+
+    def _is_decided(self) -> bool:
+        """Whether enough candidates have rewards, and not all are equal."""
+        rewards = [c.reward for c in self.standings.candidates.values() if c.reward is not None]
+        return len(rewards) >= self.rule.size and have_equal_rewards(rewards) is False
+
+    def _lacks_verdicts(self) -> bool:
+        """Whether the group has to wait for verdicts of finished candidates."""
+        if not (self._waits_for_rewards or self.rule.needs_rewards):
+            return False
+        return any(not candidate.has_verdict for candidate in self.standings.candidates.values())
 
     def _start(self, count: int) -> Start:
         """Create ``count`` candidates, and return the decision to start them."""
@@ -402,6 +441,8 @@ class Group:
         for candidate in self.candidates:
             if candidate.index in selection:
                 candidate.select(selection[candidate.index])
+            elif candidate.alive and self.decided_early and not candidate.has_verdict:
+                candidate.discard(DiscardReason.DECIDED)
             elif candidate.alive:
                 candidate.discard(self.rule.discard_reason(candidate))
         self.outcome = Outcome.COMPLETED
@@ -434,10 +475,10 @@ def selection_weights(group: Group) -> dict[int, float]:
     """Return each selected candidate's weight, 1 / (its probability to be selected), by index.
 
     `GONE` candidates and candidates before a restart do not count. The result is empty if the group is not complete, if
-    its rule can never select some candidates, or if weights exceed the range of floats because many candidates failed
-    after a score.
+    its rule can never select some candidates, if it was decided early, or if weights exceed the range of floats because
+    many candidates failed after a score.
     """
-    if group.outcome is not Outcome.COMPLETED:
+    if group.outcome is not Outcome.COMPLETED or group.decided_early:
         return {}
     counted = []
     failed = []
@@ -455,6 +496,13 @@ def selection_weights(group: Group) -> dict[int, float]:
     if not all(map(isfinite, weights.values())):
         return {}
     return weights
+
+
+def advantages(group: Group) -> dict[int, float]:
+    """Return the advantages of a complete group's selected candidates by index, if its rule computes any."""
+    if group.outcome is not Outcome.COMPLETED:
+        return {}
+    return group.rule.advantages(group.candidates[group.restarted_from :])
 
 
 def sampled_from(group: Group) -> int | None:

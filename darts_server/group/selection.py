@@ -5,7 +5,7 @@ stopped or returned early, and selects in the end. It reads only lengths, validi
 the length limit), indices, tail draws and the deadline, and no rewards or scores. The order in which candidates finish
 does not matter.
 
-Rules with a sampled tail are in `sampled_tail`.
+Rules with a sampled tail are in `sampled_tail`. The rule that reads rewards is in `informative`.
 """
 
 from bisect import bisect_left, insort
@@ -55,6 +55,8 @@ class Selector:
         """The cohort's deadline in tokens, or None while it is not known."""
         self.cut_length: int | None = None
         """Length in tokens at which every candidate is cut, or None."""
+        self.start = 0.0
+        """The group's random number in [0, 1), for rules that need rewards."""
 
     def update(self, candidate: Candidate) -> None:
         """Move a changed candidate to its place, or remove it if it was discarded."""
@@ -172,6 +174,8 @@ class SelectionRule:
     """Whether the rule selects the K shortest, and samples the other places from all other candidates."""
     samples_survivors: ClassVar[bool] = False
     """Whether a complete group is a plain sample of all candidates that were not pruned."""
+    needs_rewards: ClassVar[bool] = False
+    """Whether the rule selects by rewards, so that a group waits for the verdicts of all finished candidates."""
     size: int = field(init=False, repr=False, compare=False)
     """Number of returned trajectories (M)."""
     fewest: int = field(init=False, repr=False, compare=False)
@@ -197,6 +201,10 @@ class SelectionRule:
         if any(c.selected_as is None or c.survival < 1 for c in candidates):
             return None
         return {c.index: 1.0 for c in candidates}
+
+    def advantages(self, candidates: Sequence[Candidate]) -> dict[int, float]:
+        """Return the advantages of selected candidates by index, if the rule computes any."""
+        return {}
 
 
 # --- no shaping -------------------------------------------------------------

@@ -6,6 +6,7 @@ from math import ceil, floor
 
 from darts_server.estimates.checks import ROUNDING
 from darts_server.exceptions import InvalidRequest
+from darts_server.group.informative import Informative, Select
 from darts_server.group.sampled_tail import CutTail, SampledTail
 from darts_server.group.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.policy.allocation import cv_log_mean
@@ -14,6 +15,8 @@ from darts_server.policy.survival import Pruning
 
 REDUNDANCY = 1.5
 """With 12 candidates for 8 places, a group does not wait for its four longest candidates."""
+INFORMATIVE_REDUNDANCY = 2.0
+"""Simulated: eight trajectories of 16 candidates carry the signal of nine (pass rate .5) to fifteen (pass rate .03)."""
 
 
 class Tail(StrEnum):
@@ -50,6 +53,8 @@ class Shaping:
       None, some candidates are returned, and the deadline waits for the M shortest.
     * ``sample_survivors``: whether M of the candidates that were not pruned are returned, at random.
     * ``return_survivors``: whether all candidates that were not pruned are returned, more or fewer than M.
+    * ``select``: how candidates are selected by their rewards, or None to ignore rewards.
+    * ``advantage_std``: whether advantages are divided by the standard deviation of the group's rewards.
 
     ``pruning``: how candidates are pruned, or None.
     """
@@ -65,6 +70,8 @@ class Shaping:
     pruning: Pruning | None = None
     sample_survivors: bool = False
     return_survivors: bool = False
+    select: Select | None = None
+    advantage_std: bool = False
 
     @property
     def uses_cohort(self) -> bool:
@@ -75,6 +82,11 @@ class Shaping:
     def prunes(self) -> bool:
         """Whether candidates are scored, and pruned unless the keep ratio is 1."""
         return self.pruning is not None
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether trajectories are selected by their rewards, which only a verifier can give in time."""
+        return self.select is not None
 
     @property
     def may_return_survivors(self) -> bool:
@@ -130,6 +142,8 @@ class Shaping:
                     f"n / keep_ratio = {size} / {self.pruning.keep_ratio:g} comes to no more candidates than the "
                     f"{size} that are returned, so none can be pruned; raise n, or lower --keep-ratio",
                 )
+        if self.select is not None:
+            return Informative(size, select=self.select, by_std=self.advantage_std)
         if self.return_survivors:
             return AllSurvivors(size)
         if self.sample_survivors:
@@ -161,10 +175,15 @@ class Shaping:
         return DualEnd(shortest, longest)
 
 
-def build_policies(base: Shaping, deadline: Deadline, pruning: Pruning | None = None) -> dict[str, Shaping]:
+def build_policies(
+    base: Shaping,
+    deadline: Deadline,
+    pruning: Pruning | None = None,
+    informative: Shaping | None = None,
+) -> dict[str, Shaping]:
     """Build all policies except ``off`` and ``auto``, by name. Without ``pruning``, policies that prune are left out.
 
-    ``base``: the policy ``uniform``.
+    ``base``: the policy ``uniform``. ``informative``: the policy of this name, or None to leave it out.
     """
     darts = replace(base, adaptive=True)
     fixed = replace(base, budget=BudgetKind.FIXED)
@@ -179,4 +198,6 @@ def build_policies(base: Shaping, deadline: Deadline, pruning: Pruning | None = 
         redundancy = 1 / pruning.keep_ratio
         policies["arrol"] = replace(fixed, redundancy=redundancy, sample_survivors=True, pruning=pruning)
         policies["darts+arrol"] = replace(darts, pruning=pruning)
+    if informative is not None:
+        policies["informative"] = informative
     return policies

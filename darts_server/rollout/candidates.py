@@ -18,6 +18,7 @@ from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import StartingOrder
 from darts_server.serving.admission import Ticket
 from darts_server.types import GONE, FinishReason
+from darts_server.verify.types import NO_VERDICT, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +244,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         # The engine may not have reported the carried tokens yet.
         return max(tokens, candidate.history.resumed)
 
-    def make_record(self, index: int, weight: float | None = None) -> CandidateRecord:
-        """Return the present record. ``weight``: see `selection_weights`."""
+    def make_record(
+        self,
+        index: int,
+        weight: float | None = None,
+        advantage: float | None = None,
+        verdict: Verdict = NO_VERDICT,
+    ) -> CandidateRecord:
+        """Return the present record. ``weight``: see `selection_weights`. ``advantage``: see `advantages`."""
         candidate = self.candidates[index]
         state = candidate.state
         history = candidate.history
@@ -265,6 +272,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             weight=weight,
             version_spans=history.version_spans(tokens),
             resumed=history.resumed,
+            reward=verdict.reward,
+            correct=verdict.correct,
+            advantage=advantage,
         )
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:

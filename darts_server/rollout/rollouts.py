@@ -29,6 +29,7 @@ from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, AdmissionLimits, Ticket
 from darts_server.serving.gate import Gate
 from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
+from darts_server.verify.types import Verifier
 
 _ALL: Sequence[Kind[Any]] = (
     allocator.PRICE,
@@ -65,6 +66,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         gate: running groups are inside.
         brownout: reduces redundancy while candidates wait.
         scorer: scores candidates. Without a scorer, policies that prune are refused.
+        verifier: gives rewards to the answers of batches. Without a verifier, policies that need rewards are refused.
     """
 
     def __init__(
@@ -78,10 +80,12 @@ class Rollouts(Generic[RequestT, OutputT]):
         admission_limits: AdmissionLimits | None = None,
         brownout: Brownout | None = None,
         scorer: Pruner | None = None,
+        verifier: Verifier | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         intervals = intervals or Intervals()
         self.engine = engine
+        self.verifier = verifier
         self.planner = planner
         self.statistics = statistics
         self.gate = gate or Gate()
@@ -126,13 +130,19 @@ class Rollouts(Generic[RequestT, OutputT]):
         Without ``turn`` a single request opens a trajectory.
 
         Raises:
-            InvalidRequest: see `Planner.plan` and `check_scorable`.
+            InvalidRequest: see `Planner.plan` and `check_scorable`; or the policy needs rewards.
         """
         plan = self.planner.plan(n, options)
         if plan is None:
             return None
         if plan.shaping.prunes:
             self.check_scorable(plan)
+        if plan.shaping.needs_rewards:
+            raise InvalidRequest(
+                "policy",
+                f"{plan.policy!r} needs rewards while a group runs, which only batches have; send the prompts to "
+                "POST /darts/v1/rollouts with their answers as metadata, or use another policy, such as 'off'",
+            )
         if plan.single and turn is not None:
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)

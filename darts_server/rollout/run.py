@@ -12,8 +12,22 @@ from darts_server.caller import caller
 from darts_server.engine.port import OutputT, RequestT
 from darts_server.exceptions import DartsError, GroupAborted
 from darts_server.group.candidate import Candidate
-from darts_server.group.events import Complete, Cut, DeadlineSet, Decision, Deliver, Event, GiveUp, Keep, Start, Stop
-from darts_server.group.group import Group, sampled_from, selection_weights, tail_share
+from darts_server.group.events import (
+    Complete,
+    Cut,
+    DeadlineSet,
+    Decision,
+    Deliver,
+    Event,
+    Finished,
+    GiveUp,
+    Keep,
+    Rewarded,
+    Start,
+    Stop,
+)
+from darts_server.group.group import Group, advantages, sampled_from, selection_weights, tail_share
+from darts_server.group.informative import have_equal_rewards
 from darts_server.group.selection import SelectionRule
 from darts_server.policy.deadline import place_of_need
 from darts_server.records import GroupRecord, TrajectoryRecord
@@ -21,8 +35,10 @@ from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import StartingOrder
+from darts_server.rollout.verification import Verification
 from darts_server.serving.admission import Ticket
 from darts_server.types import DiscardReason, Outcome
+from darts_server.verify.types import NO_VERDICT
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +91,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Error that ended the group from outside."""
         self.is_surplus = False
         """Whether the group was carried over because its batch had enough groups."""
+        self.took_place = False
+        """Whether the complete group has taken a place of its quota."""
         self._observer = context.observer
         self._clock = context.clock
         self._on_end = on_end
@@ -84,7 +102,14 @@ class GroupRun(Generic[RequestT, OutputT]):
         if spec.plan.shaping.prunes:
             survival_rng = np.random.default_rng(np.random.SeedSequence(spec.tail_seed, spawn_key=SURVIVAL_STREAM))
         tail_rng = np.random.default_rng(spec.tail_seed)
-        self._group = Group(rng=tail_rng, deliver_early=spec.early, survival_rng=survival_rng)
+        self._group = Group(
+            rng=tail_rng,
+            deliver_early=spec.early,
+            survival_rng=survival_rng,
+            waits_for_rewards=spec.only_informative,
+            stops_when_decided=spec.stops_when_decided,
+        )
+        self.verification = Verification(spec.group_id, spec.verify, self._handle_verdict)
         self.candidates: Sequence[Candidate] = self._group.candidates
         self.runner = CandidateRunner(
             context,
@@ -175,6 +200,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Stop all candidates until `resume`, if possible. Return whether no candidate runs."""
         if self._group.can_restart:
             self.runner.prepare_restart()
+            self.verification.restart()
             self._carry_out(self._group.restart())
         return self._group.is_paused or self.has_ended
 
@@ -282,6 +308,19 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Number of returned trajectories, or None while requests are being collected."""
         return self._group.rule.size if self._group.is_open else None
 
+    @property
+    def zero_variance(self) -> bool | None:
+        """Whether the rewards of a complete group are all equal, as far as there are rewards; None without rewards.
+
+        They are the rewards of all candidates if the group was selected by rewards, and else of the trajectories.
+        """
+        rewards = []
+        for candidate in self.candidates[self._group.restarted_from :]:
+            reward = self.verification.verdicts.get(candidate.index, NO_VERDICT).reward
+            if reward is not None and (self._group.rule.needs_rewards or candidate.selected_as is not None):
+                rewards.append(reward)
+        return have_equal_rewards(rewards)
+
     # --- the state machine --------------------------------------------------
 
     def _feed(self, *events: Event) -> None:
@@ -296,8 +335,20 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
                 return
             self._carry_out(self._group.handle(*events))
+            for event in events:
+                if isinstance(event, Finished) and self._may_verify:
+                    self.verification.start(event.index, self.runner.candidates[event.index].output)
         except Exception as error:
             self._handle_bug(error, *events)
+
+    @property
+    def _may_verify(self) -> bool:
+        """Whether verdicts are still of use."""
+        return self._group.outcome in (None, Outcome.COMPLETED) and not self._group.decided_early
+
+    def _handle_verdict(self, index: int, reward: float | None) -> None:
+        if not self.has_ended:
+            self._feed(Rewarded(index, reward))
 
     def _handle_bug(self, error: Exception, *events: Event) -> None:
         """End this group, and no other group, after an error of ours."""
@@ -317,12 +368,14 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self.runner.scorer.record_kept(index, self._group.candidates[index].survival)
                 case Cut(index=index, tokens=tokens):
                     self.runner.cut(index, tokens)
+                    self.verification.start(index, self.runner.candidates[index].output, again=True)
                 case Deliver(index=index):
                     self.deliveries.put_nowait(index)
                 case Complete(selection=selection):
                     self._selected = len(selection)
                     if self.spec.quota is not None:
-                        self.spec.quota.left -= 1
+                        self.took_place = not self.spec.only_informative or self.zero_variance is False
+                        self.spec.quota.left -= self.took_place
                     self._close()
                     for index in selection:
                         if index not in self._group.delivered:
@@ -367,6 +420,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.outcome is None or self._is_closed:
             return
         self._is_closed = True
+        # No further verdict can change the selection, and a batch waits only for verdicts of complete groups.
+        if not self._may_verify:
+            self.verification.cancel()
         try:
             self.record = self._make_record(self._group.outcome, error)
             self._observer.group_ended(self.record)
@@ -385,8 +441,14 @@ class GroupRun(Generic[RequestT, OutputT]):
 
         # Stopped candidates still run for a moment on the engine, but their records do not change any more.
         weights = selection_weights(group)
-        indices = range(len(self.runner.candidates))
-        candidates = tuple(self.runner.make_record(index, weights.get(index)) for index in indices)
+        signal = advantages(group)
+        candidates = []
+        for index in range(len(self.runner.candidates)):
+            verdict = self.verification.verdicts.get(index, NO_VERDICT)
+            candidates.append(self.runner.make_record(index, weights.get(index), signal.get(index), verdict))
+        num_rewarded = None
+        if rule.needs_rewards:
+            num_rewarded = sum(candidate.reward is not None for candidate in candidates)
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:
@@ -424,7 +486,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             policy=self.spec.plan.policy,
             size=size,
             outcome=outcome,
-            candidates=candidates,
+            candidates=tuple(candidates),
             started_at=self.started_at,
             ended_at=now,
             tail_wait=tail_wait,
@@ -446,4 +508,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             owner=self.owner,
             prompt_tokens=self.spec.tokens.prompt,
             max_tokens=self.spec.tokens.most,
+            num_rewarded=num_rewarded,
+            decided_early=group.decided_early,
         )

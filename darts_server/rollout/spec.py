@@ -10,6 +10,7 @@ from darts_server.observers import GroupEvents
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.start_queue import FirstRound, StartQueue
+from darts_server.rollout.verification import Verify
 from darts_server.serving.admission import Ticket
 
 
@@ -53,6 +54,12 @@ class GroupSpec(Generic[RequestT]):
     quota: Quota | None = field(default=None, kw_only=True)
     first_round: FirstRound | None = field(default=None, kw_only=True)
     tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
+    verify: Verify | None = field(default=None, kw_only=True)
+    """Gives rewards to finished candidates, or None to verify nothing."""
+    only_informative: bool = field(default=False, kw_only=True)
+    """Whether the group takes a place of its quota only if its rewards are not all equal."""
+    stops_when_decided: bool = field(default=False, kw_only=True)
+    """Whether the group ends as soon as enough candidates have rewards that are not all equal."""
 
 
 @dataclass(frozen=True, slots=True)

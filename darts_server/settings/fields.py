@@ -94,7 +94,7 @@ class Settings(BaseModel):
     redundancy: Runtime[Redundancy] = 1.5
     """Candidates started for each returned trajectory, 1 to 16. uniform starts this number for every prompt, other
     policies on average. auto: the formula of the DARTS paper's public code, which uses the spread of lengths (1.5 until
-    lengths are known)."""
+    lengths are known). informative starts 2 unless this is set."""
     max_redundancy: Runtime[float] = Field(2.0, ge=1, le=16)
     """Maximum candidates per returned trajectory for one prompt. uniform ignores it."""
     num_longest: Runtime[int] = Field(1, ge=0, le=1024)
@@ -115,6 +115,12 @@ class Settings(BaseModel):
     """Maximum share of correct answers that the deadline may discard, measured by the rewards of cohorts that ran past
     the deadline. If more are lost, or if more than 1 in 200 groups with correct answers would lose all of them, the
     deadline is moved later. 1: the deadline is never moved."""
+    select: Runtime[Literal["informative", "max_variance"]] = "informative"
+    """informative: how trajectories are selected by their rewards. informative: at random, with probabilities
+    proportional to the size of their advantages, and with weights that remove the bias. max_variance: the subset with
+    the largest variance of rewards (PODS), which biases the gradient."""
+    advantage_std: Runtime[bool] = False
+    """informative: divide advantages by the standard deviation of the group's rewards, as in GRPO."""
     most_stale: Runtime[float] = Field(0.5, ge=0, le=1)
     """auto: maximum share of returned tokens that older weights generated, on average over batches with "carry":
     "resume"."""
@@ -234,7 +240,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
-        is_limited = self.policy not in ("off", "uniform", "arrol")
+        is_limited = self.policy not in ("off", "uniform", "arrol", "informative")
         if is_limited and self.redundancy != "auto" and self.redundancy > self.max_redundancy:
             raise ValueError(
                 f"redundancy must be at most max_redundancy = {self.max_redundancy}, got {self.redundancy}"

@@ -30,6 +30,7 @@ from darts_server.group.events import (
     Stop,
 )
 from darts_server.group.group import Group, UniformGenerator
+from darts_server.group.selection import SelectionRule
 from darts_server.types import DiscardReason, FinishReason, SelectedAs
 from tests.group.oracle import Fate, Rule, truncated
 
@@ -47,7 +48,9 @@ class Draws:
         return next(self._draws, 0.99)
 
 
-def running(rule: Rule, candidates: int, chances: UniformGenerator | None = None, *, early: bool = False) -> Group:
+def running(
+    rule: SelectionRule, candidates: int, chances: UniformGenerator | None = None, *, early: bool = False
+) -> Group:
     """Return an open group whose candidates all run. ``chances``: random numbers for pruning."""
     group = Group(rng=np.random.default_rng(0), deliver_early=early, survival_rng=chances)
     group.open(rule, candidates)

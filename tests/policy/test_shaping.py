@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from darts_server.exceptions import InvalidRequest
+from darts_server.group.informative import Informative, Select
 from darts_server.group.sampled_tail import CutTail, SampledTail
 from darts_server.group.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.policy.allocation import cv_log_mean
@@ -84,12 +85,21 @@ def test_a_tail_that_leaves_no_place_for_the_shortest_is_refused() -> None:
 
 
 BASE = Shaping(redundancy=1.5, max_redundancy=2.0)
-POLICIES = build_policies(BASE, Deadline(), Pruning())
+POLICIES = build_policies(BASE, Deadline(), Pruning(), Shaping(redundancy=3.0, select=Select.MAX_VARIANCE))
 
 
 def test_each_policy_of_the_settings_has_a_shaping() -> None:
     assert {*POLICIES, "off", "auto"} == set(get_args(Policy))
     assert {name for name in POLICIES if POLICIES[name].prunes} == {"arrol", "darts+arrol"}
+
+
+def test_informative_selects_all_its_candidates_by_rewards() -> None:
+    shaping = POLICIES["informative"]
+    assert [name for name in POLICIES if POLICIES[name].needs_rewards] == ["informative"]
+    assert (shaping.candidates(8), shaping.bounds(8), shaping.uses_cohort) == (24, (8, 24), False)
+    rule = replace(shaping, advantage_std=True).selection_rule(8)
+    assert rule == Informative(8, select=Select.MAX_VARIANCE, by_std=True)
+    assert "informative" not in build_policies(BASE, Deadline())
 
 
 def test_without_pruning_no_policy_prunes() -> None:

@@ -24,6 +24,7 @@ from darts_server.rollout.rollouts import Intervals, Rollouts
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupSpec
 from darts_server.types import FinishReason, PromptSpec, RequestOptions, Sample, TurnKind
+from darts_server.verify.types import Verifier
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -135,6 +136,7 @@ class Harness:
         scorer: Pruner | None = None,
         engine: Callable[[Callable[[str, int], Script]], ScriptedEngine] = ScriptedEngine,
         poll: float = 0,
+        verifier: Verifier | None = None,
     ) -> None:
         self.script = script
         self.limits = Limits(64)
@@ -147,6 +149,7 @@ class Harness:
             Intervals(poll=poll, allocation=0),
             clock=lambda: self.engine.now,
             scorer=scorer,
+            verifier=verifier,
         )
         self.recorder = Recorder(self.rollouts.observers)
 

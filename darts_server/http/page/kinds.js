@@ -8,12 +8,15 @@ const KINDS = {
   long_truncated: "selected, sampled, at limit",
   fill: "selected, at limit",
   survivor: "selected, not pruned",
+  reward: "selected by its reward",
   longer_than_needed: "stopped, too long",
   tail_pruned: "stopped, tail sampled",
   pruned: "pruned",
   middle: "finished, not needed",
   truncated: "at limit, not needed",
-  decided: "stopped, vote certain",
+  not_sampled: "finished, not sampled",
+  zero_variance: "in a group of equal rewards",
+  decided: "stopped, others decide",
   restarted: "restarted",
   carried: "carried over",
   aborted: "aborted; its caller got what it had generated",
@@ -22,7 +25,7 @@ const KINDS = {
   cancelled: "cancelled",
 };
 const MARKS = { cut: "cut there", resumed: "went on from an earlier batch" };
-const SELECTED = ["short", "long", "long_truncated", "fill", "survivor"];
+const SELECTED = ["short", "long", "long_truncated", "fill", "survivor", "reward"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
 

@@ -14,6 +14,7 @@ from darts_server.caller import caller
 from darts_server.exceptions import NotFound
 from darts_server.http.answers import JSON, SLICE_BYTES, ClosingResponse, Readers, in_thread
 from darts_server.http.resources.trajectories import (
+    Advantage,
     Cut,
     GroupFacts,
     Quality,
@@ -56,12 +57,13 @@ class CandidateAnswer(BaseModel):
     stop: float | None = Field(description="Seconds from the group's start to the candidate's end.")
     weight_version_start: int | None
     weight_version_end: int | None
-    reward: float | None = Field(description="The reported reward; null until then.")
-    correct: bool | None = Field(description="Whether the trajectory is correct, as reported.")
+    reward: float | None = Field(description="The reported reward, or else the verifier's; null without either.")
+    correct: bool | None = Field(description="Whether the trajectory is correct, as reported or as the verifier says.")
+    advantage: Advantage
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
-        reward, correct = rewards.by_index.get(record.index, (None, None))
+        reward, correct = rewards.by_index.get(record.index, (record.reward, record.correct))
         others = {
             "trajectory_id": f"{group.group_id}:{record.index}",
             "length": record.tokens,

@@ -62,8 +62,8 @@ class RewardsIn(Body):
 class RewardsOut(BaseModel):
     """Numbers of rewards by result."""
 
-    matched: int = Field(description="Rewards of trajectories that had no reward.")
-    repeated: int = Field(description="Rewards of trajectories that already had a reward, and keep it.")
+    matched: int = Field(description="Rewards of trajectories without a reported reward.")
+    repeated: int = Field(description="Rewards of trajectories that already have a reported reward, and keep it.")
     unknown: int = Field(description="Rewards of trajectories that are unshaped, too old, or were never returned.")
     unknown_indices: list[int] = Field(description="Indices of the first 100 unknown rewards in the request.")
 
@@ -79,7 +79,9 @@ EXAMPLE = {
 def add_routes(api: APIRouter, reward_matcher: RewardMatcher) -> None:
     @api.post("/rewards", openapi_extra=json_body(RewardsIn, EXAMPLE))
     async def rewards(request: Request) -> RewardsOut:
-        """Record rewards of returned trajectories. A trajectory keeps its first reward, so sending twice is safe."""
+        """Record rewards of returned trajectories. A trajectory keeps its first reported reward, so sending twice is
+        safe. A reported reward replaces that of a verifier.
+        """
         raw = await read_body(request, MAX_BODY_BYTES)
         body = await parse_body(RewardsIn, raw, "rewards")
 

@@ -244,6 +244,8 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         sampling={},
         unfinished=[],
         carried=done.carried,
+        shortfall=done.shortfall,
+        uninformative=list(done.uninformative),
         usage=usage_of(done),
     ).model_dump()
     # Callers choose the numbers in it, which may have more digits than msgspec encodes.
@@ -381,6 +383,8 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "usage": usage_of(event).model_dump(mode="json"),
                 "unfinished": [UnfinishedOut.of(prompt).model_dump(mode="json") for prompt in event.unfinished],
                 "carried": event.carried,
+                "shortfall": event.shortfall,
+                "uninformative": list(event.uninformative),
             }
         case BatchFailed(error):
             return "error", {"error": error_object(error)}

@@ -23,11 +23,14 @@ from darts_server.exceptions import DartsError, InvalidRequest, TooLarge
 from darts_server.http.body import Body
 from darts_server.http.errors import fields_of
 from darts_server.http.resources.trajectories import (
+    Advantage,
+    CorrectByVerifier,
     Cut,
     DiscardedOut,
     GeneratedOut,
     GroupFacts,
     Quality,
+    RewardByVerifier,
     SampleOut,
     Sampling,
     SelectedAs,
@@ -42,6 +45,7 @@ from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
 from darts_server.types import FinishReason, PromptSpec
+from darts_server.verify.types import NO_VERDICT
 
 MAX_PROMPTS = 100_000
 MAX_OPTION_BYTES = 256 * 1024
@@ -80,6 +84,7 @@ Metadata = Annotated[
     PlainSerializer(_dump_metadata),
     WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "null"}]}),
 ]
+VerifierNames = Annotated[list[Name], Field(min_length=1)] | Literal[False] | None
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
 JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
 Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)])]
@@ -146,7 +151,12 @@ class PromptIn(ChatOptionsIn):
     messages: Messages | None = Field(None, description="A chat, in OpenAI's form.")
     text: str | None = Field(None, min_length=1)
     key: Name | None = Field(None, description="Name of the prompt in statistics. By default its tokens are the name.")
-    metadata: JsonObject | None = Field(None, description="Returned with the group unchanged.")
+    metadata: JsonObject | None = Field(
+        None, description="Returned with the group unchanged. Verifiers read its fields, such as `answer`."
+    )
+    verifier: VerifierNames = Field(
+        None, description="Verifiers of this prompt, in place of the batch's `verifier`. `false`: none."
+    )
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
@@ -186,6 +196,27 @@ class RolloutsIn(ChatOptionsIn):
         "tokens of their candidates are kept too, and the candidates continue.",
     )
     carried: bool = Field(False, description="Add all other prompts that were carried over from your earlier batches.")
+    verifier: VerifierNames = Field(
+        None,
+        description="Names of the server's verifiers that give rewards to finished candidates. Default: all. `false`: "
+        "none.",
+    )
+    only: Literal["informative"] | None = Field(
+        None,
+        description='"informative": groups whose rewards are all equal, or missing, do not count for `num_groups`. '
+        "Other prompts of the batch take their places. This is dynamic sampling, which biases the gradient.",
+    )
+    max_prompts: int | None = Field(
+        None, ge=1, description="Only with `only`: number of prompts that may run. Default: all."
+    )
+    return_zero_variance: bool = Field(
+        False, description="Only with `only`: return groups that do not count, too, with `zero_variance`."
+    )
+    stop_when: Literal["decided"] | None = Field(
+        None,
+        description='"decided", under `informative`: a group ends as soon as `group_size` candidates have rewards that '
+        "are not all equal. Its trajectories have no weights, because this biases the gradient.",
+    )
     stream: Literal[False, "groups", "tokens"] = Field(
         False, description='Stream server-sent events: "groups" as they are decided, or "tokens" as they are generated.'
     )
@@ -210,6 +241,13 @@ class RolloutsIn(ChatOptionsIn):
             raise ValueError('is only valid with "stream": "tokens"; omit it')
         return value
 
+    @field_validator("max_prompts", "return_zero_variance")
+    @classmethod
+    def _check_only(cls, value: object, info: ValidationInfo) -> object:
+        if info.data.get("only") is None:
+            raise ValueError('is only valid with "only": "informative"; omit it')
+        return value
+
     def request(self) -> BatchRequest:
         """Return the batch that runs.
 
@@ -231,10 +269,19 @@ class RolloutsIn(ChatOptionsIn):
                 own = prompt.chat_options()
                 options = msgspec.json.encode(merge_chat_options(common, own)) if own else shared
             prompts.append(
-                PromptSpec(prompt.token_ids, prompt.messages, prompt.text, prompt.key, prompt.metadata, options)
+                PromptSpec(
+                    prompt.token_ids,
+                    prompt.messages,
+                    prompt.text,
+                    prompt.key,
+                    prompt.metadata,
+                    options,
+                    _verifier_names(prompt.verifier),
+                )
             )
         form_of_answer = {"stream", "chunk_tokens"}
         others = self.model_dump(exclude={"prompts", *form_of_answer, *ChatOptionsIn.model_fields})
+        others["verifier"] = _verifier_names(self.verifier)
         return BatchRequest(prompts, **others)
 
     def _check_chat_options(self, options: dict[str, Raw], size: int) -> None:
@@ -254,6 +301,18 @@ class RolloutsIn(ChatOptionsIn):
             )
 
 
+Shortfall = Annotated[
+    int, Field(description="Number of groups by which the answer has fewer than `num_groups`, by default all prompts.")
+]
+Uninformative = Annotated[
+    list[int],
+    Field(
+        description="With `only`: numbers of the prompts whose groups did not count, because their rewards are equal "
+        "or missing."
+    ),
+]
+
+
 class TrajectoryOut(SampleOut):
     """A returned trajectory."""
 
@@ -262,6 +321,9 @@ class TrajectoryOut(SampleOut):
     cut: Cut
     quality: Quality
     weight: Weight
+    reward: RewardByVerifier
+    correct: CorrectByVerifier
+    advantage: Advantage
 
 
 class AbortedCandidateOut(GeneratedOut):
@@ -288,6 +350,10 @@ class GroupOut(GroupFacts):
     )
     trajectories: list[TrajectoryOut]
     discarded: list[DiscardedOut]
+    zero_variance: bool | None = Field(
+        description="Whether the verifier's rewards are all equal: of all candidates under `informative`, and else of "
+        "the trajectories. Missing rewards do not count. Null if all are missing."
+    )
     seconds: float | None
     error: dict[str, Any] | None
 
@@ -303,6 +369,7 @@ class GroupOut(GroupFacts):
 
         facts: dict[str, Any] = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
         facts["mixed_versions"] = record is not None and record.mixed_versions
+        facts["decided_early"] = record is not None and record.decided_early
         # The candidates of a failed group have no weights.
         if result.error is not None:
             facts["num_eligible"] = None
@@ -313,6 +380,10 @@ class GroupOut(GroupFacts):
         trajectories = []
         for index, sample in sorted(result.samples.items()):
             fields = trajectory_fields(TrajectoryOut, f"{result.group_id}:{index}", sample, candidates[index])
+            # The verdict may have come after the record was made.
+            verdict = result.verdicts.get(index, NO_VERDICT)
+            fields["reward"] = verdict.reward
+            fields["correct"] = verdict.correct
             trajectories.append(TrajectoryOut(**fields, rank=ranks[index]))
 
         return cls(
@@ -325,10 +396,16 @@ class GroupOut(GroupFacts):
             mask=[index in result.samples for index in sorted(candidates)],
             aborted=_convert_aborted(result),
             trajectories=trajectories,
-            discarded=discarded_out(result.group_id, candidates.values(), result.aborted or ()),
+            discarded=discarded_out(result.group_id, candidates.values(), result.aborted or (), result.verdicts),
+            zero_variance=result.zero_variance,
             seconds=seconds,
             error=None if result.error is None else error_object(result.error),
         )
+
+
+def _verifier_names(names: list[str] | Literal[False] | None) -> list[str] | None:
+    """Return the names, empty for ``false``, or None for the default."""
+    return [] if names is False else names
 
 
 def usage_of(done: BatchDone) -> UsageOut:
@@ -370,6 +447,8 @@ class RolloutsOut(BaseModel):
     sampling: Sampling
     unfinished: list[UnfinishedOut]
     carried: int = Field(description="Number of your prompts that are kept for later batches.")
+    shortfall: Shortfall
+    uninformative: Uninformative
     usage: UsageOut
 
 

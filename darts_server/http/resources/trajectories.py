@@ -1,6 +1,6 @@
 """Fields of trajectories, candidates and token counts, shared by the answers of several routes."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, PlainSerializer, SerializationInfo, SkipValidation, WithJsonSchema
@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, PlainSerializer, SerializationInfo, SkipV
 from darts_server.records import CandidateRecord
 from darts_server.types import DiscardReason, FinishReason, Sample
 from darts_server.types import SelectedAs as Selection
+from darts_server.verify.types import NO_VERDICT, Verdict
 
 
 def _dump_values(values: Sequence[Any], info: SerializationInfo) -> Sequence[Any]:
@@ -48,6 +49,19 @@ Weight = Annotated[
         "returned, or if some candidates can never be returned."
     ),
 ]
+RewardByVerifier = Annotated[
+    float | None, Field(description="Its reward by the verifier; null without one, or if it did not finish.")
+]
+CorrectByVerifier = Annotated[
+    bool | None, Field(description="Whether the answer is right, as the verifier says; null without a reward.")
+]
+Advantage = Annotated[
+    float | None,
+    Field(
+        description="Its reward minus the mean of the `num_rewarded` rewards, divided by their standard deviation if "
+        "`advantage_std` is set. Null unless the group was selected by rewards."
+    ),
+]
 Sampling = Annotated[
     dict[str, Any],
     Field(description="The sampling parameters, by vLLM's names. Parameters that are null or empty are left out."),
@@ -76,6 +90,14 @@ class GroupFacts(BaseModel):
         "its deadline. Null without a deadline."
     )
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
+    num_rewarded: int | None = Field(
+        description="M', if the group was selected by rewards: number of candidates with a reward. The sum of weight * "
+        "advantage * gradient over the trajectories, divided by M', estimates the gradient of all of them. Else null."
+    )
+    decided_early: bool = Field(
+        description="Whether candidates were stopped because enough others had unequal rewards. Then no trajectory has "
+        "a weight."
+    )
 
 
 class GeneratedOut(BaseModel):
@@ -107,20 +129,30 @@ class DiscardedOut(BaseModel):
     trajectory_id: TrajectoryId
     length: int
     reason: DiscardReason
+    reward: RewardByVerifier = None
+    correct: CorrectByVerifier = None
 
 
 def discarded_out(
     group_id: str,
     candidates: Iterable[CandidateRecord],
     excluded: Container[int],
+    verdicts: Mapping[int, Verdict] | None = None,
 ) -> list[DiscardedOut]:
     """Return the discarded candidates of a group, without the indices in ``excluded``."""
+    verdicts = verdicts or {}
     discarded = []
     for candidate in candidates:
         if candidate.reason is not None and candidate.index not in excluded:
-            trajectory_id = f"{group_id}:{candidate.index}"
+            verdict = verdicts.get(candidate.index, NO_VERDICT)
             discarded.append(
-                DiscardedOut(trajectory_id=trajectory_id, length=candidate.tokens, reason=candidate.reason)
+                DiscardedOut(
+                    trajectory_id=f"{group_id}:{candidate.index}",
+                    length=candidate.tokens,
+                    reason=candidate.reason,
+                    reward=verdict.reward,
+                    correct=verdict.correct,
+                )
             )
     return discarded
 

@@ -5,10 +5,12 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from math import ceil
+from typing import Any, Literal
 
 from darts_server.caller import caller
 from darts_server.engine.port import PromptRenderer
+from darts_server.estimates.reward_stats import RewardStats
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.rollout.allocation.auto import AutoBatch
 from darts_server.rollout.allocation.cohort import Allocation
@@ -19,6 +21,7 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.serving.admission import Ticket
 from darts_server.types import OFF, PromptSpec, RequestOptions
+from darts_server.verify.types import Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,11 @@ class BatchRequest:
     ``survivors``: whether to return all trajectories that are not pruned, or None to leave it to the policy.
     ``carry``: treatment of undecided prompts. Unless they are dropped, prompts of earlier batches start first.
     ``carried``: whether to add all other prompts that were carried over for the caller.
+    ``verifier``: names of the verifiers, empty to verify nothing, or None for all.
+    ``only``: which complete groups count, or None for all. Others take the places of groups that do not count.
+    ``max_prompts``: number of prompts that may run, or None for all.
+    ``return_zero_variance``: whether groups that do not count are returned too.
+    ``stop_when``: whether a group ends as soon as it can return candidates with unequal rewards.
     """
 
     prompts: Sequence[PromptSpec]
@@ -53,6 +61,11 @@ class BatchRequest:
     survivors: bool | None = None
     carry: Carry = Carry.DROP
     carried: bool = False
+    verifier: Sequence[str] | None = None
+    only: Literal["informative"] | None = None
+    max_prompts: int | None = None
+    return_zero_variance: bool = False
+    stop_when: Literal["decided"] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +75,7 @@ class BatchGroup:
     ``content_key``: hash of everything that the model sees.
     ``carried``: the prompt as an earlier batch kept it.
     ``resumed``: tokens from which the candidates continue, here or after a stop in a later batch.
+    ``verifiers``: names of the verifiers, empty for all, or None to verify nothing.
     """
 
     number: int
@@ -80,10 +94,33 @@ class BatchGroup:
     interrupted: DartsError | None = None
     handed_back: GroupResult | None = None
     """Tokens of an undecided group that are returned instead of kept."""
+    verifiers: Sequence[str] | None = None
 
     @property
     def identity(self) -> Identity:
         return self.prompt_key, self.content_key
+
+
+@dataclass(frozen=True, slots=True)
+class WantedGroups:
+    """Which groups a batch returns. See the fields of `BatchRequest`.
+
+    ``needed``: number of groups that count after which the batch ends.
+    """
+
+    needed: int
+    only_informative: bool = False
+    max_prompts: int | None = None
+    return_zero_variance: bool = False
+    stops_when_decided: bool = False
+
+    def counts(self, zero_variance: bool | None) -> bool:
+        """Whether a complete group counts. ``zero_variance``: see `GroupRun.zero_variance`."""
+        return not self.only_informative or zero_variance is False
+
+    def returns(self, zero_variance: bool | None) -> bool:
+        """Whether a complete group is returned."""
+        return self.return_zero_variance or self.counts(zero_variance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +129,7 @@ class PreparedBatch:
 
     ``sampling``: the sampling parameters in force.
     ``terms``: see `describe_terms`; empty unless the batch resumes prompts.
-    ``needed``: number of complete groups after which the batch ends.
-    ``places``: number of groups that run at once. A failed group gives its place to another.
+    ``places``: number of groups that run at once. A group that failed or does not count gives its place to another.
     """
 
     batch_id: str
@@ -102,7 +138,7 @@ class PreparedBatch:
     terms: str
     groups: Sequence[BatchGroup]
     ticket: Ticket
-    needed: int
+    wanted: WantedGroups
     places: int
     carry: Carry
 
@@ -128,7 +164,7 @@ async def prepare_batch(
     taken: list[CarriedPrompt] = []
     try:
         # Render the caller's prompts, then prompts that were carried over.
-        builder = GroupBuilder(batch, renderer)
+        builder = GroupBuilder(batch, renderer, rollouts.verifier, needs_rewards=plan.shaping.needs_rewards)
         for prompt in batch.prompts:
             await builder.add("prompts", prompt)
         groups = builder.groups
@@ -160,11 +196,19 @@ async def prepare_batch(
             )
 
         # Choose how many groups run at once, and allocate candidates to all groups.
-        needed = batch.num_groups or len(groups)
+        wanted = WantedGroups(
+            batch.num_groups or len(groups),
+            only_informative=batch.only is not None,
+            max_prompts=batch.max_prompts,
+            return_zero_variance=batch.return_zero_variance,
+            stops_when_decided=batch.stop_when is not None,
+        )
         places = len(groups)
+        if wanted.only_informative and batch.carry is not Carry.RESUME:
+            places = min(places, expected_prompts(wanted.needed, rollouts.statistics.rewards.dataset))
         auto = None
         if plan.auto is not None and batch.carry is Carry.RESUME:
-            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), lost_tokens)
+            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, wanted.needed, len(groups), lost_tokens)
             places = auto.choice.started
         allocate(groups, plan, batch.budget, rollouts, ticket, auto)
     except BaseException:
@@ -178,7 +222,7 @@ async def prepare_batch(
         terms=terms,
         groups=groups,
         ticket=ticket,
-        needed=needed,
+        wanted=wanted,
         places=places,
         carry=batch.carry,
     )
@@ -187,11 +231,20 @@ async def prepare_batch(
 class GroupBuilder:
     """Renders the prompts of a batch into numbered groups."""
 
-    def __init__(self, batch: BatchRequest, renderer: PromptRenderer[Any, Any]) -> None:
+    def __init__(
+        self,
+        batch: BatchRequest,
+        renderer: PromptRenderer[Any, Any],
+        verifier: Verifier | None,
+        *,
+        needs_rewards: bool,
+    ) -> None:
         self.batch_id = f"batch-{uuid.uuid4().hex}"
         self.groups: list[BatchGroup] = []
         self._batch = batch
         self._renderer = renderer
+        self._verifier = verifier
+        self._needs_rewards = needs_rewards or batch.only is not None
 
     async def add(self, field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
         """Add a group for a prompt. ``field``: names the prompt in errors."""
@@ -213,8 +266,21 @@ class GroupBuilder:
                 prompt.key or content_key,
                 content_key,
                 carried,
+                verifiers=self._choose_verifiers(prompt),
             )
         )
+
+    def _choose_verifiers(self, prompt: PromptSpec) -> Sequence[str] | None:
+        """Return the names of the prompt's verifiers, empty for all, or None to verify nothing."""
+        if self._verifier is None:
+            return None
+        named = self._batch.verifier if prompt.verifier is None else prompt.verifier
+        if named is None:
+            return ()
+        if not named and not self._needs_rewards:
+            return None
+        # A prompt that was carried over may name verifiers of an earlier server.
+        return [name for name in named if name in self._verifier.names]
 
     async def add_carried(self, found: Sequence[tuple[int | None, CarriedPrompt]]) -> list[CarriedPrompt]:
         """Add carried prompts, each to the group with its number or to a new group; return the added prompts.
@@ -250,6 +316,14 @@ class GroupBuilder:
                 message,
             )
         return added
+
+
+def expected_prompts(needed: int, rewards: RewardStats) -> int:
+    """Return how many prompts to run at first, so that about ``needed`` groups have unequal rewards."""
+    share = 1.0
+    if rewards.groups > rewards.zero_variance:
+        share = 1 - rewards.zero_variance / rewards.groups
+    return ceil(needed / share)
 
 
 def choose_resumed(
@@ -345,7 +419,44 @@ def plan_batch(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: N
         raise InvalidRequest("budget", f"policy {plan.policy!r} chooses the number of candidates itself; leave it out")
     if plan.shaping.prunes:
         rollouts.check_scorable(plan)
+    check_verifiers(batch, plan, rollouts.verifier)
     return plan
+
+
+def check_verifiers(batch: BatchRequest, plan: Plan, verifier: Verifier | None) -> None:
+    """Check the names of verifiers, and that groups get the rewards that they need."""
+    if batch.stop_when is not None and not plan.shaping.needs_rewards:
+        raise InvalidRequest(
+            "stop_when",
+            f"needs a policy that selects by rewards, and {plan.policy!r} does not; use policy 'informative', or leave "
+            "it out",
+        )
+    needs_rewards = None
+    if plan.shaping.needs_rewards:
+        needs_rewards = "policy"
+    elif batch.only is not None:
+        needs_rewards = "only"
+    if needs_rewards is not None and verifier is None:
+        raise InvalidRequest(
+            needs_rewards,
+            "needs rewards while groups run, and this server has no verifier; start it with --verifier, or use "
+            "policy 'off' without 'only'",
+        )
+
+    known = () if verifier is None else verifier.names
+    choices = [("", batch.verifier)]
+    choices += [(f"prompts[{number}].", prompt.verifier) for number, prompt in enumerate(batch.prompts)]
+    for place, names in choices:
+        if names is None:
+            continue
+        if not names and needs_rewards is not None:
+            raise InvalidRequest(
+                f"{place}verifier", f"must not be false, because {needs_rewards!r} needs rewards; leave it out"
+            )
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            remedy = f"choose from {', '.join(known)}" if known else "start the server with --verifier"
+            raise InvalidRequest(f"{place}verifier", f"has {unknown[0]!r}, which this server does not have; {remedy}")
 
 
 def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
@@ -362,6 +473,11 @@ def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
             )
     if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
         raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
+    needed = batch.num_groups or prompts
+    if batch.max_prompts is not None and batch.max_prompts < needed:
+        raise InvalidRequest(
+            "max_prompts", f"must be at least the number of groups to return, {needed}, got {batch.max_prompts}"
+        )
 
 
 def describe_terms(plan: Plan, sampling: Mapping[str, object]) -> str:

@@ -16,6 +16,7 @@ from darts_server.records import GroupRecord, VersionSpans
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.run import GroupRun
 from darts_server.types import DiscardReason, Sample
+from darts_server.verify.types import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class GroupResult:
     ``samples``: returned trajectories by candidate index.
     ``aborted``: candidates that were not discarded, by index, if the group was aborted. Some may be incomplete, so
     callers must not take them for a group.
+    ``verdicts``: verdicts of finished candidates by index. ``zero_variance``: see `GroupRun.zero_variance`.
     """
 
     number: int
@@ -50,6 +52,8 @@ class GroupResult:
     error: Exception | None = None
     metadata: bytes | None = None
     aborted: Mapping[int, AbortedSample] | None = None
+    verdicts: Mapping[int, Verdict] = field(default_factory=dict)
+    zero_variance: bool | None = None
 
     @property
     def has_tokens(self) -> bool:
@@ -127,6 +131,8 @@ class BatchDone:
     ``results``: groups in the order of their ends.
     ``generated``: number of tokens of all groups, also of groups that failed or were stopped.
     ``carried``: number of prompts that are kept for the caller.
+    ``shortfall``: number of groups that are missing to the requested number.
+    ``uninformative``: numbers of the groups that did not count, because their rewards are equal or missing.
     """
 
     batch_id: str
@@ -135,6 +141,8 @@ class BatchDone:
     seconds: float
     generated: int
     carried: int = 0
+    shortfall: int = 0
+    uninformative: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +204,13 @@ class CandidateCursor:
             self._token_ids = sample.token_ids
             self._logprobs = sample.logprobs
 
-    def end_events(self) -> None:
-        """End the candidate's events: with a discard event, unless it was selected. Let go of the run."""
+    def end_events(self, selected_reason: DiscardReason = DiscardReason.CANCELLED) -> None:
+        """End the candidate's events: with a discard event, unless its sample was given. Let go of the run.
+
+        ``selected_reason``: reason of the discard if the group has selected the candidate.
+        """
         if self._end is None and self._run is not None:
-            reason = self._run.candidates[self._index].reason or DiscardReason.CANCELLED
+            reason = self._run.candidates[self._index].reason or selected_reason
             length = self._run.runner.count_tokens(self._index)
             self._end = CandidateDiscarded(self.trajectory_id, self._number, length, reason)
             self._token_ids = array("i")
@@ -288,9 +299,9 @@ class _GroupCursor:
                 self.cursors.append(CandidateCursor(self.run, f"{self.group_id}:{index}", self.number, index))
         return self.cursors
 
-    def end_events(self) -> None:
+    def end_events(self, selected_reason: DiscardReason = DiscardReason.CANCELLED) -> None:
         for cursor in self.follow_candidates():
-            cursor.end_events()
+            cursor.end_events(selected_reason)
         self.run = None
 
 
@@ -358,6 +369,13 @@ class EventFeed:
         group.result = result
         group.end_events()
         self._notify(result.number)
+
+    def group_dropped(self, number: int) -> None:
+        """Discard the candidates of a complete group that is not returned, because its rewards are equal."""
+        group = self._groups.get(number)
+        if group is not None:
+            group.end_events(DiscardReason.ZERO_VARIANCE)
+            self._notify(number)
 
     def batch_ended(self, end: BatchEnd) -> None:
         self._end = end

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -30,7 +30,9 @@ from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec, OnAbort, Quota
 from darts_server.rollout.start_queue import FirstRound
+from darts_server.rollout.verification import Verify
 from darts_server.types import Sample
+from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +106,17 @@ class BatchRun:
         self._carry = prepared.carry
         self._on_abort = ON_ABORT[prepared.carry]
         self._places = asyncio.Semaphore(prepared.places)
-        self._quota = Quota(prepared.needed) if self._carry is Carry.RESUME else None
+        self._wanted = prepared.wanted
+        self._quota = Quota(self._wanted.needed) if self._carry is Carry.RESUME else None
         self._first_round: FirstRound | None = None
         # A batch that waits for a part of its groups finishes them one after the other instead.
-        if rollouts.starts_in_rounds and prepared.needed == prepared.places == self.size:
+        if rollouts.starts_in_rounds and self._wanted.needed == prepared.places == self.size:
             self._first_round = FirstRound(self._group_id(group) for group in prepared.groups)
         self._results: list[GroupResult] = []
+        # Numbers of complete groups that do not count.
+        self._uninformative: list[int] = []
+        # Number of groups that are missing.
+        self._shortfall = self._wanted.needed
         # Tokens of all groups that have ended, also of groups that failed or were stopped.
         self._generated = 0
         self._has_entered = False
@@ -166,6 +173,8 @@ class BatchRun:
         for group in self._prepared.groups:
             if group.run is not None:
                 group.run.interrupt(error, self._on_abort)
+                # Complete groups are returned without the verdicts that are missing.
+                group.run.verification.cancel()
         if not self._has_entered:
             self.fail(error)
 
@@ -191,6 +200,8 @@ class BatchRun:
                         seconds,
                         self._generated,
                         carried,
+                        self._shortfall,
+                        sorted(self._uninformative),
                     )
                 )
         finally:
@@ -240,7 +251,7 @@ class BatchRun:
         try:
             async with self._rollouts.gate.enter():
                 self._has_entered = True
-                for group in self._starting_order():
+                for group in self._starting_order()[: self._wanted.max_prompts]:
                     task = asyncio.create_task(self._run_with_streams(group))
                     tasks[group.number] = task
                     if self._first_round is not None:
@@ -271,27 +282,33 @@ class BatchRun:
 
     async def _collect_results(self, tasks: GroupTasks) -> None:
         """Decide groups as they end, until enough are complete."""
-        missing = self._prepared.needed
         for next_result in asyncio.as_completed(tasks.values()):
             result = await next_result
-            # Another group takes the place.
-            if result is None or result.error is not None:
+            counts = result is not None and result.error is None and self._wanted.counts(result.zero_variance)
+            if not counts:
+                # Another group takes the place.
                 self._places.release()
             if result is None:
                 continue
             group = self._prepared.groups[result.number]
-            if result.error is None:
-                missing -= 1
-            elif self._quota is not None and group.run is not None and group.run.is_complete:
+            if counts:
+                self._shortfall -= 1
+            elif self._quota is not None and group.run is not None and group.run.took_place:
                 # The group's tokens could not be read. A group that is not stopped yet may complete instead.
                 self._quota.left += 1
             self._decide(group, result)
-            if not missing:
+            if not self._shortfall:
                 break
 
     def _decide(self, group: BatchGroup, result: GroupResult) -> None:
         group.is_decided = True
         group.run = None
+        if result.error is None and not self._wanted.counts(result.zero_variance):
+            self._uninformative.append(result.number)
+            if not self._wanted.return_zero_variance:
+                if self.feed is not None:
+                    self.feed.group_dropped(result.number)
+                return
         self._results.append(result)
         if self.feed is not None:
             self.feed.group_ended(result)
@@ -402,8 +419,10 @@ class BatchRun:
                     async for trajectory in trajectories:
                         sample = await self._renderer.to_sample(trajectory.output)
                         samples[trajectory.index] = sample
-                        if feed is not None:
+                        # Groups that may not be returned deliver no trajectory before they are complete.
+                        if feed is not None and self._wanted.returns(run.zero_variance):
                             feed.trajectory_selected(group.number, trajectory.index, sample)
+                await self._finish_verification(run, samples)
             except DartsError as error:
                 if run.is_surplus:
                     await self._keep_tokens(group, run)
@@ -422,7 +441,37 @@ class BatchRun:
             # Failed groups count too, and groups that were stopped because enough others are complete.
             if run is not None and run.record is not None:
                 self._generated += run.record.generated_tokens
-        return replace(result, samples=dict(sorted(samples.items())), record=run.record)
+            if run is not None:
+                run.verification.cancel()
+        return replace(
+            result,
+            samples=dict(sorted(samples.items())),
+            record=run.record,
+            verdicts=run.verification.verdicts,
+            zero_variance=run.zero_variance,
+        )
+
+    async def _finish_verification(self, run: GroupRun[Any, Any], returned: Iterable[int]) -> None:
+        """Wait for the verdicts of a complete group, and let the rewards of returned trajectories be learned."""
+        await run.verification.finish()
+        for index in returned:
+            verdict = run.verification.verdicts.get(index, NO_VERDICT)
+            if verdict.reward is not None:
+                key = (run.owner, run.spec.group_id)
+                self._rollouts.observers.trajectory_verified(key, index, verdict.reward, bool(verdict.correct))
+
+    def _verify(self, group: BatchGroup) -> Verify | None:
+        """Return the function that verifies the group's outputs, or None to verify nothing."""
+        verifier = self._rollouts.verifier
+        names = group.verifiers
+        if verifier is None or names is None:
+            return None
+
+        async def verify(output: Any) -> Verdict:
+            sample = await self._renderer.to_sample(output)
+            return await verifier.verify(Answer(group.prompt, sample.text, sample.token_ids), names)
+
+        return verify
 
     def _group_id(self, group: BatchGroup) -> str:
         return f"{self.batch_id}-{group.number}"
@@ -450,12 +499,16 @@ class BatchRun:
             group_id,
             group.prompt_key,
             tail_seed,
-            # A trajectory is streamed as soon as it is certain, unless its group may continue in a later batch.
-            early=streams and not can_carry,
+            # A trajectory is streamed as soon as it is certain, unless its group may continue in a later batch or may
+            # not be returned.
+            early=streams and not can_carry and not self._wanted.only_informative,
             on_abort=self._on_abort,
             quota=self._quota,
             first_round=self._first_round,
             tokens=self._renderer.tokens(group.request),
+            verify=self._verify(group),
+            only_informative=self._wanted.only_informative,
+            stops_when_decided=self._wanted.stops_when_decided,
         )
         ticket = self._prepared.ticket.split(group.allocation.candidates)
         # From here on, the rollouts end the allocation.

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from functools import reduce
 from hashlib import blake2b
 from itertools import islice
-from operator import add
+from operator import add, sub
 from typing import Any
 
 import numpy as np
@@ -253,14 +253,21 @@ class Rewards:
         lengths = {"right": self.dataset.right, "wrong": self.dataset.wrong}[answer]
         return lengths.mean if lengths.count else None
 
-    def learn(self, new_stats: Mapping[str | None, RewardStats]) -> None:
-        """Add reward statistics by prompt key, or None without a key."""
+    def learn(
+        self, new_stats: Mapping[str | None, RewardStats], old_stats: Mapping[str | None, RewardStats] | None = None
+    ) -> None:
+        """Add reward statistics by prompt key, or None without a key, and remove statistics that they replace.
+
+        ``old_stats``: has no key that ``new_stats`` does not have.
+        """
+        old_stats = old_stats or {}
         for key, stats in new_stats.items():
             if key is not None:
                 earlier = self.prompts.load(key) or RewardStats()
-                self.prompts.save(key, (earlier + stats).state)
+                self.prompts.save(key, (earlier + stats - old_stats.get(key, RewardStats())).state)
         if new_stats:
-            self._dataset.save(KEY, reduce(add, new_stats.values(), self.dataset).state)
+            dataset = reduce(add, new_stats.values(), self.dataset)
+            self._dataset.save(KEY, reduce(sub, old_stats.values(), dataset).state)
 
 
 def summarize_lengths(stats: PromptStats) -> dict[str, Any]:

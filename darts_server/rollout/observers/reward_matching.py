@@ -1,4 +1,4 @@
-"""Match reported rewards to returned trajectories, and learn from them.
+"""Match reported rewards and those of verifiers to returned trajectories, and learn from them.
 
 Rewards may arrive in any order and more than once, for groups that still run, have ended, or are not kept any more.
 """
@@ -71,6 +71,8 @@ class ReturnedTrajectory:
     fingerprint: bytes
     reward: float | None = None
     correct: bool = False
+    is_reported: bool = False
+    """Whether the caller has reported the reward. A reported reward replaces that of a verifier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +96,19 @@ class ReturnedGroup:
     def zero_variance(self) -> bool:
         """Whether all rewards of a fully rewarded group are equal."""
         return len({trajectory.reward for trajectory in self.returned.values()}) == 1
+
+
+@dataclass(slots=True)
+class Changes:
+    """Statistics by prompt key that new rewards add, and that they replace; groups that became fully rewarded."""
+
+    new: defaultdict[str | None, RewardStats] = field(default_factory=lambda: defaultdict(RewardStats))
+    old: defaultdict[str | None, RewardStats] = field(default_factory=lambda: defaultdict(RewardStats))
+    fully_rewarded: list[ReturnedGroup] = field(default_factory=list)
+
+    def add_rewarded_group(self, group: ReturnedGroup) -> None:
+        self.new[group.prompt_key] += _group_stats(group)
+        self.fully_rewarded.append(group)
 
 
 def fingerprint(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> bytes:
@@ -146,17 +161,30 @@ class RewardMatcher:
         group.record = record
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
         self._keep(group)
-        # Learn from trajectories that were returned while the group ran, and rewarded before it ended.
-        fully_rewarded: list[ReturnedGroup] = []
+        changes = Changes()
         if group.is_fully_rewarded:
-            fully_rewarded.append(group)
-        if not group.rewarded and not fully_rewarded:
-            return
-        stats = RewardStats()
+            changes.add_rewarded_group(group)
+        # Learn from trajectories that were returned while the group ran, and rewarded before it ended.
         for trajectory in group.returned.values():
             if trajectory.reward is not None:
-                stats += _trajectory_stats(trajectory, record)
-        self._learn({group.prompt_key: stats}, fully_rewarded)
+                changes.new[group.prompt_key] += _trajectory_stats(trajectory, record)
+        # A group that was selected by rewards is learned whole, so that its selection does not matter.
+        if record.num_rewarded is not None and record.outcome is Outcome.COMPLETED:
+            for c in record.candidates:
+                if c.selected_as is None and c.correct is not None:
+                    changes.new[group.prompt_key] += _candidate_stats(c.tokens, 1.0, correct=c.correct)
+        self._learn(changes)
+
+    def trajectory_verified(self, key: GroupKey, index: int, reward: float, correct: bool) -> None:
+        """Learn the reward of a trajectory by a verifier, unless the caller has reported a reward."""
+        owner, group_id = key
+        group = self._groups.of(owner).get(group_id)
+        trajectory = None if group is None else group.returned.get(str(index))
+        if trajectory is None or trajectory.reward is not None:
+            return
+        changes = Changes()
+        self._set_reward(trajectory, reward, correct, changes)
+        self._learn(changes)
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
         """Return the rewards of a group; empty if they are not kept."""
@@ -167,7 +195,7 @@ class RewardMatcher:
         return GroupRewards(by_index, group.zero_variance if group.is_fully_rewarded else None)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
-        """Match rewards to kept trajectories that have no reward. Yields to the event loop between chunks.
+        """Match rewards to kept trajectories without a reported reward. Yields to the event loop between chunks.
 
         Callers may choose the same ids, so an id names a trajectory of the caller. An admin may name
         another caller's trajectory. Tokens name trajectories of the caller, or of other callers if the caller has none.
@@ -176,24 +204,14 @@ class RewardMatcher:
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
             matched = report.matched
             unknown = report.unknown
-            stats: defaultdict[str | None, RewardStats] = defaultdict(RewardStats)
-            fully_rewarded: list[ReturnedGroup] = []
+            changes = Changes()
             for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
                 found = self._find_trajectories(reward)
-                unrewarded = [trajectory for trajectory in found if trajectory.reward is None]
-                for trajectory in unrewarded:
-                    group = trajectory.group
-                    trajectory.reward = reward.reward
-                    trajectory.correct = reward.correct
-                    group.rewarded += 1
-                    for on_reward in self._on_reward:
-                        on_reward(group.key, trajectory.index, reward.correct)
-                    # The trajectory's weight is known when its group has ended. Before, `group_ended` counts it.
-                    if group.record is not None:
-                        stats[group.prompt_key] += _trajectory_stats(trajectory, group.record)
-                    if group.is_fully_rewarded:
-                        fully_rewarded.append(group)
-                if unrewarded:
+                unreported = [trajectory for trajectory in found if not trajectory.is_reported]
+                for trajectory in unreported:
+                    trajectory.is_reported = True
+                    self._set_reward(trajectory, reward.reward, reward.correct, changes)
+                if unreported:
                     report.matched += 1
                 elif found:
                     report.repeated += 1
@@ -202,9 +220,33 @@ class RewardMatcher:
                     if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
                         report.unknown_indices.append(place)
             self._on_report(report.matched - matched, report.unknown - unknown)
-            self._learn(stats, fully_rewarded)
+            self._learn(changes)
             await asyncio.sleep(0)
         return report
+
+    def _set_reward(self, trajectory: ReturnedTrajectory, reward: float, correct: bool, changes: Changes) -> None:
+        """Give a trajectory its first reward, or replace the reward of a verifier."""
+        group = trajectory.group
+        record = group.record
+        is_first = trajectory.reward is None
+        counted = RewardStats()
+        if not is_first and record is not None:
+            counted = _trajectory_stats(trajectory, record) + _group_stats(group)
+        trajectory.reward = reward
+        trajectory.correct = correct
+
+        # The trajectory's weight is known when its group has ended. Before, `group_ended` counts it.
+        if is_first:
+            group.rewarded += 1
+            for on_reward in self._on_reward:
+                on_reward(group.key, trajectory.index, correct)
+            if record is not None:
+                changes.new[group.prompt_key] += _trajectory_stats(trajectory, record)
+            if group.is_fully_rewarded:
+                changes.add_rewarded_group(group)
+        elif record is not None:
+            changes.old[group.prompt_key] += counted
+            changes.new[group.prompt_key] += _trajectory_stats(trajectory, record) + _group_stats(group)
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
         """Return the trajectories that a reward names. Several may have the same tokens."""
@@ -224,12 +266,10 @@ class RewardMatcher:
                 return [group.returned[index]]
         return ()
 
-    def _learn(self, stats: dict[str | None, RewardStats], fully_rewarded: Sequence[ReturnedGroup]) -> None:
-        """Learn ``stats`` by prompt key, and report fully rewarded groups."""
-        for group in fully_rewarded:
-            stats[group.prompt_key] += RewardStats(groups=1, zero_variance=int(group.zero_variance))
-        self._rewards.learn(stats)
-        for group in fully_rewarded:
+    def _learn(self, changes: Changes) -> None:
+        """Learn from changed rewards, and report fully rewarded groups."""
+        self._rewards.learn(changes.new, changes.old)
+        for group in changes.fully_rewarded:
             assert group.record is not None
             correct = {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
             self._on_group_rewarded(group.record, correct, group.zero_variance)
@@ -269,6 +309,21 @@ class RewardMatcher:
                 del self._by_tokens[trajectory.fingerprint]
 
 
+def _group_stats(group: ReturnedGroup) -> RewardStats:
+    """Return the statistics of a fully rewarded group itself; empty for other groups."""
+    if not group.is_fully_rewarded:
+        return RewardStats()
+    return RewardStats(groups=1, zero_variance=int(group.zero_variance))
+
+
 def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> RewardStats:
-    length = single_length(trajectory.tokens, record.candidates[trajectory.index].weight or 1.0)
-    return RewardStats(right=length) if trajectory.correct else RewardStats(wrong=length)
+    weight = 1.0
+    # All candidates of a group that was selected by rewards are counted, so none stands for others.
+    if record.num_rewarded is None:
+        weight = record.candidates[trajectory.index].weight or 1.0
+    return _candidate_stats(trajectory.tokens, weight, correct=trajectory.correct)
+
+
+def _candidate_stats(tokens: int, weight: float, *, correct: bool) -> RewardStats:
+    length = single_length(tokens, weight)
+    return RewardStats(right=length) if correct else RewardStats(wrong=length)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from darts_server.engine.scripted import Script, settle
 from darts_server.exceptions import CandidateFailed, EngineRefused, ServerStopping
+from darts_server.group.informative import Select
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.rollout.batches.batch import BatchRequest
@@ -40,6 +41,8 @@ SHAPINGS = {
     "cut": Shaping(redundancy=1.5, deadline=Deadline(quantile=0.5, exploration=0.0)),
 }
 POLICIES = [*SHAPINGS, "off"]
+BY_REWARDS = {"informative": Shaping(redundancy=2.0, select=Select.INFORMATIVE)}
+"""Policies that need a verifier."""
 
 
 def new_registry(
@@ -50,7 +53,7 @@ def new_registry(
     **more: Any,  # of `BatchRegistry`
 ) -> BatchRegistry[str, list[int]]:
     """Create a registry whose listeners poll candidates in every turn of the event loop."""
-    planner = harness.rollouts.planner = Planner(SHAPINGS, policy, Limits(64))
+    planner = harness.rollouts.planner = Planner(SHAPINGS | BY_REWARDS, policy, Limits(64))
     clock = asyncio.get_running_loop().time
     return BatchRegistry(harness.rollouts, texts or Texts(), lambda _: planner, retention, clock=clock, **more)
 

@@ -1,0 +1,73 @@
+"""Verify the finished candidates of a group, each in a task of its own."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from darts_server.verify.types import NO_VERDICT, Verdict
+
+logger = logging.getLogger(__name__)
+
+Verify = Callable[[Any], Awaitable[Verdict]]
+"""Verifies an engine's output of one candidate."""
+LARGEST_REWARD = 1e300
+"""The difference of two rewards is a float, too."""
+
+
+class Verification:
+    """The verdicts of a group's candidates.
+
+    Args:
+        verify: verifies an output, or None to verify nothing.
+        on_verdict: called with the index and the reward of a candidate whose verdict is in `verdicts`.
+    """
+
+    def __init__(self, group_id: str, verify: Verify | None, on_verdict: Callable[[int, float | None], None]) -> None:
+        self.verdicts: dict[int, Verdict] = {}
+        """Verdicts by candidate index."""
+        self._group_id = group_id
+        self._verify = verify
+        self._on_verdict = on_verdict
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def start(self, index: int, output: asyncio.Future[Any], *, again: bool = False) -> None:
+        """Verify a candidate when it has its output.
+
+        ``again``: the candidate has another output than before, so an earlier verdict does not count.
+        """
+        task = self._tasks.get(index)
+        if self._verify is None or (task is not None and not again):
+            return
+        if task is not None:
+            task.cancel()
+            self.verdicts.pop(index, None)
+        self._tasks[index] = asyncio.create_task(self._run(self._verify, index, output))
+
+    def cancel(self) -> None:
+        """Stop all verifications that have not ended."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def restart(self) -> None:
+        """Stop all verifications, and forget all verdicts."""
+        self.cancel()
+        self.verdicts.clear()
+
+    async def finish(self) -> None:
+        """Wait for all verifications."""
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+
+    async def _run(self, verify: Verify, index: int, output: asyncio.Future[Any]) -> None:
+        try:
+            # Without the shield, `cancel` would cancel the future that the candidate's task still sets.
+            verdict = await verify(await asyncio.shield(output))
+        except Exception as error:
+            logger.warning("candidate %d of group %s was not verified: %r", index, self._group_id, error)
+            verdict = NO_VERDICT
+        # The comparison is false for NaN.
+        if verdict.reward is None or not abs(verdict.reward) <= LARGEST_REWARD:
+            verdict = NO_VERDICT
+        self.verdicts[index] = verdict
+        self._on_verdict(index, verdict.reward)
