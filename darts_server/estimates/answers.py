@@ -6,7 +6,7 @@ becomes one blank. Otherwise two answers are equal only if they are written alik
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,14 @@ def create_extractor(pattern: str | Sequence[str]) -> Extractor:
             f"must have exactly one group, the answer, got {compiled.groups}; write others as (?:...)",
         )
     return partial(_find_matches, compiled)
+
+
+def last(answers: Iterable[str | None]) -> str | None:
+    """Return the last of the answers that an extractor yields, or None."""
+    found = None
+    for answer in answers:
+        found = answer
+    return found
 
 
 def _find_matches(compiled: Any, text: str) -> Iterator[str | None]:

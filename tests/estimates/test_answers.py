@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.estimates.answers import CHOICE_CHARS, CHOICES, PATTERN_CHARS, create_extractor
+from darts_server.estimates.answers import CHOICE_CHARS, CHOICES, PATTERN_CHARS, create_extractor, last
 from darts_server.exceptions import InvalidRequest
 
 
 def extract(pattern: str | Sequence[str], text: str) -> str | None:
-    return [None, *create_extractor(pattern)(text)][-1]
+    return last(create_extractor(pattern)(text))
 
 
 # --- patterns ---------------------------------------------------------------
