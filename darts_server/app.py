@@ -7,9 +7,9 @@ routes.
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +40,7 @@ from darts_server.metrics.collectors import (
 )
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
+from darts_server.metrics.verifiers import VerifierMetrics
 from darts_server.observers import UpdateEvents
 from darts_server.policy.allocation import Brownout
 from darts_server.quality.remote import RemoteHead
@@ -62,6 +63,8 @@ from darts_server.settings import Settings
 from darts_server.settings.fields import ENV_PREFIX
 from darts_server.startup_checks import Finding, Verdict, check_address, check_local, check_vllm, fail
 from darts_server.store import NumberedFile, Store
+from darts_server.verify.specs import parse_specs
+from darts_server.verify.verifiers import VerifierLimits, Verifiers
 from darts_server.vllm import flags
 from darts_server.vllm.api import server
 from darts_server.vllm.api.engine import VllmBatches, VllmPort, VllmRollouts, VllmVoteRunner
@@ -190,8 +193,11 @@ async def _serve(
     lifecycle = Lifecycle()
     with server.bind_socket(args) as sock, ExitStack() as closing:
         log_start(args.model)
-        async with _start_engines(settings, args, argv) as engine, AsyncExitStack() as keeping:
-            rooms = make_rooms(settings, engine, access, store, staging, closing)
+        async with AsyncExitStack() as keeping:
+            # Before the engine, whose start takes minutes: wrong code of a verifier is an error at once.
+            verifiers = await keeping.enter_async_context(_start_verifiers(settings))
+            engine = await keeping.enter_async_context(_start_engines(settings, args, argv))
+            rooms = make_rooms(settings, engine, access, store, staging, closing, verifiers)
             has_key_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
 
@@ -233,6 +239,27 @@ async def _serve(
             finally:
                 lost = await rooms.batches.close()
     return exit_code(engine.llm, lifecycle, lost)
+
+
+@asynccontextmanager
+async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
+    """Start the verifiers of the settings, and end their processes at last.
+
+    Raises:
+        InvalidSetting: the code of a verifier cannot be loaded.
+    """
+    limits = VerifierLimits(
+        settings.verifier_timeout,
+        settings.verifier_processes,
+        settings.verifier_requests,
+        settings.verifier_memory,
+    )
+    verifiers = Verifiers(parse_specs(settings.verifier), limits, settings.verifier_default)
+    await verifiers.start()
+    try:
+        yield verifiers
+    finally:
+        await verifiers.close()
 
 
 def _restore_history(settings: Settings, engine: RunningEngine, answers: NumberedFile) -> History:
@@ -277,9 +304,11 @@ def make_rooms(
     store: Store,
     staging: Staging,
     closing: ExitStack,
+    verifiers: Verifiers,
 ) -> Rooms:
     """Create the rooms from bottom to top. ``closing`` closes them when the server ends."""
     port = engine.port
+    verifiers.called.add(VerifierMetrics(engine.model_name, verifiers.names).called)
 
     # Policies, learned state, and groups.
     control = Control(settings)

@@ -21,6 +21,7 @@ from darts_server.exceptions import InvalidSetting, StateError
 from darts_server.http.security.access import Access, check_listening
 from darts_server.settings import Settings
 from darts_server.store.store import FILE_NAME, Store
+from darts_server.verify.specs import parse_specs
 from darts_server.vllm.compat import version_warning, vllm_version
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,6 +68,7 @@ def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
         yield check_port(args.host, args.port)
     yield check_state(settings.state_dir)
     yield check_policy(settings)
+    yield check_verifiers(settings)
 
     # Importing vLLM takes seconds.
     from darts_server.vllm import checks
@@ -93,6 +95,15 @@ def _judge(subject: str, description: str, fault: str | None) -> Finding:
     if fault is None:
         return ok(subject, description)
     return fail(subject, f"{description}: {fault}")
+
+
+def check_verifiers(settings: Settings) -> Finding:
+    """Check the verifiers as far as it is possible without running their code."""
+    try:
+        specs = parse_specs(settings.verifier)
+    except InvalidSetting as error:
+        return fail("verifiers", str(error))
+    return ok("verifiers", ", ".join(spec.name for spec in specs) or "none")
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARED_BYTES) -> Finding:

@@ -125,6 +125,23 @@ class VoteOutcome(StrEnum):
     NO_ANSWER = "no_answer"
 
 
+class VerifierResult(StrEnum):
+    """How a verifier's call for an answer ended."""
+
+    REWARD = "reward"
+    NONE = "none"
+    """The verifier gave no reward, without an error."""
+    TIMEOUT = "timeout"
+    ERROR = "error"
+    """The verifier's function raised, or its server answered with an error."""
+    INVALID = "invalid"
+    """The verifier returned something else than a finite number."""
+    CRASH = "crash"
+    """The verifier's process died."""
+    UNREACHABLE = "unreachable"
+    """The verifier's server did not answer."""
+
+
 class PruningStatus(StrEnum):
     """Whether candidates are pruned by quality, or the reason why all of them are kept."""
 

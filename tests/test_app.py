@@ -20,6 +20,7 @@ from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.serving.gate import Gate
 from darts_server.store import Store
 from darts_server.types import PromptSpec
+from darts_server.verify.verifiers import Verifiers
 from darts_server.weights.staging import Staging
 
 pytestmark = pytest.mark.anyio
@@ -61,7 +62,7 @@ def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -
     store = closing.enter_context(Store(folder))
     staging = closing.enter_context(Staging())
     loaded = settings.load({"state_dir": str(folder)}, None)
-    rooms = app.make_rooms(loaded, engine, access or Access(), store, staging, closing)
+    rooms = app.make_rooms(loaded, engine, access or Access(), store, staging, closing, Verifiers([]))
     return rooms, store
 
 

@@ -39,6 +39,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.http.options import merge_options
 from darts_server.offline.demo.server import ENVIRONMENT, FLAGS, MODEL, bind
 from darts_server.store import Store
+from darts_server.verify.verifiers import Verifiers
 from darts_server.vllm import flags
 from darts_server.vllm.api import launch
 from darts_server.vllm.fleet.host import Start
@@ -133,7 +134,7 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
     with Store(None) as store, Staging(None) as staging, ExitStack() as closing:
         async with launch.start_fleet(args, ARGV, engines, places.place, "127.0.0.1", 0.0) as engine:
             access = app._make_access(loaded, args)
-            rooms = app.make_rooms(loaded, engine, access, store, staging, closing)
+            rooms = app.make_rooms(loaded, engine, access, store, staging, closing, Verifiers([]))
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             yield engine.llm
 

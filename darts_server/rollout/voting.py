@@ -12,16 +12,15 @@ from statistics import fmean
 from typing import Generic, Literal
 
 from darts_server.engine.port import OutputT, PromptRenderer, RequestT
+from darts_server.estimates.answers import Extractor, create_extractor
 from darts_server.estimates.calibration import Calibration, CalibrationStatus, Label
 from darts_server.exceptions import InvalidRequest, StateError
 from darts_server.group.selection import InOrder
 from darts_server.policy.survival import Pruning
 from darts_server.policy.voting import (
-    Extractor,
     Tally,
     Vote,
     count_votes,
-    create_extractor,
     create_weighting,
     is_decided,
 )

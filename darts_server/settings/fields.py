@@ -49,6 +49,14 @@ def _parse_dialects(value: object) -> object:
     return tuple(dict.fromkeys(filter(None, stripped)))
 
 
+def _split_lines(value: object) -> object:
+    """Return the lines of a text that are not empty, or a list as it is."""
+    lines = value.splitlines() if isinstance(value, str) else value
+    if not isinstance(lines, list | tuple):
+        return value
+    return tuple(line for line in lines if not isinstance(line, str) or line.strip())
+
+
 def _parse_detection_points(value: Any) -> object:
     """Return the whole numbers in ``128,512`` or in a list, ascending."""
     try:
@@ -218,6 +226,24 @@ class Settings(BaseModel):
     """arrol: how candidates are scored. head: by hidden states, with a quality head that is trained on rewards.
     logprob: by the mean log-prob of their tokens. lowest_logprob: by the lowest mean log-prob of 64 tokens in a row.
     head+logprob: by hidden states and log-probs, with a quality head that is trained on rewards."""
+
+    verifier: Annotated[tuple[str, ...], BeforeValidator(_split_lines)] = ()
+    """Verifier that gives finished candidates their rewards, as [NAME=][WEIGHT*]SPEC. SPEC: FILE.py:FUNCTION (a reward
+    function of veRL or TRL), boxed or regex:PATTERN (compares the answer with metadata.answer), math-verify, or
+    openrlhf+URL, nemo-gym+URL or slime+URL. Repeat the flag for several verifiers: the reward is the sum of their
+    rewards, each times its weight. A variable has one verifier per line. Default: rewards are only reported."""
+    verifier_default: float | None = Field(None, allow_inf_nan=False)
+    """Reward in place of a verifier's reward, if the verifier fails, takes too long or returns none. Default: then the
+    candidate has no reward."""
+    verifier_timeout: float = Field(30.0, ge=0.01, le=3600)
+    """Seconds that a verifier may take for a candidate. Then its process is killed, or its request ended."""
+    verifier_processes: int | None = Field(None, ge=1, le=1024)
+    """Maximum processes of each verifier that is not a URL. They are started when they are needed. Default: half as
+    many as there are cores."""
+    verifier_requests: int = Field(64, ge=1, le=4096)
+    """Maximum requests at the same time to each verifier that is a URL."""
+    verifier_memory: int = Field(4 << 30, ge=0)
+    """Maximum memory in bytes of each process of a verifier. 0: no limit."""
 
     grace_seconds: float | None = Field(None, ge=0, le=86400)
     """Seconds that running requests may take after a stop signal. Then batches get what their groups have generated,

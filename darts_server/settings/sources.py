@@ -31,14 +31,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for name, field in Settings.model_fields.items():
         if field.annotation is bool:
             group.add_argument(flag_of(name), dest=name, action="store_const", const="true", help=field.description)
+        elif field.annotation == tuple[str, ...]:
+            group.add_argument(
+                flag_of(name), dest=name, action="append", metavar=metavar_of(name, field), help=help_of(field)
+            )
         else:
             group.add_argument(flag_of(name), dest=name, metavar=metavar_of(name, field), help=help_of(field))
 
 
-def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
+def load(flags: Mapping[str, str | list[str] | None], config: str | None) -> Settings:
     """Load settings from flags, the environment and the TOML file ``config``.
 
-    ``flags``: values by setting; None if not given.
+    ``flags``: values by setting, a list if the flag may be repeated; None if not given.
 
     Raises:
         InvalidSetting: names the key, the value and the allowed values.
@@ -63,7 +67,7 @@ def load(flags: Mapping[str, str | None], config: str | None) -> Settings:
         raise InvalidSetting(f"--darts-config {config}: {error}") from error
 
 
-def _describe(error: Any, given: Mapping[str, str]) -> str:
+def _describe(error: Any, given: Mapping[str, str | list[str]]) -> str:
     """Describe pydantic's error with the setting's source and help."""
     message = _message_of(error)
     # An error of a combination of settings has no location.
@@ -142,6 +146,7 @@ METAVARS: dict[Any, str] = {
     str: "NAME",
     str | None: "NAME",
     tuple[Dialect, ...]: "NAME",
+    tuple[str, ...]: "SPEC",
     SecretStr | None: "KEY",
 }
 """Placeholders by the type of a setting."""

@@ -23,6 +23,7 @@ from darts_server.offline.demo.server import MODEL
 from darts_server.serving.gate import Gate
 from darts_server.serving.lifecycle import Lifecycle
 from darts_server.store import Store
+from darts_server.verify.verifiers import Verifiers
 from darts_server.vllm import flags
 from darts_server.weights.staging import Staging
 
@@ -51,7 +52,7 @@ def full_app() -> Iterator[FastAPI]:
             llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes", source="routes", fingerprint=""
         )
         defaults = settings.load({"dialect": "areal,nemo-rl,prime-rl,skyrl"}, None)
-        rooms = app.make_rooms(defaults, engine, Access(), store, staging, closing)
+        rooms = app.make_rooms(defaults, engine, Access(), store, staging, closing, Verifiers([]))
         built.middleware_stack = None
         app.extend(built, rooms, defaults, Access(), Lifecycle(), "routes")
         yield built

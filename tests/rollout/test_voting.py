@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.engine.scripted import Script, settle
+from darts_server.estimates.answers import Extractor, create_extractor
 from darts_server.estimates.calibration import CalibrationStatus, Label
 from darts_server.exceptions import CandidateFailed, InvalidRequest
-from darts_server.policy.voting import Extractor, create_extractor
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.voting import (
     KINDS,

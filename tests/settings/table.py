@@ -31,6 +31,7 @@ SECTIONS = {
     "weights_root": "New weights and dialects",
     "api_key_file": "Security and limits",
     "detect_at": "Pruning by quality",
+    "verifier": "Verifiers",
     "grace_seconds": "Running",
 }
 """Title of each section, by its first setting."""

@@ -1,0 +1,186 @@
+"""Collect the answers that wait at the same moment into batches, and give the batches to runners."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from darts_server.exceptions import DartsError
+from darts_server.types import VerifierResult
+from darts_server.verify.calls import Call
+from darts_server.verify.types import Answer
+
+DECAY = 0.95
+"""Factor of the estimated time per answer with each faster batch. After a slow call, the next batches are small, so
+that few answers wait behind the next slow call."""
+MIN_SECONDS = 1e-6
+CLOSED = Call(VerifierResult.CRASH, detail="was not called: the server is stopping")
+LOST = Call(VerifierResult.CRASH, detail="was not called: its process died twice before the call")
+
+
+class RunnerFailed(DartsError):
+    """A runner cannot be started. The message says why."""
+
+
+@dataclass(slots=True)
+class BatchLimits:
+    """Limits of a batch.
+
+    ``answers``: maximum number of answers. ``seconds``: time that a batch should take at most. ``shared``: whether
+    waiting answers are divided equally among all runners.
+    """
+
+    answers: int = 1
+    seconds: float = math.inf
+    shared: bool = True
+
+
+class Runner(Protocol):
+    """A process, or a connection, that runs one batch at a time."""
+
+    limits: BatchLimits
+
+    async def prepare(self) -> None:
+        """Start the runner. Raises `RunnerFailed`."""
+        ...
+
+    async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
+        """Run a batch. Never raises. None stands for an answer whose call must be repeated for the answer alone."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `prepare` need not be called again."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    answer: Answer
+    future: asyncio.Future[Call]
+    began: float
+    alone: bool = False
+
+
+class Batcher:
+    """Runs the calls of a verifier on its runners. A runner is started when all others are busy.
+
+    ``ended``: called with each call that ends, and its seconds including the wait for a runner.
+    """
+
+    def __init__(self, runners: Sequence[Runner], ended: Callable[[Call, float], None]) -> None:
+        self._ended = ended
+        self._runners = runners
+        # The runner that ended last is used first. Runners that must be started stand in front.
+        self._free = list(runners)
+        self._starting = 0
+        self._waiting: deque[Job] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seconds = math.inf
+        self._is_scheduled = False
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Start one runner.
+
+        Raises:
+            RunnerFailed
+        """
+        await self._free[-1].prepare()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._end_waiting(CLOSED)
+        await asyncio.gather(*(runner.close() for runner in self._runners))
+
+    def call(self, answer: Answer) -> asyncio.Future[Call]:
+        """Call the verifier. The future never has an exception."""
+        loop = asyncio.get_running_loop()
+        job = Job(answer, loop.create_future(), loop.time())
+        self._waiting.append(job)
+        # Answers of the same turn of the event loop go into the same batch.
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            loop.call_soon(self._dispatch)
+        return job.future
+
+    def _dispatch(self) -> None:
+        self._is_scheduled = False
+        if self._is_closed:
+            self._end_waiting(CLOSED)
+        while self._waiting and self._free:
+            jobs: list[Job] = []
+            if self._free[-1].is_ready:
+                jobs = self._take(self._free[-1].limits)
+                if not jobs:
+                    return
+            elif self._starting >= len(self._waiting):
+                return
+            task = asyncio.create_task(self._serve(self._free.pop(), jobs))
+            self._starting += not jobs
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _take(self, limits: BatchLimits) -> list[Job]:
+        """Remove the next batch from the queue."""
+        most = limits.answers
+        if limits.seconds < math.inf:
+            most = max(1, min(most, int(limits.seconds / self._seconds)))
+        if limits.shared:
+            most = min(most, math.ceil(len(self._waiting) / len(self._runners)))
+        jobs: list[Job] = []
+        # A job that must be alone is a batch.
+        while self._waiting and len(jobs) < most and not (jobs and self._waiting[0].alone):
+            job = self._waiting.popleft()
+            # Nobody waits if the group was cancelled.
+            if not job.future.done():
+                jobs.append(job)
+                most = 1 if job.alone else most
+        return jobs
+
+    async def _serve(self, runner: Runner, jobs: Sequence[Job]) -> None:
+        """Run a batch, or start the runner if ``jobs`` is empty."""
+        if jobs:
+            await self._run(runner, jobs)
+        else:
+            try:
+                await runner.prepare()
+            except RunnerFailed as error:
+                if not any(each.is_ready for each in self._runners) and self._starting == 1:
+                    self._end_waiting(Call(VerifierResult.CRASH, detail=str(error)))
+            finally:
+                self._starting -= 1
+        self._free.insert(len(self._free) if runner.is_ready else 0, runner)
+        self._dispatch()
+
+    async def _run(self, runner: Runner, jobs: Sequence[Job]) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        calls: Sequence[Call | None] = [CLOSED] * len(jobs)
+        try:
+            calls = await runner.run([job.answer for job in jobs])
+        finally:
+            seconds = max((loop.time() - began) / len(jobs), MIN_SECONDS)
+            self._seconds = seconds if self._seconds == math.inf else max(seconds, DECAY * self._seconds)
+            for job, call in zip(jobs, calls, strict=True):
+                if call is None and not job.alone:
+                    job.alone = True
+                    self._waiting.appendleft(job)
+                else:
+                    self._end(job, call or LOST)
+
+    def _end_waiting(self, call: Call) -> None:
+        while self._waiting:
+            self._end(self._waiting.popleft(), call)
+
+    def _end(self, job: Job, call: Call) -> None:
+        if not job.future.done():
+            job.future.set_result(call)
+            self._ended(call, asyncio.get_running_loop().time() - job.began)

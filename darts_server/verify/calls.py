@@ -1,0 +1,65 @@
+"""The results of verifiers' calls: what a verifier returned, as a reward."""
+
+import math
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from darts_server.types import VerifierResult
+
+REWARD_KEYS = ("score", "reward")
+CORRECT_KEYS = ("acc", "correct", "is_correct")
+"""Keys of returned dictionaries: veRL's ``acc``, and names of other trainers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The end of a verifier's call for one answer.
+
+    ``correct``: what the verifier says, or None if it gives a reward only. ``detail``: why there is no reward.
+    """
+
+    result: VerifierResult
+    reward: float | None = None
+    correct: bool | None = None
+    detail: str = ""
+
+
+def call_of(returned: object) -> Call:
+    """Return the call that ended with this returned value: a number, or a dictionary with a number.
+
+    A boolean says whether the answer is correct. The numbers of numpy and torch are numbers.
+    """
+    try:
+        reward: object = returned
+        correct: object = None
+        if isinstance(returned, Mapping):
+            reward = _find(returned, REWARD_KEYS)
+            correct = _find(returned, CORRECT_KEYS)
+            if reward is None and not any(key in returned for key in REWARD_KEYS):
+                return Call(VerifierResult.INVALID, detail="returned a dictionary without 'score'")
+        elif isinstance(returned, bool):
+            correct = returned
+        if reward is None:
+            return Call(VerifierResult.NONE, detail="returned None")
+        number = _number(reward)
+        if number is None or not math.isfinite(number):
+            detail = f"returned {reprlib.repr(reward)} ({type(reward).__name__}) instead of a finite number"
+            return Call(VerifierResult.INVALID, detail=detail)
+        is_correct = _number(correct)
+        return Call(VerifierResult.REWARD, number, None if is_correct is None else is_correct > 0)
+    except Exception as error:
+        # A returned object is foreign code too.
+        return Call(VerifierResult.INVALID, detail=f"returned a value that raises {type(error).__name__}")
+
+
+def _find(returned: Mapping[object, object], keys: tuple[str, ...]) -> object:
+    return next((returned[key] for key in keys if key in returned), None)
+
+
+def _number(value: object) -> float | None:
+    # Numbers of numpy and torch.
+    item = getattr(value, "item", None)
+    if callable(item):
+        value = item()
+    return float(value) if isinstance(value, int | float) else None

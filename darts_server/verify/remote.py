@@ -1,0 +1,165 @@
+"""Verifiers behind a URL, by the protocols of three trainers.
+
+* OpenRLHF (``--reward.remote_url``): ``{"query", "prompts", "labels"}``, lists of the same length, is answered by
+  ``{"rewards"}``. A query is the prompt with the answer.
+* NeMo-Gym (``/verify`` of a resources server): a row of the data set with ``response``, a response of OpenAI's
+  Responses API, is answered by ``{"reward"}``.
+* slime (``--rm-url``): ``{"prompt", "response", "label"}`` is answered by a number, or a dictionary with a number.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+
+from darts_server.types import VerifierResult
+from darts_server.verify.batcher import BatchLimits
+from darts_server.verify.calls import Call, call_of
+from darts_server.verify.specs import Kind
+from darts_server.verify.types import Answer
+
+OPENRLHF_ANSWERS = 64
+RETRY_SECONDS = (0.2, 1.0, 3.0)
+"""Pauses before a request is sent again."""
+RETRIED = frozenset({429, 500, 502, 503, 504})
+"""Statuses of servers that are busy, or that fail for a moment."""
+SHOWN_CHARS = 200
+HEADERS = {"Content-Type": "application/json"}
+
+
+class Refused(Exception):
+    """The server answered with an error, or with nonsense."""
+
+
+class Connection:
+    """A runner that sends one request at a time. ``timeout``: seconds of a request with its repetitions."""
+
+    is_ready = True
+
+    def __init__(self, client: httpx.AsyncClient, kind: Kind, url: str, timeout: float) -> None:
+        self.limits = BatchLimits()
+        if kind is Kind.OPENRLHF:
+            self.limits = BatchLimits(OPENRLHF_ANSWERS, timeout / 2, shared=False)
+        self._client = client
+        self._kind = kind
+        self._url = url
+        self._timeout = timeout
+
+    async def prepare(self) -> None:
+        """Do nothing: the client connects when it sends."""
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
+        try:
+            async with asyncio.timeout(self._timeout):
+                returned = await self._post(answers)
+        except TimeoutError:
+            failure = Call(VerifierResult.TIMEOUT, detail=f"took longer than {self._timeout:g} seconds")
+        except httpx.HTTPError as error:
+            failure = Call(VerifierResult.UNREACHABLE, detail=f"cannot be reached: {type(error).__name__} {error}")
+            return [failure] * len(answers)
+        except Refused as error:
+            failure = Call(VerifierResult.ERROR, detail=str(error))
+        else:
+            rewards = [returned]
+            if self._kind is Kind.OPENRLHF:
+                rewards = _rewards_of(returned)
+            if len(rewards) == len(answers):
+                return list(map(call_of, rewards))
+            detail = f"returned {len(rewards)} rewards for {len(answers)} answers"
+            failure = Call(VerifierResult.INVALID, detail=detail)
+        # An answer that the server cannot bear must not cost the other answers their rewards.
+        return [failure] if len(answers) == 1 else [None] * len(answers)
+
+    async def _post(self, answers: Sequence[Answer]) -> Any:
+        """Send a request, again if it may help, and return the decoded answer.
+
+        Raises:
+            Refused, httpx.HTTPError
+        """
+        try:
+            # Long texts would delay the event loop.
+            body = await asyncio.to_thread(_encode, self._kind, answers)
+        except UnicodeEncodeError as error:
+            raise Refused(f"cannot get the answer: {error}") from error
+        for pause in (*RETRY_SECONDS, None):
+            try:
+                response = await self._client.post(self._url, content=body, headers=HEADERS)
+                if response.status_code not in RETRIED or pause is None:
+                    break
+            except httpx.HTTPError:
+                if pause is None:
+                    raise
+            await asyncio.sleep(pause)
+        shown = response.text[:SHOWN_CHARS]
+        if not response.is_success:
+            raise Refused(f"answered with status {response.status_code}: {shown}")
+        try:
+            return msgspec.json.decode(response.content)
+        except msgspec.DecodeError as error:
+            raise Refused(f"did not answer with JSON: {shown}") from error
+
+
+def _rewards_of(returned: Any) -> list[object]:
+    """Return the rewards in the answer of an OpenRLHF reward server."""
+    rewards = returned.get("rewards") if isinstance(returned, Mapping) else None
+    return rewards if isinstance(rewards, list) else []
+
+
+def _encode(kind: Kind, answers: Sequence[Answer]) -> bytes:
+    """Return the body of a request. Only OpenRLHF's protocol has several answers in a request."""
+    columns = [_columns(answer) for answer in answers]
+    labels = [_label(each) for each in columns]
+    if kind is Kind.OPENRLHF:
+        prompts = [_prompt_text(answer, each) for answer, each in zip(answers, columns, strict=True)]
+        queries = [prompt + answer.text for prompt, answer in zip(prompts, answers, strict=True)]
+        return msgspec.json.encode({"query": queries, "prompts": prompts, "labels": labels})
+
+    [answer] = answers
+    prompt = _messages(answer) or _prompt_text(answer, columns[0])
+    if kind is Kind.SLIME:
+        return msgspec.json.encode({"prompt": prompt, "response": answer.text, "label": labels[0]})
+    row = {"responses_create_params": {"input": prompt}, **columns[0]}
+    return msgspec.json.encode({**row, "response": _response_of(answer)})
+
+
+def _response_of(answer: Answer) -> dict[str, object]:
+    """Return an answer as a response of the Responses API."""
+    content = {"type": "output_text", "text": answer.text, "annotations": []}
+    message = {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [content]}
+    return {
+        "id": "resp",
+        "object": "response",
+        "created_at": 0,
+        "model": "policy",
+        "output": [message],
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+
+
+def _columns(answer: Answer) -> dict[str, Any]:
+    columns = msgspec.json.decode(answer.prompt.metadata or b"{}")
+    return columns if isinstance(columns, dict) else {}
+
+
+def _label(columns: Mapping[str, Any]) -> object:
+    return next((columns[name] for name in ("label", "answer", "ground_truth") if name in columns), None)
+
+
+def _messages(answer: Answer) -> Any:
+    return None if answer.prompt.messages is None else msgspec.json.decode(answer.prompt.messages)
+
+
+def _prompt_text(answer: Answer, columns: Mapping[str, Any]) -> str:
+    """Return the prompt as a text: of messages the contents. The text of token ids is the column ``prompt``."""
+    messages = _messages(answer)
+    if messages is None:
+        return answer.prompt.text or str(columns.get("prompt", ""))
+    contents = [message.get("content") for message in messages]
+    return "\n".join(content for content in contents if isinstance(content, str))

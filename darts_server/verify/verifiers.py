@@ -1,0 +1,133 @@
+"""All verifiers of the command line, as one `Verifier`."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import httpx
+
+from darts_server.exceptions import InvalidSetting
+from darts_server.observers import Event
+from darts_server.types import VerifierResult
+from darts_server.verify.batcher import Batcher, Runner, RunnerFailed
+from darts_server.verify.calls import Call
+from darts_server.verify.channel import Task
+from darts_server.verify.process import Process
+from darts_server.verify.remote import Connection
+from darts_server.verify.specs import REMOTE, Spec
+from darts_server.verify.types import NO_VERDICT, Answer, Verdict
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierLimits:
+    """Limits of each verifier.
+
+    ``seconds``: time of a call. ``processes``, or for a URL ``requests``: number of calls at the same time. ``memory``:
+    memory of a process in bytes, 0 for no limit.
+    """
+
+    seconds: float = 30.0
+    processes: int | None = None
+    requests: int = 64
+    memory: int = 4 << 30
+
+
+class Verifiers:
+    """Gives answers the weighted sum of their verifiers' rewards.
+
+    ``default``: reward of a verifier that gives none. Without it, an answer has no reward if a verifier gives none.
+    An answer is correct if no verifier says that it is wrong. If no verifier says whether it is correct, it is correct
+    with a reward above 0.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        limits: VerifierLimits | None = None,
+        default: float | None = None,
+    ) -> None:
+        self.called = Event[[str, VerifierResult, float]]()
+        """A call has ended: the verifier's name, the result, and seconds including the wait for a process."""
+        self._default = default
+        self._specs = {spec.name: spec for spec in specs}
+        self._batchers = {
+            spec.name: Batcher(_runners(spec, limits or VerifierLimits()), partial(self._record, spec.name))
+            for spec in specs
+        }
+        self._named: set[tuple[str, VerifierResult]] = set()
+
+    @property
+    def names(self) -> Sequence[str]:
+        return tuple(self._specs)
+
+    async def start(self) -> None:
+        """Load the code of all verifiers, each in its first process.
+
+        Raises:
+            InvalidSetting: the code of a verifier cannot be loaded.
+        """
+        starts = [batcher.start() for batcher in self._batchers.values()]
+        started = await asyncio.gather(*starts, return_exceptions=True)
+        for spec, error in zip(self._specs.values(), started, strict=True):
+            if error is not None:
+                await self.close()
+            if isinstance(error, RunnerFailed):
+                raise InvalidSetting(f"--verifier {spec.text}: {error}") from error
+            if error is not None:
+                raise error
+
+    async def close(self) -> None:
+        """End all calls without a verdict, and all processes."""
+        await asyncio.gather(*(batcher.close() for batcher in self._batchers.values()))
+
+    async def verify(self, answer: Answer, names: Sequence[str] = ()) -> Verdict:
+        chosen = tuple(dict.fromkeys(names)) or self.names
+        if not self._specs.keys() >= set(chosen):
+            return NO_VERDICT
+        futures = [self._batchers[name].call(answer) for name in chosen]
+        try:
+            calls = [await future for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+        total = 0.0
+        says_correct = []
+        for name, call in zip(chosen, calls, strict=True):
+            reward = self._default if call.reward is None else call.reward
+            if reward is None:
+                return NO_VERDICT
+            total += self._specs[name].weight * reward
+            if call.correct is not None:
+                says_correct.append(call.correct)
+        correct = all(says_correct) if says_correct else total > 0
+        return Verdict(total, correct)
+
+    def _record(self, name: str, call: Call, seconds: float) -> None:
+        self.called(name, call.result, seconds)
+        if call.result is not VerifierResult.REWARD and (name, call.result) not in self._named:
+            self._named.add((name, call.result))
+            logger.warning(
+                "the verifier %s gave no reward (%s): it %s; further answers like this are only counted, in "
+                "darts_verifier_calls_total",
+                name,
+                call.result,
+                call.detail,
+            )
+
+
+def _runners(spec: Spec, limits: VerifierLimits) -> list[Runner]:
+    if spec.kind in REMOTE:
+        client = httpx.AsyncClient(
+            timeout=limits.seconds,
+            limits=httpx.Limits(max_connections=limits.requests, max_keepalive_connections=limits.requests),
+        )
+        return [Connection(client, spec.kind, spec.target, limits.seconds) for _ in range(limits.requests)]
+    # The engine and the server need cores too.
+    processes = limits.processes or max(1, len(os.sched_getaffinity(0)) // 2)
+    task = Task(spec.kind, spec.target, spec.function, limits.memory)
+    return [Process(task, limits.seconds) for _ in range(processes)]

@@ -1,0 +1,50 @@
+"""A verifier's process: ``python -m darts_server.verify.worker CHANNEL TABLE SERVER``.
+
+The arguments are the file descriptors of the socket and of the table in shared memory, and the server's process id.
+
+Two processes run: the worker, which runs the user's code, and its guard. When the worker ends, or the server, the guard
+kills the whole process group. So programs that the user's code has started end too, even if the code holds the
+interpreter lock for ever.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+
+NICE = 5
+"""Serving has priority."""
+
+
+def main(channel: int, table: int, server: int) -> None:
+    worker = os.fork()
+    # Imported after the fork, so that the guard stays small.
+    if worker == 0:
+        from darts_server.verify.loop import run
+
+        os.nice(NICE)
+        run(channel, table)
+        os._exit(0)
+
+    processes = []
+    try:
+        processes = [os.pidfd_open(pid) for pid in (server, worker)]
+    except ProcessLookupError:
+        # The server has ended already.
+        os.killpg(0, signal.SIGKILL)
+    select.select(processes, [], [])
+    ended, status = os.waitpid(worker, os.WNOHANG)
+    if ended:
+        code = os.waitstatus_to_exitcode(status)
+        exit_text = f"exited with status {code}"
+        if code < 0:
+            exit_text = f"was killed by {signal.Signals(-code).name}"
+        os.set_blocking(channel, False)
+        with socket.socket(fileno=channel) as sock:
+            sock.send(b'{"exit":"%s"}\n' % exit_text.encode())
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
