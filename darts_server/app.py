@@ -327,6 +327,7 @@ def make_rooms(
         admission_limits=AdmissionLimits(max_waiting, settings.max_candidates_per_key),
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
+        verifier=verifiers if verifiers.names else None,
     )
     control.apply_to(rollouts, engine.llm.speculate)
     shaping = control.planner.shaping(settings.policy)
