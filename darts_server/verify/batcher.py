@@ -147,17 +147,17 @@ class Batcher:
 
     async def _serve(self, runner: Runner, jobs: Sequence[Job]) -> None:
         """Run a batch, or start the runner if ``jobs`` is empty."""
-        if jobs:
-            await self._run(runner, jobs)
-        else:
-            try:
+        try:
+            if jobs:
+                await self._run(runner, jobs)
+            else:
                 await runner.prepare()
-            except RunnerFailed as error:
-                if not any(each.is_ready for each in self._runners) and self._starting == 1:
-                    self._end_waiting(Call(VerifierResult.CRASH, detail=str(error)))
-            finally:
-                self._starting -= 1
-        self._free.insert(len(self._free) if runner.is_ready else 0, runner)
+        except RunnerFailed as error:
+            if self._starting == 1 and not any(each.is_ready for each in self._runners):
+                self._end_waiting(Call(VerifierResult.CRASH, detail=str(error)))
+        finally:
+            self._starting -= not jobs
+            self._free.insert(len(self._free) if runner.is_ready else 0, runner)
         self._dispatch()
 
     async def _run(self, runner: Runner, jobs: Sequence[Job]) -> None:

@@ -4,6 +4,9 @@ import math
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from darts_server.types import VerifierResult
 
@@ -25,6 +28,12 @@ class Call:
     detail: str = ""
 
 
+def columns_of(metadata: bytes | None) -> dict[str, Any]:
+    """Return the columns in a prompt's metadata, which is a JSON object."""
+    columns = msgspec.json.decode(metadata or b"{}")
+    return columns if isinstance(columns, dict) else {}
+
+
 def call_of(returned: object) -> Call:
     """Return the call that ended with this returned value: a number, or a dictionary with a number.
 
@@ -34,10 +43,11 @@ def call_of(returned: object) -> Call:
         reward: object = returned
         correct: object = None
         if isinstance(returned, Mapping):
-            reward = _find(returned, REWARD_KEYS)
-            correct = _find(returned, CORRECT_KEYS)
-            if reward is None and not any(key in returned for key in REWARD_KEYS):
+            if not any(key in returned for key in REWARD_KEYS):
                 return Call(VerifierResult.INVALID, detail="returned a dictionary without 'score'")
+            # NeMo-Gym masks a sample whose reward means nothing.
+            reward = None if returned.get("mask_sample") else _find(returned, REWARD_KEYS)
+            correct = _find(returned, CORRECT_KEYS)
         elif isinstance(returned, bool):
             correct = returned
         if reward is None:

@@ -45,22 +45,19 @@ class Item(msgspec.Struct, array_like=True):
     metadata: bytes | None
     messages: bytes | None = None
     prompt_text: bytes | None = None
-    prompt_ids: Sequence[int] | None = None
     token_ids: Sequence[int] = ()
 
 
 class Report(msgspec.Struct, omit_defaults=True):
     """What a process says after it has loaded its function, after a batch, and when it dies.
 
-    ``is_trl``: whether the function has TRL's form. ``error``: why the function cannot be loaded. ``details``: why
-    answers have no reward, by their index. Only the first failure of each kind has a detail. ``exit``: how the process
-    ended.
+    ``is_trl``: whether the function has TRL's form. ``fault``: why the code cannot be loaded, or how the process ended.
+    ``details``: why answers have no reward, by their index.
     """
 
     is_trl: bool = False
-    error: str = ""
+    fault: str = ""
     details: dict[int, str] = {}
-    exit: str = ""
 
 
 def write_record(

@@ -21,17 +21,7 @@ import msgspec
 from darts_server.types import VerifierResult
 from darts_server.verify.batcher import BatchLimits, RunnerFailed
 from darts_server.verify.calls import Call
-from darts_server.verify.channel import (
-    DONE,
-    MAX_BATCH,
-    RUNNING,
-    TABLE_BYTES,
-    Item,
-    Report,
-    Task,
-    frame,
-    read_record,
-)
+from darts_server.verify.channel import DONE, MAX_BATCH, RUNNING, TABLE_BYTES, Item, Report, Task, frame, read_record
 from darts_server.verify.types import Answer
 
 LOAD_SECONDS = 300.0
@@ -41,7 +31,8 @@ BATCH_SECONDS = 0.005
 TRL_ANSWERS = 16
 MAX_DELAY = 2.0
 """Longest pause in seconds before a process is started again that has died several times in a row."""
-DIED = "died"
+REPORT_BYTES = 1 << 20
+"""Each of 256 answers may have a detail of some hundred characters."""
 
 
 class Process:
@@ -67,62 +58,40 @@ class Process:
         await self.close()
         if self._deaths > 1:
             await asyncio.sleep(min(0.05 * 2.0**self._deaths, MAX_DELAY))
+        self._deaths += 1
         try:
-            report = await self._load()
-        except BaseException:
-            await self._fail()
-            raise
+            async with asyncio.timeout(LOAD_SECONDS):
+                await self._start()
+                report = await self._read_report()
+        except OSError as error:
+            report = Report(fault=f"process cannot be started within {LOAD_SECONDS:g} seconds: {error}")
+        if report.fault:
+            await self.close()
+            raise RunnerFailed(f"its {report.fault}")
         self._is_trl = report.is_trl
         if report.is_trl:
             # A call may take long for each answer, or not longer for many answers than for one.
             self.limits = BatchLimits(TRL_ANSWERS, self._timeout / 2)
 
-    async def _load(self) -> Report:
-        """Start the process, and wait until it has loaded the verifier's code."""
-        try:
-            await self._start()
-            async with asyncio.timeout(LOAD_SECONDS):
-                report = await self._read_report()
-        except TimeoutError as error:
-            raise RunnerFailed(f"its code was not loaded within {LOAD_SECONDS:g} seconds") from error
-        except OSError as error:
-            raise RunnerFailed(f"its process cannot be started: {error}") from error
-        if report.error:
-            raise RunnerFailed(f"its code cannot be loaded: {report.error}")
-        if report.exit:
-            raise RunnerFailed(f"its process {report.exit} while it loaded the code")
-        return report
-
     async def _start(self) -> None:
-        table = os.memfd_create("darts-verifier")
         ours, theirs = socket.socketpair()
-        try:
-            os.ftruncate(table, TABLE_BYTES)
-            self._table = memoryview(mmap.mmap(table, TABLE_BYTES))
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=REPORT_BYTES)
+        with theirs, os.fdopen(os.memfd_create("darts-verifier"), "r+b") as table:
+            table.truncate(TABLE_BYTES)
+            self._table = memoryview(mmap.mmap(table.fileno(), TABLE_BYTES))
+            files = (theirs.fileno(), table.fileno())
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "darts_server.verify.worker",
-                str(theirs.fileno()),
-                str(table),
-                str(os.getpid()),
+                *(sys.executable, "-P", "-m", "darts_server.verify.worker"),
+                *map(str, (*files, os.getpid())),
                 # Whatever the user's code prints is dropped, so it can neither fill the log nor wait for a reader.
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), table),
+                pass_fds=files,
                 start_new_session=True,
                 # There are many processes: threads within them would only wait for each other.
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(table)
         self._writer.write(frame(msgspec.msgpack.encode(self._task)))
 
     async def run(self, answers: Sequence[Answer]) -> list[Call | None]:
@@ -131,26 +100,26 @@ class Process:
         assert self._writer is not None
         self._writer.write(frame(msgspec.msgpack.encode([self._item(answer) for answer in answers])))
         report = await self._wait(count)
-        if report is not None and not report.exit:
+        records = [read_record(self._table, index) for index in range(count)]
+        if report is not None and not report.fault:
             self._deaths = 0
-            return [self._call(index, report) for index in range(count)]
+            calls = [call for _, _, call in records]
+            for index, detail in report.details.items():
+                calls[index] = replace(calls[index], detail=detail)
+            return [*calls]
 
-        # The process has died, or hangs.
-        await self._fail()
         failure = Call(VerifierResult.TIMEOUT, detail=f"took longer than {self._timeout:g} seconds")
         if report is not None:
-            failure = Call(VerifierResult.CRASH, detail=f"ended its process, which {report.exit}")
-        records = [read_record(self._table, index) for index in range(count)]
+            failure = Call(VerifierResult.CRASH, detail=f"ended its {report.fault}")
+        await self.close()
         running = sum(state == RUNNING for state, _, _ in records)
-        calls: list[Call | None] = []
-        for state, _, call in records:
+        ended: dict[int, Call | None] = {}
+        for index, (state, _, call) in enumerate(records):
             if state == DONE:
-                calls.append(call)
+                ended[index] = call
             elif state == RUNNING and running == 1:
-                calls.append(failure)
-            else:
-                calls.append(None)
-        return calls
+                ended[index] = failure
+        return [ended.get(index) for index in range(count)]
 
     def _item(self, answer: Answer) -> Item:
         prompt = answer.prompt
@@ -161,11 +130,6 @@ class Process:
             if prompt.text is not None:
                 item.prompt_text = prompt.text.encode(errors="replace")
         return item
-
-    def _call(self, index: int, report: Report) -> Call:
-        _, _, call = read_record(self._table, index)
-        detail = report.details.get(index)
-        return call if detail is None else replace(call, detail=detail)
 
     async def _wait(self, count: int) -> Report | None:
         """Wait for the end of a batch, and return its report, or None if a call takes too long."""
@@ -184,12 +148,8 @@ class Process:
         """Read a line. The end of the process, or nonsense, is a report too."""
         try:
             return msgspec.json.decode(await self._reader.readuntil(), type=Report)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, msgspec.DecodeError, OSError):
-            return Report(exit=DIED)
-
-    async def _fail(self) -> None:
-        self._deaths += 1
-        await self.close()
+        except (EOFError, asyncio.LimitOverrunError, msgspec.DecodeError, ConnectionError):
+            return Report(fault="process, which died")
 
     async def close(self) -> None:
         """Kill the process with all programs that it has started."""

@@ -16,7 +16,7 @@ import msgspec
 
 from darts_server.types import VerifierResult
 from darts_server.verify.batcher import BatchLimits
-from darts_server.verify.calls import Call, call_of
+from darts_server.verify.calls import Call, call_of, columns_of
 from darts_server.verify.specs import Kind
 from darts_server.verify.types import Answer
 
@@ -112,7 +112,7 @@ def _rewards_of(returned: Any) -> list[object]:
 
 def _encode(kind: Kind, answers: Sequence[Answer]) -> bytes:
     """Return the body of a request. Only OpenRLHF's protocol has several answers in a request."""
-    columns = [_columns(answer) for answer in answers]
+    columns = [columns_of(answer.prompt.metadata) for answer in answers]
     labels = [_label(each) for each in columns]
     if kind is Kind.OPENRLHF:
         prompts = [_prompt_text(answer, each) for answer, each in zip(answers, columns, strict=True)]
@@ -141,11 +141,6 @@ def _response_of(answer: Answer) -> dict[str, object]:
         "tool_choice": "auto",
         "tools": [],
     }
-
-
-def _columns(answer: Answer) -> dict[str, Any]:
-    columns = msgspec.json.decode(answer.prompt.metadata or b"{}")
-    return columns if isinstance(columns, dict) else {}
 
 
 def _label(columns: Mapping[str, Any]) -> object:
