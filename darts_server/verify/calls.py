@@ -3,7 +3,6 @@
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,8 +14,7 @@ CORRECT_KEYS = ("acc", "correct", "is_correct")
 """Keys of returned dictionaries: veRL's ``acc``, and names of other trainers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, array_like=True):
     """The end of a verifier's call for one answer.
 
     ``correct``: what the verifier says, or None if it gives a reward only. ``detail``: why there is no reward.

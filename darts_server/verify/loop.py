@@ -1,4 +1,4 @@
-"""The loop of a verifier's worker: read answers, run the user's function, write rewards into the table."""
+"""The loop of a verifier's worker: read answers, run the user's function, report rewards."""
 
 import mmap
 import os
@@ -12,17 +12,7 @@ import msgspec
 
 from darts_server.types import VerifierResult
 from darts_server.verify.calls import Call, call_of
-from darts_server.verify.channel import (
-    DONE,
-    RUNNING,
-    TABLE_BYTES,
-    WAITING,
-    Item,
-    Report,
-    Task,
-    read_frame,
-    write_record,
-)
+from darts_server.verify.channel import RUNNING, SEVERAL, Item, Report, Task, read_frame
 from darts_server.verify.functions import Function, LoadError, load, trl_key
 
 DETAIL_CHARS = 300
@@ -32,7 +22,7 @@ def run(channel: int, table_file: int) -> None:
     """Serve batches until the server closes the socket."""
     sock = socket.socket(fileno=channel)
     file = sock.makefile("rb")
-    table = memoryview(mmap.mmap(table_file, TABLE_BYTES))
+    table = memoryview(mmap.mmap(table_file, RUNNING.size))
     task = msgspec.msgpack.decode(read_frame(file), type=Task)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if task.memory:
@@ -50,7 +40,7 @@ def run(channel: int, table_file: int) -> None:
         data = read_frame(file)
         if not data:
             return
-        report = Report(details=run_batch(function, is_trl, decoder.decode(data), table, pid))
+        report = Report(calls=run_batch(function, is_trl, decoder.decode(data), table, pid))
 
 
 def run_batch(
@@ -59,36 +49,26 @@ def run_batch(
     items: Sequence[Item],
     table: memoryview,
     pid: int,
-) -> dict[int, str]:
-    """Write the reward of each answer into the table, and return why answers have none.
-
-    If a call for several answers fails, the function is called for each of them alone.
-    """
+) -> list[Call]:
+    """Return the call of each answer. If a call for several answers fails, the function is called for each alone."""
     # Only functions of TRL's form get several answers.
     groups: dict[object, list[int]] = {}
     for index, item in enumerate(items):
         groups.setdefault(trl_key(item) if is_trl else index, []).append(index)
     queue = list(groups.values())
-    details: dict[int, str] = {}
+    ended: dict[int, Call] = {}
     # The queue may grow.
     for indices in queue:
-        started = time.monotonic()
-        for index in indices:
-            write_record(table, index, RUNNING, started)
+        RUNNING.pack_into(table, 0, time.monotonic(), indices[0] if len(indices) == 1 else SEVERAL)
         calls = call(function, [items[index] for index in indices])
         # A fork that the user's code has left behind must not answer in the worker's name.
         if os.getpid() != pid:
             os._exit(0)
         if len(calls) < len(indices):
             queue += [[index] for index in indices]
-            for index in indices:
-                write_record(table, index, WAITING, started)
-            continue
-        for index, ended in zip(indices, calls, strict=True):
-            write_record(table, index, DONE, time.monotonic(), ended)
-            if ended.detail:
-                details[index] = ended.detail
-    return details
+        else:
+            ended.update(zip(indices, calls, strict=True))
+    return [ended[index] for index in range(len(items))]
 
 
 def call(function: Function, items: Sequence[Item]) -> list[Call]:

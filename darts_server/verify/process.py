@@ -14,16 +14,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import msgspec
 
 from darts_server.types import VerifierResult
-from darts_server.verify.batcher import BatchLimits, RunnerFailed
+from darts_server.verify.batcher import BatchLimits, Runner, RunnerFailed
 from darts_server.verify.calls import Call
-from darts_server.verify.channel import DONE, MAX_BATCH, RUNNING, TABLE_BYTES, Item, Report, Task, frame, read_record
+from darts_server.verify.channel import RUNNING, SEVERAL, Item, Report, Task, frame
 from darts_server.verify.types import Answer
 
+MAX_BATCH = 256
+"""Answers in one message."""
 LOAD_SECONDS = 300.0
 """Importing torch from a slow disk may take minutes."""
 BATCH_SECONDS = 0.005
@@ -32,10 +33,10 @@ TRL_ANSWERS = 16
 MAX_DELAY = 2.0
 """Longest pause in seconds before a process is started again that has died several times in a row."""
 REPORT_BYTES = 1 << 20
-"""Each of 256 answers may have a detail of some hundred characters."""
+"""A detail of some hundred characters for each of 256 answers."""
 
 
-class Process:
+class Process(Runner):
     """A runner that starts its process in `prepare`, and kills it if a call takes longer than ``timeout`` seconds."""
 
     def __init__(self, task: Task, timeout: float) -> None:
@@ -77,8 +78,8 @@ class Process:
         ours, theirs = socket.socketpair()
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=REPORT_BYTES)
         with theirs, os.fdopen(os.memfd_create("darts-verifier"), "r+b") as table:
-            table.truncate(TABLE_BYTES)
-            self._table = memoryview(mmap.mmap(table.fileno(), TABLE_BYTES))
+            table.truncate(RUNNING.size)
+            self._table = memoryview(mmap.mmap(table.fileno(), RUNNING.size))
             files = (theirs.fileno(), table.fileno())
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "darts_server.verify.worker"),
@@ -94,32 +95,21 @@ class Process:
             )
         self._writer.write(frame(msgspec.msgpack.encode(self._task)))
 
-    async def run(self, answers: Sequence[Answer]) -> list[Call | None]:
-        count = len(answers)
-        self._table[:] = bytes(TABLE_BYTES)
+    async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
         assert self._writer is not None
+        RUNNING.pack_into(self._table, 0, time.monotonic(), SEVERAL)
         self._writer.write(frame(msgspec.msgpack.encode([self._item(answer) for answer in answers])))
-        report = await self._wait(count)
-        records = [read_record(self._table, index) for index in range(count)]
-        if report is not None and not report.fault:
+        report = await self._wait()
+        if report is not None and len(report.calls) == len(answers):
             self._deaths = 0
-            calls = [call for _, _, call in records]
-            for index, detail in report.details.items():
-                calls[index] = replace(calls[index], detail=detail)
-            return [*calls]
+            return report.calls
 
         failure = Call(VerifierResult.TIMEOUT, detail=f"took longer than {self._timeout:g} seconds")
         if report is not None:
             failure = Call(VerifierResult.CRASH, detail=f"ended its {report.fault}")
         await self.close()
-        running = sum(state == RUNNING for state, _, _ in records)
-        ended: dict[int, Call | None] = {}
-        for index, (state, _, call) in enumerate(records):
-            if state == DONE:
-                ended[index] = call
-            elif state == RUNNING and running == 1:
-                ended[index] = failure
-        return [ended.get(index) for index in range(count)]
+        _, running = RUNNING.unpack_from(self._table)
+        return [failure if index == running else None for index in range(len(answers))]
 
     def _item(self, answer: Answer) -> Item:
         prompt = answer.prompt
@@ -131,18 +121,17 @@ class Process:
                 item.prompt_text = prompt.text.encode(errors="replace")
         return item
 
-    async def _wait(self, count: int) -> Report | None:
+    async def _wait(self) -> Report | None:
         """Wait for the end of a batch, and return its report, or None if a call takes too long."""
-        sent = time.monotonic()
-        until = sent + self._timeout
-        while until > time.monotonic():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(until - time.monotonic()):
-                    return await self._read_report()
+        while True:
             # Each call has its own time.
-            changes = (read_record(self._table, index)[1] for index in range(count))
-            until = max(sent, *changes) + self._timeout
-        return None
+            started, _ = RUNNING.unpack_from(self._table)
+            left = started + self._timeout - time.monotonic()
+            if left <= 0:
+                return None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    return await self._read_report()
 
     async def _read_report(self) -> Report:
         """Read a line. The end of the process, or nonsense, is a report too."""

@@ -15,7 +15,7 @@ import httpx
 import msgspec
 
 from darts_server.types import VerifierResult
-from darts_server.verify.batcher import BatchLimits
+from darts_server.verify.batcher import BatchLimits, Runner
 from darts_server.verify.calls import Call, call_of, columns_of
 from darts_server.verify.specs import Kind
 from darts_server.verify.types import Answer
@@ -33,22 +33,16 @@ class Refused(Exception):
     """The server answered with an error, or with nonsense."""
 
 
-class Connection:
+class Connection(Runner):
     """A runner that sends one request at a time. ``timeout``: seconds of a request with its repetitions."""
 
-    is_ready = True
-
     def __init__(self, client: httpx.AsyncClient, kind: Kind, url: str, timeout: float) -> None:
-        self.limits = BatchLimits()
         if kind is Kind.OPENRLHF:
             self.limits = BatchLimits(OPENRLHF_ANSWERS, timeout / 2, shared=False)
         self._client = client
         self._kind = kind
         self._url = url
         self._timeout = timeout
-
-    async def prepare(self) -> None:
-        """Do nothing: the client connects when it sends."""
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -67,20 +67,16 @@ class Verifiers:
         return tuple(self._specs)
 
     async def start(self) -> None:
-        """Load the code of all verifiers, each in its first process.
+        """Load the code of all verifiers, each in its first process. Call `close` also if this fails.
 
         Raises:
             InvalidSetting: the code of a verifier cannot be loaded.
         """
-        starts = [batcher.start() for batcher in self._batchers.values()]
-        started = await asyncio.gather(*starts, return_exceptions=True)
-        for spec, error in zip(self._specs.values(), started, strict=True):
-            if error is not None:
-                await self.close()
-            if isinstance(error, RunnerFailed):
-                raise InvalidSetting(f"--verifier {spec.text}: {error}") from error
-            if error is not None:
-                raise error
+        for name, batcher in self._batchers.items():
+            try:
+                await batcher.start()
+            except RunnerFailed as error:
+                raise InvalidSetting(f"--verifier {self._specs[name].text}: {error}") from error
 
     async def close(self) -> None:
         """End all calls without a verdict, and all processes."""
