@@ -255,8 +255,8 @@ async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
         settings.verifier_memory,
     )
     verifiers = Verifiers(parse_specs(settings.verifier), limits, settings.verifier_default)
-    await verifiers.start()
     try:
+        await verifiers.start()
         yield verifiers
     finally:
         await verifiers.close()

@@ -20,6 +20,7 @@ from darts_server.startup_checks import (
     check_probe,
     check_shared_memory,
     check_state,
+    check_verifiers,
     check_weights,
 )
 from darts_server.store import Store
@@ -61,6 +62,20 @@ def test_a_group_size_that_no_policy_uses_is_a_warning(settings: dict[str, str],
     found = check_policy(load(settings, None))
     assert found.verdict is verdict
     assert verdict is Verdict.OK or "--policy uniform" in found.message
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "verdict", "message"),
+    [
+        ([], Verdict.OK, "none"),
+        (["boxed", "n=regex:(a)"], Verdict.OK, "boxed, n"),
+        (["boxes"], Verdict.FAIL, "--verifier boxes: 'boxes' is no verifier; give FILE.py:FUNCTION"),
+    ],
+)
+def test_verifiers_are_checked_without_running_their_code(verifiers: list[str], verdict: Verdict, message: str) -> None:
+    found = check_verifiers(load({"verifier": verifiers}, None))
+    assert found.verdict is verdict
+    assert found.message.startswith(message)
 
 
 def test_too_little_memory_or_disk_or_too_few_descriptors_are_a_warning(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from darts_server.exceptions import DartsError
 from darts_server.types import VerifierResult
@@ -37,25 +36,25 @@ class BatchLimits:
     shared: bool = True
 
 
-class Runner(Protocol):
+class Runner:
     """A process, or a connection, that runs one batch at a time."""
 
-    limits: BatchLimits
-
-    async def prepare(self) -> None:
-        """Start the runner. Raises `RunnerFailed`."""
-        ...
-
-    async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
-        """Run a batch. Never raises. None stands for an answer whose call must be repeated for the answer alone."""
-        ...
+    limits = BatchLimits()
 
     @property
     def is_ready(self) -> bool:
-        """Whether `prepare` need not be called again."""
-        ...
+        """Whether `prepare` need not be called."""
+        return True
 
-    async def close(self) -> None: ...
+    async def prepare(self) -> None:
+        """Start the runner. Raises `RunnerFailed`."""
+
+    async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
+        """Run a batch. Never raises. None stands for an answer whose call must be repeated for the answer alone."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End the runner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -147,17 +146,17 @@ class Batcher:
 
     async def _serve(self, runner: Runner, jobs: Sequence[Job]) -> None:
         """Run a batch, or start the runner if ``jobs`` is empty."""
-        if jobs:
-            await self._run(runner, jobs)
-        else:
-            try:
+        try:
+            if jobs:
+                await self._run(runner, jobs)
+            else:
                 await runner.prepare()
-            except RunnerFailed as error:
-                if not any(each.is_ready for each in self._runners) and self._starting == 1:
-                    self._end_waiting(Call(VerifierResult.CRASH, detail=str(error)))
-            finally:
-                self._starting -= 1
-        self._free.insert(len(self._free) if runner.is_ready else 0, runner)
+        except RunnerFailed as error:
+            if self._starting == 1 and not any(each.is_ready for each in self._runners):
+                self._end_waiting(Call(VerifierResult.CRASH, detail=str(error)))
+        finally:
+            self._starting -= not jobs
+            self._free.insert(len(self._free) if runner.is_ready else 0, runner)
         self._dispatch()
 
     async def _run(self, runner: Runner, jobs: Sequence[Job]) -> None:

@@ -3,7 +3,9 @@
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from darts_server.types import VerifierResult
 
@@ -12,8 +14,7 @@ CORRECT_KEYS = ("acc", "correct", "is_correct")
 """Keys of returned dictionaries: veRL's ``acc``, and names of other trainers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, array_like=True):
     """The end of a verifier's call for one answer.
 
     ``correct``: what the verifier says, or None if it gives a reward only. ``detail``: why there is no reward.
@@ -25,6 +26,12 @@ class Call:
     detail: str = ""
 
 
+def columns_of(metadata: bytes | None) -> dict[str, Any]:
+    """Return the columns in a prompt's metadata, which is a JSON object."""
+    columns = msgspec.json.decode(metadata or b"{}")
+    return columns if isinstance(columns, dict) else {}
+
+
 def call_of(returned: object) -> Call:
     """Return the call that ended with this returned value: a number, or a dictionary with a number.
 
@@ -34,10 +41,11 @@ def call_of(returned: object) -> Call:
         reward: object = returned
         correct: object = None
         if isinstance(returned, Mapping):
-            reward = _find(returned, REWARD_KEYS)
-            correct = _find(returned, CORRECT_KEYS)
-            if reward is None and not any(key in returned for key in REWARD_KEYS):
+            if not any(key in returned for key in REWARD_KEYS):
                 return Call(VerifierResult.INVALID, detail="returned a dictionary without 'score'")
+            # NeMo-Gym masks a sample whose reward means nothing.
+            reward = None if returned.get("mask_sample") else _find(returned, REWARD_KEYS)
+            correct = _find(returned, CORRECT_KEYS)
         elif isinstance(returned, bool):
             correct = returned
         if reward is None:

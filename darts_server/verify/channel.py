@@ -1,8 +1,8 @@
 """Messages between the server and a verifier's process.
 
-The server sends a `Task`, and then batches of `Item`. The process answers each message with a `Report`, a line of JSON.
-Rewards stand in a table in shared memory, which stays readable if the process is killed: each answer of a batch has a
-record. Nothing that the process sends can run code in the server.
+The server sends a `Task`, and then batches of `Item`. The process answers each message with a `Report`, a line of JSON,
+so nothing that it sends can run code in the server. Before each call the process writes into memory that it shares with
+the server, so that the server knows how long a call takes, and for which answer.
 """
 
 import struct
@@ -11,22 +11,14 @@ from typing import BinaryIO
 
 import msgspec
 
-from darts_server.types import VerifierResult
 from darts_server.verify.calls import Call
 from darts_server.verify.specs import Kind
 
-MAX_BATCH = 256
-"""Answers in one message."""
-RECORD = struct.Struct("=dd4b4x")
-"""Record of an answer: the reward, the time of the last change, state, result, correct, and unused bytes."""
-TABLE_BYTES = MAX_BATCH * RECORD.size
-WAITING = 0
-RUNNING = 1
-DONE = 2
+RUNNING = struct.Struct("=dq")
+"""Shared memory: when the running call started, by the monotonic clock, and the index of its answer in the batch."""
+SEVERAL = -1
+"""In place of an index: no call runs yet, or the call is for several answers."""
 LENGTH = struct.Struct("=I")
-RESULTS = tuple(VerifierResult)
-UNKNOWN = -1
-"""Value of ``correct`` in a record if the verifier does not say."""
 
 
 class Task(msgspec.Struct, array_like=True):
@@ -45,56 +37,19 @@ class Item(msgspec.Struct, array_like=True):
     metadata: bytes | None
     messages: bytes | None = None
     prompt_text: bytes | None = None
-    prompt_ids: Sequence[int] | None = None
     token_ids: Sequence[int] = ()
 
 
 class Report(msgspec.Struct, omit_defaults=True):
     """What a process says after it has loaded its function, after a batch, and when it dies.
 
-    ``is_trl``: whether the function has TRL's form. ``error``: why the function cannot be loaded. ``details``: why
-    answers have no reward, by their index. Only the first failure of each kind has a detail. ``exit``: how the process
-    ended.
+    ``is_trl``: whether the function has TRL's form. ``fault``: why the code cannot be loaded, or how the process ended.
+    ``calls``: the calls of a batch, in the order of answers.
     """
 
     is_trl: bool = False
-    error: str = ""
-    details: dict[int, str] = {}
-    exit: str = ""
-
-
-def write_record(
-    table: memoryview,
-    index: int,
-    state: int,
-    now: float,
-    call: Call | None = None,
-) -> None:
-    """Write the record of answer ``index``. ``call``: only if the state is `DONE`."""
-    reward = 0.0
-    result = 0
-    correct = UNKNOWN
-    if call is not None:
-        reward = call.reward or 0.0
-        result = RESULTS.index(call.result)
-        if call.correct is not None:
-            correct = int(call.correct)
-    RECORD.pack_into(table, index * RECORD.size, reward, now, state, result, correct, 0)
-
-
-def read_record(table: memoryview, index: int) -> tuple[int, float, Call]:
-    """Return the state, the time of its last change, and the call, which is valid if the state is `DONE`."""
-    reward, changed, state, result, correct, _ = RECORD.unpack_from(table, index * RECORD.size)
-    kind = RESULTS[result]
-    return (
-        state,
-        changed,
-        Call(
-            kind,
-            reward if kind is VerifierResult.REWARD else None,
-            None if correct == UNKNOWN else bool(correct),
-        ),
-    )
+    fault: str = ""
+    calls: list[Call] = []
 
 
 def frame(data: bytes) -> bytes:

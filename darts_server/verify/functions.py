@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from darts_server.estimates.answers import create_extractor, last, normalise
+from darts_server.verify.calls import columns_of
 from darts_server.verify.channel import Item, Task
 from darts_server.verify.specs import Kind
 
 Function = Callable[[Sequence[Item]], Sequence[object]]
-VERL_COLUMNS = ("data_source", "ground_truth", "extra_info")
 TRL_RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
 """Columns that TRL passes by other names, or makes itself."""
 
@@ -66,9 +66,7 @@ def load(task: Task) -> tuple[Function, bool]:
 
     if task.kind is Kind.TRL or (task.kind is Kind.FUNCTION and is_trl):
         return partial(_call_trl, run), True
-    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
-    needs = [name for name in VERL_COLUMNS if name in required]
-    return partial(_each, partial(_call_verl, run, needs)), False
+    return partial(_each, partial(_call_verl, run)), False
 
 
 def _import(path: str, name: str) -> Callable[..., Any]:
@@ -83,8 +81,8 @@ def _import(path: str, name: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
-        names = ", ".join(each for each, value in vars(module).items() if inspect.isfunction(value)) or "none"
-        raise LoadError(f"{path} has no function {name}; its functions are {names}")
+        names = [each for each, _ in inspect.getmembers(module, inspect.isfunction)]
+        raise LoadError(f"{path} has no function {name}; its functions are {', '.join(names) or 'none'}")
     return function
 
 
@@ -92,29 +90,26 @@ def _each(function: Callable[[Item], object], items: Sequence[Item]) -> list[obj
     return [function(item) for item in items]
 
 
-def columns_of(item: Item) -> dict[str, Any]:
-    """Return the metadata of an answer's prompt."""
-    columns = msgspec.json.decode(item.metadata or b"{}")
-    return columns if isinstance(columns, dict) else {}
-
-
 def _column(item: Item, name: str) -> Any:
-    columns = columns_of(item)
+    columns = columns_of(item.metadata)
     if name not in columns:
-        raise KeyError(f"the prompt's metadata has no {name!r}, which the verifier needs")
+        raise ValueError(f"the prompt's metadata has no {name!r}, which the verifier needs")
     return columns[name]
 
 
 # --- veRL -------------------------------------------------------------------
 
 
-def _call_verl(run: Callable[[Mapping[str, object]], object], needs: Sequence[str], item: Item) -> object:
-    columns = columns_of(item)
-    if "ground_truth" in needs:
-        _column(item, "ground_truth")
-    # veRL passes None for a column that its data set lacks.
-    given = {name: columns.get(name) for name in VERL_COLUMNS if name in columns or name in needs}
-    return run({**given, "solution_str": item.text.decode()})
+def _call_verl(run: Callable[[Mapping[str, object]], object], item: Item) -> object:
+    columns = columns_of(item.metadata)
+    return run(
+        {
+            "data_source": columns.get("data_source"),
+            "solution_str": item.text.decode(),
+            "ground_truth": _column(item, "ground_truth"),
+            "extra_info": columns.get("extra_info"),
+        }
+    )
 
 
 # --- TRL --------------------------------------------------------------------
@@ -122,7 +117,7 @@ def _call_verl(run: Callable[[Mapping[str, object]], object], needs: Sequence[st
 
 def trl_key(item: Item) -> tuple[object, ...]:
     """Return what the answers of one call of a TRL function have in common: the form of prompts, and the columns."""
-    return (isinstance(_prompt(item), list), *sorted(columns_of(item)))
+    return (isinstance(_prompt(item), list), *sorted(columns_of(item.metadata)))
 
 
 def _prompt(item: Item) -> Any:
@@ -131,7 +126,7 @@ def _prompt(item: Item) -> Any:
         return msgspec.json.decode(item.messages)
     if item.prompt_text is not None:
         return item.prompt_text.decode()
-    return columns_of(item).get("prompt", "")
+    return columns_of(item.metadata).get("prompt", "")
 
 
 def _call_trl(run: Callable[[Mapping[str, object]], object], items: Sequence[Item]) -> list[object]:
@@ -139,7 +134,7 @@ def _call_trl(run: Callable[[Mapping[str, object]], object], items: Sequence[Ite
     completions: list[object] = [item.text.decode() for item in items]
     if isinstance(prompts[0], list):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    columns = [columns_of(item) for item in items]
+    columns = [columns_of(item.metadata) for item in items]
     arguments: dict[str, object] = {
         name: [each[name] for each in columns] for name in columns[0] if name not in TRL_RESERVED
     }

@@ -1,4 +1,4 @@
-"""The loop of a verifier's worker: read answers, run the user's function, write rewards into the table."""
+"""The loop of a verifier's worker: read answers, run the user's function, report rewards."""
 
 import mmap
 import os
@@ -6,114 +6,81 @@ import resource
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from darts_server.types import VerifierResult
 from darts_server.verify.calls import Call, call_of
-from darts_server.verify.channel import (
-    DONE,
-    RUNNING,
-    TABLE_BYTES,
-    WAITING,
-    Item,
-    Report,
-    Task,
-    read_frame,
-    write_record,
-)
+from darts_server.verify.channel import RUNNING, SEVERAL, Item, Report, Task, read_frame
 from darts_server.verify.functions import Function, LoadError, load, trl_key
 
 DETAIL_CHARS = 300
 
 
-def run(channel_fd: int, table_fd: int) -> None:
-    """Serve batches until the server closes the socket. Never returns after the user's code has forked this process."""
-    sock = socket.socket(fileno=channel_fd)
+def run(channel: int, table_file: int) -> None:
+    """Serve batches until the server closes the socket."""
+    sock = socket.socket(fileno=channel)
     file = sock.makefile("rb")
-    table = memoryview(mmap.mmap(table_fd, TABLE_BYTES))
+    table = memoryview(mmap.mmap(table_file, RUNNING.size))
     task = msgspec.msgpack.decode(read_frame(file), type=Task)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if task.memory:
         resource.setrlimit(resource.RLIMIT_DATA, (task.memory, task.memory))
     try:
         function, is_trl = load(task)
+        report = Report(is_trl=is_trl)
     except BaseException as error:
-        sock.sendall(_encode(Report(error=describe(error))))
-        return
-    sock.sendall(_encode(Report(is_trl=is_trl)))
+        report = Report(fault=f"code cannot be loaded: {describe(error)}")
 
-    worker = Worker(function, is_trl, table)
+    pid = os.getpid()
     decoder = msgspec.msgpack.Decoder(list[Item])
-    while data := read_frame(file):
-        sock.sendall(_encode(worker.run(decoder.decode(data))))
-
-
-def _encode(report: Report) -> bytes:
-    return msgspec.json.encode(report) + b"\n"
-
-
-class Worker:
-    """Runs the function on batches of answers."""
-
-    def __init__(self, function: Function, is_trl: bool, table: memoryview) -> None:
-        self._function = function
-        self._is_trl = is_trl
-        self._table = table
-        self._pid = os.getpid()
-        self._described: set[VerifierResult] = set()
-        self._details: dict[int, str] = {}
-
-    def run(self, items: Sequence[Item]) -> Report:
-        self._details = {}
-        for indices in self._calls(items):
-            self._call(items, indices)
-        return Report(details=self._details)
-
-    def _calls(self, items: Sequence[Item]) -> Iterator[list[int]]:
-        """Yield the indices of the answers of each call."""
-        if not self._is_trl:
-            yield from ([index] for index in range(len(items)))
+    while True:
+        sock.sendall(msgspec.json.encode(report) + b"\n")
+        data = read_frame(file)
+        if not data:
             return
-        by_key: dict[object, list[int]] = {}
-        for index, item in enumerate(items):
-            by_key.setdefault(trl_key(item), []).append(index)
-        yield from by_key.values()
+        report = Report(calls=run_batch(function, is_trl, decoder.decode(data), table, pid))
 
-    def _call(self, items: Sequence[Item], indices: Sequence[int]) -> None:
-        """Call the function. If it fails on several answers, call it for each answer alone."""
-        started = time.monotonic()
-        for index in indices:
-            write_record(self._table, index, RUNNING, started)
-        failure = None
-        returned: Sequence[object] = []
-        try:
-            returned = self._function([items[index] for index in indices])
-            if len(returned) != len(indices):
-                detail = f"returned {len(returned)} rewards for {len(indices)} answers"
-                failure = Call(VerifierResult.INVALID, detail=detail)
-        except BaseException as error:
-            failure = Call(VerifierResult.ERROR, detail=f"raised {describe(error)}")
+
+def run_batch(
+    function: Function,
+    is_trl: bool,
+    items: Sequence[Item],
+    table: memoryview,
+    pid: int,
+) -> list[Call]:
+    """Return the call of each answer. If a call for several answers fails, the function is called for each alone."""
+    # Only functions of TRL's form get several answers.
+    groups: dict[object, list[int]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault(trl_key(item) if is_trl else index, []).append(index)
+    queue = list(groups.values())
+    ended: dict[int, Call] = {}
+    # The queue may grow.
+    for indices in queue:
+        RUNNING.pack_into(table, 0, time.monotonic(), indices[0] if len(indices) == 1 else SEVERAL)
+        calls = call(function, [items[index] for index in indices])
         # A fork that the user's code has left behind must not answer in the worker's name.
-        if os.getpid() != self._pid:
+        if os.getpid() != pid:
             os._exit(0)
-
-        if failure is None:
-            calls = [call_of(each) for each in returned]
-        elif len(indices) == 1:
-            calls = [failure]
+        if len(calls) < len(indices):
+            queue += [[index] for index in indices]
         else:
-            for index in indices:
-                write_record(self._table, index, WAITING, time.monotonic())
-            for index in indices:
-                self._call(items, [index])
-            return
-        for index, call in zip(indices, calls, strict=True):
-            write_record(self._table, index, DONE, time.monotonic(), call)
-            if call.detail and call.result not in self._described:
-                self._described.add(call.result)
-                self._details[index] = call.detail
+            ended.update(zip(indices, calls, strict=True))
+    return [ended[index] for index in range(len(items))]
+
+
+def call(function: Function, items: Sequence[Item]) -> list[Call]:
+    """Call the user's function, and return a call for each answer, or a single call if all of them failed."""
+    try:
+        returned = function(items)
+    except BaseException as error:
+        return [Call(VerifierResult.ERROR, detail=f"raised {describe(error)}")]
+    if len(returned) != len(items):
+        detail = f"returned {len(returned)} rewards for {len(items)} answers"
+        return [Call(VerifierResult.INVALID, detail=detail)]
+    return list(map(call_of, returned))
 
 
 def describe(error: BaseException) -> str:
@@ -124,6 +91,6 @@ def describe(error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return text[:DETAIL_CHARS] + place
+    # Not of Python's own code that imports files.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return f"{text[:DETAIL_CHARS]} ({frames[-1].filename}:{frames[-1].lineno})"

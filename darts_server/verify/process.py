@@ -14,26 +14,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import msgspec
 
 from darts_server.types import VerifierResult
-from darts_server.verify.batcher import BatchLimits, RunnerFailed
+from darts_server.verify.batcher import BatchLimits, Runner, RunnerFailed
 from darts_server.verify.calls import Call
-from darts_server.verify.channel import (
-    DONE,
-    MAX_BATCH,
-    RUNNING,
-    TABLE_BYTES,
-    Item,
-    Report,
-    Task,
-    frame,
-    read_record,
-)
+from darts_server.verify.channel import RUNNING, SEVERAL, Item, Report, Task, frame
 from darts_server.verify.types import Answer
 
+MAX_BATCH = 256
+"""Answers in one message."""
 LOAD_SECONDS = 300.0
 """Importing torch from a slow disk may take minutes."""
 BATCH_SECONDS = 0.005
@@ -41,10 +32,11 @@ BATCH_SECONDS = 0.005
 TRL_ANSWERS = 16
 MAX_DELAY = 2.0
 """Longest pause in seconds before a process is started again that has died several times in a row."""
-DIED = "died"
+REPORT_BYTES = 1 << 20
+"""A detail of some hundred characters for each of 256 answers."""
 
 
-class Process:
+class Process(Runner):
     """A runner that starts its process in `prepare`, and kills it if a call takes longer than ``timeout`` seconds."""
 
     def __init__(self, task: Task, timeout: float) -> None:
@@ -67,90 +59,57 @@ class Process:
         await self.close()
         if self._deaths > 1:
             await asyncio.sleep(min(0.05 * 2.0**self._deaths, MAX_DELAY))
+        self._deaths += 1
         try:
-            report = await self._load()
-        except BaseException:
-            await self._fail()
-            raise
+            async with asyncio.timeout(LOAD_SECONDS):
+                await self._start()
+                report = await self._read_report()
+        except OSError as error:
+            report = Report(fault=f"process cannot be started within {LOAD_SECONDS:g} seconds: {error}")
+        if report.fault:
+            await self.close()
+            raise RunnerFailed(f"its {report.fault}")
         self._is_trl = report.is_trl
         if report.is_trl:
             # A call may take long for each answer, or not longer for many answers than for one.
             self.limits = BatchLimits(TRL_ANSWERS, self._timeout / 2)
 
-    async def _load(self) -> Report:
-        """Start the process, and wait until it has loaded the verifier's code."""
-        try:
-            await self._start()
-            async with asyncio.timeout(LOAD_SECONDS):
-                report = await self._read_report()
-        except TimeoutError as error:
-            raise RunnerFailed(f"its code was not loaded within {LOAD_SECONDS:g} seconds") from error
-        except OSError as error:
-            raise RunnerFailed(f"its process cannot be started: {error}") from error
-        if report.error:
-            raise RunnerFailed(f"its code cannot be loaded: {report.error}")
-        if report.exit:
-            raise RunnerFailed(f"its process {report.exit} while it loaded the code")
-        return report
-
     async def _start(self) -> None:
-        table = os.memfd_create("darts-verifier")
         ours, theirs = socket.socketpair()
-        try:
-            os.ftruncate(table, TABLE_BYTES)
-            self._table = memoryview(mmap.mmap(table, TABLE_BYTES))
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=REPORT_BYTES)
+        with theirs, os.fdopen(os.memfd_create("darts-verifier"), "r+b") as table:
+            table.truncate(RUNNING.size)
+            self._table = memoryview(mmap.mmap(table.fileno(), RUNNING.size))
+            files = (theirs.fileno(), table.fileno())
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "darts_server.verify.worker",
-                str(theirs.fileno()),
-                str(table),
-                str(os.getpid()),
+                *(sys.executable, "-P", "-m", "darts_server.verify.worker"),
+                *map(str, (*files, os.getpid())),
                 # Whatever the user's code prints is dropped, so it can neither fill the log nor wait for a reader.
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), table),
+                pass_fds=files,
                 start_new_session=True,
                 # There are many processes: threads within them would only wait for each other.
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            os.close(table)
         self._writer.write(frame(msgspec.msgpack.encode(self._task)))
 
-    async def run(self, answers: Sequence[Answer]) -> list[Call | None]:
-        count = len(answers)
-        self._table[:] = bytes(TABLE_BYTES)
+    async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
         assert self._writer is not None
+        RUNNING.pack_into(self._table, 0, time.monotonic(), SEVERAL)
         self._writer.write(frame(msgspec.msgpack.encode([self._item(answer) for answer in answers])))
-        report = await self._wait(count)
-        if report is not None and not report.exit:
+        report = await self._wait()
+        if report is not None and len(report.calls) == len(answers):
             self._deaths = 0
-            return [self._call(index, report) for index in range(count)]
+            return report.calls
 
-        # The process has died, or hangs.
-        await self._fail()
         failure = Call(VerifierResult.TIMEOUT, detail=f"took longer than {self._timeout:g} seconds")
         if report is not None:
-            failure = Call(VerifierResult.CRASH, detail=f"ended its process, which {report.exit}")
-        records = [read_record(self._table, index) for index in range(count)]
-        running = sum(state == RUNNING for state, _, _ in records)
-        calls: list[Call | None] = []
-        for state, _, call in records:
-            if state == DONE:
-                calls.append(call)
-            elif state == RUNNING and running == 1:
-                calls.append(failure)
-            else:
-                calls.append(None)
-        return calls
+            failure = Call(VerifierResult.CRASH, detail=f"ended its {report.fault}")
+        await self.close()
+        _, running = RUNNING.unpack_from(self._table)
+        return [failure if index == running else None for index in range(len(answers))]
 
     def _item(self, answer: Answer) -> Item:
         prompt = answer.prompt
@@ -162,34 +121,24 @@ class Process:
                 item.prompt_text = prompt.text.encode(errors="replace")
         return item
 
-    def _call(self, index: int, report: Report) -> Call:
-        _, _, call = read_record(self._table, index)
-        detail = report.details.get(index)
-        return call if detail is None else replace(call, detail=detail)
-
-    async def _wait(self, count: int) -> Report | None:
+    async def _wait(self) -> Report | None:
         """Wait for the end of a batch, and return its report, or None if a call takes too long."""
-        sent = time.monotonic()
-        until = sent + self._timeout
-        while until > time.monotonic():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(until - time.monotonic()):
-                    return await self._read_report()
+        while True:
             # Each call has its own time.
-            changes = (read_record(self._table, index)[1] for index in range(count))
-            until = max(sent, *changes) + self._timeout
-        return None
+            started, _ = RUNNING.unpack_from(self._table)
+            left = started + self._timeout - time.monotonic()
+            if left <= 0:
+                return None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    return await self._read_report()
 
     async def _read_report(self) -> Report:
         """Read a line. The end of the process, or nonsense, is a report too."""
         try:
             return msgspec.json.decode(await self._reader.readuntil(), type=Report)
-        except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, msgspec.DecodeError, OSError):
-            return Report(exit=DIED)
-
-    async def _fail(self) -> None:
-        self._deaths += 1
-        await self.close()
+        except (EOFError, asyncio.LimitOverrunError, msgspec.DecodeError, ConnectionError):
+            return Report(fault="process, which died")
 
     async def close(self) -> None:
         """Kill the process with all programs that it has started."""

@@ -15,8 +15,8 @@ import httpx
 import msgspec
 
 from darts_server.types import VerifierResult
-from darts_server.verify.batcher import BatchLimits
-from darts_server.verify.calls import Call, call_of
+from darts_server.verify.batcher import BatchLimits, Runner
+from darts_server.verify.calls import Call, call_of, columns_of
 from darts_server.verify.specs import Kind
 from darts_server.verify.types import Answer
 
@@ -33,22 +33,16 @@ class Refused(Exception):
     """The server answered with an error, or with nonsense."""
 
 
-class Connection:
+class Connection(Runner):
     """A runner that sends one request at a time. ``timeout``: seconds of a request with its repetitions."""
 
-    is_ready = True
-
     def __init__(self, client: httpx.AsyncClient, kind: Kind, url: str, timeout: float) -> None:
-        self.limits = BatchLimits()
         if kind is Kind.OPENRLHF:
             self.limits = BatchLimits(OPENRLHF_ANSWERS, timeout / 2, shared=False)
         self._client = client
         self._kind = kind
         self._url = url
         self._timeout = timeout
-
-    async def prepare(self) -> None:
-        """Do nothing: the client connects when it sends."""
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -112,7 +106,7 @@ def _rewards_of(returned: Any) -> list[object]:
 
 def _encode(kind: Kind, answers: Sequence[Answer]) -> bytes:
     """Return the body of a request. Only OpenRLHF's protocol has several answers in a request."""
-    columns = [_columns(answer) for answer in answers]
+    columns = [columns_of(answer.prompt.metadata) for answer in answers]
     labels = [_label(each) for each in columns]
     if kind is Kind.OPENRLHF:
         prompts = [_prompt_text(answer, each) for answer, each in zip(answers, columns, strict=True)]
@@ -141,11 +135,6 @@ def _response_of(answer: Answer) -> dict[str, object]:
         "tool_choice": "auto",
         "tools": [],
     }
-
-
-def _columns(answer: Answer) -> dict[str, Any]:
-    columns = msgspec.json.decode(answer.prompt.metadata or b"{}")
-    return columns if isinstance(columns, dict) else {}
 
 
 def _label(columns: Mapping[str, Any]) -> object:

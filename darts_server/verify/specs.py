@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+import httpx
+
 from darts_server.estimates.answers import create_extractor
 from darts_server.exceptions import InvalidRequest, InvalidSetting
 
@@ -98,6 +100,10 @@ def _parse(text: str) -> Spec:
                 f"--verifier {text}: the URL does not show what its server expects; write openrlhf+{url['url']}, "
                 f"nemo-gym+{url['url']} or slime+{url['url']}"
             )
+        try:
+            httpx.URL(url["url"])
+        except httpx.InvalidURL as error:
+            raise InvalidSetting(f"--verifier {text}: is not a valid URL ({error})") from error
         return create(Kind(kind), url["url"])
 
     file = FILE.fullmatch(spec)

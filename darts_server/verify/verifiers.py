@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,20 +67,16 @@ class Verifiers:
         return tuple(self._specs)
 
     async def start(self) -> None:
-        """Load the code of all verifiers, each in its first process.
+        """Load the code of all verifiers, each in its first process. Call `close` also if this fails.
 
         Raises:
             InvalidSetting: the code of a verifier cannot be loaded.
         """
-        starts = [batcher.start() for batcher in self._batchers.values()]
-        started = await asyncio.gather(*starts, return_exceptions=True)
-        for spec, error in zip(self._specs.values(), started, strict=True):
-            if error is not None:
-                await self.close()
-            if isinstance(error, RunnerFailed):
-                raise InvalidSetting(f"--verifier {spec.text}: {error}") from error
-            if error is not None:
-                raise error
+        for name, batcher in self._batchers.items():
+            try:
+                await batcher.start()
+            except RunnerFailed as error:
+                raise InvalidSetting(f"--verifier {self._specs[name].text}: {error}") from error
 
     async def close(self) -> None:
         """End all calls without a verdict, and all processes."""
@@ -87,7 +84,7 @@ class Verifiers:
 
     async def verify(self, answer: Answer, names: Sequence[str] = ()) -> Verdict:
         chosen = tuple(dict.fromkeys(names)) or self.names
-        if not self._specs.keys() >= set(chosen):
+        if not chosen or not self._specs.keys() >= set(chosen):
             return NO_VERDICT
         futures = [self._batchers[name].call(answer) for name in chosen]
         try:
@@ -104,8 +101,9 @@ class Verifiers:
             total += self._specs[name].weight * reward
             if call.correct is not None:
                 says_correct.append(call.correct)
-        correct = all(says_correct) if says_correct else total > 0
-        return Verdict(total, correct)
+        if not math.isfinite(total):
+            return NO_VERDICT
+        return Verdict(total, all(says_correct) if says_correct else total > 0)
 
     def _record(self, name: str, call: Call, seconds: float) -> None:
         self.called(name, call.result, seconds)
@@ -123,7 +121,8 @@ class Verifiers:
 def _runners(spec: Spec, limits: VerifierLimits) -> list[Runner]:
     if spec.kind in REMOTE:
         client = httpx.AsyncClient(
-            timeout=limits.seconds,
+            # `Connection` limits the time.
+            timeout=None,
             limits=httpx.Limits(max_connections=limits.requests, max_keepalive_connections=limits.requests),
         )
         return [Connection(client, spec.kind, spec.target, limits.seconds) for _ in range(limits.requests)]

@@ -37,12 +37,11 @@ def main(channel: int, table: int, server: int) -> None:
     ended, status = os.waitpid(worker, os.WNOHANG)
     if ended:
         code = os.waitstatus_to_exitcode(status)
-        exit_text = f"exited with status {code}"
+        fault = f"process, which exited with status {code}"
         if code < 0:
-            exit_text = f"was killed by {signal.Signals(-code).name}"
-        os.set_blocking(channel, False)
+            fault = f"process, which was killed by {signal.Signals(-code).name}"
         with socket.socket(fileno=channel) as sock:
-            sock.send(b'{"exit":"%s"}\n' % exit_text.encode())
+            sock.send(b'{"fault":"%s"}\n' % fault.encode(), socket.MSG_DONTWAIT)
     os.killpg(0, signal.SIGKILL)
 
 

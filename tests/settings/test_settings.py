@@ -40,6 +40,8 @@ def test_flags_override_the_environment_which_overrides_the_file_which_overrides
         ({"sampling": "seeded"}, ["--sampling = seeded", "'vllm' or 'coupled'"]),
         ({"ray_address": "auto"}, ["ray_address is only used with replicas; set --replicas, or omit it"]),
         ({"gpus_per_replica": "2"}, ["gpus_per_replica is only used with replicas"]),
+        ({"verifier_default": "nan"}, ["--verifier-default = nan", "finite number"]),
+        ({"verifier_timeout": "0"}, ["--verifier-timeout = 0", "0.01 to 3600"]),
         ({"keep_ratio": "0.95"}, ["keep_ratio must be from 0.1 to 0.9, or 1 to score candidates and prune none"]),
     ],
 )
@@ -159,6 +161,25 @@ def test_detection_points_are_ascending_numbers_separated_by_commas(config: Path
     for wrong in ("0", "", "a,b", "128,,512", "1.5"):
         with pytest.raises(InvalidSetting, match=r"--detect-at = .*: must be positive whole numbers.*Default: 512"):
             load({"detect_at": wrong}, None)
+
+
+def test_verifiers_are_repeated_flags_lines_of_a_variable_or_a_list(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load({}, None).verifier == ()
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parsed = vars(parser.parse_args(["--verifier", "boxed", "--verifier", r"n=0.5*regex:a;(\d), b"]))
+    parsed.pop("darts_config")
+    assert load(parsed, None).verifier == ("boxed", r"n=0.5*regex:a;(\d), b")
+    config.write_text('verifier = ["boxed", "math-verify"]\n')
+    assert load({}, str(config)).verifier == ("boxed", "math-verify")
+    monkeypatch.setenv("DARTS_VERIFIER", "boxed\n\nrewards.py:score\n")
+    assert load({}, str(config)).verifier == ("boxed", "rewards.py:score")
+    config.write_text("verifier = [1]\n")
+    monkeypatch.delenv("DARTS_VERIFIER")
+    with pytest.raises(InvalidSetting, match=r"verifier .* valid string"):
+        load({}, str(config))
 
 
 def test_dialects_are_known_names_without_duplicates(config: Path) -> None:

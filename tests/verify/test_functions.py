@@ -51,7 +51,7 @@ def test_the_last_answer_is_compared_with_the_metadata(
 def test_a_missing_answer_is_an_error_that_names_the_column() -> None:
     run, _ = load(Task(Kind.BOXED, "", "", 0))
     for metadata in (b"{}", None, b"[1]"):
-        with pytest.raises(KeyError, match="metadata has no 'answer', which the verifier needs"):
+        with pytest.raises(ValueError, match="metadata has no 'answer', which the verifier needs"):
             run([Item(b"", metadata)])
 
 
@@ -62,7 +62,7 @@ def test_a_missing_answer_is_an_error_that_names_the_column() -> None:
     ("text", "answer", "reward"),
     [
         (r"so \boxed{\frac{1}{2}}", "0.5", True),
-        (r"so $x = 3$ and $y = 1/2$", r"\frac12", True),
+        (r"so $\frac{2}{4}$", r"\frac12", True),
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", True),
         ("The answer is 7.", "8", False),
         ("no number", "8", False),
@@ -90,16 +90,15 @@ def test_a_missing_library_is_an_error_that_names_the_extra(monkeypatch: pytest.
 
 
 def test_functions_of_verls_form_get_verls_columns() -> None:
-    row = {"data_source": "gsm8k", "ground_truth": "x", "extra_info": {"index": 7}, "other": 1}
+    row: dict[str, Any] = {"data_source": "gsm8k", "ground_truth": "x", "extra_info": {"index": 7}, "other": 1}
     assert function("columns", Kind.VERL)([item("a", **row)]) == [1.0]
     assert function("compute_score")([item(" x", **row)]) == [1.0]
-    assert function("async_score")([item("x", **row)]) == [{"score": 0.25, "acc": True, "pred": "x"}]
 
 
 def test_a_column_that_verls_function_needs_may_not_be_missing() -> None:
     # As in veRL, data_source is None if the data set has none.
     assert function("compute_score")([item("x", ground_truth="x")]) == [1.0]
-    with pytest.raises(KeyError, match="metadata has no 'ground_truth'"):
+    with pytest.raises(ValueError, match="metadata has no 'ground_truth'"):
         function("compute_score")([item("x", data_source="gsm8k")])
 
 
@@ -110,7 +109,6 @@ def test_functions_of_trls_form_get_lists_and_columns() -> None:
     items = [item("2", answer="2", level=1), item("3", answer="2", level=2)]
     assert function("with_columns")(items) == [1.0, 0.0]
     assert function("prompts_too")(items) == [1.0, 1.0]
-    assert function("async_lengths")([item("abc"), item("")]) == [3.0, None]
     assert load(Task(Kind.FUNCTION, CODE, "lengths", 0))[1]
 
 
@@ -137,7 +135,10 @@ def test_answers_of_one_call_have_the_same_columns_and_the_same_form_of_prompt()
 @pytest.mark.parametrize(
     ("name", "complaint"),
     [
-        ("missing", r"user_code\.py has no function missing; its functions are compute_score, async_score, columns"),
+        (
+            "missing",
+            r"user_code\.py has no function missing; its functions are async_lengths, async_score, batch_size",
+        ),
         ("NOT_A_FUNCTION", "has no function NOT_A_FUNCTION"),
         ("neither", r"neither veRL's parameters .* nor TRL's .* write verl:\.\.\. or trl:\.\.\. to choose"),
         ("columns", "neither veRL's"),
@@ -154,4 +155,4 @@ def test_a_file_can_import_the_modules_beside_it(tmp_path: Path, monkeypatch: py
     file = tmp_path / "rewards.py"
     file.write_text("import beside_it\ndef score(solution_str, **_):\n    return beside_it.REWARD\n")
     run, _ = load(Task(Kind.FUNCTION, str(file), "score", 0))
-    assert run([item("a")]) == [0.75]
+    assert run([item("a", ground_truth="")]) == [0.75]

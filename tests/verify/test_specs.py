@@ -58,6 +58,7 @@ def test_the_path_of_a_file_may_be_relative() -> None:
         (CODE, "is no verifier; give FILE.py:FUNCTION"),
         ("http://rm", r"write openrlhf\+http://rm, nemo-gym\+http://rm or slime\+http://rm"),
         ("verl+http://rm", "is no verifier"),
+        ("slime+http://rm:port/", "is not a valid URL"),
     ],
 )
 def test_a_wrong_verifier_is_an_error_that_names_the_remedy(text: str, complaint: str) -> None:
