@@ -106,14 +106,28 @@ class FakeVllm:
         order = sorted(range(len(prompts)), key=lambda place: (prompts[place] not in self.left, len(prompts[place])))
         wanted = body.get("num_groups", len(prompts))
         self.left = {prompts[place] for place in order[wanted:]}
-        groups = [("group", transcripts.group(place, *self._trajectories(place, body))) for place in order[:wanted]]
+        verified: dict[str, Any] = {}
+        if "informative" in (body["policy"]["name"], body.get("only")):
+            # Prompts with an even number of tokens have equal rewards.
+            verified = {"num_rewarded": 2 * body["group_size"]}
+        groups = []
+        for place in order[:wanted]:
+            if verified:
+                verified["zero_variance"] = len(prompts[place]) % 2 == 0
+            groups.append(("group", transcripts.group(place, *self._trajectories(place, body), **verified)))
         events = [transcripts.started(len(prompts)), *groups, transcripts.done(*sorted(order[wanted:]))]
         return transcripts.encode(*events)
 
     def _trajectories(self, place: int, body: dict[str, Any]) -> list[dict[str, Any]]:
         tokens = [[ANSWER + k, EOS] for k in range(body["group_size"])]
         logprobs = [self.first_logprob, -0.25]
-        return [transcripts.trajectory(place, k, 2, token_ids=ids, logprobs=logprobs) for k, ids in enumerate(tokens)]
+        changes: dict[str, Any] = {"logprobs": logprobs}
+        if body["policy"]["name"] == "informative":
+            changes |= {"weight": 2.0, "reward": 1.0, "correct": True}
+        return [
+            transcripts.trajectory(place, k, 2, token_ids=ids, advantage=k - 1.5, **changes)
+            for k, ids in enumerate(tokens)
+        ]
 
     def _choice(self, prompt: list[int], number: int, max_tokens: int) -> dict[str, Any]:
         token_ids = [ANSWER + number, EOS][:max_tokens]

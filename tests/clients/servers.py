@@ -28,6 +28,7 @@ from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
 from darts_server.types import PromptSpec, Sample, UpdateOutcome
+from darts_server.verify.types import Verifier
 from darts_server.weights.coordinator import Coordinator, State
 from tests.http.serving import our_routes
 from tests.rollout.helpers import AtOnce, Texts
@@ -123,15 +124,18 @@ class RunningServer:
 
 
 @contextmanager
-def serving(script: Callable[[str, int], Script]) -> Iterator[RunningServer]:
+def serving(script: Callable[[str, int], Script], verifier: Verifier | None = None) -> Iterator[RunningServer]:
     """Serve our routes on a port."""
-    with application(script) as (app, engine), listening(app) as listener:
+    with application(script, verifier=verifier) as (app, engine), listening(app) as listener:
         yield RunningServer(listener, engine)
 
 
 @contextmanager
 def application(
-    script: Callable[[str, int], Script], step: float = STEP_SECONDS, needs_key: bool = False
+    script: Callable[[str, int], Script],
+    step: float = STEP_SECONDS,
+    needs_key: bool = False,
+    verifier: Verifier | None = None,
 ) -> Iterator[tuple[FastAPI, ScriptedEngine]]:
     """Build an app with our routes, whose engine makes a step every 2 ms during the app's lifespan.
 
@@ -144,8 +148,9 @@ def application(
         confidence = Confidence(store)
         reward_matcher = RewardMatcher(statistics.rewards, Mock(), Mock(), on_reward=[confidence.learn_reward])
         rollouts: Rollouts[str, list[int]] = Rollouts(
-            engine, control.planner, statistics, Intervals(poll=STEP_SECONDS, allocation=0)
+            engine, control.planner, statistics, Intervals(poll=STEP_SECONDS, allocation=0), verifier=verifier
         )
+        rollouts.observers.trajectory_verified.add(reward_matcher.trajectory_verified)
         rollouts.observers.trajectory_returned.add(reward_matcher.trajectory_returned)
         rollouts.observers.group_ended.add(provenance.group_ended, reward_matcher.group_ended)
         control.apply_to(rollouts)

@@ -23,7 +23,8 @@ class Server:
         self.more = more
         self.started: list[list[int]] = []
 
-    def request(self, prompts: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+    def request(self, numbers: Sequence[int], prompts: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+        assert [number for (number,) in prompts] == list(numbers)
         self.started.append([number for (number,) in prompts])
         count = self.rng.randint(wanted, len(prompts)) if self.more else wanted
         return [Group(None, None, (), place) for place in sorted(self.rng.sample(range(len(prompts)), count))]
@@ -119,16 +120,35 @@ def test_training_from_a_saved_position_trains_on_the_remaining_prompts(stop: in
 def test_a_batch_with_too_few_groups_or_one_twice_is_an_error() -> None:
     for places in ([0, 1, 2], [0, 1, 2, 2]):
         server = Server()
-        server.request = lambda prompts, wanted, places=places: [  # type: ignore[method-assign, misc]  # to answer wrong
+        server.request = lambda numbers, prompts, wanted, places=places: [  # type: ignore[method-assign, misc]  # to answer wrong
             Group(None, None, (), place) for place in places
         ]
         with pytest.raises(ProtocolError, match="not 4 different ones of 5"):
             batches_of(server, 2).next()
 
 
+def test_groups_of_equal_rewards_fill_up_a_batch_and_are_not_kept_for_the_next() -> None:
+    server = Server()
+    numbers: list[int] = []
+
+    def request(started: Sequence[int], prompts: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+        numbers.extend(started)
+        # Two informative groups, and all others with equal rewards.
+        return [Group(None, None, (), place, zero_variance=place > 1) for place in range(len(prompts))]
+
+    server.request = request  # type: ignore[method-assign, assignment]  # to say what is informative
+    batches = batches_of(server, 2, ahead=1.0)
+    first = batches.next()
+    assert [group.zero_variance for group in first.groups] == [False, False, True, True]
+    assert first.position.pending == (), "prompts of groups with equal rewards were decided"
+    second = batches.next()
+    assert not set(first.prompts) & set(second.prompts)
+    assert len(numbers) == len(set(numbers))
+
+
 def test_the_error_of_a_prefetched_batch_is_raised_by_next() -> None:
     server = Server()
-    server.request = lambda prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail
+    server.request = lambda numbers, prompts, wanted: 1 / 0  # type: ignore[method-assign, assignment, return-value]  # to fail
     failing = batches_of(server, 2)
     failing.prefetch()
     with pytest.raises(ZeroDivisionError):

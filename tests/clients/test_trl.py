@@ -177,7 +177,14 @@ def group_record(number: int, weight: float | None = 2.0, policy: str = "uniform
         for k, place in enumerate(["short", "short", None, "short", "long"])
     ]
     record: dict[str, Any] = {**dict.fromkeys(GroupRecord.model_fields), "outcome": "completed", "duration": 0.5}
-    record |= {"mixed_versions": False, "explored": False, "members": [], "generated": 10, "returned": 8}
+    record |= {
+        "mixed_versions": False,
+        "decided_early": False,
+        "explored": False,
+        "members": [],
+        "generated": 10,
+        "returned": 8,
+    }
     record |= {"group_id": f"cmpl-1-{number}", "policy": policy, "group_size": GROUP}
     return record | {"num_eligible": GROUP + 1, "num_shortest": 3, "candidates": candidates} | changes
 
@@ -262,7 +269,7 @@ def test_groups_without_weights_or_some_rewards_end_the_training(server: FakeVll
     [
         (UNBIASED, {"mask_truncated_completions": True}, "mask_truncated_completions=False"),
         (UNBIASED, {"multi_objective_aggregation": "normalize_then_sum"}, "sum_then_normalize"),
-        ({"advantages": "grpo"}, {}, "'group' or 'unbiased', got 'grpo'"),
+        ({"advantages": "grpo"}, {}, "'group', 'unbiased' or 'server', got 'grpo'"),
         ({**UNBIASED, "baseline": "prompt"}, {}, "'group' or 'pass_rate', got 'prompt'"),
         ({"baseline": "pass_rate"}, {}, "needs advantages='unbiased'"),
         ({"weight_sync": "carrier pigeon"}, {}, "'http' or 'nccl'"),

@@ -103,6 +103,40 @@ def test_auto_resumes_unfinished_prompts_under_the_policy_auto(server: FakeVllm,
     assert all((body["carry"], body["policy"]) == ("resume", {"name": "auto"}) for body in requests)
 
 
+def test_training_with_the_servers_advantages(server: FakeVllm, tmp_path: Path) -> None:
+    more = {"advantages": "server"}
+    trainer = trainer_of(server, tmp_path, more, max_steps=2, generation_kwargs=None, scale_rewards="none")
+    seen: list[Any] = []
+    compute: Any = trainer._compute_loss
+
+    def see_advantages(model: Any, inputs: Any) -> Any:
+        seen.append(inputs["advantages"])
+        return compute(model, inputs)
+
+    trainer._compute_loss = see_advantages  # type: ignore[method-assign]  # to look in between
+    trainer.train()
+    requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
+    assert [body["policy"] for body in requests] == [{"name": "informative", "advantage_std": False}] * 2
+    assert {len(body["prompts"]) for body in requests} == {2}
+    for body in requests:
+        assert all(set(prompt["metadata"]) == {"answer"} for prompt in body["prompts"])
+    # Weight 2, and four returned of eight with rewards.
+    expected = [index - 1.5 for index in range(GROUP)] * 2
+    assert sorted(float(value) for each in seen for value in each) == sorted(expected * 2)
+    assert list(trainer._logs["advantages"])[-2 * GROUP :] == expected
+
+
+def test_dynamic_sampling_fills_a_batch_with_groups_of_equal_rewards_only_if_it_must(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    trained: list[list[str]] = []
+    trainer = trainer_of(server, tmp_path, AHEAD | {"dynamic_sampling": True}, trained, max_steps=1)
+    trainer.train()
+    (body,) = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
+    assert (body["only"], body["return_zero_variance"]) == ("informative", True)
+    assert body["prompts"][0]["metadata"]
+
+
 def test_a_long_round_has_the_unfinished_prompts_and_waits_for_all_of_them(server: FakeVllm, tmp_path: Path) -> None:
     trainer_of(server, tmp_path, {"prompts_ahead": 1.0, "long_rounds": True}, max_steps=2).train()
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
@@ -172,6 +206,11 @@ def test_an_evaluation_is_sampled_without_prompts_ahead(server: FakeVllm, tmp_pa
         ({"rollouts": "off"}, {}, "rollouts must be 'auto'"),
         (AHEAD | {"rollouts": "auto"}, {}, "rollouts='auto' chooses prompts_ahead"),
         (AHEAD | {"advantages": "unbiased"}, {}, "does not work with prompts_ahead"),
+        ({"advantages": "server", "rollouts": "auto"}, {}, "leave rollouts='auto' out"),
+        ({"advantages": "server"}, {"scale_rewards": "batch"}, "scale_rewards 'group' or 'none'"),
+        ({"advantages": "server", "baseline": "pass_rate"}, {}, "baseline='pass_rate' needs advantages='unbiased'"),
+        ({"advantages": "server"}, {"mask_truncated_completions": True}, "needs mask_truncated_completions=False"),
+        ({"dynamic_sampling": True}, {}, "dynamic_sampling=True needs prompts_ahead"),
         ({"max_staleness": 1}, {"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_corr"),
         (AHEAD, {"generation_kwargs": {"vllm_xargs": {"other": 1}}}, "vllm_xargs has other"),
     ],

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 from .._errors import DartsError, ProtocolError, error_from_object
 from .._models import Group
+from .._prompts import PromptSpec
 from .._sync_rollouts import Rollouts
 from ._server import UPDATE_TIMEOUT, Server
 
@@ -52,8 +53,8 @@ class Batch:
 
 
 Carry = Literal["restart", "resume"]
-Request = Callable[[Sequence[TokenIds], int], Sequence[Group]]
-"""Requests groups of prompts, and returns at least the given number of complete groups."""
+Request = Callable[[Sequence[int], Sequence[TokenIds], int], Sequence[Group]]
+"""Requests groups of prompts, by their numbers and tokens, and returns at least the given number of complete groups."""
 
 
 class BatchesAhead:
@@ -144,14 +145,15 @@ class BatchesAhead:
     ) -> Batch:
         """Request groups for a batch. Keep surplus groups and prompts without a group. `waiting` were not started."""
         wanted = max(0, self._size - len(self._surplus))
-        groups = self._request(token_ids, wanted) if wanted else ()
+        groups = self._request(started, token_ids, wanted) if wanted else ()
         places = [group.number for group in groups]
         complete = set(places)
         if len(complete) != len(places) or len(places) < wanted:
             raise ProtocolError(f"the batch has groups {places}, not {wanted} different ones of {len(started)}")
 
         results = self._surplus + [(started[group.number], token_ids[group.number], group) for group in groups]
-        self._surplus = results[self._size :]
+        # Groups of equal rewards only fill up a batch.
+        self._surplus = [result for result in results[self._size :] if not result[2].zero_variance]
         self._drawn = drawn
         self._pending = waiting + tuple(number for place, number in enumerate(started) if place not in complete)
         surplus = tuple(number for number, _, _ in self._surplus)
@@ -169,8 +171,10 @@ class GroupRequests:
         self._options = options
         self._running: Rollouts[Group] | None = None
 
-    def request(self, prompts: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+    def request(self, prompts: Sequence[TokenIds | PromptSpec], wanted: int) -> list[Group]:
         """Return the first ``wanted`` groups that are complete, in the order of their prompts.
+
+        With ``return_zero_variance``, groups of equal rewards come last.
 
         Raises:
             DartsError: a group failed, or the request failed.
@@ -195,7 +199,8 @@ class GroupRequests:
                 # The prompt was aborted.
                 if prompt.error is not None and len(groups) < wanted:
                     raise error_from_object(prompt.error)
-        return sorted(groups, key=lambda group: group.number)
+        is_dynamic = "return_zero_variance" in self._options
+        return sorted(groups, key=lambda group: (is_dynamic and group.zero_variance is not False, group.number))
 
     def cancel(self) -> None:
         """Cancel a request that still runs in another thread."""

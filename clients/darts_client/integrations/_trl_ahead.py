@@ -1,6 +1,7 @@
 """Prompts ahead of their step for TRL's GRPOTrainer: the part of `DartsGRPOTrainer` that runs before TRL samples."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil
@@ -12,6 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
+from .._models import Group
+from .._prompts import PromptSpec
 from ._ahead import POSITION_FILE, Batch, BatchesAhead, Carry, GroupRequests, Position, rollout_options
 from ._server import Server
 
@@ -25,6 +28,8 @@ class AheadOptions:
     long_rounds: bool = False
     carry: Carry = "restart"
     policy: str | None = None
+    server_advantages: bool = False
+    dynamic_sampling: bool = False
 
     @classmethod
     def of(
@@ -50,7 +55,12 @@ class AheadOptions:
         return cls(prompts_ahead=0.5, carry="resume", policy="auto")
 
     def __bool__(self) -> bool:
-        return bool(self.prompts_ahead or self.max_staleness)
+        return bool(self.prompts_ahead or self.max_staleness or self.server_advantages)
+
+    @property
+    def needs_rewards(self) -> bool:
+        """Whether the server's verifier needs the columns of the data set."""
+        return self.server_advantages or self.dynamic_sampling
 
     def check(self, args: GRPOConfig, advantages: str) -> None:
         """Raise ValueError if a value is impossible, or conflicts with TRL's arguments."""
@@ -64,9 +74,15 @@ class AheadOptions:
             raise ValueError("carry='resume' needs prompts_ahead above 0, else no prompt is carried over")
         if self.long_rounds and not self.prompts_ahead:
             raise ValueError("long_rounds=True needs prompts_ahead above 0, else no prompt is left over")
+        if self.dynamic_sampling and not self.prompts_ahead:
+            raise ValueError("dynamic_sampling=True needs prompts_ahead above 0, the prompts that take the places")
         if not self:
             return
-        if advantages != "group":
+        if self.server_advantages and self.policy is not None:
+            raise ValueError("advantages='server' needs the policy 'informative'; leave rollouts='auto' out")
+        if self.server_advantages and args.scale_rewards == "batch":
+            raise ValueError("advantages='server' needs scale_rewards 'group' or 'none', as the server knows one group")
+        if advantages == "unbiased":
             raise ValueError(f"advantages={advantages!r} does not work with prompts_ahead or max_staleness")
         if args.world_size > 1:
             raise ValueError(f"prompts_ahead and max_staleness work in one process, and there are {args.world_size}")
@@ -125,6 +141,12 @@ class PromptsAhead:
         requested = rollout_options(sampling_of(trainer))
         if options.policy is not None:
             requested.setdefault("policy", options.policy)
+        if options.server_advantages:
+            by_std = args.scale_rewards != "none"
+            requested.setdefault("policy", {"name": "informative", "advantage_std": by_std})
+        if options.dynamic_sampling:
+            # Groups of equal rewards fill up a batch if too few groups are informative.
+            requested |= {"only": "informative", "return_zero_variance": True}
         self._requests = GroupRequests(server, trainer.num_generations, requested, options.carry)
         self._batches = BatchesAhead(
             islice(prompt_order(trainer, size), position.drawn, None),
@@ -133,7 +155,7 @@ class PromptsAhead:
             ahead=options.prompts_ahead,
             batches=batches,
             tokenize=self._tokenize,
-            request=self._requests.request,
+            request=self._request,
             long_rounds=options.long_rounds,
         )
 
@@ -162,6 +184,14 @@ class PromptsAhead:
         self._batches.close()
         self._requests.cancel()
 
+    def _request(self, numbers: Sequence[int], token_ids: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+        """Request groups. The metadata of a prompt has the columns of its row, which verifiers read."""
+        if not self._options.needs_rewards:
+            return self._requests.request(token_ids, wanted)
+        rows = [self._trainer.train_dataset[number] for number in numbers]
+        prompts = [PromptSpec(ids, metadata=json_columns(row)) for ids, row in zip(token_ids, rows, strict=True)]
+        return self._requests.request(prompts, wanted)
+
     def _tokenize(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return the token ids that TRL would send."""
         prompts = [self._trainer.train_dataset[number]["prompt"] for number in numbers]
@@ -179,6 +209,19 @@ class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
         if self.prompts is not None and state.is_world_process_zero:
             folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
             self.prompts.position.save(folder / POSITION_FILE)
+
+
+def json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of a row but its prompt, as far as JSON has them."""
+    columns = {}
+    for name, value in row.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            continue
+        if name != "prompt":
+            columns[name] = value
+    return columns
 
 
 def load_position(folder: Path) -> Position | None:

@@ -16,6 +16,7 @@ address; docs/trl.md says what this trainer adds.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -30,6 +31,7 @@ except ModuleNotFoundError as exc:
     raise ModuleNotFoundError(f"{exc.msg}: this needs darts-client[trl]", name=exc.name) from exc
 
 from .._requests import auth_headers
+from ..advantages import server_advantages
 from ._callback import DartsCallback
 from ._processes import run_on_main
 from ._reporting import RewardReport, SampledBatch, find_reports, report_rewards
@@ -55,12 +57,16 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
 
     Args:
         weight_sync: "http" needs no NCCL. With "nccl" TRL sends the weights.
-        advantages: "unbiased" computes advantages in training from the weights in the server's records, see
-            `darts_client.advantages`. They are divided by their root mean square, unless `scale_rewards="none"`.
+        advantages: "server" trains with the advantages of the policy `informative`: a group has the signal of all its
+            candidates. The server needs a verifier, which gets the columns of the data set. "unbiased" computes
+            advantages in training from the weights in the server's records, see `darts_client.advantages`. They are
+            divided by their root mean square, unless `scale_rewards="none"`.
         baseline: baseline of "unbiased". "pass_rate" is the prompt's share of correct trajectories in earlier groups.
             It needs reported rewards of 1 for correct and 0 for wrong.
         rollouts: "auto" stands for `prompts_ahead=0.5, carry="resume"` under the policy `auto`. No step waits for its
             slowest prompts, and no token is thrown away.
+        dynamic_sampling: whether groups whose rewards on the server are all equal are replaced by groups of the
+            `prompts_ahead`, as far as there are enough. This biases the gradient (DAPO).
         prompts_ahead: additional prompts, as a share of a batch. Training uses the groups that are complete first.
         carry: "resume" continues unfinished prompts in the next batch. "restart" starts them again (tail batching).
         long_rounds: whether unfinished prompts wait until they fill a batch of their own.
@@ -78,8 +84,9 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         args: GRPOConfig | None = None,
         *more: Any,
         weight_sync: Literal["http", "nccl"] = "http",
-        advantages: Literal["group", "unbiased"] = "group",
+        advantages: Literal["group", "unbiased", "server"] = "group",
         baseline: Literal["group", "pass_rate"] = "group",
+        dynamic_sampling: bool = False,
         prompts_ahead: float = 0.0,
         max_staleness: int = 0,
         long_rounds: bool = False,
@@ -93,7 +100,11 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         if weight_sync not in ("http", "nccl"):
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
         _check_advantages(advantages, baseline, args)
-        self._ahead_options = AheadOptions.of(rollouts, prompts_ahead, max_staleness, long_rounds, carry)
+        self._ahead_options = replace(
+            AheadOptions.of(rollouts, prompts_ahead, max_staleness, long_rounds, carry),
+            server_advantages=advantages == "server",
+            dynamic_sampling=dynamic_sampling,
+        )
         self._ahead_options.check(args, advantages)
 
         client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
@@ -106,6 +117,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         self._last_batch: SampledBatch | None = None
         self._last_rewards = torch.empty(0, 0)
         self._is_weighted = advantages == "unbiased"
+        self._server_advantages: list[float] = []
         self._by_pass_rate = baseline == "pass_rate"
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
         self._server = Server(url, api_key)
@@ -153,15 +165,22 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         if self._ahead_options and self._is_training():
             inputs = self._sample_ahead()
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if self._is_weighted and self._is_training():
-            advantages = run_on_main(self._weighted_advantages)
-            # TRL's table of completions has one generation batch, so the new advantages replace the old ones there.
-            logged: Any = self._logs["advantages"]
-            logged.extend(advantages)
-            # Each process keeps the advantages of its own completions.
-            first = self.accelerator.process_index * len(inputs)
-            output["advantages"] = torch.tensor(advantages[first : first + len(inputs)]).to(output["advantages"])
+        if not self._is_training():
+            return output
+        if self._ahead_options.server_advantages:
+            self._replace_advantages(output, self._server_advantages, len(inputs))
+        elif self._is_weighted:
+            self._replace_advantages(output, run_on_main(self._weighted_advantages), len(inputs))
         return output
+
+    def _replace_advantages(self, output: dict[str, Any], advantages: list[float], count: int) -> None:
+        """Replace TRL's advantages of this process's ``count`` completions. ``advantages``: those of all processes."""
+        # TRL's table of completions has one generation batch, so the new advantages replace the old ones there.
+        logged: Any = self._logs["advantages"]
+        logged.extend(advantages)
+        # Each process keeps the advantages of its own completions.
+        first = self.accelerator.process_index * count
+        output["advantages"] = torch.tensor(advantages[first : first + count]).to(output["advantages"])
 
     def _sample_ahead(self) -> list[dict[str, Any]]:
         """Sample a batch for TRL's client, and return TRL's inputs for it."""
@@ -173,6 +192,8 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
             self._positions.prompts = PromptsAhead(self, self._ahead_options, self._server, position)
         batch = self._positions.prompts.next()
         self._client.sampled_ahead = as_answer(batch)
+        if self._ahead_options.server_advantages:
+            self._server_advantages = [value for group in batch.groups for value in server_advantages(group)]
         return self._positions.prompts.rows(batch)
 
     def _weighted_advantages(self) -> list[float]:
@@ -293,22 +314,22 @@ def without_shaping(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_advantages(advantages: str, baseline: str, args: GRPOConfig) -> None:
-    if advantages not in ("group", "unbiased"):
-        raise ValueError(f"advantages must be 'group' or 'unbiased', got {advantages!r}")
+    if advantages not in ("group", "unbiased", "server"):
+        raise ValueError(f"advantages must be 'group', 'unbiased' or 'server', got {advantages!r}")
     if baseline not in ("group", "pass_rate"):
         raise ValueError(f"baseline must be 'group' or 'pass_rate', got {baseline!r}")
-    if baseline == "pass_rate" and advantages == "group":
+    if baseline == "pass_rate" and advantages != "unbiased":
         raise ValueError("baseline='pass_rate' needs advantages='unbiased'")
     if advantages == "group":
         return
     if args.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
-            "advantages='unbiased' needs multi_objective_aggregation='sum_then_normalize': the other way "
+            f"advantages={advantages!r} needs multi_objective_aggregation='sum_then_normalize': the other way "
             "normalizes rewards by the group, which depends on which trajectories were returned"
         )
     if args.mask_truncated_completions:
         raise ValueError(
-            "advantages='unbiased' needs mask_truncated_completions=False: truncated completions stand "
+            f"advantages={advantages!r} needs mask_truncated_completions=False: truncated completions stand "
             "for others with their weights"
         )
 
