@@ -99,6 +99,7 @@ def make_planner(settings: Settings) -> Planner:
         tail=Tail(settings.tail),
         max_redundancy=settings.max_redundancy,
         budget=budget,
+        skip_floor=settings.skip_floor,
     )
     # A share of 1 lifts the limit for groups too.
     deadline = Deadline(

@@ -32,6 +32,7 @@ from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, Selec
 
 _ALL: Sequence[Kind[Any]] = (
     allocator.PRICE,
+    allocator.SIGNAL_PRICE,
     auto.STATE,
     *deadlines.KINDS,
     *learned.KINDS,

@@ -98,6 +98,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             order=order,
         )
         self._earlier_pass_rate = earlier_pass_rate
+        self._run_probability = 1.0
 
         # A group that was allocated alone has no cohort.
         self._cohort: Cohort | None = None
@@ -126,6 +127,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self.has_ended:
             allocation.drop()
             return
+        self._run_probability = allocation.run_probability
         cohort = allocation.cohort
         if cohort is not None:
             self._cohort = cohort
@@ -446,4 +448,5 @@ class GroupRun(Generic[RequestT, OutputT]):
             owner=self.owner,
             prompt_tokens=self.spec.tokens.prompt,
             max_tokens=self.spec.tokens.most,
+            run_probability=self._run_probability,
         )

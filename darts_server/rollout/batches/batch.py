@@ -2,9 +2,11 @@
 
 import json
 import logging
+import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
 
 from darts_server.caller import caller
@@ -27,6 +29,9 @@ NewPlanner = Callable[[Mapping[str, object]], Planner]
 
 SHORTEST: Mapping[str, object] = {"max_tokens": 1}
 """Sampling parameters of the shortest answer. A prompt that is too long for it is too long for any."""
+
+DRAW_BYTES = 8
+"""Precision of the draws that skip prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ class BatchGroup:
     interrupted: DartsError | None = None
     handed_back: GroupResult | None = None
     """Tokens of an undecided group that are returned instead of kept."""
+    is_skipped: bool = False
+    """Whether the prompt does not run, because it is almost surely without signal."""
 
     @property
     def identity(self) -> Identity:
@@ -92,6 +99,7 @@ class PreparedBatch:
 
     ``sampling``: the sampling parameters in force.
     ``terms``: see `describe_terms`; empty unless the batch resumes prompts.
+    ``groups``: the groups of all prompts, also of skipped prompts.
     ``needed``: number of complete groups after which the batch ends.
     ``places``: number of groups that run at once. A failed group gives its place to another.
     """
@@ -166,6 +174,11 @@ async def prepare_batch(
         if plan.auto is not None and batch.carry is Carry.RESUME:
             auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), lost_tokens)
             places = auto.choice.started
+        # A prompt that is carried over would be drawn again in the next batch.
+        if batch.carry is Carry.DROP:
+            draw_groups(groups, plan, rollouts, renderer)
+            places = sum(not group.is_skipped for group in groups)
+            needed = min(needed, places)
         allocate(groups, plan, batch.budget, rollouts, ticket, auto)
     except BaseException:
         ticket.release()
@@ -275,6 +288,27 @@ def choose_resumed(
     return lost_tokens
 
 
+def draw_groups(
+    groups: Sequence[BatchGroup],
+    plan: Plan,
+    rollouts: Rollouts[Any, Any],
+    renderer: PromptRenderer[Any, Any],
+) -> None:
+    """Draw which of the prompts run that are almost surely without signal.
+
+    With a seed, a batch of the same prompts runs the same prompts under the same weights. Under other weights it draws
+    anew, so that a trainer that always sends the same seed does not skip a prompt for ever.
+    """
+    probabilities = rollouts.allocator.run_probabilities(plan, [group.prompt_key for group in groups])
+    version = rollouts.engine.weight_version
+    for group, probability in zip(groups, probabilities, strict=True):
+        if probability < 1:
+            group.allocation = Allocation(0, run_probability=probability)
+            seed = renderer.tail_seed(group.request) or (secrets.randbits(64),)
+            digest = blake2b(f"{seed} {version}".encode(), digest_size=DRAW_BYTES).digest()
+            group.is_skipped = int.from_bytes(digest) >= probability * 256**DRAW_BYTES
+
+
 def allocate(
     groups: Sequence[BatchGroup],
     plan: Plan,
@@ -288,9 +322,16 @@ def allocate(
     estimate = ticket.candidates
     ticket.resize(0)
     keys = [group.prompt_key for group in groups]
+    # The number of candidates does not depend on the prompts that are skipped, so that the expectation of a group that
+    # runs does not either.
     allocations = rollouts.allocator.allocate_cohort(plan, keys, budget, auto)
     candidates = 0
     for group, allocation in zip(groups, allocations, strict=True):
+        if group.is_skipped:
+            allocation.drop()
+            continue
+        if group.allocation.run_probability < 1:
+            allocation = replace(allocation, run_probability=group.allocation.run_probability)
         group.allocation = allocation
         if group.resumed is not None:
             group.allocation = replace(

@@ -64,6 +64,7 @@ class Unfinished:
 
     ``error``: why the group was aborted, or None if enough other groups were complete.
     ``group``: the group with its tokens, if they are not kept.
+    ``skipped``: whether the batch did not run the prompt, because it was almost surely without signal.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Unfinished:
     carry: Carry = Carry.DROP
     error: Exception | None = None
     group: GroupResult | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
