@@ -146,6 +146,8 @@ class Group:
     """Length in tokens at which the tail was cut, or None."""
     mixed_versions: bool = False
     """Whether several versions of the weights sampled the tokens."""
+    run_probability: float | None = None
+    """Probability with which the server ran the prompt, or None. Below 1, the group counts 1 / so much."""
     discarded: tuple[Discarded, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None
@@ -180,6 +182,8 @@ class Unfinished(WireModel):
     """OpenAI's error object of an aborted prompt, or None."""
     aborted: tuple[AbortedTrajectory, ...] | None = None
     """Candidates, if the server stopped and could not keep their tokens. The prompt starts again."""
+    skipped: bool = False
+    """Whether the prompt did not run, because its rewards were almost surely equal."""
 
 
 class Delta(WireModel):
