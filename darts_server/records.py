@@ -102,7 +102,7 @@ class GroupRecord:
     max_tokens: int | None = None
     """Maximum tokens of a candidate."""
     run_probability: float = 1.0
-    """Probability with which the batch ran the prompt. The group counts 1 / so much."""
+    """Probability that the batch ran the prompt. The group counts 1 / so much."""
     key: GroupKey = field(init=False, repr=False, compare=False)
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""

@@ -147,7 +147,7 @@ class Group:
     mixed_versions: bool = False
     """Whether several versions of the weights sampled the tokens."""
     run_probability: float | None = None
-    """Probability with which the server ran the prompt, or None. Below 1, the group counts 1 / so much."""
+    """Probability that the server ran the prompt, or None. Below 1, the group counts 1 / so much."""
     discarded: tuple[Discarded, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None

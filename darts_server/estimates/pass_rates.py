@@ -16,9 +16,12 @@ from typing import NamedTuple
 from darts_server.estimates.checks import LARGEST, check_count, check_number
 
 HALF_LIFE = 40
-"""Weight versions after which a reward counts half. In `benchmarks.signal`, a half-life of 40 versions is within .001
-groups of the best for pass rates that drift slowly and for epochs of 15 versions, and the best of 5 to 640 for a usual
-drift. Without ageing, old rewards are trusted so much that allocation by them is worse than none."""
+"""Weight versions after which a reward counts half.
+
+In `benchmarks.signal`, pass rates drift slowly or fast, and epochs have 15 to 200 versions. With this half-life, the
+allocation is never worse than an even allocation. With shorter half-lives, rewards are forgotten before the next epoch.
+With longer half-lives, old rewards are trusted so much that the allocation becomes worse than an even allocation.
+"""
 RECENT = 0.9
 """Weight of a group in the prior, relative to a group of the next version: the last ten versions count."""
 MIN_STRENGTH = 0.1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from darts_server.estimates.pass_rates import Beta
 from darts_server.policy.allocation import DEBT_HORIZON, WINDOW
-from darts_server.policy.signal import SignalPrice, allocate_by_signal, signal_chances
+from darts_server.policy.signal import UNINFORMATIVE, SignalPrice, allocate_by_signal, signal_chances
 
 PARAMETERS = st.floats(0.01, 100)
 POSTERIORS = st.builds(Beta, PARAMETERS, PARAMETERS)
@@ -116,11 +116,11 @@ def test_without_room_above_the_size_or_without_prompts_nothing_is_allocated() -
 def test_weights_of_prompts_that_ran_by_chance_keep_the_sum_of_gradients() -> None:
     """Enumerate all draws, and all outcomes of groups under GRPO, in a world with two prompts that may be skipped."""
     rates = [Fraction(1, 50), Fraction(1, 3), Fraction(49, 50)]
-    posteriors = [HOPELESS, EDGE, SATURATED]
+    posteriors = [HOPELESS, EVEN, SATURATED]
     floor = Fraction(1, 4)
     counts = allocate_by_signal(posteriors, 10, 2, 6)
     chances = signal_chances(posteriors, 2)
-    probabilities = [floor if chance < 0.05 else Fraction(1) for chance in chances]
+    probabilities = [floor if chance < UNINFORMATIVE else Fraction(1) for chance in chances]
     assert probabilities == [floor, 1, floor]
 
     def gradient(rate: Fraction, candidates: int) -> Fraction:

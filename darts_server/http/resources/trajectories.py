@@ -76,7 +76,7 @@ class GroupFacts(BaseModel):
         "its deadline. Null without a deadline."
     )
     run_probability: float | None = Field(
-        description="Probability with which the batch ran the prompt, below 1 only with `skip_floor`. The group counts "
+        description="Probability that the batch ran the prompt, below 1 only with `skip_floor`. The group counts "
         "1 / so much. Null without a record."
     )
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")

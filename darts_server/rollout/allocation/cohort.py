@@ -99,7 +99,7 @@ class Allocation:
     """The candidates of one group, and its cohort, if the policy allocates groups together.
 
     ``saturated``: whether the prompt was allocated the maximum, before the load reduced it.
-    ``run_probability``: probability with which the batch ran the prompt.
+    ``run_probability``: probability that the batch ran the prompt.
     """
 
     candidates: int
