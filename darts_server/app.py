@@ -374,6 +374,7 @@ def make_rooms(
 
     def learn_rewards(record: GroupRecord, correct: Mapping[int, bool], zero_variance: bool) -> None:
         metrics.group_rewarded(zero_variance)
+        statistics.pass_rates.learn(record, correct)
         rollouts.allocator.deadlines.learn_rewards(record, correct)
         pruner.record_rewarded_group()
 

@@ -100,6 +100,7 @@ def make_planner(settings: Settings) -> Planner:
         tail=Tail(settings.tail),
         max_redundancy=settings.max_redundancy,
         budget=budget,
+        skip_floor=settings.skip_floor,
     )
     informative = Shaping(
         # The default redundancy is for policies that stop long candidates.

@@ -111,6 +111,8 @@ class GroupRecord:
     """Number of candidates with rewards, if the group was selected by rewards."""
     decided_early: bool = False
     """Whether candidates were stopped because enough others had unequal rewards."""
+    run_probability: float = 1.0
+    """Probability that the batch ran the prompt. The group counts 1 / so much."""
     key: GroupKey = field(init=False, repr=False, compare=False)
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""

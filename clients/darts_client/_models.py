@@ -160,6 +160,8 @@ class Group:
     """Whether the verifier's rewards are all equal, or None without rewards."""
     decided_early: bool = False
     """Whether candidates were stopped because enough others had unequal rewards."""
+    run_probability: float | None = None
+    """Probability that the server ran the prompt, or None. Below 1, the group counts 1 / so much."""
     discarded: tuple[Discarded, ...] = ()
     seconds: float | None = None
     error: StatusError | None = None
@@ -194,6 +196,8 @@ class Unfinished(WireModel):
     """OpenAI's error object of an aborted prompt, or None."""
     aborted: tuple[AbortedTrajectory, ...] | None = None
     """Candidates, if the server stopped and could not keep their tokens. The prompt starts again."""
+    skipped: bool = False
+    """Whether the prompt did not run, because its rewards were almost surely equal."""
 
 
 class Delta(WireModel):

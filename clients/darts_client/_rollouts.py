@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
 
-from pydantic import FiniteFloat
+from pydantic import Field, FiniteFloat
 
 from ._errors import ProtocolError, error_from_object
 from ._models import AbortedTrajectory, Discarded, FinishReason, Group, Logprobs, TokenIds, Trajectory, WireModel
@@ -77,6 +77,7 @@ class GroupPayload(WireModel):
     num_rewarded: int | None = None
     zero_variance: bool | None = None
     decided_early: bool = False
+    run_probability: FiniteFloat | None = Field(None, gt=0)
     aborted: tuple[AbortedTrajectory, ...] | None = None
     trajectories: tuple[TrajectoryPayload, ...]
     discarded: tuple[Discarded, ...] = ()

@@ -43,7 +43,7 @@ class Tensors:
     rewards: Tensor | None
     """(N,) float32."""
     advantages: Tensor | None
-    """(N,) float32."""
+    """(N,) float32, times 1 / `run_probability` of the group."""
     weights: Tensor | None
     """(N,) float32, 1 / (probability of the trajectory's return)."""
     group: Tensor
@@ -110,6 +110,8 @@ def to_tensors(
         elif advantages == "grpo":
             parts = [_grpo_advantages(torch.tensor(row), scale, eps) for row in rows]
     if parts:
+        # The groups of prompts that the server might have skipped count more.
+        parts = [part / (group.run_probability or 1.0) for group, part in zip(groups, parts, strict=True)]
         advantages_tensor = torch.cat(parts)
 
     weights = [trajectory.weight for trajectory in trajectories if trajectory.weight is not None]

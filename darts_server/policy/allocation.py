@@ -93,29 +93,45 @@ def allocate(
 
         min sum_i w_i / m_i   subject to   sum_i m_i = budget,   low <= m_i <= high.
 
-    The terms are convex in m_i, so it is optimal to give each candidate to the prompt with the largest gain
-    w/m - w/(m + 1). Equal gains go to the prompt with fewer candidates, then to the larger weight, then to the earlier
-    prompt. So a larger weight never gets fewer candidates. N * (high - low) = 1,000,000 takes 60 ms and 17 MB.
+    The terms are convex in m_i, so `allocate_by_gain` is exact. A larger weight never gets fewer candidates.
 
     Args:
         weights: above 0.
         budget: candidates of all prompts together, clipped to [N * low, N * high].
     """
     w = np.asarray(weights, dtype=np.float64)
-    extra = min(max(budget - low * w.size, 0), (high - low) * w.size)
-    if not extra:
-        return [low] * w.size
-
-    # Element [i, k] is the gain of the candidate after the first `low + k` candidates of prompt i.
     m = np.arange(low, high)
-    gains = w[:, None] / (m * (m + 1))
+    return allocate_by_gain(w[:, None] / (m * (m + 1)), budget, low, w)
+
+
+def allocate_by_gain(
+    gains: Floats,
+    budget: int,
+    low: int,
+    preference: Floats,
+) -> list[int]:
+    """Compute the candidates of each prompt that have the largest sum of gains.
+
+    Gains that do not rise within a prompt make it optimal to give each candidate to the prompt with the largest gain.
+    Equal gains go to the prompt with fewer candidates, then to the larger ``preference``, then to the earlier prompt.
+    N * (high - low) = 1,000,000 takes 60 ms and 17 MB.
+
+    Args:
+        gains: element [i, k] is the gain of the candidate after the first ``low + k`` candidates of prompt i.
+        budget: candidates of all prompts together, clipped to [N * low, N * high].
+    """
+    prompts = len(gains)
+    extra = min(max(budget - low * prompts, 0), gains.size)
+    if not extra:
+        return [low] * prompts
+
     smallest = np.partition(gains, gains.size - extra, axis=None)[gains.size - extra]
     counts = (gains > smallest).sum(axis=1)
 
     # Some of the candidates with the smallest gain are left.
     prompt, given = np.nonzero(gains == smallest)
-    first = np.lexsort((prompt, -w[prompt], given))[: extra - int(counts.sum())]
-    counts += low + np.bincount(prompt[first], minlength=w.size)
+    first = np.lexsort((prompt, -preference[prompt], given))[: extra - int(counts.sum())]
+    counts += low + np.bincount(prompt[first], minlength=prompts)
     return [int(count) for count in counts]
 
 

@@ -43,6 +43,10 @@ class Shaping:
     * ``max_redundancy``: M_up/M, the limit for a single prompt of an adaptive policy.
     * ``adaptive``: whether candidates are allocated by the spread of each prompt's lengths, between M and M_up.
     * ``budget``: how the mean is chosen.
+    * ``adapts_to_signal``: whether candidates are allocated by each prompt's pass rate, between M and M_up, so that as
+      many groups as possible have different rewards.
+    * ``skip_floor``: probability with which a batch runs a prompt that is almost surely without signal, or None to run
+      all. Only with ``adapts_to_signal``.
 
     Selection:
 
@@ -72,11 +76,18 @@ class Shaping:
     return_survivors: bool = False
     select: Select | None = None
     advantage_std: bool = False
+    adapts_to_signal: bool = False
+    skip_floor: float | None = None
 
     @property
     def uses_cohort(self) -> bool:
         """Whether groups that come together are allocated together."""
-        return self.adaptive or self.deadline is not None or self.budget is not BudgetKind.FIXED
+        return self.is_uneven or self.deadline is not None or self.budget is not BudgetKind.FIXED
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether some prompts get more candidates than others."""
+        return self.adaptive or self.adapts_to_signal
 
     @property
     def prunes(self) -> bool:
@@ -96,7 +107,7 @@ class Shaping:
     def bounds(self, size: int) -> tuple[int, int]:
         """Return M_low and M_up for a group of ``size``."""
         highest = self.max_redundancy
-        if not self.adaptive and self.budget is BudgetKind.FIXED:
+        if not self.is_uneven and self.budget is BudgetKind.FIXED:
             # All prompts get the same number, so no limit applies.
             highest = max(highest, self.redundancy)
         return size, max(size, floor(highest * size + 0.5))
@@ -114,7 +125,7 @@ class Shaping:
         mean: float = self.candidates(size)
         if self.budget is BudgetKind.CV_LOG and length_std is not None and length_mean:
             mean = cv_log_mean(length_std, length_mean, size)
-        elif self.adaptive:
+        elif self.is_uneven:
             mean = self.redundancy * size
         return min(mean, self.bounds(size)[1])
 

@@ -33,6 +33,7 @@ from darts_server.verify.types import Verifier
 
 _ALL: Sequence[Kind[Any]] = (
     allocator.PRICE,
+    allocator.SIGNAL_PRICE,
     auto.STATE,
     *deadlines.KINDS,
     *learned.KINDS,

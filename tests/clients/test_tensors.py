@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from statistics import mean, stdev
 
@@ -48,6 +49,14 @@ def test_tensors_hold_all_tokens_and_logprobs_between_the_padding(batch: list[li
         assert tensors.prompt_ids[n, -len(prompt) :].tolist() == prompt
         assert tensors.prompt_ids[n][tensors.prompt_mask[n]].tolist() == prompt
         assert (tensors.prompt_ids[n][~tensors.prompt_mask[n]] == pad_id).all()
+
+
+def test_groups_that_ran_by_chance_count_more() -> None:
+    members = ([1], [0.0]), ([2], [0.0])
+    groups = [group(*members), replace(group(*members), run_probability=0.25)]
+    tensors = to_tensors(groups, [[1.0, 0.0], [1.0, 0.0]], scale=False)
+    assert tensors.advantages is not None
+    assert tensors.advantages.tolist() == [0.5, -0.5, 2.0, -2.0]
 
 
 spans = st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 5)), max_size=4)

@@ -55,6 +55,14 @@ def test_a_prompt_gets_between_its_size_and_the_maximum_redundancy(redundancy: f
     assert Shaping(adaptive=True, max_redundancy=redundancy).bounds(8) == (8, most)
 
 
+def test_a_policy_that_adapts_to_signal_allocates_as_an_adaptive_policy_without_saturated_prompts() -> None:
+    shaping = Shaping(redundancy=1.3, max_redundancy=1.5, adapts_to_signal=True)
+    assert shaping.uses_cohort
+    assert shaping.bounds(8) == (8, 12)
+    assert shaping.mean_candidates(8, None, None) == pytest.approx(10.4)
+    assert not shaping.is_saturated(8, 12)
+
+
 def test_the_maximum_redundancy_limits_only_adaptive_policies_and_budgets() -> None:
     fixed = Shaping(redundancy=3.0, max_redundancy=2.0)
     assert fixed.bounds(8) == (8, 24)

@@ -28,7 +28,7 @@ from tests.rollout.helpers import Documents, Recorder, collect
 POLICIES = {
     kind.value: Shaping(redundancy=1.5, adaptive=True, budget=kind, deadline=Deadline(exploration=0.5))
     for kind in BudgetKind
-}
+} | {"signal": Shaping(redundancy=1.5, num_longest=0, adapts_to_signal=True)}
 EXTREMES: list[Any] = [
     *(10**400, -(10**400), 2**63, 2**53, 10**9, -1, 0, 5e-324, -5e-324, 1e-300, 1e308, -1e308),
     *(float("nan"), float("inf"), float("-inf"), True, None, "", "1", "x" * 1000, [], {}, [[]], {"": 0}),
@@ -63,6 +63,7 @@ async def run(documents: Documents, *policies: str, together: int = 9) -> Record
     rollouts.statistics.rewards.learn({"p": RewardStats(single_length(7), single_length(9), 1, 0)})
     for record in recorder.records:
         rollouts.allocator.deadlines.learn_rewards(record, dict.fromkeys(range(8), True))
+        rollouts.statistics.pass_rates.learn(record, {index: index % 3 == 0 for index in range(8)})
     rollouts.statistics.flush()
     assert rollouts.observers.failures == 0
     return recorder

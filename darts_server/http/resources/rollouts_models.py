@@ -424,6 +424,9 @@ class UnfinishedOut(BaseModel):
     error: dict[str, Any] | None = Field(
         description="Why its group was aborted; null if it was stopped because enough other groups were complete."
     )
+    skipped: bool = Field(
+        description="Whether it did not run, because its rewards were almost surely equal (`skip_floor`)."
+    )
     aborted: list[AbortedCandidateOut] | None = Field(
         description="Output of its candidates, if the server stops and the next server cannot continue them; else null."
     )

@@ -89,6 +89,10 @@ class GroupFacts(BaseModel):
         description="Length in tokens at which the tail was cut, or would have been cut if the group had not explored "
         "its deadline. Null without a deadline."
     )
+    run_probability: float | None = Field(
+        description="Probability that the batch ran the prompt, below 1 only with `skip_floor`. The group counts "
+        "1 / so much. Null without a record."
+    )
     mixed_versions: bool = Field(description="Whether the returned trajectories have several weight versions.")
     num_rewarded: int | None = Field(
         description="M', if the group was selected by rewards: number of candidates with a reward. The sum of weight * "

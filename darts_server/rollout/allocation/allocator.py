@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from darts_server.estimates.lengths import DatasetStats
+from darts_server.estimates.pass_rates import Beta
 from darts_server.policy.allocation import (
     ShadowPrice,
     allocate_by_std,
@@ -15,6 +16,12 @@ from darts_server.policy.allocation import (
     reduce_candidates,
 )
 from darts_server.policy.shaping import BudgetKind
+from darts_server.policy.signal import (
+    UNINFORMATIVE,
+    SignalPrice,
+    allocate_by_signal,
+    signal_chances,
+)
 from darts_server.records import CohortRecord
 from darts_server.rollout.allocation.auto import Auto, AutoBatch
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
@@ -26,6 +33,7 @@ from darts_server.rollout.plan import Plan
 logger = logging.getLogger(__name__)
 
 PRICE = json_kind("price", ShadowPrice)
+SIGNAL_PRICE = json_kind("signal_price", SignalPrice)
 
 
 class Allocator:
@@ -53,6 +61,7 @@ class Allocator:
     ) -> None:
         self._statistics = statistics
         self._prices = StoredValues(statistics.documents, PRICE)
+        self._signal_prices = StoredValues(statistics.documents, SIGNAL_PRICE)
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self.auto = Auto(statistics, opening)
         self._window = window
@@ -99,6 +108,14 @@ class Allocator:
         for (_, result), allocation in zip(waiting, allocations, strict=True):
             result.set_result(allocation)
 
+    def run_probabilities(self, plan: Plan, prompt_keys: Sequence[str]) -> list[float]:
+        """Return the probability with which a batch runs each prompt: below 1 if it is almost surely without signal."""
+        floor = plan.shaping.skip_floor
+        if floor is None or not plan.shaping.adapts_to_signal:
+            return [1.0] * len(prompt_keys)
+        chances = signal_chances(self._statistics.pass_rates.posteriors(prompt_keys), plan.size)
+        return [floor if chance < UNINFORMATIVE else 1.0 for chance in chances]
+
     def allocate_cohort(
         self,
         plan: Plan,
@@ -112,12 +129,8 @@ class Allocator:
         """
         groups = len(prompt_keys)
         size = plan.size
-        stds: list[float | None] = []
-        for key in prompt_keys:
-            stats = self._statistics.prompts.load(key)
-            stds.append(None if stats is None else stats.std_ema)
         scale = 1.0 if budget is not None else self._scale()
-        counts, mean = self._counts(plan, stds, budget)
+        counts, mean = self._counts(plan, prompt_keys, budget)
 
         # A few groups say little about the tokens that groups need. Recent groups decide instead.
         is_small = groups < MIN_COHORT
@@ -163,31 +176,50 @@ class Allocator:
             for count in counts
         ]
 
-    def _counts(self, plan: Plan, stds: Sequence[float | None], budget: int | None) -> tuple[Sequence[int], float]:
+    def _counts(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None) -> tuple[Sequence[int], float]:
         """Return the number of candidates of each group before the load reduces it, and the mean M'."""
         shaping = plan.shaping
+        groups = len(prompt_keys)
         low, high = shaping.bounds(plan.size)
+        stds: list[float | None] = [None] * groups
+        posteriors: list[Beta] = []
+        if shaping.adapts_to_signal:
+            posteriors = self._statistics.pass_rates.posteriors(prompt_keys)
+        elif shaping.adaptive:
+            stds = [self._load_std(key) for key in prompt_keys]
+
         if budget is not None:
-            # Without statistics all prompts are equal, and share the budget evenly.
-            spreads = stds if shaping.adaptive else [None] * len(stds)
-            return allocate_by_std(spreads, budget=budget, low=low, high=high), budget / len(stds)
+            mean = budget / groups
+        else:
+            stats = DatasetStats()
+            if shaping.budget is BudgetKind.CV_LOG:
+                stats = self._statistics.dataset.stats
+            mean = shaping.mean_candidates(plan.size, stats.std, stats.mean)
+            name = _policy_and_size(plan)
+            if shaping.adapts_to_signal and groups < MIN_COHORT:
+                signal_price = self._signal_prices.load(name) or SignalPrice()
+                counts = [signal_price.allocate(posterior, mean, low, high) for posterior in posteriors]
+                self._signal_prices.save(name, asdict(signal_price))
+                return counts, mean
+            if shaping.adaptive and groups < MIN_COHORT:
+                price = self._prices.load(name) or ShadowPrice()
+                counts = [price.allocate(std, mean, low, high) for std in stds]
+                self._prices.save(name, asdict(price))
+                return counts, mean
+            # Whole numbers whose mean over all cohorts is M'.
+            counts, self._remainders[name] = allocate_evenly(mean, groups, self._remainders.get(name, 0.0))
+            if not shaping.is_uneven:
+                return counts, mean
+            budget = sum(counts)
 
-        stats = DatasetStats()
-        if shaping.budget is BudgetKind.CV_LOG:
-            stats = self._statistics.dataset.stats
-        mean = shaping.mean_candidates(plan.size, stats.std, stats.mean)
-        name = _policy_and_size(plan)
-        if shaping.adaptive and len(stds) < MIN_COHORT:
-            price = self._prices.load(name) or ShadowPrice()
-            counts = [price.allocate(std, mean, low, high) for std in stds]
-            self._prices.save(name, asdict(price))
-            return counts, mean
+        if shaping.adapts_to_signal:
+            return allocate_by_signal(posteriors, budget, low, high), mean
+        # Without statistics all prompts are equal, and share the budget evenly.
+        return allocate_by_std(stds, budget=budget, low=low, high=high), mean
 
-        # Whole numbers whose mean over all cohorts is M'.
-        counts, self._remainders[name] = allocate_evenly(mean, len(stds), self._remainders.get(name, 0.0))
-        if shaping.adaptive:
-            counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
-        return counts, mean
+    def _load_std(self, prompt_key: str) -> float | None:
+        stats = self._statistics.prompts.load(prompt_key)
+        return None if stats is None else stats.std_ema
 
 
 def _policy_and_size(plan: Plan) -> str:

@@ -2,9 +2,11 @@
 
 import json
 import logging
+import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from math import ceil
 from typing import Any, Literal
 
@@ -30,6 +32,9 @@ NewPlanner = Callable[[Mapping[str, object]], Planner]
 
 SHORTEST: Mapping[str, object] = {"max_tokens": 1}
 """Sampling parameters of the shortest answer. A prompt that is too long for it is too long for any."""
+
+DRAW_BYTES = 8
+"""Precision of the draws that skip prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,8 @@ class BatchGroup:
     handed_back: GroupResult | None = None
     """Tokens of an undecided group that are returned instead of kept."""
     verifiers: Sequence[str] | None = None
+    is_skipped: bool = False
+    """Whether the prompt does not run, because it is almost surely without signal."""
 
     @property
     def identity(self) -> Identity:
@@ -129,6 +136,7 @@ class PreparedBatch:
 
     ``sampling``: the sampling parameters in force.
     ``terms``: see `describe_terms`; empty unless the batch resumes prompts.
+    ``groups``: the groups of all prompts, also of skipped prompts.
     ``places``: number of groups that run at once. A group that failed or does not count gives its place to another.
     """
 
@@ -196,14 +204,17 @@ async def prepare_batch(
             )
 
         # Choose how many groups run at once, and allocate candidates to all groups.
+        if batch.carry is Carry.DROP:
+            # A prompt that is carried over would be drawn again in the next batch.
+            draw_groups(groups, plan, rollouts, renderer)
+        places = sum(not group.is_skipped for group in groups)
         wanted = WantedGroups(
-            batch.num_groups or len(groups),
+            batch.num_groups or places,
             only_informative=batch.only is not None,
             max_prompts=batch.max_prompts,
             return_zero_variance=batch.return_zero_variance,
             stops_when_decided=batch.stop_when is not None,
         )
-        places = len(groups)
         if wanted.only_informative and batch.carry is not Carry.RESUME:
             places = min(places, expected_prompts(wanted.needed, rollouts.statistics.rewards.dataset))
         auto = None
@@ -349,6 +360,27 @@ def choose_resumed(
     return lost_tokens
 
 
+def draw_groups(
+    groups: Sequence[BatchGroup],
+    plan: Plan,
+    rollouts: Rollouts[Any, Any],
+    renderer: PromptRenderer[Any, Any],
+) -> None:
+    """Draw which of the prompts run that are almost surely without signal.
+
+    With a seed, a batch of the same prompts runs the same prompts under the same weights. Under other weights it draws
+    anew, so that a trainer that always sends the same seed does not skip a prompt for ever.
+    """
+    probabilities = rollouts.allocator.run_probabilities(plan, [group.prompt_key for group in groups])
+    version = rollouts.engine.weight_version
+    for group, probability in zip(groups, probabilities, strict=True):
+        if probability < 1:
+            group.allocation = Allocation(0, run_probability=probability)
+            seed = renderer.tail_seed(group.request) or (secrets.randbits(64),)
+            digest = blake2b(f"{seed} {version}".encode(), digest_size=DRAW_BYTES).digest()
+            group.is_skipped = int.from_bytes(digest) >= probability * 256**DRAW_BYTES
+
+
 def allocate(
     groups: Sequence[BatchGroup],
     plan: Plan,
@@ -362,9 +394,16 @@ def allocate(
     estimate = ticket.candidates
     ticket.resize(0)
     keys = [group.prompt_key for group in groups]
+    # The number of candidates does not depend on the prompts that are skipped, so that the expectation of a group that
+    # runs does not either.
     allocations = rollouts.allocator.allocate_cohort(plan, keys, budget, auto)
     candidates = 0
     for group, allocation in zip(groups, allocations, strict=True):
+        if group.is_skipped:
+            allocation.drop()
+            continue
+        if group.allocation.run_probability < 1:
+            allocation = replace(allocation, run_probability=group.allocation.run_probability)
         group.allocation = allocation
         if group.resumed is not None:
             group.allocation = replace(

@@ -68,6 +68,7 @@ class Unfinished:
 
     ``error``: why the group was aborted, or None if enough other groups were complete.
     ``group``: the group with its tokens, if they are not kept.
+    ``skipped``: whether the batch did not run the prompt, because it was almost surely without signal.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Unfinished:
     carry: Carry = Carry.DROP
     error: Exception | None = None
     group: GroupResult | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

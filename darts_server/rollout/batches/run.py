@@ -110,8 +110,9 @@ class BatchRun:
         self._quota = Quota(self._wanted.needed) if self._carry is Carry.RESUME else None
         self._first_round: FirstRound | None = None
         # A batch that waits for a part of its groups finishes them one after the other instead.
-        if rollouts.starts_in_rounds and self._wanted.needed == prepared.places == self.size:
-            self._first_round = FirstRound(self._group_id(group) for group in prepared.groups)
+        running = [group for group in prepared.groups if not group.is_skipped]
+        if rollouts.starts_in_rounds and self._wanted.needed == prepared.places == len(running):
+            self._first_round = FirstRound(self._group_id(group) for group in running)
         self._results: list[GroupResult] = []
         # Numbers of complete groups that do not count.
         self._uninformative: list[int] = []
@@ -230,6 +231,7 @@ class BatchRun:
                 self._carry,
                 group.interrupted,
                 group.handed_back,
+                group.is_skipped,
             )
             unfinished.append(entry)
             prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
@@ -278,7 +280,7 @@ class BatchRun:
         def rank(group: BatchGroup) -> tuple[bool, float]:
             return group.carried is None, -means.get(group.number, usual)
 
-        return sorted(self._prepared.groups, key=rank)
+        return sorted((group for group in self._prepared.groups if not group.is_skipped), key=rank)
 
     async def _collect_results(self, tasks: GroupTasks) -> None:
         """Decide groups as they end, until enough are complete."""

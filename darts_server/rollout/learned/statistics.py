@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from functools import reduce
 from hashlib import blake2b
 from itertools import islice
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.estimates.checks import MIN_MEAN, check_count, check_length, check_number
+from darts_server.estimates.checks import LARGEST, MIN_MEAN, check_count, check_length, check_number
 from darts_server.estimates.latency import LatencyCurve, LatencyModel
 from darts_server.estimates.length_profile import LengthProfile, ratios_to_mean
 from darts_server.estimates.lengths import (
@@ -23,10 +23,11 @@ from darts_server.estimates.lengths import (
     estimate_lengths,
     update_stats,
 )
+from darts_server.estimates.pass_rates import Beta, PassCounts, RecentPassRates, count_answers
 from darts_server.estimates.reward_stats import RewardStats, restore_stats
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.learned.documents import Debounce, DocumentStore, Kind, StoredValues, json_kind
-from darts_server.types import FinishReason, Outcome
+from darts_server.types import GONE, FinishReason, Outcome
 
 STEP_GROUPS = 256
 """Groups that count as a step while the weight version does not change: a usual number of prompts."""
@@ -68,7 +69,19 @@ PROFILE = json_kind("profile", LengthProfile)
 LATENCY = json_kind("latency", LatencyModel)
 PROMPT_REWARDS = json_kind("prompt_rewards", restore_stats)
 DATASET_REWARDS = json_kind("dataset_rewards", restore_stats)
-KINDS: Sequence[Kind[Any]] = (PROMPT, DATASET, STEP, PROFILE, LATENCY, PROMPT_REWARDS, DATASET_REWARDS)
+PASS_COUNTS = json_kind("pass_counts", lambda value: PassCounts(*value))
+RECENT_PASS_RATES = json_kind("recent_pass_rates", lambda value: RecentPassRates(*value))
+KINDS: Sequence[Kind[Any]] = (
+    PROMPT,
+    DATASET,
+    STEP,
+    PROFILE,
+    LATENCY,
+    PROMPT_REWARDS,
+    DATASET_REWARDS,
+    PASS_COUNTS,
+    RECENT_PASS_RATES,
+)
 
 
 def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
@@ -270,6 +283,53 @@ class Rewards:
             self._dataset.save(KEY, reduce(sub, old_stats.values(), dataset).state)
 
 
+class PassRates:
+    """Distributions of pass rates by prompt key."""
+
+    def __init__(self, documents: DocumentStore) -> None:
+        self._prompts = StoredValues(documents, PASS_COUNTS)
+        self._recent = StoredValues(documents, RECENT_PASS_RATES)
+        # Newest weight version of the engine that had rewards, or None since the start of this server.
+        self._newest: int | None = None
+
+    def learn(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
+        """Learn a completed group, once. ``correct``: correctness by candidate index, also of discarded candidates."""
+        answers = rewarded_answers(record, correct)
+        if not answers:
+            return
+        recent = self._recent.load(KEY) or RecentPassRates()
+        version = recent.version
+        newest = max((c.weight_version_end or 0 for c in record.selected), default=0)
+        if self._newest is not None and newest > self._newest:
+            version = min(version + 1, LARGEST)
+        self._newest = max(newest, self._newest or 0)
+
+        counted = count_answers(answers)
+        self._recent.save(KEY, astuple(recent.with_group(counted, version)))
+        if record.prompt_key is not None:
+            counts = self._prompts.load(record.prompt_key) or PassCounts()
+            self._prompts.save(record.prompt_key, astuple(counts.with_answers(counted, version)))
+
+    def posteriors(self, keys: Sequence[str]) -> list[Beta]:
+        """Return what is known now about the pass rate of each prompt."""
+        recent = self._recent.load(KEY) or RecentPassRates()
+        prior = recent.prior
+        known = (self._prompts.load(key) or PassCounts() for key in keys)
+        return [counts.posterior(prior, recent.version) for counts in known]
+
+
+def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[tuple[bool, float]]:
+    """Return the correctness and weight of candidates that together are an unbiased sample of the prompt's answers.
+
+    If all candidates have rewards, they are a plain sample. Otherwise only returned trajectories count, by their
+    weights, because rewards of other candidates are missing for reasons that may depend on the answers.
+    """
+    eligible = [c.index for c in record.candidates[record.restarted_from :] if c.reason not in GONE]
+    if all(index in correct for index in eligible):
+        return [(correct[index], 1.0) for index in eligible]
+    return [(correct[c.index], c.weight or 1.0) for c in record.selected if c.index in correct]
+
+
 def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
     """Return statistics of a prompt's lengths, in tokens, as JSON values."""
     seen = stats.observations
@@ -360,6 +420,7 @@ class Statistics:
         self.dataset = Dataset(documents)
         self.latency = Latency(documents, capacity, engines)
         self.rewards = Rewards(documents)
+        self.pass_rates = PassRates(documents)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn the lengths of a completed group. In other groups, lengths depend on the time of the stop."""

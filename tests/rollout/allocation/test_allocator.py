@@ -3,13 +3,15 @@ from dataclasses import replace
 
 import pytest
 
+from darts_server.estimates.pass_rates import Beta
 from darts_server.policy.allocation import reduce_candidates
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping
+from darts_server.policy.signal import allocate_by_signal
 from darts_server.rollout.allocation.allocator import Allocator
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
 from darts_server.rollout.learned.documents import Scalar
-from darts_server.rollout.learned.statistics import MIN_COHORT
+from darts_server.rollout.learned.statistics import MIN_COHORT, PassRates
 from darts_server.rollout.plan import Plan
 from tests.rollout.helpers import Documents, new_allocator
 
@@ -156,3 +158,73 @@ def test_recent_groups_decide_the_deadline_of_a_cohort_with_few_groups() -> None
     alone = cohort_of(allocator, EXPLORING, 1)
     assert alone.rule == EXPLORING.deadline
     assert alone.deadline.tokens == 43, "a third of them was cut"
+
+
+# --- signal -----------------------------------------------------------------------
+
+SIGNAL = Shaping(redundancy=1.5, adapts_to_signal=True)
+RATES = {"hopeless": 0, "edge": 1, "even": 4, "saturated": 8}
+
+
+def graded(*counts: tuple[str, int, int]) -> Documents:
+    """Return documents with a usual prior, and prompts with these numbers of right and wrong answers."""
+    documents = Documents()
+    documents.put("recent_pass_rates", "all", {"value": "[100.0, 50.0, 37.5, 7]"})
+    for key, right, wrong in counts:
+        documents.put("pass_counts", key, {"value": f"[{right}, {wrong}, 7]"})
+    return documents
+
+
+EDGES = graded(*((f"{name}{i}", right * 16, 128 - right * 16) for name, right in RATES.items() for i in range(2)))
+KEYS = [f"{name}{i}" for i in range(2) for name in RATES]
+
+
+def posteriors_of(documents: Documents) -> list[Beta]:
+    return PassRates(documents).posteriors(KEYS)
+
+
+@pytest.mark.parametrize("budget", [None, 96])
+async def test_prompts_whose_rewards_may_differ_get_more_candidates(budget: int | None) -> None:
+    plan = Plan("informative", SIGNAL, SIZE)
+    allocations = new_allocator(EDGES).allocate_cohort(plan, KEYS, budget=budget)
+    counts = [allocation.candidates for allocation in allocations]
+    assert counts == allocate_by_signal(posteriors_of(EDGES), 96, 8, 16)
+    assert [counts[1], counts[5], max(counts[2], counts[6])] == [16, 16, 9], "edge and even"
+    assert {(a.saturated, a.run_probability) for a in allocations} == {(False, 1.0)}
+    assert allocations[0].cohort is not None
+    assert allocations[0].cohort.record.mean_candidates == 12
+
+
+async def test_groups_that_come_together_share_the_candidates_by_signal() -> None:
+    counts = allocate_by_signal(posteriors_of(EDGES), 96, 8, 16)
+    assert await together(new_allocator(EDGES, window=0.01), KEYS, SIGNAL) == counts
+    reduced = [reduce_candidates(count, SIZE, 0.5) for count in counts]
+    assert await together(new_allocator(EDGES, window=0.01, scale=0.5), KEYS, SIGNAL) == reduced
+
+
+async def test_single_requests_get_candidates_by_signal_and_keep_the_mean() -> None:
+    documents = graded()
+    documents.kept |= EDGES.kept
+    given: dict[str, list[int]] = {key: [] for key in KEYS[:4]}
+    for number in range(200):
+        key = KEYS[number % 4]
+        # A restarted server continues with the documents.
+        [count] = await together(new_allocator(documents), [key], SIGNAL)
+        given[key].append(count)
+    means = {key: sum(counts) / len(counts) for key, counts in given.items()}
+    assert sum(means.values()) / 4 == pytest.approx(12, abs=32 * 8 / 200)
+    assert means["edge0"] > max(means["hopeless0"], means["saturated0"]) + 2
+    assert means["even0"] < min(means["hopeless0"], means["saturated0"]) - 2
+
+
+async def test_without_rewards_all_prompts_get_the_mean() -> None:
+    allocations = new_allocator(Documents()).allocate_cohort(Plan("informative", SIGNAL, SIZE), KEYS)
+    assert {allocation.candidates for allocation in allocations} == {12}
+
+
+def test_only_prompts_that_are_almost_surely_without_signal_may_be_skipped() -> None:
+    allocator = new_allocator(EDGES)
+    skipping = replace(SIGNAL, skip_floor=0.25)
+    assert allocator.run_probabilities(Plan("informative", skipping, SIZE), KEYS) == [0.25, 1, 1, 0.25] * 2
+    for shaping in (SIGNAL, replace(skipping, adapts_to_signal=False)):
+        assert allocator.run_probabilities(Plan("informative", shaping, SIZE), KEYS) == [1.0] * 8

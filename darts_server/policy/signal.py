@@ -1,0 +1,113 @@
+"""How many candidates each prompt gets so that as many groups as possible have signal.
+
+A group has signal if its rewards are not all equal: under GRPO, other groups teach nothing. With pass rate p, a group
+of n has signal with probability 1 - p^n - (1 - p)^n. The pass rate is known as a Beta distribution from earlier steps
+(`estimates.pass_rates`). So the number of candidates does not depend on the group's own rewards, and the gradient of
+each prompt stays unbiased.
+
+Prompts that are almost surely without signal may run with a probability X, and count 1 / X when they run. Then the sum
+over prompts stays unbiased too.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from darts_server.estimates.checks import LARGEST, check_length, check_number
+from darts_server.estimates.isotonic import Floats
+from darts_server.estimates.pass_rates import Beta
+from darts_server.policy.allocation import DEBT_HORIZON, MAX_DEBT, WINDOW, allocate_by_gain
+
+UNINFORMATIVE = 0.2
+"""Probability of signal below which a prompt may be skipped. Posteriors are careful, since pass rates drift: in
+`benchmarks.signal`, 4 to 11 % of such groups really have signal. A limit of .05 is never reached there."""
+SMALLEST = 1e-300
+"""Smallest accepted parameter of a Beta distribution. Sums are divided by."""
+
+
+def signal_chances(posteriors: Sequence[Beta], candidates: int) -> list[float]:
+    """Compute the probability of signal of a group of so many candidates, for each prompt.
+
+    It is 1 - B(a + n, b) / B(a, b) - B(a, b + n) / B(a, b), summed up from the gains of single candidates. Differences
+    of log-gammas would lose all digits for large parameters.
+    """
+    chances = np.zeros(len(posteriors))
+    for gain in _gains(posteriors, candidates):
+        chances += gain
+    return [float(chance) for chance in chances]
+
+
+def allocate_by_signal(
+    posteriors: Sequence[Beta],
+    budget: int,
+    low: int,
+    high: int,
+) -> list[int]:
+    """Compute the candidates of each prompt that maximise the expected number of groups with signal.
+
+    Between ``low`` and ``high`` candidates each, ``budget`` in all, as far as the limits allow. The result is exact:
+    candidate n + 1 adds E[p^n (1 - p)] + E[(1 - p)^n p], which falls with n, so the objective is a sum of concave
+    functions, and the largest gains are also the first of their prompts. Hopeless and saturated prompts get ``low``.
+    """
+    columns = list(islice(_gains(posteriors, high), low - 1, None))
+    gains = np.zeros((len(posteriors), 0))
+    if columns:
+        gains = np.stack(columns, axis=1)
+    return allocate_by_gain(gains, budget, low, np.zeros(len(posteriors)))
+
+
+def _gains(posteriors: Sequence[Beta], candidates: int) -> Iterator[Floats]:
+    """Yield, for n from 1 to before ``candidates``, the probability that candidate n + 1 is the first that differs."""
+    parameters = np.asarray(posteriors, dtype=np.float64).reshape(-1, 2)
+    right = parameters[:, 0]
+    wrong = parameters[:, 1]
+    total = right + wrong
+    # E[p^n] and E[(1 - p)^n].
+    all_right = right / total
+    all_wrong = wrong / total
+    for n in range(1, candidates):
+        total = right + wrong + n
+        yield (all_right * wrong + all_wrong * right) / total
+        all_right *= (right + n) / total
+        all_wrong *= (wrong + n) / total
+
+
+@dataclass(slots=True)
+class SignalPrice:
+    """Allocates candidates to single requests by signal. ``SignalPrice(**json)`` restores it.
+
+    The last `WINDOW` requests serve as the cohort. A debt keeps the mean at its target, as in `ShadowPrice`.
+
+    ``recent``: posteriors of the last requests, newest first. ``debt``: number of candidates that were given too few so
+    far, or below zero, too many.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    recent: Sequence[Beta] = field(default_factory=list)
+    debt: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_length("recent", self.recent, WINDOW)
+        for right, wrong in self.recent:
+            check_number("recent", right, SMALLEST, 2 * LARGEST)
+            check_number("recent", wrong, SMALLEST, 2 * LARGEST)
+        check_number("debt", self.debt, -MAX_DEBT, MAX_DEBT)
+
+    def allocate(
+        self,
+        posterior: Beta,
+        target: float,
+        low: int,
+        high: int,
+    ) -> int:
+        """Allocate candidates to the next request. ``target``: mean number of candidates per request."""
+        self.recent = [posterior, *self.recent][:WINDOW]
+        wanted = target + self.debt / DEBT_HORIZON
+        budget = round(wanted * len(self.recent))
+        candidates = allocate_by_signal(self.recent, budget, low, high)[0]
+        self.debt = min(max(self.debt + target - candidates, -MAX_DEBT), MAX_DEBT)
+        return candidates
