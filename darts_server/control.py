@@ -102,10 +102,16 @@ def make_planner(settings: Settings) -> Planner:
         budget=budget,
         skip_floor=settings.skip_floor,
     )
+    # The defaults are for policies that stop long candidates.
+    signal_redundancy = redundancy if "redundancy" in settings.model_fields_set else INFORMATIVE_REDUNDANCY
+    signal_maximum = 1.5 * signal_redundancy
+    if "max_redundancy" in settings.model_fields_set:
+        signal_maximum = max(settings.max_redundancy, signal_redundancy)
     informative = Shaping(
-        # The default redundancy is for policies that stop long candidates.
-        redundancy=redundancy if "redundancy" in settings.model_fields_set else INFORMATIVE_REDUNDANCY,
-        max_redundancy=settings.max_redundancy,
+        redundancy=signal_redundancy,
+        max_redundancy=signal_maximum,
+        adapts_to_signal=True,
+        skip_floor=settings.skip_floor,
         select=Select(settings.select),
         advantage_std=settings.advantage_std,
     )

@@ -104,7 +104,8 @@ class Settings(BaseModel):
     policies on average. auto: the formula of the DARTS paper's public code, which uses the spread of lengths (1.5 until
     lengths are known). informative starts 2 unless this is set."""
     max_redundancy: Runtime[float] = Field(2.0, ge=1, le=16)
-    """Maximum candidates per returned trajectory for one prompt. uniform ignores it."""
+    """Maximum candidates per returned trajectory for one prompt. uniform ignores it. informative uses 1.5 times its
+    redundancy unless this is set."""
     num_longest: Runtime[int] = Field(1, ge=0, le=1024)
     """L: trajectories of a group that are chosen from the tail. The other K = n - L trajectories are the shortest. 0
     returns only the shortest."""

@@ -293,7 +293,7 @@ class PassRates:
         self._newest: int | None = None
 
     def learn(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn a completed group, once. ``correct``: correctness by candidate index, also of discarded candidates."""
+        """Learn a completed group, once. ``correct``: correctness by candidate index."""
         answers = rewarded_answers(record, correct)
         if not answers:
             return
@@ -321,9 +321,12 @@ class PassRates:
 def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[tuple[bool, float]]:
     """Return the correctness and weight of candidates that together are an unbiased sample of the prompt's answers.
 
-    If all candidates have rewards, they are a plain sample. Otherwise only returned trajectories count, by their
-    weights, because rewards of other candidates are missing for reasons that may depend on the answers.
+    If all candidates have rewards, reported or by a verifier, they are a plain sample. Otherwise only returned
+    trajectories count, by their weights, because rewards of other candidates are missing for reasons that may depend on
+    the answers.
     """
+    verified = {c.index: c.correct for c in record.candidates if c.correct is not None}
+    correct = verified | dict(correct)
     eligible = [c.index for c in record.candidates[record.restarted_from :] if c.reason not in GONE]
     if all(index in correct for index in eligible):
         return [(correct[index], 1.0) for index in eligible]
