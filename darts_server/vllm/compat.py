@@ -4,11 +4,19 @@ The code tests for a name, never for a version. ``tests/vllm/signatures`` lists 
 comparison with each version. This module does not import vLLM, which takes seconds.
 """
 
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 TESTED_SERIES = ("0.31", "0.32")
 """Series of vLLM that tests run against, the oldest first."""
+
+COMPARED_SERIES = "0.33"
+"""The newest series whose source was compared with the code. No test has run it, unless it is a tested series too."""
+
+ERROR_EVENT = 'data: {"error":'
 
 # (attribute of the app's state, method) that each generation route calls with the parsed request. All methods have the
 # signature ``(request, raw_request) -> response``.
@@ -36,7 +44,36 @@ def version_warning(installed: str | None) -> str | None:
     """Return a warning, or None for a version of a tested series."""
     if (installed or "").startswith(tuple(f"{series}." for series in TESTED_SERIES)):
         return None
-    return f"vLLM {installed} is not tested with darts-server; {' and '.join(TESTED_SERIES)} are"
+    tested = f"{' and '.join(TESTED_SERIES)} are"
+    if (installed or "").startswith(f"{COMPARED_SERIES}."):
+        return f"vLLM {installed} is not tested with darts-server, only its source was compared; {tested}"
+    return f"vLLM {installed} is not tested with darts-server; {tested}"
+
+
+# --- flags ----------------------------------------------------------------------
+
+
+def import_cli_args() -> Any:
+    """Return vLLM's module of command-line flags."""
+    # vLLM 0.33 has moved the module. 0.32 has the folder without the module, which is a plain ImportError.
+    try:
+        from vllm.entrypoints.common import cli_args  # type: ignore[import-not-found]
+    except ImportError:
+        from vllm.entrypoints.launchers import cli_args
+    return cli_args
+
+
+def prepare_environment() -> None:
+    """Set vLLM's environment for a process that is started from the command line."""
+    # vLLM 0.33 has moved the function.
+    try:
+        from vllm.entrypoints.common.startup import cli_env_setup  # type: ignore[import-not-found]
+    except ImportError:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    cli_env_setup()
+
+
+# --- chats ----------------------------------------------------------------------
 
 
 def load_chat_template(template: str | None) -> str | None:
@@ -48,3 +85,34 @@ def load_chat_template(template: str | None) -> str | None:
         from vllm.entrypoints.chat_utils import load_chat_template
     loaded: str | None = load_chat_template(template)
     return loaded
+
+
+def renderer_options(args: Any) -> dict[str, Any]:
+    """Return the options of vLLM's chat renderer that only newer versions have. ``args``: vLLM's flags."""
+    # vLLM 0.33 has added the flag and the option.
+    name = "reasoning_effort_map"
+    return {name: getattr(args, name)} if hasattr(args, name) else {}
+
+
+def find_stream_error(chunk: Any) -> Mapping[str, Any] | None:
+    """Return the error that a chunk of a chat's stream reports, or None. ``/v1/messages`` converts these chunks."""
+    # Chunks are objects since vLLM 0.33, and were server-sent events as text before.
+    if isinstance(chunk, str):
+        if not chunk.startswith(ERROR_EVENT):
+            return None
+        error: Mapping[str, Any] = json.loads(chunk.removeprefix("data: "))["error"]
+        return error
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    return chunk.error.model_dump() if isinstance(chunk, ErrorResponse) else None
+
+
+# --- the engine -----------------------------------------------------------------
+
+
+def queue_while_paused(engine_core: Any) -> None:
+    """Let a paused engine queue new requests until it is resumed. ``engine_core``: vLLM's client of the engine."""
+    # Since vLLM 0.33 a pause that aborts or waits goes through this method, and the engine then rejects new requests.
+    # Our callers wait for the resume. The other method pauses as earlier versions do.
+    if hasattr(engine_core, "pause_generation_async"):
+        engine_core.pause_generation_async = engine_core.pause_scheduler_async

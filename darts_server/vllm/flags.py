@@ -11,13 +11,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from vllm import envs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from darts_server.drafts.lengths import MAX_DRAFT_TOKENS
 from darts_server.exceptions import InvalidSetting
+from darts_server.vllm.compat import import_cli_args, prepare_environment
 from darts_server.vllm.engine_core.plugin import (
     COMBINED,
     COUPLED,
@@ -60,14 +59,17 @@ def parse(argv: Sequence[str]) -> Namespace:
     Raises:
         InvalidSetting: a mode of vLLM's that cannot shape groups.
     """
-    cli_env_setup()
-    parser = make_arg_parser(FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]"))
+    prepare_environment()
+    cli_args = import_cli_args()
+    parser = cli_args.make_arg_parser(
+        FlexibleArgumentParser(prog="darts-server serve", usage="%(prog)s MODEL [options]")
+    )
     # vLLM's own defaults let web pages of all sites read answers, and leave temperature and top_k out of log-probs.
     parser.set_defaults(allowed_origins=[], logprobs_mode=PROCESSED_LOGPROBS)
     args: Namespace = parser.parse_args(list(argv))
     if args.model_tag is not None:
         args.model = args.model_tag
-    validate_parsed_serve_args(args)
+    cli_args.validate_parsed_serve_args(args)
     if args.headless or args.grpc:
         raise InvalidSetting("--headless and --grpc start no HTTP server here; run vLLM itself for them")
     if args.api_server_count not in (None, 1):

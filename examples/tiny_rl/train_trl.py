@@ -27,7 +27,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
-from trl.trainer.grpo_config import GRPOConfig
+from trl import GRPOConfig  # type: ignore[attr-defined, unused-ignore]  # exported lazily
 
 from darts_client import Client, DartsError
 from darts_client.integrations.trl import DartsGRPOTrainer, RewardReport, report_rewards

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl.trainer.grpo_config import GRPOConfig
+from trl import GRPOConfig  # type: ignore[attr-defined, unused-ignore]  # exported lazily
 
-from darts_client import NotFound, ServerFault
+from darts_client import NotFound, ServerFault, TimedOut
 from darts_client._records import CandidateRecord, GroupRecord
 from darts_client.integrations.trl import DartsGRPOTrainer, PushingVLLMClient, WeightTransfer, report_rewards
 from darts_server.offline.demo.server import MODEL
@@ -396,7 +395,6 @@ def weights(factor: float) -> dict[str, torch.Tensor]:
 
 
 def test_the_asynchronous_trainers_weights_are_sent_whole_in_each_update(server: FakeVllm) -> None:
-    PartialState()  # the trainer's; TRL logs by it
     transfer = WeightTransfer(server.url)
     transfer.init_weight_transfer()
     for factor in (1.0, 2.0):
@@ -410,8 +408,13 @@ def test_the_asynchronous_trainers_weights_are_sent_whole_in_each_update(server:
     assert transfer.version == 3
 
 
+def test_a_transfer_waits_until_the_server_is_healthy(server: FakeVllm) -> None:
+    server.failing = ("/health",)
+    with pytest.raises(TimedOut, match="not healthy after"):
+        WeightTransfer(server.url, ready_timeout=0.1).init_weight_transfer()
+
+
 def test_weights_that_are_refused_are_an_error_and_their_iterator_is_used_up(server: FakeVllm) -> None:
-    PartialState()
     transfer, left = WeightTransfer(server.url), iter(weights(1.0).items())
     with pytest.raises(ValueError, match="a is int8"):
         transfer.send_weights(iter({"a": torch.zeros(2, dtype=torch.int8)}.items()))

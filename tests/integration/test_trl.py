@@ -22,7 +22,7 @@ def client(server: Server) -> Iterator[Any]:
         version("vllm")
     except PackageNotFoundError:
         sys.path.insert(0, str(SHIM))
-    from trl.generation.vllm_client import VLLMClient
+    from darts_client.integrations._trl_names import VLLMClient
 
     yield VLLMClient(base_url=server.url)
     if str(SHIM) in sys.path:

@@ -5,7 +5,6 @@ from importlib import import_module
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -13,6 +12,7 @@ from darts_server.exceptions import InvalidSetting
 from darts_server.offline.demo.server import MODEL
 from darts_server.vllm import flags
 from darts_server.vllm.checks import check_devices
+from darts_server.vllm.compat import import_cli_args
 from darts_server.vllm.engine_core import worker
 from darts_server.vllm.engine_core.plugin import COUPLED, SERVER_PID, SHARE_CORES
 from darts_server.vllm.flags import (
@@ -127,7 +127,7 @@ def test_our_flags_and_a_drafter_of_vllm_exclude_each_other(flags: list[str]) ->
 
 def test_coupled_sampling_reaches_the_workers_beside_the_users_own_configuration() -> None:
     argv = sampling_flags(["some/model", "--additional-config.own", "3"], speculate=True, couple=True)
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
+    args = import_cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     assert args.additional_config == {"own": 3, COUPLED: True}
     with pytest.raises(InvalidSetting, match=r"--additional-config\.KEY VALUE"):
         sampling_flags(["some/model", "--additional_config={}"], speculate=False, couple=True)

@@ -10,13 +10,12 @@ from typing import Any
 
 from datasets import IterableDataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.utils import RepeatSampler
 
 from .._models import Group
 from .._prompts import PromptSpec
 from ._ahead import POSITION_FILE, Batch, BatchesAhead, Carry, GroupRequests, Position, rollout_options
 from ._server import Server
+from ._trl_names import GRPOConfig, RepeatSampler
 
 
 @dataclass(frozen=True, slots=True)

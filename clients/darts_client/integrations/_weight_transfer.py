@@ -6,9 +6,13 @@ from typing import Any
 import torch
 
 from ._server import Server, TensorSpec, TensorStream, specify
+from ._trl_names import unsupported
 
 READY_TIMEOUT = 240.0
 """Seconds, TRL's own default."""
+
+METHODS = {"init_weight_transfer", "pause", "send_weights", "resume", "destroy"}
+"""Methods that TRL's trainer calls."""
 
 
 class WeightTransfer:
@@ -34,15 +38,26 @@ class WeightTransfer:
         """Wait for the server, and check that it accepts weights.
 
         Raises:
-            TimeoutError: the server did not answer in time.
+            TimedOut: the server did not answer in time.
             NotFound: the server is not a darts-server.
         """
-        # Not at the top, because TRL warns about every import of an experimental module.
-        from trl.experimental.async_grpo.vllm_client import VLLMClient
-
-        client: Any = VLLMClient(self._server.url, self._ready_timeout)
-        client.wait_for_server_ready()
+        with self._server.client() as client:
+            client.wait_until_healthy(self._ready_timeout)
         self._server.check_weights()
+
+    def attach(self, trainer: Any) -> None:
+        """Replace a trainer's own transfer, if its version of TRL has no argument `weight_transfer`.
+
+        Raises:
+            ImportError: the trainer's transfer has other methods. Then this version of TRL is not supported.
+        """
+        if not trainer.accelerator.is_main_process:
+            return
+        own = getattr(trainer, "weight_transfer", None)
+        methods = {name for name in dir(own) if not name.startswith("_") and callable(getattr(own, name))}
+        if methods != METHODS:
+            raise unsupported(f"{type(trainer).__name__}.weight_transfer has the methods {sorted(methods)}")
+        trainer.weight_transfer = self
 
     def pause(self) -> None:
         """Do nothing. The server stops its engine only while it loads the weights."""

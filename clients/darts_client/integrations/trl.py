@@ -9,7 +9,7 @@ trainer = DartsGRPOTrainer(
 )
 ```
 
-TRL 1.16 is neither edited nor copied: the trainer is a subclass of TRL's. TRL's `VLLMClient`, which sends all requests,
+TRL is neither edited nor copied: the trainer is a subclass of TRL's. TRL's `VLLMClient`, which sends all requests,
 is replaced by a subclass while the trainer is created. On a GPU with NCCL TRL's own trainer needs only the server's
 address; docs/trl.md says what this trainer adds.
 """
@@ -21,14 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
-try:
-    import torch
-    from trl.generation import vllm_generation
-    from trl.generation.vllm_client import VLLMClient
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.grpo_trainer import GRPOTrainer
-except ModuleNotFoundError as exc:
-    raise ModuleNotFoundError(f"{exc.msg}: this needs darts-client[trl]", name=exc.name) from exc
+import torch
 
 from .._requests import auth_headers
 from ..advantages import server_advantages
@@ -37,6 +30,7 @@ from ._processes import run_on_main
 from ._reporting import RewardReport, SampledBatch, find_reports, report_rewards
 from ._server import Server, TensorSpec, TensorStream
 from ._trl_ahead import AheadOptions, PositionCallback, PromptsAhead, as_answer, load_position
+from ._trl_names import GRPOConfig, GRPOTrainer, VLLMClient, vllm_generation
 from ._weight_transfer import WeightTransfer
 from ._weighting import SampledGroups, weighted_advantages
 

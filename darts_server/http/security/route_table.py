@@ -61,6 +61,7 @@ USE = {
         /v1/audio/transcriptions /v1/audio/translations
         /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank /v1/rerank /v2/rerank
         /cohere/v2/chat /inference/v1/generate /invocations /generative_scoring /v1/systemone
+        /v1/decisions
         /tokenize /detokenize /is_scaling_elastic_ep
         """,
     ),

@@ -14,6 +14,7 @@ from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.lora import VllmLoras
 from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_finite, note_own_error, take_route_abort
+from darts_server.vllm.compat import queue_while_paused
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
 from darts_server.vllm.requests.held import HeldRequests
@@ -45,6 +46,7 @@ class ControlledLLM(AsyncLLM):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
+        queue_while_paused(self.engine_core)
         self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         # The event loop keeps only weak references to tasks.
         self._pauses = set[asyncio.Task[None]]()

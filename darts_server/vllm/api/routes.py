@@ -32,7 +32,7 @@ from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.identifiers import SESSION_HEADERS, check_name
 from darts_server.serving.admission import Ticket
 from darts_server.types import OFF, RequestOptions
-from darts_server.vllm.compat import GENERATION_HANDLERS
+from darts_server.vllm.compat import GENERATION_HANDLERS, find_stream_error
 
 logger = getLogger(__name__)
 
@@ -45,7 +45,6 @@ FINISH_UPDATE = "/finish_weight_update"
 CHECK_FINITE = "check_finite"
 CONTROL_PATHS = frozenset({"/pause", "/resume", "/scale_elastic_ep", ABORT})
 """Control routes whose handlers catch all exceptions."""
-ERROR_EVENT = 'data: {"error":'
 
 Handler = Callable[..., Awaitable[Any]]
 ErrorFields = Callable[[DartsError], Mapping[str, Any]]
@@ -423,14 +422,15 @@ def _report_messages_errors(messages: Any) -> None:
             caller.get().answered_error = error
             return messages.create_error_response(error)
 
-    async def convert_with_errors(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async def convert_with_errors(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
         errors: list[Mapping[str, Any]] = []
 
-        async def until_error() -> AsyncGenerator[str, None]:
+        async def until_error() -> AsyncGenerator[Any, None]:
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    if chunk.startswith(ERROR_EVENT):
-                        errors.append(json.loads(chunk.removeprefix("data: "))["error"])
+                    error = find_stream_error(chunk)
+                    if error is not None:
+                        errors.append(error)
                         return
                     yield chunk
 

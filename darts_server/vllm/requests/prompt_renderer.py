@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 from vllm import SamplingParams
-from vllm.entrypoints.launchers.cli_args import resolve_default_chat_template_kwargs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.outputs import RequestOutput
@@ -24,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.engine.port import RequestTokens
 from darts_server.exceptions import InvalidRequest
 from darts_server.types import FinishReason, PromptSpec, Sample
-from darts_server.vllm.compat import load_chat_template
+from darts_server.vllm.compat import import_cli_args, load_chat_template, renderer_options
 from darts_server.vllm.requests.outputs import ABORTED, TEXT, make_deferred, sampled_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
 from darts_server.vllm.requests.sampling import REFUSALS, SamplingReader, field_of_error
@@ -48,7 +47,8 @@ class VllmPromptRenderer:
             request_logger=None,
             chat_template=load_chat_template(args.chat_template),
             chat_template_content_format=args.chat_template_content_format,
-            default_chat_template_kwargs=resolve_default_chat_template_kwargs(args),
+            default_chat_template_kwargs=import_cli_args().resolve_default_chat_template_kwargs(args),
+            **renderer_options(args),
         )
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
         self.reuses_streams = False

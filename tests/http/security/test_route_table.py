@@ -24,6 +24,8 @@ from darts_server.http.security.route_table import OWN_LIMITS, TABLE
         ("POST", "/shutdown_weight_transfer_engine", RouteAccess.ADMIN),
         ("POST", "/inference/v1/abort_requests", RouteAccess.ADMIN),
         ("POST", "/weight_checker", RouteAccess.DANGEROUS),
+        # New in vLLM 0.33.
+        ("POST", "/v1/decisions", RouteAccess.USE),
         ("DELETE", "/darts/v1/state", None),
         ("GET", "/darts/v1/groups/a/b", RouteAccess.USE),
         ("GET", "/darts/v1/groups", RouteAccess.USE),

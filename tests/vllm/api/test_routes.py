@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from starlette.datastructures import State
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
 from darts_server.caller import Caller, caller
@@ -69,9 +70,9 @@ class Messages(Completions):
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
         raise request.error
 
-    async def message_stream_converter(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async def message_stream_converter(self, chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
         async for chunk in chunks:
-            yield chunk.upper()
+            yield str(chunk).upper()
 
 
 @pytest.mark.parametrize(
@@ -154,13 +155,21 @@ async def test_errors_of_vllm_stay_as_they_are() -> None:
     assert (event.code, event.message) == ("400", "no")
 
 
-async def test_a_stream_of_messages_ends_with_the_error_of_the_chat() -> None:
+CHAT_ERROR = ErrorResponse(error=ErrorInfo(message="was aborted", type="InternalServerError", code=503))
+
+
+@pytest.mark.parametrize(
+    "error_chunk",
+    [f"data: {json.dumps(CHAT_ERROR.model_dump())}\n\n", CHAT_ERROR],
+    ids=["text", "object, as since vLLM 0.33"],
+)
+async def test_a_stream_of_messages_ends_with_the_error_of_the_chat(error_chunk: Any) -> None:
     messages = Messages()
     attach_to(anthropic_serving_messages=messages)
 
-    async def chat() -> AsyncGenerator[str, None]:
+    async def chat() -> AsyncGenerator[Any, None]:
         yield "data: {}\n\n"
-        yield 'data: {"error": {"message": "was aborted", "type": "InternalServerError", "code": 503}}\n\n'
+        yield error_chunk
         yield "data: [DONE]\n\n"
 
     first, last = [event async for event in messages.message_stream_converter(chat())]

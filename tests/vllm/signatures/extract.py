@@ -1,10 +1,10 @@
 """Writes down what vLLM's source says of each name that we lean on, for :mod:`tests.vllm.test_compat`.
 
-    python tests/vllm/signatures/extract.py SRC tests/vllm/signatures/0.32.json
+    python tests/vllm/signatures/extract.py SRC tests/vllm/signatures/0.33.json
 
 SRC is a directory that has the package ``vllm`` in it: ``site-packages``, or an unpacked wheel. The JSON file is of the
-newest series. It is read for its names, and written again; to add one, write any value. Nothing is imported. By name,
-as ``module:object``, ``module:Class.attribute`` or ``module:function[text in it]``, it has one of::
+newest series that was compared. It is read for its names, and written again; to add one, write any value. Nothing is
+imported. By name, as ``module:object``, ``module:Class.attribute`` or ``module:function[text in it]``, it has one of::
 
     "class needs x, y"      with the fields that must be given
     "def (self, x, *, y=)"  also "async def"; parameters that may be left out end with =
