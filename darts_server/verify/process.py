@@ -89,7 +89,6 @@ class Process(Runner):
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
                 pass_fds=files,
-                start_new_session=True,
                 # There are many processes: threads within them would only wait for each other.
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -149,6 +148,10 @@ class Process(Runner):
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # A process that has just started has no group yet. `process.kill` would reap it, which is asyncio's task.
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
             await process.wait()
         if writer is not None:
             writer.close()
