@@ -246,6 +246,15 @@ async def test_code_that_can_no_longer_be_loaded_ends_the_answers_that_wait(tmp_
         assert counted == {("score", VerifierResult.CRASH): 3}
 
 
+async def test_an_event_loop_that_was_busy_makes_no_call_late() -> None:
+    async with running(code("misbehave"), VerifierLimits(seconds=1, processes=1)) as (verifiers, _):
+        task = asyncio.create_task(verifiers.verify(answer("short")))
+        # The answer is sent, and then the loop is blocked.
+        await asyncio.sleep(0.1)
+        time.sleep(2)
+        assert await task == RIGHT
+
+
 def test_the_event_loop_of_the_server_runs_verifiers() -> None:
     async def verify_all() -> list[Verdict]:
         async with running(code("misbehave"), VerifierLimits(seconds=1, processes=1)) as (verifiers, _):
