@@ -30,6 +30,7 @@ LOAD_SECONDS = 300.0
 BATCH_SECONDS = 0.005
 """A batch of this time hides the time of its message."""
 TRL_ANSWERS = 16
+LATE_SECONDS = 0.1
 MAX_DELAY = 2.0
 """Longest pause in seconds before a process is started again that has died several times in a row."""
 REPORT_BYTES = 1 << 20
@@ -89,7 +90,6 @@ class Process(Runner):
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
                 pass_fds=files,
-                start_new_session=True,
                 # There are many processes: threads within them would only wait for each other.
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -123,15 +123,19 @@ class Process(Runner):
 
     async def _wait(self) -> Report | None:
         """Wait for the end of a batch, and return its report, or None if a call takes too long."""
-        while True:
-            # Each call has its own time.
-            started, _ = RUNNING.unpack_from(self._table)
-            left = started + self._timeout - time.monotonic()
-            if left <= 0:
-                return None
+        left = self._timeout
+        while left > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     return await self._read_report()
+            # Each call has its own time.
+            started, _ = RUNNING.unpack_from(self._table)
+            left = started + self._timeout - time.monotonic()
+        # If the event loop was busy, the report may have come in time.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LATE_SECONDS):
+                return await self._read_report()
+        return None
 
     async def _read_report(self) -> Report:
         """Read a line. The end of the process, or nonsense, is a report too."""
@@ -149,6 +153,10 @@ class Process(Runner):
         if process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            # A process that has just started has no group yet. `process.kill` would reap it, which is asyncio's task.
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
             await process.wait()
         if writer is not None:
             writer.close()

@@ -18,6 +18,8 @@ NICE = 5
 
 
 def main(channel: int, table: int, server: int) -> None:
+    # Ctrl-C does not reach the group. A new session would get its own share of the cores, whatever its priority.
+    os.setpgid(0, 0)
     worker = os.fork()
     # Imported after the fork, so that the guard stays small.
     if worker == 0:

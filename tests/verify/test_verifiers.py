@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.types import PromptSpec, VerifierResult
@@ -243,6 +244,24 @@ async def test_code_that_can_no_longer_be_loaded_ends_the_answers_that_wait(tmp_
         verdicts = await asyncio.gather(*(verifiers.verify(answer("")) for _ in range(3)))
         assert verdicts == [NO_VERDICT] * 3
         assert counted == {("score", VerifierResult.CRASH): 3}
+
+
+async def test_an_event_loop_that_was_busy_makes_no_call_late() -> None:
+    async with running(code("misbehave"), VerifierLimits(seconds=1, processes=1)) as (verifiers, _):
+        task = asyncio.create_task(verifiers.verify(answer("short")))
+        # The answer is sent, and then the loop is blocked.
+        await asyncio.sleep(0.1)
+        time.sleep(2)
+        assert await task == RIGHT
+
+
+def test_the_event_loop_of_the_server_runs_verifiers() -> None:
+    async def verify_all() -> list[Verdict]:
+        async with running(code("misbehave"), VerifierLimits(seconds=1, processes=1)) as (verifiers, _):
+            return [await verifiers.verify(answer(text)) for text in ("", "hang", "leave", "")]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(verify_all()) == [RIGHT, NO_VERDICT, NO_VERDICT, RIGHT]
 
 
 # --- many answers -----------------------------------------------------------

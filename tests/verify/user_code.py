@@ -84,6 +84,8 @@ def misbehave(data_source: str, solution_str: str, ground_truth: str, extra_info
             os._exit(5)
         case "segfault":
             ctypes.string_at(0)
+        case "short":
+            time.sleep(0.5)
         case "hang":
             time.sleep(600)
         case "hold the lock":
