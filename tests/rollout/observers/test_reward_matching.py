@@ -425,3 +425,4 @@ def test_all_candidates_of_a_group_that_was_selected_by_rewards_count_once() -> 
         matcher.trajectory_verified((None, "g"), c.index, c.reward or 0.0, bool(c.correct))
     right = single_length(9) + single_length(3)
     assert trainer.prompt("p") == RewardStats(right, single_length(2), 1, 0)
+    assert trainer.rewarded_groups == [("g", {0: False, 1: True, 2: True})]
