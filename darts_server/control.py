@@ -101,9 +101,10 @@ def make_planner(settings: Settings) -> Planner:
         max_redundancy=settings.max_redundancy,
         budget=budget,
     )
+    # The default redundancy, and auto, are for policies that stop long candidates.
+    is_set = "redundancy" in settings.model_fields_set and budget is BudgetKind.FIXED
     informative = Shaping(
-        # The default redundancy is for policies that stop long candidates.
-        redundancy=redundancy if "redundancy" in settings.model_fields_set else INFORMATIVE_REDUNDANCY,
+        redundancy=redundancy if is_set else INFORMATIVE_REDUNDANCY,
         max_redundancy=settings.max_redundancy,
         select=Select(settings.select),
         advantage_std=settings.advantage_std,
