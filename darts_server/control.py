@@ -8,7 +8,15 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.group.informative import Select
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.deadline import Deadline
-from darts_server.policy.shaping import INFORMATIVE_REDUNDANCY, REDUNDANCY, BudgetKind, Shaping, Tail, build_policies
+from darts_server.policy.shaping import (
+    INFORMATIVE_REDUNDANCY,
+    INFORMATIVE_SPREAD,
+    REDUNDANCY,
+    BudgetKind,
+    Shaping,
+    Tail,
+    build_policies,
+)
 from darts_server.policy.survival import Pruning
 from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.rollouts import Rollouts
@@ -100,11 +108,11 @@ def make_planner(settings: Settings) -> Planner:
         tail=Tail(settings.tail),
         max_redundancy=settings.max_redundancy,
         budget=budget,
-        skip_floor=settings.skip_floor,
     )
-    # The defaults are for policies that stop long candidates.
-    signal_redundancy = redundancy if "redundancy" in settings.model_fields_set else INFORMATIVE_REDUNDANCY
-    signal_maximum = 1.5 * signal_redundancy
+    # The default redundancies, and auto, are for policies that stop long candidates.
+    is_set = "redundancy" in settings.model_fields_set and budget is BudgetKind.FIXED
+    signal_redundancy = redundancy if is_set else INFORMATIVE_REDUNDANCY
+    signal_maximum = INFORMATIVE_SPREAD * signal_redundancy
     if "max_redundancy" in settings.model_fields_set:
         signal_maximum = max(settings.max_redundancy, signal_redundancy)
     informative = Shaping(

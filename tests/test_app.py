@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY
 
 from darts_server import app, settings
 from darts_server.engine.scripted import Script, ScriptedEngine
+from darts_server.exceptions import InvalidSetting
 from darts_server.http.security.access import Access, Keys
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, SavedPrompts
 from darts_server.rollout.candidates import CarriedCandidate
@@ -134,3 +135,11 @@ def test_a_disk_that_is_full_at_the_end_shows_in_the_exit_code(
     assert "full disk" in caplog.messages[-1]
     with Store(tmp_path / "other") as store:
         assert app.close_store(store, ended_with) == ended_with
+
+
+def test_a_server_whose_policy_needs_rewards_needs_a_verifier(
+    closing: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DARTS_POLICY", "informative")
+    with pytest.raises(InvalidSetting, match=r"--policy informative needs rewards .* add --verifier"):
+        make_rooms(closing, tmp_path)

@@ -145,3 +145,24 @@ def test_the_page_of_policies_names_every_policy() -> None:
     page = Path("docs/policies.md").read_text(encoding="utf-8")
     first_cells = {line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")}
     assert {f"`{name}`" for name in POLICIES} <= {cell.removesuffix(" (default)") for cell in first_cells}
+
+
+@pytest.mark.anyio
+async def test_informative_starts_twice_as_many_candidates_unless_the_redundancy_is_set() -> None:
+    control = Control(load({}, None))
+    assert shaping(control.planner, "informative").redundancy == 2.0
+    assert shaping(control.planner, "uniform").redundancy == 1.5
+    await control.change({"advantage_std": True, "select": "max_variance"})
+    changed = shaping(control.planner, "informative")
+    assert (changed.redundancy, changed.advantage_std, changed.select) == (2.0, True, "max_variance")
+    assert shaping(control.new_planner({"name": "informative", "redundancy": 3}), "informative").redundancy == 3.0
+    # A redundancy that is the default of other policies counts, too, once it is set.
+    await control.change({"redundancy": 1.5})
+    assert shaping(control.planner, "informative").redundancy == 1.5
+    assert shaping(Control(load({"redundancy": "auto"}, None)).planner, "informative").redundancy == 2.0
+
+
+@pytest.mark.parametrize("redundancy", [4.0, 16.0])
+def test_a_batch_under_informative_may_have_any_redundancy(redundancy: float) -> None:
+    planner = Control(load({}, None)).new_planner({"name": "informative", "redundancy": redundancy})
+    assert shaping(planner, "informative").candidates(8) == 8 * redundancy

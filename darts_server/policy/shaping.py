@@ -17,6 +17,8 @@ REDUNDANCY = 1.5
 """With 12 candidates for 8 places, a group does not wait for its four longest candidates."""
 INFORMATIVE_REDUNDANCY = 2.0
 """Simulated: eight trajectories of 16 candidates carry the signal of nine (pass rate .5) to fifteen (pass rate .03)."""
+INFORMATIVE_SPREAD = 1.5
+"""Maximum candidates of a prompt, by the mean number. Simulated with 16 on average and at most 24."""
 
 
 class Tail(StrEnum):

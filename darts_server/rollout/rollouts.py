@@ -86,7 +86,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     ) -> None:
         intervals = intervals or Intervals()
         self.engine = engine
-        self.verifier = verifier
+        self.verifier = verifier if verifier is not None and verifier.names else None
         self.planner = planner
         self.statistics = statistics
         self.gate = gate or Gate()

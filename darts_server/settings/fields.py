@@ -102,7 +102,7 @@ class Settings(BaseModel):
     redundancy: Runtime[Redundancy] = 1.5
     """Candidates started for each returned trajectory, 1 to 16. uniform starts this number for every prompt, other
     policies on average. auto: the formula of the DARTS paper's public code, which uses the spread of lengths (1.5 until
-    lengths are known). informative starts 2 unless this is set."""
+    lengths are known). informative starts 2 unless a number is set."""
     max_redundancy: Runtime[float] = Field(2.0, ge=1, le=16)
     """Maximum candidates per returned trajectory for one prompt. uniform ignores it. informative uses 1.5 times its
     redundancy unless this is set."""

@@ -76,6 +76,23 @@ def test_statistics_add_up_and_have_a_pass_rate() -> None:
 
 
 @given(LENGTHS, LENGTHS)
+def test_a_part_that_is_taken_away_leaves_the_other_part(left: list[int], taken: list[int]) -> None:
+    rest = of(left + taken) - of(taken)
+    assert rest.count == len(left)
+    assert rest.mean == pytest.approx(of(left).mean, abs=1e-6)
+
+
+def test_statistics_can_be_replaced() -> None:
+    whole = RewardStats(of([5, 7]), of([9]), groups=2, zero_variance=1)
+    assert whole - RewardStats(of([7]), of([9]), groups=1, zero_variance=1) == RewardStats(of([5]), groups=1)
+    # After a restore of an earlier state, more may be taken away than there is.
+    assert RewardStats(of([5])) - RewardStats(of([5, 5]), of([1]), 3, 2) == RewardStats()
+    assert RewardStats(of([5, 5]), groups=1, zero_variance=1) - RewardStats(groups=1) == RewardStats(of([5, 5]))
+    assert MeanLength(2, 5.0, 1.0) - MeanLength(1, 5.0, 2.0) == MeanLength(), "a weight that is not there"
+    assert MeanLength(3, 1.0, 3.0) - MeanLength(1, 100.0, 1.0) == MeanLength(2, 0.0, 2.0), "lengths are not negative"
+
+
+@given(LENGTHS, LENGTHS)
 def test_the_state_survives_json(right: list[int], wrong: list[int]) -> None:
     stats = RewardStats(of(right), of(wrong), 3, 2)
     assert restore_stats(json.loads(json.dumps(stats.state))) == stats

@@ -10,6 +10,7 @@ from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import Script, settle
 from darts_server.estimates.reward_stats import RewardStats, single_length
 from darts_server.exceptions import GroupAborted, InvalidRequest, ServerStopping
+from darts_server.group.informative import Select
 from darts_server.policy.allocation import Brownout
 from darts_server.policy.shaping import Shaping
 from darts_server.rollout.learned.statistics import observations
@@ -288,3 +289,9 @@ async def test_suspending_at_any_time_leaves_every_group_complete_and_of_one_ver
         assert len(trajectories) == record.size == len(record.selected)
         assert not record.mixed_versions
     assert harness.rollouts.num_running == 0
+
+
+async def test_a_policy_that_needs_rewards_is_refused_for_requests_without_metadata() -> None:
+    harness = Harness(lengths(3), {"informative": Shaping(select=Select.INFORMATIVE), "uniform": Shaping()})
+    with pytest.raises(InvalidRequest, match=r"policy: 'informative' needs rewards .* POST /darts/v1/rollouts"):
+        harness.plan(4, "informative")

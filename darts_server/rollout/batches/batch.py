@@ -331,9 +331,8 @@ class GroupBuilder:
 
 def expected_prompts(needed: int, rewards: RewardStats) -> int:
     """Return how many prompts to run at first, so that about ``needed`` groups have unequal rewards."""
-    share = 1.0
-    if rewards.groups > rewards.zero_variance:
-        share = 1 - rewards.zero_variance / rewards.groups
+    # Counting one more informative group lets a batch begin with what it needs, and keeps the share above 0.
+    share = (rewards.groups - rewards.zero_variance + 1) / (rewards.groups + 1)
     return ceil(needed / share)
 
 

@@ -25,7 +25,7 @@ from darts_server.serving.fair_cache import FairCache
 logger = logging.getLogger(__name__)
 
 KEY_HEADER = "Idempotency-Key"
-BATCH_BYTES = 5000
+BATCH_BYTES = 6000
 """Memory of a batch without its groups."""
 CANDIDATE_BYTES = 300
 """Memory of a candidate's record."""

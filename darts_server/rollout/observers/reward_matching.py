@@ -124,7 +124,8 @@ class RewardMatcher:
 
     Args:
         on_group_rewarded: called when all trajectories of a group have rewards, with the group's record, correctness by
-            candidate index, and whether all rewards are equal.
+            candidate index, and whether all rewards are equal. If the group was selected by rewards, it has discarded
+            candidates too.
         on_report: called with the numbers of matched and of unknown rewards.
         on_reward: called with every trajectory's first reward.
     """
@@ -169,10 +170,9 @@ class RewardMatcher:
             if trajectory.reward is not None:
                 changes.new[group.prompt_key] += _trajectory_stats(trajectory, record)
         # A group that was selected by rewards is learned whole, so that its selection does not matter.
-        if record.num_rewarded is not None and record.outcome is Outcome.COMPLETED:
-            for c in record.candidates:
-                if c.selected_as is None and c.correct is not None:
-                    changes.new[group.prompt_key] += _candidate_stats(c.tokens, 1.0, correct=c.correct)
+        for index, correct in _discarded_answers(record).items():
+            tokens = record.candidates[index].tokens
+            changes.new[group.prompt_key] += _candidate_stats(tokens, 1.0, correct=correct)
         self._learn(changes)
 
     def trajectory_verified(self, key: GroupKey, index: int, reward: float, correct: bool) -> None:
@@ -271,7 +271,8 @@ class RewardMatcher:
         self._rewards.learn(changes.new, changes.old)
         for group in changes.fully_rewarded:
             assert group.record is not None
-            correct = {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
+            correct = _discarded_answers(group.record)
+            correct |= {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
             self._on_group_rewarded(group.record, correct, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
@@ -307,6 +308,13 @@ class RewardMatcher:
             same.remove(trajectory)
             if not same:
                 del self._by_tokens[trajectory.fingerprint]
+
+
+def _discarded_answers(record: GroupRecord) -> dict[int, bool]:
+    """Return the correctness of discarded candidates by index, if the group was selected by rewards."""
+    if record.num_rewarded is None or record.outcome is not Outcome.COMPLETED:
+        return {}
+    return {c.index: c.correct for c in record.candidates if c.selected_as is None and c.correct is not None}
 
 
 def _group_stats(group: ReturnedGroup) -> RewardStats:

@@ -22,7 +22,7 @@ from darts_server.rollout.observers.reward_matching import (
     RewardReport,
 )
 from darts_server.store import Store
-from darts_server.types import FinishReason, Outcome, SelectedAs
+from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 from tests.rollout.helpers import Documents
 
 
@@ -363,3 +363,66 @@ def test_a_prompt_without_a_key_counts_in_the_data_set_alone() -> None:
     assert trainer.rewards.dataset.rewarded == 1
     assert isinstance(trainer.store, Documents)
     assert {kind for kind, _ in trainer.store.kept} == {DATASET_REWARDS.name}
+
+
+# --- rewards of verifiers -------------------------------------------------------
+
+
+def test_a_reported_reward_replaces_the_reward_of_a_verifier() -> None:
+    trainer = Trainer()
+    matcher = trainer.reward_matcher
+    TWO.happens(matcher)
+    matcher.trajectory_verified((None, "g"), 0, 1.0, True)
+    assert trainer.prompt("p") == RewardStats(right=single_length(2))
+    # The first reward completes the group, and the second replaces a reward in the same chunk.
+    assert trainer.report(by_id("g:1", 1.0), by_id("g:0", 0.0)) == RewardReport(2, 0, 0)
+    stats = RewardStats(single_length(3), single_length(2), 1, 0)
+    assert trainer.prompt("p") == trainer.rewards.dataset == stats
+    assert len(trainer.rewarded_groups) == 1, "a replaced reward does not complete the group again"
+    assert trainer.report(by_id("g:0", 1.0)) == RewardReport(0, 1, 0)
+    assert trainer.prompt("p") == stats
+
+
+def test_a_verifier_does_not_replace_a_reward() -> None:
+    trainer = Trainer()
+    matcher = trainer.reward_matcher
+    TWO.happens(matcher)
+    trainer.report(by_id("g:0", 0.0))
+    matcher.trajectory_verified((None, "g"), 0, 1.0, True)
+    matcher.trajectory_verified((None, "g"), 1, 1.0, True)
+    matcher.trajectory_verified((None, "g"), 1, 0.0, False)
+    for unknown in ((None, "h"), ("me", "g")):
+        matcher.trajectory_verified(unknown, 0, 1.0, True)
+    matcher.trajectory_verified((None, "g"), 7, 1.0, True)
+    assert trainer.prompt("p") == RewardStats(single_length(3), single_length(2), 1, 0)
+
+
+def test_rewards_by_a_verifier_before_the_end_of_the_group_are_learned_at_its_end() -> None:
+    trainer = Trainer()
+    matcher = trainer.reward_matcher
+    for trajectory in TWO.returned():
+        matcher.trajectory_returned(trajectory)
+    matcher.trajectory_verified((None, "g"), 0, 1.0, True)
+    assert trainer.report(by_id("g:0", 0.0), by_id("g:1", 0.0)) == RewardReport(2, 0, 0)
+    assert trainer.rewards.dataset == RewardStats()
+    matcher.group_ended(TWO.record())
+    assert trainer.prompt("p") == RewardStats(wrong=single_length(2) + single_length(3), groups=1, zero_variance=1)
+
+
+def test_all_candidates_of_a_group_that_was_selected_by_rewards_count_once() -> None:
+    trainer = Trainer()
+    matcher = trainer.reward_matcher
+    record = TWO.record()
+    selected = [replace(c, weight=1.5, reward=float(c.index), correct=bool(c.index)) for c in record.candidates]
+    discarded = replace(
+        selected[0], index=2, tokens=9, selected_as=None, reason=DiscardReason.NOT_SAMPLED, reward=1.0, correct=True
+    )
+    unknown = replace(discarded, index=3, reward=None, correct=None)
+    for trajectory in TWO.returned():
+        matcher.trajectory_returned(trajectory)
+    matcher.group_ended(replace(record, candidates=[*selected, discarded, unknown], num_rewarded=3))
+    for c in selected:
+        matcher.trajectory_verified((None, "g"), c.index, c.reward or 0.0, bool(c.correct))
+    right = single_length(9) + single_length(3)
+    assert trainer.prompt("p") == RewardStats(right, single_length(2), 1, 0)
+    assert trainer.rewarded_groups == [("g", {0: False, 1: True, 2: True})]
