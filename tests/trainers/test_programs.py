@@ -22,7 +22,7 @@ TRAINERS = sorted({*ENVIRONMENTS, "trl"} - {"verl"})
 """veRL starts its servers itself, see `test_verl.py`."""
 SIZE, PROMPTS, STEPS = 4, 2, 2
 GRANTED = 6
-"""Candidates of a group under the default policy."""
+"""Candidates of a group under the policy `uniform`."""
 SECONDS = 600
 """For one program: imports take most of it."""
 
@@ -38,7 +38,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def own(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--group-size", str(SIZE), "--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
+    flags = ("--policy", "uniform", "--group-size", str(SIZE), "--enable-scale-out", "--group-pattern", "(.+)_[0-9]+")
     dialects = ("--dialect", "areal,skyrl", "--weights-root", str(weights.parent))
     log = tmp_path_factory.mktemp("trainers") / "log"
     with serving(DARTS, log, *flags, *dialects, env={"VLLM_SERVER_DEV_MODE": "1"}) as running:
