@@ -23,12 +23,14 @@ class Environment:
     """``module``: what must be importable. ``packages``: pip's requirements, the trainer first.
 
     ``python``: a command, for a trainer that needs a later Python than `.venv` has. Such an environment does not see
-    the packages of `.venv`, and those that follow the trainer bring what they require.
+    the packages of `.venv`, and those that follow the trainer bring what they require. ``at_start``: a line that each
+    Python of the environment runs first.
     """
 
     module: str
     packages: str
     python: str | None = None
+    at_start: str = ""
 
 
 HYDRA = "hydra-core omegaconf antlr4-python3-runtime==4.9.3"
@@ -50,7 +52,15 @@ ENVIRONMENTS = {
         python="python3.12",
     ),
     "openrlhf": Environment("openrlhf.utils.agent", "openrlhf==0.11.2 pylatexenc"),
-    "skyrl": Environment("skyrl", "skyrl==0.3.0 skyrl-gym==0.4.0 omegaconf antlr4-python3-runtime==4.9.3 func_timeout"),
+    "skyrl": Environment(
+        "skyrl.tinker.api",
+        "skyrl==0.3.0 skyrl-gym==0.4.0 tinker==0.22.4 uv absl-py aiosqlite antlr4-python3-runtime==4.9.3 cloudpathlib "
+        "distro etils flax==0.12.8 func_timeout h2 hpack humanize hyperframe jax==0.10.2 jaxlib==0.10.2 ml_dtypes "
+        "omegaconf opt_einsum optax==0.2.8 orbax-checkpoint==0.12.8 orjson pyqwest scipy simplejson sqlalchemy<2.2 "
+        "sqlmodel tensorstore treescope zstandard",
+        # Below Python 3.12, pydantic refuses the class of SkyRL's types.
+        at_start="import typing, typing_extensions; typing.TypedDict = typing_extensions.TypedDict",
+    ),
     "verifiers": Environment(
         "verifiers.v1",
         "verifiers==0.4.0 antlr4-python3-runtime==4.13.2 aiofiles connectrpc<0.12 distro gepa latex2sympy2-extended "
@@ -78,7 +88,7 @@ def create(name: str) -> Path:
     home, wanted = FOLDER / name, ENVIRONMENTS[name]
     python, stamp = home / "bin" / "python", home / "installed"
     packages = wanted.packages.split()
-    text = "\n".join((wanted.python or sys.prefix, wanted.module, *packages))
+    text = "\n".join((wanted.python or sys.prefix, wanted.module, *packages, wanted.at_start)).rstrip()
     if stamp.exists() and stamp.read_text() == text:
         return python
     # Without a command of its own the Python of .venv, so that compiled packages fit.
@@ -87,7 +97,7 @@ def create(name: str) -> Path:
     if wanted.python is None:
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         site = f"lib/{version}/site-packages"
-        (home / site / "base.pth").write_text(f"{Path(sys.prefix) / site}\n")
+        (home / site / "base.pth").write_text(f"{Path(sys.prefix) / site}\n{wanted.at_start}\n")
         _run([*install, "--no-deps", *packages])
     else:
         _run([*install, "--no-deps", packages[0]])

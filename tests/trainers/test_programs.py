@@ -22,7 +22,7 @@ TRAINERS = sorted({*ENVIRONMENTS, "trl"} - {"verl"})
 """veRL starts its servers itself, see `test_verl.py`."""
 SIZE, PROMPTS, STEPS = 4, 2, 2
 GRANTED = 6
-"""Candidates of a group under uniform, by default 1.5 times as many as are returned."""
+"""Candidates of a group under the policy `uniform`."""
 SECONDS = 600
 """For one program: imports take most of it."""
 

@@ -1,17 +1,13 @@
 """SkyRL's inference client: sessions `UID_REP`, two turns, and its pause around new weights."""
 
-import typing
+from typing import Any
 
-import typing_extensions
-
-typing.TypedDict = typing_extensions.TypedDict  # pydantic needs it below Python 3.12
-
-from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (  # noqa: E402  # after the line above
+from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
     PauseMode,
     RemoteInferenceClient,
 )
 
-from tests.trainers.programs.steps import PROMPTS, SIZE, Trainer, main  # noqa: E402  # after the line above
+from tests.trainers.programs.steps import PROMPTS, SIZE, Trainer, main
 
 SAMPLING = {"max_tokens": 24, "temperature": 1.0, "logprobs": 1}
 
@@ -35,9 +31,7 @@ class SkyRl(Trainer):
         sessions = [f"evaluation{number}_0" for number in range(len(prompts))]
         await self._sample(prompts, SAMPLING | {"temperature": 0.0}, sessions)
 
-    async def _sample(
-        self, prompts: list[list[int]], sampling: dict[str, typing.Any], sessions: list[str]
-    ) -> list[list[int]]:
+    async def _sample(self, prompts: list[list[int]], sampling: dict[str, Any], sessions: list[str]) -> list[list[int]]:
         batch = {"prompt_token_ids": prompts, "sampling_params": sampling, "session_ids": sessions}
         answer = await self._client.generate(batch)
         pairs = zip(answer["response_ids"], answer["response_logprobs"], strict=True)
