@@ -108,6 +108,7 @@ def test_informative_selects_all_its_candidates_by_rewards() -> None:
     rule = replace(shaping, advantage_std=True).selection_rule(8)
     assert rule == Informative(8, select=Select.MAX_VARIANCE, by_std=True)
     assert "informative" not in build_policies(BASE, Deadline())
+    assert build_policies(BASE, Deadline(), informative=shaping)["informative"] is shaping
 
 
 def test_without_pruning_no_policy_prunes() -> None:
