@@ -246,8 +246,10 @@ async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
     """Start the verifiers of the settings, and end their processes at last.
 
     Raises:
-        InvalidSetting: the code of a verifier cannot be loaded.
+        InvalidSetting: the code of a verifier cannot be loaded, or the policy needs a verifier.
     """
+    if settings.policy == "informative" and not settings.verifier:
+        raise InvalidSetting("--policy informative needs rewards while groups run; add --verifier")
     limits = VerifierLimits(
         settings.verifier_timeout,
         settings.verifier_processes,
@@ -327,12 +329,9 @@ def make_rooms(
         admission_limits=AdmissionLimits(max_waiting, settings.max_candidates_per_key),
         brownout=Brownout.for_queue(max_waiting or 0, port.capacity or 0),
         scorer=pruner,
-        verifier=verifiers if verifiers.names else None,
+        verifier=verifiers,
     )
     control.apply_to(rollouts, engine.llm.speculate)
-    shaping = control.planner.shaping(settings.policy)
-    if shaping is not None and shaping.needs_rewards and rollouts.verifier is None:
-        raise InvalidSetting(f"--policy {settings.policy} needs rewards while groups run; add --verifier")
 
     # New weights.
     timeout = settings.weights_timeout

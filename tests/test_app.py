@@ -137,9 +137,11 @@ def test_a_disk_that_is_full_at_the_end_shows_in_the_exit_code(
         assert app.close_store(store, ended_with) == ended_with
 
 
-def test_a_server_whose_policy_needs_rewards_needs_a_verifier(
-    closing: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DARTS_POLICY", "informative")
+async def test_a_server_whose_policy_needs_rewards_needs_a_verifier() -> None:
+    chosen = settings.Settings(policy="informative")
     with pytest.raises(InvalidSetting, match=r"--policy informative needs rewards .* add --verifier"):
-        make_rooms(closing, tmp_path)
+        async with app._start_verifiers(chosen):
+            pass
+    async with app._start_verifiers(chosen.model_copy(update={"verifier": ("regex:#(.)",)})) as verifiers:
+        assert verifiers.names == ("regex",)
+

@@ -325,8 +325,6 @@ def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[t
     trajectories count, by their weights, because rewards of other candidates are missing for reasons that may depend on
     the answers.
     """
-    verified = {c.index: c.correct for c in record.candidates if c.correct is not None}
-    correct = verified | dict(correct)
     eligible = [c.index for c in record.candidates[record.restarted_from :] if c.reason not in GONE]
     if all(index in correct for index in eligible):
         return [(correct[index], 1.0) for index in eligible]
