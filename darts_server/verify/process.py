@@ -31,6 +31,7 @@ BATCH_SECONDS = 0.005
 """A batch of this time hides the time of its message."""
 TRL_ANSWERS = 16
 LATE_SECONDS = 0.1
+"""Time to read a report that has already arrived."""
 MAX_DELAY = 2.0
 """Longest pause in seconds before a process is started again that has died several times in a row."""
 REPORT_BYTES = 1 << 20
