@@ -138,10 +138,9 @@ def test_a_disk_that_is_full_at_the_end_shows_in_the_exit_code(
 
 
 async def test_a_server_whose_policy_needs_rewards_needs_a_verifier() -> None:
-    chosen = settings.Settings(policy="informative")
+    chosen = settings.load({"policy": "informative"}, None)
     with pytest.raises(InvalidSetting, match=r"--policy informative needs rewards .* add --verifier"):
         async with app._start_verifiers(chosen):
             pass
     async with app._start_verifiers(chosen.model_copy(update={"verifier": ("regex:#(.)",)})) as verifiers:
         assert verifiers.names == ("regex",)
-
