@@ -12,13 +12,13 @@ import pytest
 from darts_server.engine.scripted import Script, settle
 from darts_server.estimates.reward_stats import RewardStats
 from darts_server.exceptions import CandidateFailed, DartsError, GroupAborted, InvalidRequest
-from darts_server.group.informative import compute_advantages
+from darts_server.group.informative import FLOOR, compute_advantages
 from darts_server.http.resources.rollouts_models import GroupOut
 from darts_server.rollout.batches.carried import Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
-from darts_server.types import DiscardReason, Outcome, PromptSpec
+from darts_server.types import GONE, DiscardReason, Outcome, PromptSpec
 from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 from tests.rollout.batches.streams import (
     GROUPS,
@@ -674,6 +674,20 @@ async def run_at_random(seed: int) -> None:
         assert result.record.outcome is Outcome.COMPLETED
         for c in result.record.candidates:
             assert (c.selected_as is None) != (c.reason is None)
+        if policy == "informative":
+            # Candidates that failed, or ran before a restart, neither have rewards nor change the mean.
+            record = result.record
+            rewards = [c.reward for c in record.candidates]
+            assert rewards[: record.restarted_from] == [None] * record.restarted_from
+            assert all(c.reward is None for c in record.candidates if c.reason in GONE)
+            assert record.num_rewarded == len(rewards) - rewards.count(None)
+            expected = compute_advantages(rewards)
+            assert [c.advantage for c in record.selected] == [expected[c.index] for c in record.selected]
+            weights = [c.weight for c in record.selected]
+            assert (None in weights) == record.decided_early
+            if record.num_rewarded >= SIZE and not record.decided_early:
+                limit = FLOOR * record.num_rewarded / SIZE
+                assert all(1 <= weight <= limit * (1 + 1e-9) for weight in weights if weight is not None)
     if "only" in fields:
         assert all(result.zero_variance is False for result in counted)
     else:
