@@ -144,4 +144,3 @@ async def test_a_server_whose_policy_needs_rewards_needs_a_verifier() -> None:
             pass
     async with app._start_verifiers(chosen.model_copy(update={"verifier": ("regex:#(.)",)})) as verifiers:
         assert verifiers.names == ("regex",)
-
