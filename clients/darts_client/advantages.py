@@ -35,9 +35,16 @@ def unbiased_advantages(
         baseline: a mean reward that was known before the group, such as the prompt's in earlier epochs.
 
     Raises:
-        ValueError: the number of rewards is wrong, or the group's policy returns no weights.
+        ValueError: the number of rewards is wrong, the group's policy returns no weights, or it selects by rewards and
+            no `baseline` is given.
     """
     weights, count = _weights(group, rewards)
+    if group.num_rewarded is not None and baseline is None:
+        # A sample of as many right as wrong trajectories says nothing about the mean reward of the others.
+        raise ValueError(
+            "the trajectories were selected by their rewards, so a baseline from the group's rewards is biased; use "
+            "server_advantages, or give a baseline"
+        )
     if baseline is not None:
         baselines = [baseline] * len(rewards)
     elif group.num_shortest is not None:

@@ -159,8 +159,13 @@ class InformativeSelector(Selector):
     def select(self) -> dict[int, SelectedAs]:
         assert isinstance(self.rule, Informative)
         rewarded, unrewarded = split_by_reward(list(self.candidates.values()))
+        deviations = deviations_of(rewarded)
         places = min(self.rule.size, len(rewarded))
-        selection = dict.fromkeys(self.rule.choose(rewarded, places, self.start), SelectedAs.REWARD)
+        if self.rule.select is Select.MAX_VARIANCE:
+            chosen = max_variance_subset(deviations, places)
+        else:
+            chosen = sample_systematically(*inclusion_shares(list(map(abs, deviations)), places), self.start)
+        selection = {rewarded[place].index: SelectedAs.REWARD for place in chosen}
         fill = sorted(unrewarded, key=lambda candidate: candidate.tail_draw)
         selection.update((candidate.index, SelectedAs.FILL) for candidate in fill[: self.rule.size - places])
         return selection
@@ -171,6 +176,11 @@ def split_by_reward(candidates: Sequence[Candidate]) -> tuple[list[Candidate], l
     rewarded = [(c.reward, c.tail_draw, c.index, c) for c in candidates if c.reward is not None]
     unrewarded = [c for c in candidates if c.reward is None and c.finish_reason is not None]
     return [entry[-1] for entry in sorted(rewarded, key=lambda entry: entry[:3])], unrewarded
+
+
+def deviations_of(rewarded: Sequence[Candidate]) -> list[int]:
+    """Return the deviations of candidates with rewards from their mean reward, see `exact_deviations`."""
+    return exact_deviations([candidate.reward or 0.0 for candidate in rewarded])[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +203,6 @@ class Informative(SelectionRule):
     selector_type = InformativeSelector
     needs_rewards: ClassVar[bool] = True
 
-    def choose(self, rewarded: Sequence[Candidate], places: int, start: float) -> list[int]:
-        """Return the indices of the selected among the candidates with rewards, which are in order."""
-        deviations, _ = exact_deviations([candidate.reward or 0.0 for candidate in rewarded])
-        if self.select is Select.MAX_VARIANCE:
-            chosen = max_variance_subset(deviations, places)
-        else:
-            chosen = sample_systematically(*inclusion_shares(list(map(abs, deviations)), places), start)
-        return [rewarded[place].index for place in chosen]
-
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
         """Return 1 / (probability to be sampled, given all rewards) of each selected candidate, by index.
 
@@ -212,8 +213,8 @@ class Informative(SelectionRule):
             # `super()` does not find the class that a dataclass with slots becomes.
             return SelectionRule.weights(self, candidates)
         rewarded, unrewarded = split_by_reward(candidates)
-        deviations, _ = exact_deviations([candidate.reward or 0.0 for candidate in rewarded])
-        shares, unit = inclusion_shares(list(map(abs, deviations)), min(self.size, len(rewarded)))
+        sizes = list(map(abs, deviations_of(rewarded)))
+        shares, unit = inclusion_shares(sizes, min(self.size, len(rewarded)))
         weights = {c.index: unit / share for c, share in zip(rewarded, shares, strict=True) if c.selected_as}
         fill = [c.index for c in unrewarded if c.selected_as]
         return weights | dict.fromkeys(fill, len(unrewarded) / max(len(fill), 1))

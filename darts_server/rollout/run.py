@@ -204,7 +204,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.runner.prepare_restart()
             self.verification.restart()
             self._carry_out(self._group.restart())
-        return self._group.is_paused or self.has_ended
+        # A group that waits for verdicts alone needs the engine no more, and verifiers may take longer than an update.
+        is_on_engine = self._group.standings.running or self.runner.running
+        return self._group.is_paused or self.has_ended or not is_on_engine
 
     def resume(self) -> None:
         """Start new candidates after `suspend`."""

@@ -60,7 +60,7 @@ class Process(Runner):
     async def prepare(self) -> None:
         await self.close()
         if self._deaths > 1:
-            await asyncio.sleep(min(0.05 * 2.0**self._deaths, MAX_DELAY))
+            await asyncio.sleep(min(0.1 * self._deaths, MAX_DELAY))
         self._deaths += 1
         try:
             async with asyncio.timeout(LOAD_SECONDS):

@@ -25,7 +25,9 @@ RETRY_SECONDS = (0.2, 1.0, 3.0)
 """Pauses before a request is sent again."""
 RETRIED = frozenset({429, 500, 502, 503, 504})
 """Statuses of servers that are busy, or that fail for a moment."""
-SHOWN_CHARS = 200
+MAX_BYTES = 1 << 24
+"""Largest accepted answer of a server: a quarter of a megabyte for each of 64 rewards."""
+SHOWN_BYTES = 200
 HEADERS = {"Content-Type": "application/json"}
 
 
@@ -78,24 +80,35 @@ class Connection(Runner):
         try:
             # Long texts would delay the event loop.
             body = await asyncio.to_thread(_encode, self._kind, answers)
-        except UnicodeEncodeError as error:
+        except (UnicodeEncodeError, RecursionError) as error:
             raise Refused(f"cannot get the answer: {error}") from error
         for pause in (*RETRY_SECONDS, None):
             try:
-                response = await self._client.post(self._url, content=body, headers=HEADERS)
+                async with self._client.stream("POST", self._url, content=body, headers=HEADERS) as response:
+                    content = await _read(response)
                 if response.status_code not in RETRIED or pause is None:
                     break
             except httpx.HTTPError:
                 if pause is None:
                     raise
             await asyncio.sleep(pause)
-        shown = response.text[:SHOWN_CHARS]
+        shown = content[:SHOWN_BYTES].decode(errors="replace")
         if not response.is_success:
             raise Refused(f"answered with status {response.status_code}: {shown}")
         try:
-            return msgspec.json.decode(response.content)
-        except msgspec.DecodeError as error:
+            return msgspec.json.decode(content)
+        except (msgspec.DecodeError, RecursionError) as error:
             raise Refused(f"did not answer with JSON: {shown}") from error
+
+
+async def _read(response: httpx.Response) -> bytes:
+    """Return the body of a response, unless it is too large."""
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MAX_BYTES:
+            raise Refused(f"answered with more than {MAX_BYTES} bytes")
+    return bytes(content)
 
 
 def _rewards_of(returned: Any) -> list[object]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from darts_client import BadRequest, Client, Done, Group, GroupEvent, PromptSpec, Trajectory
-from darts_client.advantages import server_advantages
+from darts_client.advantages import server_advantages, unbiased_advantages
 from darts_client.tensors import to_tensors
 from darts_server.engine.scripted import Script
 from darts_server.verify.types import NO_VERDICT, Answer, Verdict
@@ -54,6 +54,17 @@ def test_an_informative_group_has_weights_and_advantages(server: RunningServer) 
     assert [c.advantage for c in record.selected] == [t.advantage for t in group.trajectories]
     assert (record.num_rewarded, record.decided_early) == (8, False)
     assert [c.reward for c in record.candidates] == [float((21 + i) % 3 == 0) for i in range(8)]
+
+
+def test_no_baseline_is_computed_from_a_group_that_was_selected_by_rewards(server: RunningServer) -> None:
+    with Client(server.url) as client, client.rollouts(["21"], **INFORMATIVE) as rollouts:
+        [group] = list(rollouts)
+    rewards = [t.reward or 0.0 for t in group.trajectories]
+    with pytest.raises(ValueError, match="server_advantages"):
+        unbiased_advantages(group, rewards)
+    weights = [t.weight or 0.0 for t in group.trajectories]
+    expected = [4 / 8 * w * (r - 0.25) for w, r in zip(weights, rewards, strict=True)]
+    assert unbiased_advantages(group, rewards, 0.25) == pytest.approx(expected)
 
 
 def test_the_tensors_estimate_the_gradient_of_all_candidates(server: RunningServer) -> None:

@@ -142,11 +142,17 @@ async def test_a_sample_that_nemo_gym_masks_has_no_reward() -> None:
         (Response("<html>"), VerifierResult.ERROR, "did not answer with JSON: <html>"),
         (JSONResponse("1.0"), VerifierResult.INVALID, "returned '1.0' (str) instead of a finite number"),
         (Response("1e999"), VerifierResult.ERROR, "did not answer with JSON"),
+        (Response("[" * 100_000), VerifierResult.ERROR, "did not answer with JSON"),
+        (Response("1" * 300_000), VerifierResult.ERROR, "answered with more than 200000 bytes"),
+        (Response("", 307, {"location": "http://other/"}), VerifierResult.ERROR, "answered with status 307"),
         (JSONResponse(None), VerifierResult.NONE, "returned None"),
         (JSONResponse([1.0]), VerifierResult.INVALID, "returned [1.0] (list) instead of a finite number"),
     ],
 )
-async def test_an_error_or_nonsense_is_no_reward(response: Response, result: VerifierResult, detail: str) -> None:
+async def test_an_error_or_nonsense_is_no_reward(
+    response: Response, result: VerifierResult, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "MAX_BYTES", 200_000)
     async with served(lambda body: response) as (batcher, _):
         call = await batcher.call(answer())
         assert (call.result, call.reward) == (result, None)

@@ -18,6 +18,7 @@ import uvloop
 from darts_server.exceptions import InvalidSetting
 from darts_server.types import PromptSpec, VerifierResult
 from darts_server.verify import process
+from darts_server.verify.channel import Task
 from darts_server.verify.specs import parse_specs
 from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 from darts_server.verify.verifiers import VerifierLimits, Verifiers
@@ -225,6 +226,20 @@ async def test_a_process_that_always_dies_is_started_again_after_short_pauses(mo
         assert await asyncio.gather(*(verifiers.verify(answer("leave")) for _ in range(8))) == [NO_VERDICT] * 8
         assert counted == {("misbehave", VerifierResult.CRASH): 8}
         assert await verifiers.verify(answer("")) == RIGHT
+
+
+async def test_a_process_that_has_died_thousands_of_times_is_still_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "MAX_DELAY", 0.01)
+    [spec] = parse_specs(["boxed"])
+    dying = process.Process(Task(spec.kind, spec.target, spec.function, 0), 30)
+    dying._deaths = 5_000
+    try:
+        await dying.prepare()
+        assert dying.is_ready
+    finally:
+        await dying.close()
 
 
 async def test_a_process_that_was_killed_between_answers_is_replaced() -> None:

@@ -323,11 +323,13 @@ def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[t
 
     If all candidates have rewards, reported or by a verifier, they are a plain sample. Otherwise only returned
     trajectories count, by their weights, because rewards of other candidates are missing for reasons that may depend on
-    the answers.
+    the answers. If the group was selected by rewards, all candidates with a reward count, because half of the returned
+    trajectories are right at any pass rate.
     """
     eligible = [c.index for c in record.candidates[record.restarted_from :] if c.reason not in GONE]
-    if all(index in correct for index in eligible):
-        return [(correct[index], 1.0) for index in eligible]
+    rewarded = [index for index in eligible if index in correct]
+    if record.num_rewarded is not None or len(rewarded) == len(eligible):
+        return [(correct[index], 1.0) for index in rewarded]
     return [(correct[c.index], c.weight or 1.0) for c in record.selected if c.index in correct]
 
 

@@ -12,13 +12,13 @@ import pytest
 from darts_server.engine.scripted import Script, settle
 from darts_server.estimates.reward_stats import RewardStats
 from darts_server.exceptions import CandidateFailed, DartsError, GroupAborted, InvalidRequest
-from darts_server.group.informative import compute_advantages
+from darts_server.group.informative import FLOOR, compute_advantages
 from darts_server.http.resources.rollouts_models import GroupOut
 from darts_server.rollout.batches.carried import Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
-from darts_server.types import DiscardReason, Outcome, PromptSpec
+from darts_server.types import GONE, DiscardReason, Outcome, PromptSpec
 from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 from tests.rollout.batches.streams import (
     GROUPS,
@@ -377,17 +377,19 @@ async def test_a_restart_forgets_verdicts_and_a_group_that_waits_for_verdicts_al
     judge.open.clear()
     run = await server.begin(23, "3", "20")
     rollouts = server.harness.rollouts
-    suspending = asyncio.create_task(rollouts.suspend())
-    await settle()
-    assert not suspending.done(), "the group of prompt 3 waits for verdicts"
+    # The verdicts on prompt 3 may take longer than the update.
+    await asyncio.wait_for(rollouts.suspend(), 5)
+    assert not server.engine.running
     assert judge.pending == 8
-    judge.open.set()
-    await suspending
     server.engine.weight_version = 1
     rollouts.resume()
+    judge.open.set()
     done = await finish(server.harness, run)
     results = {key(result): result for result in done.results}
     assert [len(results[text].samples) for text in ("3", "20")] == [SIZE, SIZE]
+    whole = results["3"].record
+    assert whole is not None
+    assert (whole.restarted_from, {c.weight_version_end for c in whole.candidates}) == (0, {0})
     record = results["20"].record
     assert record is not None
     assert record.restarted_from == 8
@@ -672,6 +674,20 @@ async def run_at_random(seed: int) -> None:
         assert result.record.outcome is Outcome.COMPLETED
         for c in result.record.candidates:
             assert (c.selected_as is None) != (c.reason is None)
+        if policy == "informative":
+            # Candidates that failed, or ran before a restart, neither have rewards nor change the mean.
+            record = result.record
+            rewards = [c.reward for c in record.candidates]
+            assert rewards[: record.restarted_from] == [None] * record.restarted_from
+            assert all(c.reward is None for c in record.candidates if c.reason in GONE)
+            assert record.num_rewarded == len(rewards) - rewards.count(None)
+            expected = compute_advantages(rewards)
+            assert [c.advantage for c in record.selected] == [expected[c.index] for c in record.selected]
+            weights = [c.weight for c in record.selected]
+            assert (None in weights) == record.decided_early
+            if record.num_rewarded >= SIZE and not record.decided_early:
+                limit = FLOOR * record.num_rewarded / SIZE
+                assert all(1 <= weight <= limit * (1 + 1e-9) for weight in weights if weight is not None)
     if "only" in fields:
         assert all(result.zero_variance is False for result in counted)
     else:

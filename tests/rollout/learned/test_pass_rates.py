@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,14 @@ def test_returned_trajectories_count_with_their_weights_if_other_candidates_have
     weighted = group([candidate(0, weight=1.0), candidate(1, weight=3.0), candidate(2, DiscardReason.MIDDLE)])
     assert rewarded_answers(weighted, {0: True, 1: False}) == [(True, 1.0), (False, 3.0)]
     assert rewarded_answers(weighted, {1: False}) == [(False, 3.0)]
+
+
+@pytest.mark.parametrize("reason", [DiscardReason.DECIDED, DiscardReason.NOT_SAMPLED])
+def test_of_a_group_that_was_selected_by_rewards_all_candidates_with_rewards_count(reason: DiscardReason) -> None:
+    # The group was decided early, or one of its verdicts is missing under `max_variance`: there are no weights.
+    candidates = [candidate(0), candidate(1), candidate(2, DiscardReason.NOT_SAMPLED), candidate(3, reason)]
+    record = replace(group(candidates), num_rewarded=3)
+    assert rewarded_answers(record, {0: True, 1: False, 2: False}) == [(True, 1.0), (False, 1.0), (False, 1.0)]
 
 
 def test_candidates_that_failed_or_ran_before_a_restart_need_no_rewards() -> None:
