@@ -134,9 +134,9 @@ class Settings(BaseModel):
     """auto: maximum share of returned tokens that older weights generated, on average over batches with "carry":
     "resume"."""
     skip_floor: Runtime[float | None] = Field(None, gt=0, le=1)
-    """informative: probability with which a batch runs a prompt whose rewards will be equal with a probability above .8,
-    by its pass rate in earlier steps. Its group then counts 1 / skip_floor (run_probability). Batches that carry prompts over skip none.
-    Default: all prompts run."""
+    """informative: probability with which a batch runs a prompt whose rewards will be equal with a probability above
+    .8, by its pass rate in earlier steps. Its group then counts 1 / skip_floor (run_probability). Batches that carry
+    prompts over skip none. Default: all prompts run."""
     speculate: Runtime[Literal["off", "auto"]] = "off"
     """Speculative decoding, which changes no distribution. auto: drafts from what samples of the same prompt have
     answered, now and in earlier epochs; as many as make a step faster. Excludes vLLM's --speculative-config. Only a
