@@ -1,6 +1,7 @@
 """TRL's GRPOTrainer trains against the server on a CPU, without NCCL."""
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from examples.tiny_rl.tokenizer import build_tokenizer
 from examples.tiny_rl.train import Recipe
 from examples.tiny_rl.train_trl import make_trainer
 from tests.integration.fork_server import Serve
+from tests.trainers.runs import record
 
 pytestmark = [
     pytest.mark.nightly,
@@ -92,6 +94,7 @@ def test_grpo_learns_with_weights_in_step_evaluates_unshaped_and_reports_all_rew
     assert sum(step["darts/tokens_returned"] for step in steps) == round(returned)
     with Client(own.url) as client:
         assert client.state.load(tmp_path / f"checkpoint-{RECIPE.steps}" / "darts-state") >= RECIPE.pool
+    record("trl_training", "trl", sys.executable, {"requests", "groups", "weights", "training"})
 
 
 @pytest.mark.nightly

@@ -32,6 +32,11 @@ class Environment:
     python: str | None = None
     at_start: str = ""
 
+    @property
+    def package(self) -> str:
+        """The trainer's distribution, without its version."""
+        return self.packages.split("==")[0]
+
 
 HYDRA = "hydra-core omegaconf antlr4-python3-runtime==4.9.3"
 ENVIRONMENTS = {

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from darts_server.offline.demo.server import DARTS, MODEL, Server, serving
 from tests.integration.weights import perturbed, status
 from tests.trainers.environments import ENVIRONMENTS, ROOT, NotInstalled, create
+from tests.trainers.runs import Part, record
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
 TRAINERS = sorted({*ENVIRONMENTS, "trl"} - {"verl"})
@@ -25,6 +26,8 @@ GRANTED = 6
 """Candidates of a group under the policy `uniform`."""
 SECONDS = 600
 """For one program: imports take most of it."""
+LATER_TURNS = ("session", "tokens", "prompt")
+"""Kinds of requests that continue a trajectory."""
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +88,17 @@ def ended_groups(server: Server) -> list[dict[str, Any]]:
     return [record for [record] in records]
 
 
+def later_turns(server: Server) -> float:
+    return sum(server.metric("darts_single_requests_total", turn=kind) for kind in LATER_TURNS)
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_two_steps_of_a_trainer_have_its_groups_its_weights_and_a_raw_evaluation(
     name: str, python_of: Callable[[str], Path], own: Server, weights: Path
 ) -> None:
     python = python_of(name)
     version, before = status(own)["version"], {each["group_id"] for each in ended_groups(own)}
+    turns = later_turns(own)
     lines = run(name, python, own, weights)
     assert [line["groups"] for line in lines] == [PROMPTS] * STEPS + [0]
     assert status(own)["version"] == version + STEPS - 1
@@ -105,3 +113,11 @@ def test_two_steps_of_a_trainer_have_its_groups_its_weights_and_a_raw_evaluation
         [seen] = {each[key] for each in selected for key in ("weight_version_start", "weight_version_end")}
         versions.append(seen)
     assert sorted(versions) == [version] * PROMPTS + [version + 1] * PROMPTS
+
+    parts: set[Part] = {"requests", "groups"}
+    if later_turns(own) > turns:
+        parts.add("later turns")
+    if lines[-1]["brings_weights"]:
+        parts.add("weights")
+    package = "trl" if name == "trl" else ENVIRONMENTS[name].package
+    record(name, package, python, parts)

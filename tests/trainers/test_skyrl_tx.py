@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tests.trainers.environments import NotInstalled, create
+from tests.trainers.runs import record
 from tests.trainers.skyrl_tx.train import PROMPTS, run_loop, serving_adapters, tinker_server
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -43,3 +44,4 @@ def test_two_steps_train_with_adapters_that_arrive_by_themselves(python: Path, t
         assert step["gradient"] > 0
         # The trainer computes the log-probs of the server's tokens with its own adapter of this step.
         assert step["gap"] < ROUNDING
+    record("skyrl_tx", "skyrl", python, {"requests", "groups", "weights", "training"})

@@ -19,6 +19,9 @@ TEXTS = [[f"{step + 5}a-{number + 3}b*4>" for number in range(2)] for step in ra
 class Trainer:
     """The trainer's own client code, as far as it samples and brings weights."""
 
+    brings_weights = True
+    """Whether each update came by the trainer's own code."""
+
     def __init__(self, url: str) -> None:
         self.url = url
 
@@ -32,6 +35,7 @@ class Trainer:
 
     async def update(self, folder: str, version: int) -> None:
         """Bring new weights; by the server's own route where the trainer has none for it."""
+        self.brings_weights = False
         post(f"{self.url}/darts/v1/weights", {"path": folder})
 
     async def close(self) -> None:
@@ -56,7 +60,8 @@ async def run(create: Callable[[str], Trainer], url: str, folder: str) -> None:
         print(json.dumps({"step": step, "groups": groups(url) - before}), flush=True)
     before = groups(url)
     await trainer.evaluate()
-    print(json.dumps({"evaluation": True, "groups": groups(url) - before}), flush=True)
+    evaluation = {"evaluation": True, "groups": groups(url) - before, "brings_weights": trainer.brings_weights}
+    print(json.dumps(evaluation), flush=True)
     await trainer.close()
 
 
