@@ -246,10 +246,8 @@ async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
     """Start the verifiers of the settings, and end their processes at last.
 
     Raises:
-        InvalidSetting: the code of a verifier cannot be loaded, or the policy needs a verifier.
+        InvalidSetting: the code of a verifier cannot be loaded.
     """
-    if settings.policy == "informative" and not settings.verifier:
-        raise InvalidSetting("--policy informative needs rewards while groups run; add --verifier")
     limits = VerifierLimits(
         settings.verifier_timeout,
         settings.verifier_processes,
