@@ -192,10 +192,10 @@ async def _serve(
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
     with server.bind_socket(args) as sock, ExitStack() as closing:
-        log_start(args.model)
         async with AsyncExitStack() as keeping:
             # Before the engine, whose start takes minutes: wrong code of a verifier is an error at once.
             verifiers = await keeping.enter_async_context(_start_verifiers(settings))
+            log_start(args.model)
             engine = await keeping.enter_async_context(_start_engines(settings, args, argv))
             rooms = make_rooms(settings, engine, access, store, staging, closing, verifiers)
             has_key_files = settings.api_key_file or settings.admin_api_key_file
