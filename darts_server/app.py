@@ -192,10 +192,10 @@ async def _serve(
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
     with server.bind_socket(args) as sock, ExitStack() as closing:
-        log_start(args.model)
         async with AsyncExitStack() as keeping:
             # Before the engine, whose start takes minutes: wrong code of a verifier is an error at once.
             verifiers = await keeping.enter_async_context(_start_verifiers(settings))
+            log_start(args.model)
             engine = await keeping.enter_async_context(_start_engines(settings, args, argv))
             rooms = make_rooms(settings, engine, access, store, staging, closing, verifiers)
             has_key_files = settings.api_key_file or settings.admin_api_key_file
@@ -246,10 +246,8 @@ async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
     """Start the verifiers of the settings, and end their processes at last.
 
     Raises:
-        InvalidSetting: the code of a verifier cannot be loaded, or the policy needs a verifier.
+        InvalidSetting: the code of a verifier cannot be loaded.
     """
-    if settings.policy == "informative" and not settings.verifier:
-        raise InvalidSetting("--policy informative needs rewards while groups run; add --verifier")
     limits = VerifierLimits(
         settings.verifier_timeout,
         settings.verifier_processes,

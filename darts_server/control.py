@@ -45,7 +45,10 @@ class Control:
     def current(self) -> dict[str, object]:
         """Return the settings that can change, and under ``policies`` the policies that a request may name."""
         in_force = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
-        return {**in_force, "policies": list(self.planner.names())}
+        names = list(self.planner.names())
+        if not self.settings.verifier:
+            names.remove("informative")
+        return {**in_force, "policies": names}
 
     def schema(self) -> dict[str, object]:
         """Return the JSON schema of an object with any of the settings that can change."""

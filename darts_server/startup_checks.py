@@ -103,7 +103,10 @@ def check_verifiers(settings: Settings) -> Finding:
         specs = parse_specs(settings.verifier)
     except InvalidSetting as error:
         return fail("verifiers", str(error))
-    return ok("verifiers", ", ".join(spec.name for spec in specs) or "none")
+    names = ", ".join(spec.name for spec in specs) or "none"
+    if any(spec.function for spec in specs):
+        names += " (their code is loaded by serve only)"
+    return ok("verifiers", names)
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY, min_bytes: int = MIN_SHARED_BYTES) -> Finding:

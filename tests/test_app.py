@@ -14,7 +14,6 @@ from prometheus_client import REGISTRY
 
 from darts_server import app, settings
 from darts_server.engine.scripted import Script, ScriptedEngine
-from darts_server.exceptions import InvalidSetting
 from darts_server.http.security.access import Access, Keys
 from darts_server.rollout.batches.carried import CarriedGroup, CarriedPrompt, SavedPrompts
 from darts_server.rollout.candidates import CarriedCandidate
@@ -137,10 +136,7 @@ def test_a_disk_that_is_full_at_the_end_shows_in_the_exit_code(
         assert app.close_store(store, ended_with) == ended_with
 
 
-async def test_a_server_whose_policy_needs_rewards_needs_a_verifier() -> None:
-    chosen = settings.load({"policy": "informative"}, None)
-    with pytest.raises(InvalidSetting, match=r"--policy informative needs rewards .* add --verifier"):
-        async with app._start_verifiers(chosen):
-            pass
-    async with app._start_verifiers(chosen.model_copy(update={"verifier": ("regex:#(.)",)})) as verifiers:
+async def test_a_server_starts_the_verifiers_of_its_settings() -> None:
+    chosen = settings.load({"policy": "informative", "verifier": ["regex:#(.)"]}, None)
+    async with app._start_verifiers(chosen) as verifiers:
         assert verifiers.names == ("regex",)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from darts_server.control import Control, make_planner
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import InvalidRequest, InvalidSetting
 from darts_server.offline.simulation.policies import NAMES
 from darts_server.policy.auto import AutoLimits
 from darts_server.policy.shaping import BudgetKind, Shaping, Tail
@@ -149,7 +149,7 @@ def test_the_page_of_policies_names_every_policy() -> None:
 
 @pytest.mark.anyio
 async def test_informative_starts_twice_as_many_candidates_unless_the_redundancy_is_set() -> None:
-    control = Control(load({}, None))
+    control = Control(load({"verifier": "boxed"}, None))
     assert shaping(control.planner, "informative").redundancy == 2.0
     assert shaping(control.planner, "uniform").redundancy == 1.5
     await control.change({"advantage_std": True, "select": "max_variance"})
@@ -164,5 +164,25 @@ async def test_informative_starts_twice_as_many_candidates_unless_the_redundancy
 
 @pytest.mark.parametrize("redundancy", [4.0, 16.0])
 def test_a_batch_under_informative_may_have_any_redundancy(redundancy: float) -> None:
-    planner = Control(load({}, None)).new_planner({"name": "informative", "redundancy": redundancy})
+    planner = Control(load({"verifier": "boxed"}, None)).new_planner({"name": "informative", "redundancy": redundancy})
     assert shaping(planner, "informative").candidates(8) == 8 * redundancy
+
+
+@pytest.mark.anyio
+async def test_informative_is_refused_and_not_offered_without_a_verifier() -> None:
+    control = Control(load({}, None))
+    refusal = (
+        "policy: 'informative' needs rewards while groups run, and this server has no verifier; start it with "
+        "--verifier"
+    )
+    with pytest.raises(InvalidRequest) as patched:
+        await control.change({"policy": "informative"})
+    with pytest.raises(InvalidRequest) as overridden:
+        control.new_planner({"name": "informative"})
+    assert (patched.value.field, overridden.value.field) == ("policy", "policy")
+    assert (str(patched.value), str(overridden.value)) == (refusal, refusal)
+    with pytest.raises(InvalidSetting, match=r"^policy 'informative' needs rewards .* start it with --verifier$"):
+        load({"policy": "informative"}, None)
+
+    assert control.current()["policies"] == [name for name in POLICIES if name != "informative"]
+    assert Control(load({"verifier": "boxed"}, None)).current()["policies"] == list(POLICIES)

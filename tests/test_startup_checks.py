@@ -69,6 +69,7 @@ def test_a_group_size_that_no_policy_uses_is_a_warning(settings: dict[str, str],
     [
         ([], Verdict.OK, "none"),
         (["boxed", "n=regex:(a)"], Verdict.OK, "boxed, n"),
+        (["boxed", f"{__file__}:missing"], Verdict.OK, "boxed, missing (their code is loaded by serve only)"),
         (["boxes"], Verdict.FAIL, "--verifier boxes: 'boxes' is no verifier; give FILE.py:FUNCTION"),
     ],
 )

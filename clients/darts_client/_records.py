@@ -60,6 +60,7 @@ class GroupRecord(WireModel):
     earlier_pass_rate: float | None = None
     num_rewarded: int | None = None
     decided_early: bool = False
+    run_probability: float = 1.0
     zero_variance: bool | None = None
     """Whether all trajectories have the same reward, or None before all have a reward."""
 

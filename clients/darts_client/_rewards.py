@@ -136,10 +136,13 @@ def rewards_body(rewards: Iterable[Reward]) -> dict[str, Any]:
 
 
 def to_rows(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | None = None) -> list[dict[str, Any]]:
-    """Return a dictionary for each trajectory, group after group. `rewards` holds a list for each group."""
+    """Return a dictionary for each trajectory, group after group.
+
+    `rewards` holds a list for each group. By default each trajectory has its reward by the server's verifier, or None.
+    """
     values: Sequence[Sequence[float | None]]
     if rewards is None:
-        values = [[None] * len(group.trajectories) for group in groups]
+        values = [[trajectory.reward for trajectory in group.trajectories] for group in groups]
     else:
         values = values_by_group(groups, rewards)
     return [

@@ -271,6 +271,11 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> Self:
+        if self.policy == "informative" and not self.verifier:
+            raise ValueError(
+                "policy 'informative' needs rewards while groups run, and this server has no verifier; start it with "
+                "--verifier"
+            )
         is_limited = self.policy not in ("off", "uniform", "arrol", "informative")
         if is_limited and self.redundancy != "auto" and self.redundancy > self.max_redundancy:
             raise ValueError(

@@ -153,7 +153,7 @@ class Batcher:
                 await runner.prepare()
         except RunnerFailed as error:
             if self._starting == 1 and not any(each.is_ready for each in self._runners):
-                self._end_waiting(Call(VerifierResult.CRASH, detail=str(error)))
+                self._end_waiting(Call(VerifierResult.CRASH, detail=f"cannot be started: {error}"))
         finally:
             self._starting -= not jobs
             self._free.insert(len(self._free) if runner.is_ready else 0, runner)

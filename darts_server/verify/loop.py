@@ -30,8 +30,10 @@ def run(channel: int, table_file: int) -> None:
     try:
         function, is_trl = load(task)
         report = Report(is_trl=is_trl)
+    except LoadError as error:
+        report = Report(fault=str(error))
     except BaseException as error:
-        report = Report(fault=f"code cannot be loaded: {describe(error)}")
+        report = Report(fault=f"its code cannot be loaded: {describe(error)}")
 
     pid = os.getpid()
     decoder = msgspec.msgpack.Decoder(list[Item])
@@ -85,8 +87,6 @@ def call(function: Function, items: Sequence[Item]) -> list[Call]:
 
 def describe(error: BaseException) -> str:
     """Return an error's type, message and place in the user's file."""
-    if isinstance(error, LoadError):
-        return str(error)
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

@@ -67,10 +67,10 @@ class Process(Runner):
                 await self._start()
                 report = await self._read_report()
         except OSError as error:
-            report = Report(fault=f"process cannot be started within {LOAD_SECONDS:g} seconds: {error}")
+            report = Report(fault=f"its process cannot be started within {LOAD_SECONDS:g} seconds: {error}")
         if report.fault:
             await self.close()
-            raise RunnerFailed(f"its {report.fault}")
+            raise RunnerFailed(report.fault)
         self._is_trl = report.is_trl
         if report.is_trl:
             # A call may take long for each answer, or not longer for many answers than for one.
@@ -107,7 +107,7 @@ class Process(Runner):
 
         failure = Call(VerifierResult.TIMEOUT, detail=f"took longer than {self._timeout:g} seconds")
         if report is not None:
-            failure = Call(VerifierResult.CRASH, detail=f"ended its {report.fault}")
+            failure = Call(VerifierResult.CRASH, detail=f"ended {report.fault}")
         await self.close()
         _, running = RUNNING.unpack_from(self._table)
         return [failure if index == running else None for index in range(len(answers))]
@@ -143,7 +143,7 @@ class Process(Runner):
         try:
             return msgspec.json.decode(await self._reader.readuntil(), type=Report)
         except (EOFError, asyncio.LimitOverrunError, msgspec.DecodeError, ConnectionError):
-            return Report(fault="process, which died")
+            return Report(fault="its process, which died")
 
     async def close(self) -> None:
         """Kill the process with all programs that it has started."""

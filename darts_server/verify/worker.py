@@ -39,9 +39,9 @@ def main(channel: int, table: int, server: int) -> None:
     ended, status = os.waitpid(worker, os.WNOHANG)
     if ended:
         code = os.waitstatus_to_exitcode(status)
-        fault = f"process, which exited with status {code}"
+        fault = f"its process, which exited with status {code}"
         if code < 0:
-            fault = f"process, which was killed by {signal.Signals(-code).name}"
+            fault = f"its process, which was killed by {signal.Signals(-code).name}"
         with socket.socket(fileno=channel) as sock:
             sock.send(b'{"fault":"%s"}\n' % fault.encode(), socket.MSG_DONTWAIT)
     os.killpg(0, signal.SIGKILL)

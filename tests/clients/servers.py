@@ -142,7 +142,8 @@ def application(
     The weights had an update that took 2 seconds.
     """
     engine = ScriptedEngine(script)
-    control = Control(load({"policy": "uniform"}, None))
+    # The name of a verifier lets batches choose `informative`. `verifier` stands for it.
+    control = Control(load({"policy": "uniform", "verifier": "boxed" if verifier else ""}, None))
     with Store() as store:
         statistics, provenance = Statistics(store), Provenance()
         confidence = Confidence(store)

@@ -122,3 +122,8 @@ def test_without_torch_the_error_names_the_extra(module: str, extra: str, monkey
     monkeypatch.delitem(sys.modules, f"darts_client.{module}", raising=False)
     with pytest.raises(ImportError, match=rf"darts-client\[{extra}\]"):
         import_module(f"darts_client.{module}")
+
+
+def test_unknown_advantages_are_refused() -> None:
+    with pytest.raises(ValueError, match="advantages must be 'grpo', 'unbiased' or 'server', got 'sever'"):
+        to_tensors([group(([1], [0.0]))], advantages="sever")  # type: ignore[arg-type]  # a typo

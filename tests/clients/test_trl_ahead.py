@@ -207,7 +207,16 @@ def test_an_evaluation_is_sampled_without_prompts_ahead(server: FakeVllm, tmp_pa
         (AHEAD | {"rollouts": "auto"}, {}, "rollouts='auto' chooses prompts_ahead"),
         (AHEAD | {"advantages": "unbiased"}, {}, "does not work with prompts_ahead"),
         ({"advantages": "server", "rollouts": "auto"}, {}, "leave rollouts='auto' out"),
-        ({"advantages": "server"}, {"scale_rewards": "batch"}, "scale_rewards 'group' or 'none'"),
+        (
+            {"advantages": "server"},
+            {"generation_kwargs": {"vllm_xargs": {"darts_policy": "cap"}}},
+            "has darts_policy = 'cap'; leave darts_policy out",
+        ),
+        (
+            {"advantages": "server"},
+            {"generation_kwargs": None, "scale_rewards": "batch"},
+            "scale_rewards 'group' or 'none'",
+        ),
         ({"advantages": "server", "baseline": "pass_rate"}, {}, "baseline='pass_rate' needs advantages='unbiased'"),
         ({"advantages": "server"}, {"mask_truncated_completions": True}, "needs mask_truncated_completions=False"),
         ({"dynamic_sampling": True}, {}, "dynamic_sampling=True needs prompts_ahead"),

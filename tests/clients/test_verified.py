@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from darts_client import BadRequest, Client, Done, Group, GroupEvent, PromptSpec, Trajectory
+from darts_client import BadRequest, Client, Done, Group, GroupEvent, PromptSpec, Trajectory, to_rows
 from darts_client.advantages import server_advantages, unbiased_advantages
 from darts_client.tensors import to_tensors
 from darts_server.engine.scripted import Script
@@ -79,7 +79,23 @@ def test_the_tensors_estimate_the_gradient_of_all_candidates(server: RunningServ
     assert second.tolist() == [0.0] * 4, "all are wrong"
     assert tensors.rewards is not None
     assert tensors.rewards.sum() == 2
-    assert to_tensors(batch.groups).advantages is None, "GRPO's advantages need rewards that the caller gives"
+    assert to_tensors(batch.groups).advantages is None, "the rewards of the selected are no sample"
+
+
+def test_the_rewards_of_the_verifier_are_the_default(server: RunningServer) -> None:
+    with Client(server.url) as client:
+        # Lengths 21 to 24 and 22 to 25.
+        groups = client.batch(["21", "22"], policy="off", **SIZES).groups
+        uniform = client.batch(["21"], policy="uniform", **SIZES).groups
+        [record] = client.groups.get(groups[0].group_id or "")
+    assert record.run_probability == 1.0
+    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0] * 4]
+    assert [row["reward"] for row in to_rows(groups)] == [*rewards[0], *rewards[1]]
+    torch.testing.assert_close(to_tensors(groups).advantages, to_tensors(groups, rewards).advantages)
+    tensors = to_tensors(uniform, advantages="unbiased")
+    assert tensors.rewards is not None
+    expected = unbiased_advantages(uniform[0], tensors.rewards.tolist())
+    torch.testing.assert_close(tensors.advantages, torch.tensor(expected))
 
 
 def test_dynamic_sampling_returns_informative_groups_and_says_what_is_missing(server: RunningServer) -> None:

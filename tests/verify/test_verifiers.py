@@ -379,18 +379,18 @@ async def test_answers_of_cancelled_groups_are_not_verified() -> None:
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("def other(): pass", "has no function score; its functions are other"),
-        ("def score(a): pass", "neither veRL's parameters"),
-        ("def score(", r"SyntaxError: '\(' was never closed \(rewards.py, line 1\)"),
-        ("import no_such_module_anywhere", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
-        ("import os; os._exit(3)", "which exited with status 3"),
+        ("def other(): pass", ".*/rewards.py has no function score; its functions are other"),
+        ("def score(a): pass", "score has neither veRL's parameters"),
+        ("def score(", r"its code cannot be loaded: SyntaxError: '\(' was never closed \(rewards.py, line 1\)"),
+        ("import no_such_module", "its code cannot be loaded: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit(3)", "its code cannot be loaded: SystemExit: 3"),
+        ("import os; os._exit(3)", "its process, which exited with status 3"),
     ],
 )
 async def test_code_that_cannot_be_loaded_is_an_error_at_start(tmp_path: Path, source: str, complaint: str) -> None:
     file = tmp_path / "rewards.py"
     file.write_text(source)
-    with pytest.raises(InvalidSetting, match=rf"^--verifier {file}:score: its (code|process).*{complaint}"):
+    with pytest.raises(InvalidSetting, match=rf"^--verifier {file}:score: {complaint}"):
         async with running(["boxed", f"{file}:score"]):
             pass
 

@@ -89,8 +89,12 @@ class AheadOptions:
             option = "max_staleness=1" if self.max_staleness else "carry='resume'"
             raise ValueError(f"{option} needs vllm_importance_sampling_correction=True, which corrects for old tokens")
         generation_kwargs: Any = args.generation_kwargs or {}
-        # Called for its check.
-        rollout_options(generation_kwargs)
+        policy = rollout_options(generation_kwargs).get("policy")
+        if self.server_advantages and policy is not None:
+            raise ValueError(
+                f"advantages='server' chooses the policy 'informative', and vllm_xargs in generation_kwargs has "
+                f"darts_policy = {policy!r}; leave darts_policy out"
+            )
 
     def check_trainer(self, trainer: Any) -> None:
         """Raise ValueError if the trainer does not sample by one request for each batch."""
@@ -142,7 +146,7 @@ class PromptsAhead:
             requested.setdefault("policy", options.policy)
         if options.server_advantages:
             by_std = args.scale_rewards != "none"
-            requested.setdefault("policy", {"name": "informative", "advantage_std": by_std})
+            requested["policy"] = {"name": "informative", "advantage_std": by_std}
         if options.dynamic_sampling:
             # Groups of equal rewards fill up a batch if too few groups are informative.
             requested |= {"only": "informative", "return_zero_variance": True}

@@ -12,8 +12,11 @@ from pydantic import (
     PlainSerializer,
     SerializationInfo,
     StrictInt,
+    ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WithJsonSchema,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -84,7 +87,25 @@ Metadata = Annotated[
     PlainSerializer(_dump_metadata),
     WithJsonSchema({"anyOf": [{"additionalProperties": True, "type": "object"}, {"type": "null"}]}),
 ]
-VerifierNames = Annotated[list[Name], Field(min_length=1)] | Literal[False] | None
+
+
+def _with_message(message: str) -> WrapValidator:
+    """Return an annotation that replaces all of pydantic's errors for a field by this message."""
+
+    def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(message) from None
+
+    return WrapValidator(validate)
+
+
+VerifierNames = Annotated[
+    Annotated[list[Name], Field(min_length=1)] | Literal[False] | None,
+    _with_message('must be false or a list of names, such as ["compute_score"]'),
+]
+Only = Annotated[Literal["informative"] | None, _with_message('must be "informative"; omit it to return all groups')]
 TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(fail_fast=True)]
 JsonObject = Annotated[bytes, _as_json(dict[str, Any])]
 Messages = Annotated[bytes, _as_json(Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)])]
@@ -201,7 +222,7 @@ class RolloutsIn(ChatOptionsIn):
         description="Names of the server's verifiers that give rewards to finished candidates. Default: all. `false`: "
         "none.",
     )
-    only: Literal["informative"] | None = Field(
+    only: Only = Field(
         None,
         description='"informative": groups whose rewards are all equal, or missing, do not count for `num_groups`. '
         "Other prompts of the batch take their places. This is dynamic sampling, which biases the gradient.",

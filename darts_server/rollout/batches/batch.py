@@ -80,7 +80,7 @@ class BatchGroup:
     ``content_key``: hash of everything that the model sees.
     ``carried``: the prompt as an earlier batch kept it.
     ``resumed``: tokens from which the candidates continue, here or after a stop in a later batch.
-    ``verifiers``: names of the verifiers, empty for all, or None to verify nothing.
+    ``verifiers``: names of the verifiers, empty to verify nothing, or None for all.
     """
 
     number: int
@@ -172,7 +172,7 @@ async def prepare_batch(
     taken: list[CarriedPrompt] = []
     try:
         # Render the caller's prompts, then prompts that were carried over.
-        builder = GroupBuilder(batch, renderer, rollouts.verifier, needs_rewards=plan.shaping.needs_rewards)
+        builder = GroupBuilder(batch, renderer, rollouts.verifier)
         for prompt in batch.prompts:
             await builder.add("prompts", prompt)
         groups = builder.groups
@@ -247,15 +247,12 @@ class GroupBuilder:
         batch: BatchRequest,
         renderer: PromptRenderer[Any, Any],
         verifier: Verifier | None,
-        *,
-        needs_rewards: bool,
     ) -> None:
         self.batch_id = f"batch-{uuid.uuid4().hex}"
         self.groups: list[BatchGroup] = []
         self._batch = batch
         self._renderer = renderer
         self._verifier = verifier
-        self._needs_rewards = needs_rewards or batch.only is not None
 
     async def add(self, field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
         """Add a group for a prompt. ``field``: names the prompt in errors."""
@@ -282,13 +279,9 @@ class GroupBuilder:
         )
 
     def _choose_verifiers(self, prompt: PromptSpec) -> Sequence[str] | None:
-        """Return the names of the prompt's verifiers, empty for all, or None to verify nothing."""
-        if self._verifier is None:
-            return None
+        """Return the names of the prompt's verifiers, empty to verify nothing, or None for all."""
         named = self._batch.verifier if prompt.verifier is None else prompt.verifier
-        if named is None:
-            return ()
-        if not named and not self._needs_rewards:
+        if named is None or self._verifier is None:
             return None
         # A prompt that was carried over may name verifiers of an earlier server.
         return [name for name in named if name in self._verifier.names]

@@ -465,12 +465,17 @@ class BatchRun:
         """Return the function that verifies the group's outputs, or None to verify nothing."""
         verifier = self._rollouts.verifier
         names = group.verifiers
-        if verifier is None or names is None:
+        verifies_nothing = names is not None and not names
+        prepared = self._prepared
+        needs_verdicts = prepared.plan.shaping.needs_rewards or prepared.wanted.only_informative
+        if verifier is None or (verifies_nothing and not needs_verdicts):
             return None
 
         async def verify(output: Any) -> Verdict:
+            if verifies_nothing:
+                return NO_VERDICT
             sample = await self._renderer.to_sample(output)
-            return await verifier.verify(Answer(group.prompt, sample.text, sample.token_ids), names)
+            return await verifier.verify(Answer(group.prompt, sample.text, sample.token_ids), names or ())
 
         return verify
 

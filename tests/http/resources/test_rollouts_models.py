@@ -3,6 +3,9 @@
 import json
 from typing import Any
 
+import pytest
+
+from darts_server.exceptions import InvalidRequest
 from darts_server.http.body import parse
 from darts_server.http.resources.rollouts_models import RolloutsIn
 
@@ -30,3 +33,19 @@ def test_options_and_template_arguments_of_a_prompt_override_the_batchs() -> Non
     [options] = chat_options([CHAT | own], **shared)
     assert options is not None
     assert json.loads(options) == own | {"chat_template_kwargs": {"x": 2**70, "y": None, "z": True}}
+
+
+@pytest.mark.parametrize("verifier", ["compute_score", True, [], [1], {}])
+def test_the_error_for_verifiers_says_what_the_field_must_be(verifier: Any) -> None:
+    message = 'must be false or a list of names, such as ["compute_score"]'
+    with pytest.raises(InvalidRequest) as of_batch:
+        chat_options([CHAT], verifier=verifier)
+    assert (of_batch.value.field, of_batch.value.message) == ("verifier", message)
+    with pytest.raises(InvalidRequest) as of_prompt:
+        chat_options([CHAT, CHAT | {"verifier": verifier}])
+    assert (of_prompt.value.field, of_prompt.value.message) == ("prompts[1].verifier", message)
+
+
+def test_the_error_for_only_has_the_remedy() -> None:
+    with pytest.raises(InvalidRequest, match=r'^only: must be "informative"; omit it to return all groups$'):
+        chat_options([CHAT], only="mixed")

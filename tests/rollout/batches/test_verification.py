@@ -14,6 +14,7 @@ from darts_server.estimates.reward_stats import RewardStats
 from darts_server.exceptions import CandidateFailed, DartsError, GroupAborted, InvalidRequest
 from darts_server.group.informative import FLOOR, compute_advantages
 from darts_server.http.resources.rollouts_models import GroupOut
+from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
 from darts_server.rollout.learned.statistics import Rewards
@@ -419,6 +420,27 @@ async def test_a_group_that_is_carried_over_is_verified_again_and_samples_the_sa
     assert len(judge.answers) == 8, "also those that had finished before"
     assert sorted(result.samples) == sorted(undisturbed.samples)
     assert rewards_of(result) == rewards_of(undisturbed)
+    assert_idle(server, judge)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [("off", {}), ("informative", {}), ("off", {"only": "informative", "return_zero_variance": True})],
+)
+async def test_a_prompt_that_was_carried_over_has_no_rewards_if_the_server_lost_all_its_verifiers(
+    policy: str, fields: dict[str, Any]
+) -> None:
+    server, judge = verifying(is_third, policy, carry_limits=CarryLimits())
+    specs = [PromptSpec(text="20", verifier=["other"]), PromptSpec(text="1")]
+    done = await server.run(BatchRequest(specs, SIZE, carry=Carry.RESTART, num_groups=1))
+    assert done.carried == 1
+    judge.answers.clear()
+    judge.names = ("length", "new")
+    done = await server.run(request(carry=Carry.RESTART, carried=True, **fields))
+    [result] = done.results
+    assert (key(result), result.error) == ("20", None)
+    assert set(rewards_of(result).values()) <= {None}
+    assert judge.answers == []
     assert_idle(server, judge)
 
 
