@@ -138,7 +138,7 @@ def rewards_body(rewards: Iterable[Reward]) -> dict[str, Any]:
 def to_rows(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | None = None) -> list[dict[str, Any]]:
     """Return a dictionary for each trajectory, group after group.
 
-    `rewards` holds a list for each group. By default each trajectory has its reward by the server's verifier, or None.
+    `rewards` holds a list for each group. Default: the verifier's rewards.
     """
     values: Sequence[Sequence[float | None]]
     if rewards is None:

@@ -1,7 +1,7 @@
 """Groups as padded tensors for a policy-gradient step. Needs the extra `darts-client[torch]`.
 
 ```python
-batch = to_tensors(groups, rewards=[[1.0, 0.0], [0.0, 0.0]])  # or to_tensors(groups) if the server has a verifier
+batch = to_tensors(groups, rewards=[[1.0, 0.0], [0.0, 0.0]])
 loss = -(batch.advantages[:, None] * new_logprobs * batch.completion_mask).sum() / batch.completion_mask.sum()
 ```
 """
@@ -63,20 +63,19 @@ def to_tensors(
     """Return the trajectories of all groups as tensors on the CPU.
 
     Args:
-        rewards: a list for each group, with one reward for each trajectory. The default is the rewards of the
-            server's verifier, if all trajectories have one.
+        rewards: a list for each group, with one reward for each trajectory. Default: the verifier's, if all
+            trajectories have a reward.
         pad_id: token id of the padding.
         advantages: "grpo" for (r - mean) / (std + `eps`) with the group's mean and sample standard deviation (GRPO,
             arXiv 2402.03300, section 4.1.2), "unbiased" for `advantages.unbiased_advantages`, or "server" for
-            `advantages.server_advantages`, which needs no rewards. If the server has selected trajectories by their
-            rewards, "grpo" needs `rewards`.
+            `advantages.server_advantages`, which needs no rewards. Groups under `informative` have no "grpo"
+            without `rewards`.
         scale: False leaves r - mean with "grpo" (Dr. GRPO, arXiv 2503.20783).
         baselines: for "unbiased", a baseline for each group that was known before, such as `earlier_pass_rate` if
             rewards are 1 for correct and 0 for wrong; or None for the default.
 
     Raises:
-        ValueError: there is no trajectory, numbers do not match, a group has no weights, "grpo" has baselines, or
-            `advantages` is unknown.
+        ValueError: there is no trajectory, numbers do not match, a group has no weights, or "grpo" has baselines.
     """
     if advantages not in ("grpo", "unbiased", "server"):
         raise ValueError(f"advantages must be 'grpo', 'unbiased' or 'server', got {advantages!r}")
@@ -100,7 +99,7 @@ def to_tensors(
     if len(prompts) == len(trajectories):
         prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
 
-    # Rewards by which the server has selected are no sample of the policy's rewards.
+    # The rewards of selected trajectories are no sample.
     is_sample = rewards is not None or all(group.num_rewarded is None for group in groups)
     if rewards is None and all(trajectory.reward is not None for trajectory in trajectories):
         rewards = [[trajectory.reward or 0.0 for trajectory in group.trajectories] for group in groups]
