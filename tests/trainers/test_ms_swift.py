@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)
 SECONDS = 900
 STEPS, PROMPTS = 2, 8
 ROUNDING = 1e-4
-"""Difference of the mean log-prob of a trajectory between vLLM and the trainer, both in float32: 1.2e-6 was measured."""
+"""Difference of a trajectory's mean log-prob between vLLM and the trainer, both in float32: 1.2e-6 was measured."""
 LARGEST = "rollout_correction/log_ppl_diff_max"
 
 
