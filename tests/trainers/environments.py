@@ -42,13 +42,19 @@ HYDRA = "hydra-core omegaconf antlr4-python3-runtime==4.9.3"
 ENVIRONMENTS = {
     "areal": Environment(
         "areal.engine.vllm_remote",
-        f"areal==1.0.4 aiofiles blinker colorlog flask {HYDRA} itsdangerous orjson pybase64 ray tenacity torchdata "
-        "werkzeug zstandard",
+        f"areal==1.0.4 aiofiles blinker colorlog flask {HYDRA} itsdangerous orjson pybase64 ray tabulate tenacity "
+        "tensorboardX torchdata werkzeug zstandard",
     ),
     "art": Environment(
         "art",
         "openpipe-art==0.5.18 distro fastuuid importlib-metadata litellm==1.82.0 nest-asyncio openai<3 polars "
         "polars-runtime-32 setproctitle tblib tenacity weave zipp",
+    ),
+    "ms_swift": Environment(
+        "swift.rlhf_trainers.grpo_trainer",
+        "ms-swift==4.6.0 trl<1 peft<0.21 datasets<4.8.5 absl-py addict attrdict binpacking cpm-kernels dacite "
+        "json-repair modelscope modelscope-hub nltk oss2 rouge simplejson tensorboard transformers-stream-generator "
+        "zstandard",
     ),
     "nemo_gym": Environment(
         "responses_api_models.openai_model.app",
