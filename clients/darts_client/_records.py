@@ -60,7 +60,8 @@ class GroupRecord(WireModel):
     earlier_pass_rate: float | None = None
     num_rewarded: int | None = None
     decided_early: bool = False
-    run_probability: float = 1.0
+    run_probability: float | None = None
+    """Probability that the batch ran the prompt, or None. Below 1, the group counts 1 / so much."""
     zero_variance: bool | None = None
     """Whether all trajectories have the same reward, or None before all have a reward."""
 

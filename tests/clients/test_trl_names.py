@@ -19,10 +19,11 @@ OWN = {
     "trl": {"clients/darts_client/integrations/_trl_names.py"},
     "verl": {"clients/darts_client/verl", "tests/trainers/verl"},
     "openrlhf": {"clients/darts_client/integrations/openrlhf.py", "tests/trainers/programs/openrlhf.py"},
-    "areal": {"tests/trainers/programs/areal.py"},
+    "areal": {"tests/trainers/programs/areal.py", "tests/trainers/areal/"},
     "nemo_gym": {"tests/trainers/programs/nemo_gym.py"},
     "responses_api_models": {"tests/trainers/programs/nemo_gym.py"},
     "skyrl": {"tests/trainers/programs/skyrl.py"},
+    "swift": {"tests/trainers/ms_swift/"},
     "verifiers": {"tests/trainers/programs/verifiers.py"},
 }
 """The files and folders that may import the internals of each trainer."""
