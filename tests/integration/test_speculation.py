@@ -183,14 +183,13 @@ def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serv
     greedy = {"top_k": 1}
     flags = ["--speculate", "auto", "--state-dir", str(tmp_path)]
 
-    def draw_greedily(server: Server) -> tuple[float, float]:
-        """Return the number of steps of a batch, and of accepted tokens."""
-        before = decode_steps(server)
+    def draw_greedily(server: Server) -> float:
+        """Return the number of accepted tokens. The number of steps says less: the longest answer decides it."""
         draw(server, PROBLEMS, greedy)
-        return decode_steps(server) - before, server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        return server.metric("vllm:spec_decode_num_accepted_tokens_total")
 
     with serve_one(DARTS, tmp_path / "log", *flags) as fresh:
-        first_steps, first_accepted = draw_greedily(fresh)
+        first_accepted = draw_greedily(fresh)
         kept_bytes = fresh.metric("darts_history_bytes")
         assert fresh.metric("darts_history_prompts") == len({problem.prompt for problem in PROBLEMS})
 
@@ -199,9 +198,8 @@ def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serv
     with serve_one(DARTS, tmp_path / "log", *flags) as again:
         assert "1 answers that were kept" in again.log.read_text()
         assert 0 < again.metric("darts_history_bytes") < kept_bytes
-        steps, accepted = draw_greedily(again)
+        accepted = draw_greedily(again)
     assert accepted > 1.5 * first_accepted
-    assert steps < 0.8 * first_steps
 
     with serve_one(DARTS, tmp_path / "log", *flags, "--history-bytes", "0") as without:
         assert without.metric("darts_history_bytes") == 0
