@@ -104,7 +104,7 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
 
     numbers = [group.number for group in answer.groups] + [prompt.number for prompt in answer.unfinished]
     # With `return_zero_variance` these groups are returned, too.
-    numbers += [number for number in answer.uninformative if number not in numbers]
+    numbers += set(answer.uninformative).difference(numbers)
     numbers.sort()
     sent = len(request.token_ids)
     # With `carried`, the server adds prompts of earlier batches after the sent prompts.

@@ -109,8 +109,8 @@ def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) ->
     limit = max((prompt.max_tokens for prompt in prompts if prompt.max_tokens is not None), default=None)
     if options.cap is not None and limit is not None and options.cap > limit:
         raise InvalidSetting(
-            f"--cap: requests allowed at most {limit} tokens, and nobody knows how long their truncated answers would "
-            "have become; lower the cap, or leave it out"
+            f"--cap: requests allowed at most {limit} tokens, and it is not known how long their truncated answers "
+            "would have become; lower the cap, or leave it out"
         )
 
 

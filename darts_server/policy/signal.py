@@ -10,21 +10,17 @@ over prompts stays unbiased too.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
-from darts_server.estimates.checks import LARGEST, check_length, check_number
 from darts_server.estimates.isotonic import Floats
 from darts_server.estimates.pass_rates import Beta
-from darts_server.policy.allocation import DEBT_HORIZON, MAX_DEBT, WINDOW, allocate_by_gain
+from darts_server.policy.allocation import allocate_by_gain
 
 UNINFORMATIVE = 0.2
 """Probability of signal below which a prompt may be skipped. Posteriors are careful, since pass rates drift: in
 `benchmarks.signal`, 4 to 11 % of such groups really have signal. A limit of .05 is never reached there."""
-SMALLEST = 1e-300
-"""Smallest accepted parameter of a Beta distribution. Sums are divided by."""
 
 
 def signal_chances(posteriors: Sequence[Beta], candidates: int) -> list[float]:
@@ -72,42 +68,3 @@ def _gains(posteriors: Sequence[Beta], candidates: int) -> Iterator[Floats]:
         yield (all_right * wrong + all_wrong * right) / total
         all_right *= (right + n) / total
         all_wrong *= (wrong + n) / total
-
-
-@dataclass(slots=True)
-class SignalPrice:
-    """Allocates candidates to single requests by signal. ``SignalPrice(**json)`` restores it.
-
-    The last `WINDOW` requests serve as the cohort. A debt keeps the mean at its target, as in `ShadowPrice`.
-
-    ``recent``: posteriors of the last requests, newest first. ``debt``: number of candidates that were given too few so
-    far, or below zero, too many.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    recent: Sequence[Beta] = field(default_factory=list)
-    debt: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_length("recent", self.recent, WINDOW)
-        for right, wrong in self.recent:
-            check_number("recent", right, SMALLEST, 2 * LARGEST)
-            check_number("recent", wrong, SMALLEST, 2 * LARGEST)
-        check_number("debt", self.debt, -MAX_DEBT, MAX_DEBT)
-
-    def allocate(
-        self,
-        posterior: Beta,
-        target: float,
-        low: int,
-        high: int,
-    ) -> int:
-        """Allocate candidates to the next request. ``target``: mean number of candidates per request."""
-        self.recent = [posterior, *self.recent][:WINDOW]
-        wanted = target + self.debt / DEBT_HORIZON
-        budget = round(wanted * len(self.recent))
-        candidates = allocate_by_signal(self.recent, budget, low, high)[0]
-        self.debt = min(max(self.debt + target - candidates, -MAX_DEBT), MAX_DEBT)
-        return candidates

@@ -33,7 +33,6 @@ from darts_server.verify.types import Verifier
 
 _ALL: Sequence[Kind[Any]] = (
     allocator.PRICE,
-    allocator.SIGNAL_PRICE,
     auto.STATE,
     *deadlines.KINDS,
     *learned.KINDS,

@@ -104,7 +104,7 @@ def apply_patch(settings: Settings, patch: Mapping[str, object]) -> Settings:
             fault = "cannot change while the server runs" if name in Settings.model_fields else "unknown setting"
             raise InvalidRequest(name, f"{fault}; settings that can change are {', '.join(RUNTIME_NAMES)}")
     try:
-        # Settings that nobody has set stay unset.
+        # Settings that were not set stay unset.
         return Settings.model_validate(settings.model_dump(exclude_unset=True) | dict(patch), strict=True)
     except ValidationError as invalid:
         error: Any = invalid.errors()[0]

@@ -25,7 +25,7 @@ PATHS = {"/verify": "nemo-gym", "/get_reward": "openrlhf"}
 
 class Kind(StrEnum):
     FUNCTION = "function"
-    """A function of veRL's or TRL's form, told apart by its parameters."""
+    """A function of veRL's or TRL's form, recognised by its parameters."""
     TRL = "trl"
     VERL = "verl"
     BOXED = "boxed"

@@ -1,10 +1,8 @@
 """Probabilities of signal, and candidates that give as many groups as possible a signal."""
 
 import itertools
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 from fractions import Fraction
 
 import numpy as np
@@ -13,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.estimates.pass_rates import Beta
-from darts_server.policy.allocation import DEBT_HORIZON, WINDOW
-from darts_server.policy.signal import UNINFORMATIVE, SignalPrice, allocate_by_signal, signal_chances
+from darts_server.policy.signal import UNINFORMATIVE, allocate_by_signal, signal_chances
 
 PARAMETERS = st.floats(0.01, 100)
 POSTERIORS = st.builds(Beta, PARAMETERS, PARAMETERS)
@@ -142,52 +139,3 @@ def test_weights_of_prompts_that_ran_by_chance_keep_the_sum_of_gradients() -> No
         unweighted += chance * sum((g for g, _ in ran), Fraction(0))
     assert abs(float(weighted - sum(gradients))) < 1e-9
     assert abs(float(unweighted - sum(gradients))) > 1e-3
-
-
-# --- single requests --------------------------------------------------------
-
-
-@pytest.mark.parametrize("target", [8.3, 12.0, 12.5, 15.9])
-def test_the_mean_of_single_requests_is_the_target(target: float) -> None:
-    rng = np.random.default_rng(0)
-    price = SignalPrice()
-    given = [
-        price.allocate(Beta(*rng.uniform(0.1, 9.0, 2)), target, 8, 16)
-        if number % 3
-        else price.allocate(EVEN, target, 8, 16)
-        for number in range(600)
-    ]
-    assert abs(sum(given) / 600 - target) <= DEBT_HORIZON * 8 / 600
-    assert 8 <= min(given) <= max(given) <= 16
-    assert len(price.recent) == WINDOW
-
-
-def test_single_requests_get_about_what_they_would_get_in_a_cohort() -> None:
-    price = SignalPrice()
-    kinds = [HOPELESS, EDGE, EVEN, SATURATED]
-    given = [price.allocate(kinds[number % 4], 10.0, 8, 16) for number in range(200)]
-    assert [given[kind + 100 :: 4].count(16) > 20 for kind in range(4)] == [False, True, False, False]
-
-
-def test_a_saved_price_goes_on_where_it_was() -> None:
-    price = SignalPrice()
-    for number in range(20):
-        price.allocate(Beta(1.0 + number, 5.0), 11.0, 8, 16)
-    restored = SignalPrice(**json.loads(json.dumps(asdict(price))))
-    for posterior in (EDGE, EVEN, HOPELESS):
-        assert restored.allocate(posterior, 11.0, 8, 16) == price.allocate(posterior, 11.0, 8, 16)
-    assert restored.debt == price.debt
-
-
-@pytest.mark.parametrize(
-    ("state", "field"),
-    [
-        ({"recent": [[1.0, 1.0]] * (WINDOW + 1)}, "recent"),
-        ({"recent": [[0.0, 1.0]]}, "recent"),
-        ({"recent": [[1.0, float("inf")]]}, "recent"),
-        ({"debt": 1e9}, "debt"),
-    ],
-)
-def test_the_unusable_field_of_a_price_is_named(state: dict[str, object], field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} must"):
-        SignalPrice(**state)  # type: ignore[arg-type]

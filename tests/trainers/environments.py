@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv-trainers"
 SECONDS = 900
@@ -88,6 +90,14 @@ ENVIRONMENTS = {
 
 class NotInstalled(Exception):
     """A package cannot be downloaded or installed; the message has pip's last lines."""
+
+
+def create_or_skip(name: str) -> Path:
+    """Return the Python of an environment; skip the test if the environment cannot be installed here."""
+    try:
+        return create(name)
+    except NotInstalled as error:
+        pytest.skip(f"{name} cannot be installed here: {error}")
 
 
 def create(name: str) -> Path:

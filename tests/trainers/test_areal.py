@@ -9,7 +9,7 @@ import pytest
 
 from darts_server.offline.demo.server import DARTS, bind, serving
 from tests.integration.weights import status
-from tests.trainers.environments import ROOT, NotInstalled, create
+from tests.trainers.environments import ROOT, create_or_skip
 from tests.trainers.runs import record
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -22,10 +22,7 @@ UPDATE = "ppo_actor/update"
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    try:
-        return create("areal")
-    except NotInstalled as error:
-        pytest.skip(f"AReaL cannot be installed here: {error}")
+    return create_or_skip("areal")
 
 
 def test_two_steps_train_with_groups_and_with_weights_from_disk(python: Path, tmp_path: Path) -> None:

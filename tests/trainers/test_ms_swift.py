@@ -9,7 +9,7 @@ import pytest
 
 from darts_server.offline.demo.server import DARTS, serving
 from tests.integration.weights import status
-from tests.trainers.environments import ROOT, NotInstalled, create
+from tests.trainers.environments import ROOT, create_or_skip
 from tests.trainers.runs import record
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -22,10 +22,7 @@ LARGEST = "rollout_correction/log_ppl_diff_max"
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    try:
-        return create("ms_swift")
-    except NotInstalled as error:
-        pytest.skip(f"ms-swift cannot be installed here: {error}")
+    return create_or_skip("ms_swift")
 
 
 def test_two_steps_of_grpo_train_with_weights_that_arrive(python: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.trainers.environments import NotInstalled, create
+from tests.trainers.environments import create_or_skip
 from tests.trainers.runs import record
 from tests.trainers.skyrl_tx.train import PROMPTS, run_loop, serving_adapters, tinker_server
 
@@ -19,10 +19,7 @@ changes some log-probs by more than 0.7."""
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    try:
-        return create("skyrl")
-    except NotInstalled as error:
-        pytest.skip(f"SkyRL cannot be installed here: {error}")
+    return create_or_skip("skyrl")
 
 
 def test_two_steps_train_with_adapters_that_arrive_by_themselves(python: Path, tmp_path: Path) -> None:

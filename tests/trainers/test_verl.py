@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.environments import NotInstalled, create
+from tests.trainers.environments import create_or_skip
 from tests.trainers.runs import record
 from tests.trainers.verl.launch import run, train
 
@@ -28,10 +28,7 @@ PARTS = [
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    try:
-        return create("verl")
-    except NotInstalled as error:
-        pytest.skip(f"veRL cannot be installed here: {error}")
+    return create_or_skip("verl")
 
 
 def wait_until_removed(folder: Path) -> None:

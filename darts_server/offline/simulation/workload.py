@@ -177,7 +177,7 @@ _FIELDS = {
 def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = None) -> tuple[list[TracedPrompt], int]:
     """Return the prompts of all files, and the length limit of a trajectory.
 
-    Without ``max_tokens`` the limit is the smallest cap that a sample reaches, because nobody knows how long such a
+    Without ``max_tokens`` the limit is the smallest cap that a sample reaches, because it is not known how long such a
     sample would have become. If no sample reaches its cap, the limit is the longest trajectory or cap.
 
     Raises:
@@ -189,8 +189,8 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
     reached = [cap for prompt, cap in found if cap is not None and max(prompt.lengths) >= cap]
     if max_tokens is not None and reached and max_tokens > min(reached):
         raise InvalidSetting(
-            f"--max-tokens: samples are truncated at {min(reached)} tokens, and nobody knows how long they would have "
-            "become; lower --max-tokens, or leave it out"
+            f"--max-tokens: samples are truncated at {min(reached)} tokens, and it is not known how long they would "
+            "have become; lower --max-tokens, or leave it out"
         )
     longest = max(max(*prompt.lengths, cap or 0) for prompt, cap in found)
     return [prompt for prompt, _ in found], max_tokens or min(reached, default=longest)

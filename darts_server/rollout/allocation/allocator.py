@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from darts_server.estimates.lengths import DatasetStats
-from darts_server.estimates.pass_rates import Beta
 from darts_server.policy.allocation import (
     ShadowPrice,
     allocate_by_std,
@@ -16,12 +15,7 @@ from darts_server.policy.allocation import (
     reduce_candidates,
 )
 from darts_server.policy.shaping import BudgetKind
-from darts_server.policy.signal import (
-    UNINFORMATIVE,
-    SignalPrice,
-    allocate_by_signal,
-    signal_chances,
-)
+from darts_server.policy.signal import UNINFORMATIVE, allocate_by_signal, signal_chances
 from darts_server.records import CohortRecord
 from darts_server.rollout.allocation.auto import Auto, AutoBatch
 from darts_server.rollout.allocation.cohort import Allocation, Cohort
@@ -33,7 +27,6 @@ from darts_server.rollout.plan import Plan
 logger = logging.getLogger(__name__)
 
 PRICE = json_kind("price", ShadowPrice)
-SIGNAL_PRICE = json_kind("signal_price", SignalPrice)
 
 
 class Allocator:
@@ -61,7 +54,6 @@ class Allocator:
     ) -> None:
         self._statistics = statistics
         self._prices = StoredValues(statistics.documents, PRICE)
-        self._signal_prices = StoredValues(statistics.documents, SIGNAL_PRICE)
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
         self.auto = Auto(statistics, opening)
         self._window = window
@@ -181,11 +173,9 @@ class Allocator:
         shaping = plan.shaping
         groups = len(prompt_keys)
         low, high = shaping.bounds(plan.size)
+        # Without statistics all prompts are equal, and share the budget evenly.
         stds: list[float | None] = [None] * groups
-        posteriors: list[Beta] = []
-        if shaping.adapts_to_signal:
-            posteriors = self._statistics.pass_rates.posteriors(prompt_keys)
-        elif shaping.adaptive:
+        if shaping.adaptive:
             stds = [self._load_std(key) for key in prompt_keys]
 
         if budget is not None:
@@ -196,11 +186,6 @@ class Allocator:
                 stats = self._statistics.dataset.stats
             mean = shaping.mean_candidates(plan.size, stats.std, stats.mean)
             name = _policy_and_size(plan)
-            if shaping.adapts_to_signal and groups < MIN_COHORT:
-                signal_price = self._signal_prices.load(name) or SignalPrice()
-                counts = [signal_price.allocate(posterior, mean, low, high) for posterior in posteriors]
-                self._signal_prices.save(name, asdict(signal_price))
-                return counts, mean
             if shaping.adaptive and groups < MIN_COHORT:
                 price = self._prices.load(name) or ShadowPrice()
                 counts = [price.allocate(std, mean, low, high) for std in stds]
@@ -213,8 +198,8 @@ class Allocator:
             budget = sum(counts)
 
         if shaping.adapts_to_signal:
+            posteriors = self._statistics.pass_rates.posteriors(prompt_keys)
             return allocate_by_signal(posteriors, budget, low, high), mean
-        # Without statistics all prompts are equal, and share the budget evenly.
         return allocate_by_std(stds, budget=budget, low=low, high=high), mean
 
     def _load_std(self, prompt_key: str) -> float | None:

@@ -361,7 +361,7 @@ def draw_groups(
     """Draw which of the prompts run that are almost surely without signal.
 
     With a seed, a batch of the same prompts runs the same prompts under the same weights. Under other weights it draws
-    anew, so that a trainer that always sends the same seed does not skip a prompt for ever.
+    again, so that a trainer that always sends the same seed does not skip a prompt for ever.
     """
     probabilities = rollouts.allocator.run_probabilities(plan, [group.prompt_key for group in groups])
     version = rollouts.engine.weight_version

@@ -202,19 +202,12 @@ async def test_groups_that_come_together_share_the_candidates_by_signal() -> Non
     assert await together(new_allocator(EDGES, window=0.01, scale=0.5), KEYS, SIGNAL) == reduced
 
 
-async def test_single_requests_get_candidates_by_signal_and_keep_the_mean() -> None:
-    documents = graded()
-    documents.kept |= EDGES.kept
-    given: dict[str, list[int]] = {key: [] for key in KEYS[:4]}
-    for number in range(200):
-        key = KEYS[number % 4]
-        # A restarted server continues with the documents.
-        [count] = await together(new_allocator(documents), [key], SIGNAL)
-        given[key].append(count)
-    means = {key: sum(counts) / len(counts) for key, counts in given.items()}
-    assert sum(means.values()) / 4 == pytest.approx(12, abs=32 * 8 / 200)
-    assert means["edge0"] > max(means["hopeless0"], means["saturated0"]) + 2
-    assert means["even0"] < min(means["hopeless0"], means["saturated0"]) - 2
+async def test_few_groups_share_exactly_their_own_candidates_by_signal() -> None:
+    keys = KEYS[:4]
+    assert await together(new_allocator(EDGES, window=0.01), keys[:1], SIGNAL) == [12]
+    counts = await together(new_allocator(EDGES, window=0.01), keys, SIGNAL)
+    assert counts == allocate_by_signal(posteriors_of(EDGES)[:4], 48, 8, 16)
+    assert sum(counts) == 48
 
 
 async def test_without_rewards_all_prompts_get_the_mean() -> None:
