@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from darts_server.caller import Caller, caller
-from darts_server.exceptions import RETRY_SECONDS, Conflict, InvalidRequest, NotFound, Overloaded
+from darts_server.exceptions import RETRY_SECONDS, Conflict, InvalidRequest, NotFound, Overloaded, Unauthorized
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.sessions.session_group import AgentSession, SessionGroup, SessionGroupSpec, StoppedAs
@@ -40,7 +40,7 @@ class SessionGroupRequest:
     policy: str | None = None
     prompt_key: str | None = None
     measure: Measure = Measure.TOKENS
-    metadata: bytes | None = None
+    metadata: Any = None
     stopped_as: StoppedAs = StoppedAs.ABORT
     over_status: int = 410
 
@@ -151,8 +151,19 @@ class SessionRegistry:
             )
         return session
 
-    def find_by_key(self, key: str) -> AgentSession | None:
-        return self._by_key.get(key)
+    def owner_of_key(self, key: bytes) -> tuple[str | None, str] | None:
+        """Return the owner and the id of the session that a key belongs to, or None for a key of another kind.
+
+        Raises:
+            Unauthorized: the session is dropped.
+        """
+        if not key.startswith(KEY_PREFIX.encode()):
+            return None
+        session = self._by_key.get(key.decode("latin-1"))
+        if session is None:
+            # Without this, a server without keys would serve the request outside of any session.
+            raise Unauthorized("the key belongs to no session: its group ended long ago, or the server was restarted")
+        return session.group.spec.owner, session.session_id
 
     def find_named(self, name: str | None) -> AgentSession | None:
         """Return the session that a turn belongs to: by the session of the caller's key or URL, or by a header's name.

@@ -60,7 +60,7 @@ class StoppedAs(StrEnum):
 class SessionGroupSpec:
     """Description of a group of sessions.
 
-    ``metadata``: JSON of the caller. ``stopped_as``, ``over_status``: what a harness gets in the turn in which its
+    ``metadata``: value of the caller. ``stopped_as``, ``over_status``: what a harness gets in the turn in which its
     session is stopped, and in each later turn.
     """
 
@@ -69,7 +69,7 @@ class SessionGroupSpec:
     prompt_key: str | None = None
     owner: str | None = None
     measure: Measure = Measure.TOKENS
-    metadata: bytes | None = None
+    metadata: Any = None
     stopped_as: StoppedAs = StoppedAs.ABORT
     over_status: int = 410
 
@@ -141,6 +141,10 @@ class AgentSession:
         """Number of generated tokens so far."""
         return self.session.tokens + sum(turn.generated() for turn in self.running)
 
+    def seconds(self) -> float:
+        """Return the seconds since the first turn began, up to the session's end."""
+        return self.session.seconds(self.group.clock())
+
     def length(self, now: float) -> int:
         """Return the length so far, in the unit of the group's measure."""
         if self.group.spec.measure is Measure.TOKENS:
@@ -198,7 +202,7 @@ class SessionGroup:
         self.record: GroupRecord | None = None
         self.error: Exception | None = None
         self._observer = observer
-        self._clock = clock
+        self.clock = clock
         self._new_session = new_session
         self._on_end = on_end
         self._changed = asyncio.Event()
@@ -224,7 +228,7 @@ class SessionGroup:
     def poll(self) -> None:
         """Feed the progress that the state machine needs. Report to the cohort if the group is late."""
         checks = self._group.check_at
-        now = self._clock()
+        now = self.clock()
         events = []
         for index, tokens in checks.items():
             session = self.sessions[index]
@@ -242,7 +246,7 @@ class SessionGroup:
 
     def end_silent(self, idle_seconds: float) -> None:
         """End sessions that have had no request for ``idle_seconds`` seconds."""
-        now = self._clock()
+        now = self.clock()
         for session in list(self.sessions):
             used_at = session.session.used_at
             since = self.started_at if used_at is None else used_at
@@ -291,7 +295,7 @@ class SessionGroup:
                 "session",
                 f"{session.session_id} has {MAX_RUNNING_TURNS} running requests; wait for some of their answers",
             )
-        session.session.begin_turn(self._clock())
+        session.session.begin_turn(self.clock())
         turn = SessionTurn(session, generated, abort)
         session.running[turn] = None
         return turn
@@ -304,9 +308,9 @@ class SessionGroup:
         session.spans = join_spans(session.spans, turn.spans if finished is None else finished.spans)
         # Nothing of a stopped session is returned, but all of a session that was cut.
         is_returned = not inner.is_over or session.candidate.cut
-        inner.end_turn(self._clock(), tokens, finished if is_returned else None)
+        inner.end_turn(self.clock(), tokens, finished if is_returned else None)
         if not inner.is_over:
-            self._feed(Progress(session.index, session.length(self._clock())))
+            self._feed(Progress(session.index, session.length(self.clock())))
         elif session.candidate.cut and self.spec.measure is Measure.TOKENS:
             inner.cut(session.candidate.tokens)
 
@@ -344,7 +348,7 @@ class SessionGroup:
             self._end_failed(session, SessionEnd.FAILED, SessionFailed(f"session {session.session_id} is unusable"))
             return
 
-        now = self._clock()
+        now = self.clock()
         self._end(session, SessionEnd.FINISHED, "finished")
         length = session.length(now)
         self._feed(Finished(session.index, length, finish_reason), Rewarded(session.index, reward))
@@ -363,7 +367,7 @@ class SessionGroup:
 
     def _end(self, session: AgentSession, end: SessionEnd, reason: str | None) -> None:
         """End a session, stop its requests, and report the end."""
-        session.session.end(end, self._clock())
+        session.session.end(end, self.clock())
         is_stopped = end in (SessionEnd.STOPPED, SessionEnd.ABORTED)
         for turn in list(session.running):
             turn.is_stopped = is_stopped
@@ -420,7 +424,7 @@ class SessionGroup:
         outcome = self._group.outcome
         if outcome is None or self.record is not None:
             return
-        self.ended_at = self._clock()
+        self.ended_at = self.clock()
         try:
             self.record = self._make_record(outcome, self.ended_at)
             self._observer.group_ended(self.record)

@@ -9,7 +9,7 @@ import pytest
 
 from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import Script
-from darts_server.exceptions import Conflict, InvalidRequest, NotFound, Overloaded, SessionOver
+from darts_server.exceptions import Conflict, InvalidRequest, NotFound, Overloaded, SessionOver, Unauthorized
 from darts_server.group.events import DeadlineSet
 from darts_server.group.informative import Select
 from darts_server.policy.deadline import Deadline
@@ -350,7 +350,8 @@ async def test_sessions_belong_to_the_key_that_created_them(world: World) -> Non
         assert world.registry.find_named(session.session_id) is session
         assert world.registry.find_named("another name") is None
         assert world.registry.find_named(None) is None
-    assert world.registry.find_by_key(session.api_key) is session
+    assert world.registry.owner_of_key(session.api_key.encode()) == ("alice", session.session_id)
+    assert world.registry.owner_of_key(b"a key of the server") is None
     other = group.sessions[1]
     with as_caller(Caller("alice", session=session.session_id)):
         assert world.registry.find_named(None) is session
@@ -370,7 +371,8 @@ async def test_ended_groups_can_be_read_until_they_are_dropped() -> None:
     world.finish(second.sessions[0], 10)
     with pytest.raises(NotFound):
         world.registry.find(first.sessions[0].session_id)
-    assert world.registry.find_by_key(first.sessions[0].api_key) is None
+    with pytest.raises(Unauthorized, match="no session"):
+        world.registry.owner_of_key(first.sessions[0].api_key.encode())
     assert world.registry.find(second.sessions[0].session_id) is second.sessions[0]
 
 
