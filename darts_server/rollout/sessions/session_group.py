@@ -261,6 +261,11 @@ class SessionGroup:
         self._close()
 
     @property
+    def policy(self) -> str:
+        """Name of the policy in requests."""
+        return self.spec.plan.policy.partition(":")[0]
+
+    @property
     def outcome(self) -> Outcome | None:
         return self._group.outcome
 
