@@ -68,11 +68,23 @@ class Job:
 class Batcher:
     """Runs the calls of a verifier on its runners. A runner is started when all others are busy.
 
+    ``wait_limit``: seconds after which an answer has no reward, also if its call has not begun.
     ``ended``: called with each call that ends, and its seconds including the wait for a runner.
     """
 
-    def __init__(self, runners: Sequence[Runner], ended: Callable[[Call, float], None]) -> None:
+    def __init__(
+        self,
+        runners: Sequence[Runner],
+        wait_limit: float,
+        ended: Callable[[Call, float], None],
+    ) -> None:
         self._ended = ended
+        self._wait_limit = wait_limit
+        self._late = Call(
+            VerifierResult.TIMEOUT,
+            detail=f"gave no verdict within {wait_limit:g} seconds, as too many answers wait: raise "
+            "--verifier-processes (of a URL, --verifier-requests) or --verifier-timeout",
+        )
         self._runners = runners
         # The runner that ended last is used first. Runners that must be started stand in front.
         self._free = list(runners)
@@ -104,6 +116,8 @@ class Batcher:
         loop = asyncio.get_running_loop()
         job = Job(answer, loop.create_future(), loop.time())
         self._waiting.append(job)
+        timer = loop.call_later(self._wait_limit, self._end, job, self._late)
+        job.future.add_done_callback(lambda _: timer.cancel())
         # Answers of the same turn of the event loop go into the same batch.
         if not self._is_scheduled:
             self._is_scheduled = True
