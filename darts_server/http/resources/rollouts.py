@@ -246,6 +246,7 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         carried=done.carried,
         shortfall=done.shortfall,
         uninformative=list(done.uninformative),
+        skipped=done.skipped,
         usage=usage_of(done),
     ).model_dump()
     # Callers choose the numbers in it, which may have more digits than msgspec encodes.
@@ -385,6 +386,7 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "carried": event.carried,
                 "shortfall": event.shortfall,
                 "uninformative": list(event.uninformative),
+                "skipped": event.skipped,
             }
         case BatchFailed(error):
             return "error", {"error": error_object(error)}

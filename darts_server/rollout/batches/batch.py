@@ -222,6 +222,7 @@ async def prepare_batch(
             auto = rollouts.allocator.auto.choose(plan.auto, plan.size, wanted.needed, len(groups), lost_tokens)
             places = auto.choice.started
         allocate(groups, plan, batch.budget, rollouts, ticket, auto)
+        rollouts.observers.prompts_skipped(sum(group.is_skipped for group in groups))
     except BaseException:
         ticket.release()
         kept.put(owner, (), taken)

@@ -146,6 +146,11 @@ class BatchDone:
     shortfall: int = 0
     uninformative: Sequence[int] = ()
 
+    @property
+    def skipped(self) -> int:
+        """Number of prompts that did not run."""
+        return sum(prompt.skipped for prompt in self.unfinished)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:

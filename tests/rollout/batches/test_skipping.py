@@ -57,6 +57,7 @@ async def test_skipped_prompts_are_named_and_groups_that_run_have_their_probabil
     done = await server.run(request(*HOPELESS, *EVEN))
     gone = skipped(done)
     assert 0 < len(gone) < len(HOPELESS)
+    assert done.skipped == server.harness.recorder.skipped == len(gone)
     assert {HOPELESS[number] for number in gone} | {key(result) for result in done.results} == {*HOPELESS, *EVEN}
     for result in done.results:
         assert result.error is None
@@ -145,3 +146,4 @@ async def test_without_a_floor_every_prompt_runs() -> None:
     server = skipping_server(shapings={"signal": Shaping(redundancy=1.5, num_longest=0, adapts_to_signal=True)})
     done = await server.run(request(*HOPELESS, *EVEN))
     assert (len(done.results), done.unfinished) == (10, [])
+    assert server.harness.recorder.skipped == 0
