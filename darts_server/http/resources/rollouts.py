@@ -359,7 +359,7 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
 def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
     """Return the name and the data of an event that has no token ids."""
     match event:
-        case TrajectorySelected(trajectory_id, group, sample, cut):
+        case TrajectorySelected(trajectory_id, group, sample, cut, verdict):
             return "trajectory", {
                 "trajectory_id": trajectory_id,
                 "number": group,
@@ -367,6 +367,8 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "finish_reason": sample.finish_reason,
                 "text": sample.text,
                 "cut": cut,
+                "reward": verdict.reward,
+                "correct": verdict.correct,
             }
         case CandidateDiscarded(trajectory_id, group, length, reason):
             return "discard", {"trajectory_id": trajectory_id, "number": group, "length": length, "reason": reason}

@@ -457,7 +457,28 @@ async def test_streams_of_tokens_and_groups_have_rewards_in_the_group() -> None:
         ends = [candidate.end for candidate in by_candidate(events).values()]
         if answer is not GROUPS:
             assert Counter(map(type, ends)) == {TrajectorySelected: 4, CandidateDiscarded: 4}
+            verdicts = [end.verdict for end in ends if isinstance(end, TrajectorySelected)]
+            assert Counter(verdict.reward for verdict in verdicts) == {0.0: 2, 1.0: 2}
+            assert all(verdict.correct == (verdict.reward == 1) for verdict in verdicts)
         assert_idle(server, judge)
+
+
+async def test_a_streamed_trajectory_does_not_wait_for_its_verdict() -> None:
+    server, judge = verifying(is_third, "off")
+    judge.open.clear()
+    run = await server.registry.open(request("20"), token_stream(1))
+    reading = asyncio.create_task(read_events(run))
+    await settle()
+    await server.engine.run()
+    await settle()
+    assert not reading.done()
+    judge.open.set()
+    events = [event for _, event in await reading]
+    selected = [event for event in events if isinstance(event, TrajectorySelected)]
+    assert {event.verdict for event in selected} == {NO_VERDICT}
+    [result] = [event for event in events if isinstance(event, GroupResult)]
+    assert set(rewards_of(result).values()) == {0.0, 1.0}
+    assert_idle(server, judge)
 
 
 async def test_a_token_stream_discards_the_candidates_of_a_group_that_is_not_returned() -> None:
