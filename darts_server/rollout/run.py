@@ -95,6 +95,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Whether the complete group has taken a place of its quota."""
         self._observer = context.observer
         self._clock = context.clock
+        self._ticket = ticket
         self._on_end = on_end
         self._is_closed = False
 
@@ -339,6 +340,9 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
                 return
             self._carry_out(self._group.handle(*events))
+            if not self._group.needs_engine:
+                # While a group waits for verdicts alone, its caller may use its share of the engine for others.
+                self._ticket.release()
             for event in events:
                 if isinstance(event, Finished) and self._may_verify:
                     self.verification.start(event.index, self.runner.candidates[event.index].output)
