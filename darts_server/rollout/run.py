@@ -124,7 +124,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             order=order,
         )
         self._earlier_pass_rate = earlier_pass_rate
-        self._run_probability = 1.0
 
         # A group that was allocated alone has no cohort.
         self._cohort: Cohort | None = None
@@ -153,7 +152,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self.has_ended:
             allocation.drop()
             return
-        self._run_probability = allocation.run_probability
         cohort = allocation.cohort
         if cohort is not None:
             self._cohort = cohort
@@ -518,5 +516,5 @@ class GroupRun(Generic[RequestT, OutputT]):
             max_tokens=self.spec.tokens.most,
             num_rewarded=num_rewarded,
             decided_early=group.decided_early,
-            run_probability=self._run_probability,
+            run_probability=self.spec.run_probability,
         )

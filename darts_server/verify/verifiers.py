@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,8 @@ logger = logging.getLogger(__name__)
 WAIT_TIMEOUTS = 20
 """Longest time that an answer waits for its verdict, in times of a call. With the default of 30 s it is ten minutes, in
 which a verifier of two seconds a call gives 300 verdicts with each process."""
+LARGEST_REWARD = 1e300
+"""The difference of two rewards is a float, too."""
 MIN_WAIT = 60.0
 """Seconds that an answer may wait in any case, because a process that is started again may have to import torch."""
 
@@ -108,7 +109,8 @@ class Verifiers:
             total += self._specs[name].weight * reward
             if call.correct is not None:
                 says_correct.append(call.correct)
-        if not math.isfinite(total):
+        # Also NaN, if one reward is infinite and another is minus infinity.
+        if not abs(total) <= LARGEST_REWARD:
             return NO_VERDICT
         return Verdict(total, all(says_correct) if says_correct else total > 0)
 

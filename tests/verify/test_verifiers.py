@@ -136,9 +136,12 @@ async def test_the_reward_is_the_weighted_sum() -> None:
 
 
 async def test_a_sum_that_is_too_large_is_no_verdict() -> None:
-    async with running(["9" * 308 + "*boxed", "9" * 308 + r"*regex:(2)"]) as (verifiers, _):
-        assert await verifiers.verify(answer(r"\boxed{2}")) == NO_VERDICT
-        assert await verifiers.verify(answer("2"), ["regex"]) == Verdict(1e308, True)
+    large = "9" * 300
+    texts = [f"{large}*boxed", rf"{large}*regex:(2)", rf"infinite={large}{large}*regex:(2)"]
+    async with running(texts) as (verifiers, _):
+        assert await verifiers.verify(answer(r"\boxed{2}"), ["boxed", "regex"]) == NO_VERDICT
+        assert await verifiers.verify(answer("2"), ["infinite"]) == NO_VERDICT
+        assert await verifiers.verify(answer("2"), ["regex"]) == Verdict(1e300, True)
 
 
 async def test_without_verifiers_there_is_no_verdict() -> None:
