@@ -120,3 +120,20 @@ async def test_an_ended_or_cancelled_call_is_not_ended_again_at_its_limit() -> N
     await advance(WAIT_LIMIT)
     assert queue.results == [VerifierResult.REWARD]
     await queue.batcher.close()
+
+
+async def test_each_answer_has_its_own_limit() -> None:
+    queue = Queue()
+    futures = queue.call("hang")
+    await settle()
+    for _ in range(4):
+        await advance(100)
+        futures += queue.call("good")
+    await advance(199)
+    for late in range(5):
+        assert [future.done() for future in futures] == [True] * late + [False] * (5 - late)
+        await advance(1)
+        assert [future.done() for future in futures] == [True] * (late + 1) + [False] * (4 - late)
+        await advance(99)
+    assert queue.results == [VerifierResult.TIMEOUT] * 5
+    await queue.batcher.close()
