@@ -391,6 +391,7 @@ def make_rooms(
     events = rollouts.observers
     events.single_request_classified.add(metrics.single_request_classified)
     events.group_closed.add(metrics.group_closed)
+    events.prompts_skipped.add(metrics.prompts_skipped)
     events.candidates_started.add(metrics.candidates_started)
     events.trajectory_returned.add(reward_matcher.trajectory_returned)
     events.trajectory_verified.add(reward_matcher.trajectory_verified)

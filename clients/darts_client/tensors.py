@@ -18,7 +18,7 @@ except ModuleNotFoundError as exc:
 
 from ._models import Group, Trajectory
 from ._rewards import values_by_group
-from .advantages import server_advantages, unbiased_advantages
+from .advantages import run_weight, server_advantages, unbiased_advantages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Tensors:
     rewards: Tensor | None
     """(N,) float32."""
     advantages: Tensor | None
-    """(N,) float32, times 1 / `run_probability` of the group."""
+    """(N,) float32, times `advantages.run_weight` of the group."""
     weights: Tensor | None
     """(N,) float32, 1 / (probability of the trajectory's return)."""
     group: Tensor
@@ -114,10 +114,11 @@ def to_tensors(
         if advantages == "unbiased":
             parts = [torch.tensor(unbiased_advantages(*each)) for each in zip(groups, rows, baselines, strict=True)]
         elif advantages == "grpo" and is_sample:
-            parts = [_grpo_advantages(torch.tensor(row), scale, eps) for row in rows]
+            parts = [
+                run_weight(group) * _grpo_advantages(torch.tensor(row), scale, eps)
+                for group, row in zip(groups, rows, strict=True)
+            ]
     if parts:
-        # The groups of prompts that the server might have skipped count more.
-        parts = [part / (group.run_probability or 1.0) for group, part in zip(groups, parts, strict=True)]
         advantages_tensor = torch.cat(parts)
 
     weights = [trajectory.weight for trajectory in trajectories if trajectory.weight is not None]

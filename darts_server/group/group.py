@@ -265,10 +265,13 @@ class Group:
         return self._num_paused is not None
 
     @property
+    def needs_engine(self) -> bool:
+        """Whether candidates run or will start. Otherwise the group has ended, or waits for verdicts alone."""
+        return not self.is_open or self.is_paused or bool(self.standings.running)
+
+    @property
     def can_restart(self) -> bool:
-        # If no candidate runs, the group waits for verdicts alone, and needs the engine no more.
-        has_work = not self.is_open or bool(self.standings.running)
-        return self.outcome is None and not self.delivered and not self.is_paused and has_work
+        return self.outcome is None and not self.delivered and not self.is_paused and self.needs_engine
 
     def restart(self) -> list[Decision]:
         """Stop all candidates and pause, until `resume` starts the same number of new candidates.

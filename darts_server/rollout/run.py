@@ -95,6 +95,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Whether the complete group has taken a place of its quota."""
         self._observer = context.observer
         self._clock = context.clock
+        self._ticket = ticket
         self._on_end = on_end
         self._is_closed = False
 
@@ -123,7 +124,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             order=order,
         )
         self._earlier_pass_rate = earlier_pass_rate
-        self._run_probability = 1.0
 
         self.member: CohortMember | None = None
         """The group in its cohort, or None for a group that was allocated alone."""
@@ -146,7 +146,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self.has_ended:
             allocation.drop()
             return
-        self._run_probability = allocation.run_probability
         if allocation.cohort is not None:
             self.member = CohortMember(
                 allocation.cohort,
@@ -338,6 +337,9 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
                 return
             self._carry_out(self._group.handle(*events))
+            if not self._group.needs_engine:
+                # While a group waits for verdicts alone, its caller may use its share of the engine for others.
+                self._ticket.release()
             for event in events:
                 if isinstance(event, Finished) and self._may_verify:
                     self.verification.start(event.index, self.runner.candidates[event.index].output)
@@ -443,5 +445,5 @@ class GroupRun(Generic[RequestT, OutputT]):
             request_ids=self.request_ids,
             owner=self.owner,
             tokens=self.spec.tokens,
-            run_probability=self._run_probability,
+            run_probability=self.spec.run_probability,
         )

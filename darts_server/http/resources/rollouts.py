@@ -246,6 +246,7 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         carried=done.carried,
         shortfall=done.shortfall,
         uninformative=list(done.uninformative),
+        skipped=done.skipped,
         usage=usage_of(done),
     ).model_dump()
     # Callers choose the numbers in it, which may have more digits than msgspec encodes.
@@ -358,7 +359,7 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
 def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
     """Return the name and the data of an event that has no token ids."""
     match event:
-        case TrajectorySelected(trajectory_id, group, sample, cut):
+        case TrajectorySelected(trajectory_id, group, sample, cut, verdict):
             return "trajectory", {
                 "trajectory_id": trajectory_id,
                 "number": group,
@@ -366,6 +367,8 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "finish_reason": sample.finish_reason,
                 "text": sample.text,
                 "cut": cut,
+                "reward": verdict.reward,
+                "correct": verdict.correct,
             }
         case CandidateDiscarded(trajectory_id, group, length, reason):
             return "discard", {"trajectory_id": trajectory_id, "number": group, "length": length, "reason": reason}
@@ -385,6 +388,7 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "carried": event.carried,
                 "shortfall": event.shortfall,
                 "uninformative": list(event.uninformative),
+                "skipped": event.skipped,
             }
         case BatchFailed(error):
             return "error", {"error": error_object(error)}

@@ -473,6 +473,7 @@ class RolloutsOut(BaseModel):
     carried: int = Field(description="Number of your prompts that are kept for later batches.")
     shortfall: Shortfall
     uninformative: Uninformative
+    skipped: int = Field(description="Number of the unfinished prompts that did not run (`skip_floor`).")
     usage: UsageOut
 
 

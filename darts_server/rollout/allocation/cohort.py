@@ -100,13 +100,11 @@ class Allocation:
     """The candidates of one group, and its cohort, if the policy allocates groups together.
 
     ``saturated``: whether the prompt was allocated the maximum, before the load reduced it.
-    ``run_probability``: probability that the batch ran the prompt.
     """
 
     candidates: int
     cohort: Cohort | None = None
     saturated: bool = False
-    run_probability: float = 1.0
 
     def drop(self) -> None:
         """Return the allocation unused, so that the cohort does not wait for the group."""
