@@ -376,7 +376,7 @@ def make_rooms(
     # Observers of groups, and rewards.
     bias = LengthBias()
     provenance = Provenance()
-    monitor = Monitor(rollouts)
+    monitor = Monitor(rollouts, sessions)
     confidence = Confidence(store)
     metrics = RolloutMetrics(engine.model_name, _make_reads(rollouts, store, bias, batches))
 

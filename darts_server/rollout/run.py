@@ -29,7 +29,7 @@ from darts_server.group.events import (
 from darts_server.group.group import Group, advantages, selection_weights
 from darts_server.group.informative import have_equal_rewards
 from darts_server.group.selection import SelectionRule
-from darts_server.records import GroupRecord, TrajectoryRecord
+from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.cohort import Allocation, CohortMember
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.group_record import make_group_record
@@ -310,6 +310,16 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Number of returned trajectories, or None while requests are being collected."""
         return self._group.rule.size if self._group.is_open else None
 
+    def candidate_record(
+        self,
+        index: int,
+        weight: float | None = None,
+        advantage: float | None = None,
+    ) -> CandidateRecord:
+        """Return the present record of a candidate. See `CandidateRunner.make_record`."""
+        verdict = self.verification.verdicts.get(index, NO_VERDICT)
+        return self.runner.make_record(index, weight, advantage, verdict)
+
     @property
     def zero_variance(self) -> bool | None:
         """Whether the rewards of a complete group are all equal, as far as there are rewards; None without rewards.
@@ -422,8 +432,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         signal = advantages(group)
         candidates = []
         for index in range(len(self.runner.candidates)):
-            verdict = self.verification.verdicts.get(index, NO_VERDICT)
-            candidates.append(self.runner.make_record(index, weights.get(index), signal.get(index), verdict))
+            candidates.append(self.candidate_record(index, weights.get(index), signal.get(index)))
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:

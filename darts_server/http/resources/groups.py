@@ -20,7 +20,9 @@ from darts_server.http.resources.trajectories import (
     Quality,
     Reason,
     SelectedAs,
+    ToolSeconds,
     TrajectoryId,
+    Turns,
     Weight,
     shared_fields,
 )
@@ -60,6 +62,8 @@ class CandidateAnswer(BaseModel):
     reward: float | None = Field(description="The reported reward, or else the verifier's; null without either.")
     correct: bool | None = Field(description="Whether the trajectory is correct, as reported or as the verifier says.")
     advantage: Advantage
+    turns: Turns
+    tool_seconds: ToolSeconds
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:

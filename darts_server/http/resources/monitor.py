@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from darts_server.caller import caller
 from darts_server.http.answers import Readers
-from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
+from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs, ToolSeconds, Turns
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.statistics import Rewards, summarize
@@ -49,6 +49,13 @@ class MonitorCandidate(BaseModel):
     cut: Cut | None = None
     resumed: int | None = Field(None, description="Tokens of an earlier batch that the candidate has continued.")
     quality: Quality = None
+    turns: Turns = None
+    tool_seconds: ToolSeconds = None
+    tools: list[tuple[float, float | None]] | None = Field(
+        None,
+        description="Begin and end of each time without a running turn of a session, on the clock of `now`. The end is "
+        "null while a tool runs. Only the first of a session with very many turns are listed.",
+    )
 
 
 class MonitorGroup(BaseModel):

@@ -185,6 +185,11 @@ class SessionRegistry:
         return session
 
     @property
+    def running(self) -> list[SessionGroup]:
+        """Running groups, the oldest first."""
+        return list(self._running.values())
+
+    @property
     def num_open(self) -> int:
         """Number of sessions that are not over."""
         return sum(not session.session.is_over for group in self._running.values() for session in group.sessions)

@@ -194,6 +194,8 @@ class SessionGroup:
         tail_seed: Sequence[int] | None = None,
     ) -> None:
         self.spec = spec
+        self.owner = spec.owner
+        self.size = spec.plan.size
         self.weight_version = weight_version
         self.started_at = clock()
         self.ended_at: float | None = None
@@ -448,33 +450,8 @@ class SessionGroup:
         weights = selection_weights(self._group)
         signal = advantages(self._group)
         candidates = []
-        for session in self.sessions:
-            candidate = session.candidate
-            is_by_tokens = self.spec.measure is Measure.TOKENS
-            tokens = candidate.tokens if candidate.cut and is_by_tokens else session.tokens
-            spans = session.spans
-            for turn in session.running:
-                spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.generated()))
-            spans = extend_spans(spans, self.weight_version(), tokens)
-            candidates.append(
-                CandidateRecord(
-                    index=session.index,
-                    tokens=tokens,
-                    finish_reason=candidate.finish_reason,
-                    selected_as=candidate.selected_as,
-                    reason=candidate.reason,
-                    cut=candidate.cut,
-                    started_at=session.session.started_at,
-                    ended_at=session.session.ended_at or now,
-                    weight_version_start=spans[0][0] if spans else None,
-                    weight_version_end=spans[-1][0] if spans else None,
-                    weight=weights.get(session.index),
-                    version_spans=spans,
-                    reward=session.reward,
-                    correct=session.correct,
-                    advantage=signal.get(session.index),
-                )
-            )
+        for index in range(len(self.sessions)):
+            candidates.append(self.candidate_record(index, weights.get(index), signal.get(index)))
         return make_group_record(
             self._group,
             candidates,
@@ -525,6 +502,44 @@ class SessionGroup:
         self._changed = asyncio.Event()
 
     # --- what others read -------------------------------------------------------
+
+    def candidate_record(
+        self,
+        index: int,
+        weight: float | None = None,
+        advantage: float | None = None,
+    ) -> CandidateRecord:
+        """Return the present record of a session. ``weight``, ``advantage``: see `weights_of`."""
+        session = self.sessions[index]
+        inner = session.session
+        candidate = session.candidate
+        tokens = session.tokens
+        if candidate.cut and self.spec.measure is Measure.TOKENS:
+            tokens = candidate.tokens
+        spans = session.spans
+        for turn in session.running:
+            spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.generated()))
+        spans = extend_spans(spans, self.weight_version(), tokens)
+        return CandidateRecord(
+            index=index,
+            tokens=tokens,
+            finish_reason=candidate.finish_reason,
+            selected_as=candidate.selected_as,
+            reason=candidate.reason,
+            cut=candidate.cut,
+            started_at=inner.started_at,
+            ended_at=self.ended_at if inner.ended_at is None else inner.ended_at,
+            weight_version_start=spans[0][0] if spans else None,
+            weight_version_end=spans[-1][0] if spans else None,
+            weight=weight,
+            version_spans=spans,
+            reward=session.reward,
+            correct=session.correct,
+            advantage=advantage,
+            turns=inner.turns,
+            tool_seconds=inner.tool_seconds,
+            tool_times=inner.tool_times(),
+        )
 
     def weights_of(self, session: AgentSession) -> tuple[float | None, float | None]:
         """Return the weight and the advantage of a session, each None if it has none or the group is not complete."""
