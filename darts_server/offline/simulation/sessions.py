@@ -129,7 +129,7 @@ def run_sessions(
 
     differences = np.asarray(weighted) - means
     bias = differences.mean(axis=0)
-    errors = differences.std(axis=0, ddof=1) / np.sqrt(len(differences))
+    errors = differences.std(axis=0) / np.sqrt(max(len(differences) - 1, 1))
     z = np.divide(bias, errors, out=np.zeros(2), where=errors > 0)
     bias /= np.mean(means, axis=0)
     found: Summary = dict(zip(COUNTS, (np.sum(counts, axis=0) / steps).tolist(), strict=True))

@@ -87,6 +87,10 @@ def test_cap_cuts_sessions_and_selects_all() -> None:
     assert found["length"] == found["length_z"] == found["turns_bias"] == 0
 
 
+def test_a_single_group_has_no_standard_error() -> None:
+    assert run("uniform", sessions(1, 6), steps=1)["length_z"] == 0
+
+
 def test_sessions_can_be_compared_by_seconds() -> None:
     workload = sessions(40, 6)
     by_tokens = run("uniform", workload)
