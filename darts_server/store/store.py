@@ -29,7 +29,8 @@ _UPSERT = (
 _CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
 """Run before each use, because files of earlier versions do not have the table."""
 
-# JSON texts by kind and key. A plain dict finds its oldest key more slowly the more keys were deleted before it.
+# JSON texts by kind and key, made by `_Texts(OrderedDict)`. A plain dict finds its oldest key more slowly the more keys
+# were deleted before it.
 _Texts = defaultdict[str, OrderedDict[str, str]]
 
 
@@ -120,7 +121,11 @@ class Store(AbstractContextManager["Store"]):
             return len(self._texts[kind])
 
     def flush(self) -> None:
-        """Write all new documents to the disk, or raise ``StateError``; ``fault`` and one line of the log say why."""
+        """Write all new documents to the disk, and read documents that the previous server has written.
+
+        Raises:
+            StateError: the disk cannot be used. ``fault`` and the log say why. The documents stay in memory.
+        """
         with self._write_lock:
             with self._lock:
                 self._refuse_closed()
@@ -154,7 +159,7 @@ class Store(AbstractContextManager["Store"]):
         return archive.pack(sorted((kind, key, text) for kind, texts in copies for key, text in texts))
 
     def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
-        """Replace everything by an exported file, atomically, in several times the time of ``export``.
+        """Replace all documents by the documents of an exported file, atomically. It takes longer than ``export``.
 
         Documents that are put meanwhile are lost. ``limit``: maximum size of the decompressed data in bytes.
 
@@ -212,7 +217,7 @@ class Store(AbstractContextManager["Store"]):
         return taken
 
     def close(self) -> None:
-        """Write new documents and close. Raises ``StateError`` if they cannot be written, and loses them."""
+        """Write new documents and close. If they cannot be written, they are lost, and ``StateError`` is raised."""
         if self._is_closed:
             return
         self._stop.set()
@@ -234,7 +239,7 @@ class Store(AbstractContextManager["Store"]):
             raise StateError("the store is closed")
 
     def _keep(self, texts: _Texts, kind: str, key: str, text: str) -> None:
-        """Add a text as the newest of its kind, and drop the oldest beyond the limit."""
+        """Add a text as the newest of its kind, and drop the oldest text of this kind if the limit is exceeded."""
         texts[kind][key] = text
         texts[kind].move_to_end(key)
         if len(texts[kind]) > self._limit:
@@ -269,10 +274,10 @@ class Store(AbstractContextManager["Store"]):
             connection.executemany(_UPSERT, checked)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        """Read all documents, unless the file is unchanged since the last time.
+        """Read all documents of the file into memory, unless the file is unchanged since the last read.
 
         Raises:
-            StateDamaged: see `damaged`.
+            StateDamaged: a document has the wrong type or checksum.
         """
         with translate_errors(self._path):
             [[version]] = connection.execute("PRAGMA data_version")
@@ -286,7 +291,7 @@ class Store(AbstractContextManager["Store"]):
                     raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
                 texts[kind][key] = text
         with self._lock:
-            # Unwritten documents are newer.
+            # Documents that are not written yet are newer than the documents of the file.
             for (kind, key), text in self._unwritten.items():
                 texts[kind][key] = text
             self._texts = texts
