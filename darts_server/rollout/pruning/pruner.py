@@ -202,7 +202,7 @@ class Pruner:
         if is_ready and calibration is CalibrationStatus.READY:
             quality = point.calibrator.probability(score.value)
             calibrated = quality
-            survival = point.estimator.survival(quality, pruning)
+            survival = point.estimator.add_quality(quality, pruning)
         elif is_ready or calibration is not CalibrationStatus.NO_LABELS:
             quality = point.calibrator.prior
 
