@@ -63,7 +63,9 @@ class CandidateAnswer(BaseModel):
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
+        """Return the answer for a candidate. Reported ``rewards`` replace the rewards in the record."""
         reward, correct = rewards.by_index.get(record.index, (record.reward, record.correct))
+        # Fields that the record does not have under the same name.
         others = {
             "trajectory_id": f"{group.group_id}:{record.index}",
             "length": record.tokens,
@@ -267,7 +269,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     # Callers' own keys may have slashes.
     @api.get("/prompts/{prompt_key:path}")
     async def prompt(prompt_key: str) -> PromptAnswer:
-        """Return statistics of a prompt's lengths and rewards. The answer for each of its groups has its key."""
+        """Return statistics of a prompt's lengths and rewards. `GET /darts/v1/groups/ID` returns a group's key."""
         stats = statistics.prompts.load(prompt_key)
         if stats is None:
             raise NotFound(
