@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from darts_server.caller import Caller
-from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge
+from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge, field_name
 
 STALL_SECONDS = 60.0
 """Timeout for the next chunk of a body, in seconds. Other requests may wait for a slow sender."""
@@ -250,8 +250,7 @@ def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple
     parts = [part for part in (*place, *first["loc"]) if part != ""]
     if first["type"] == UNKNOWN_FIELD:
         parts.append(first["ctx"]["name"])
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    raise InvalidRequest(field.removeprefix(".") or "body", message)
+    raise InvalidRequest(field_name(parts) or "body", message)
 
 
 def check_at_once(text: bytes) -> None:

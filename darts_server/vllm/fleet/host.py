@@ -67,7 +67,6 @@ async def run_host(start: Start, folder: Path) -> str:
 
     Outputs of the engine and hidden states are passed to the coordinator. ``folder``: folder for sockets.
     """
-    # Start the engine.
     os.environ[RANK] = str(start.rank)
     args = flags.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()

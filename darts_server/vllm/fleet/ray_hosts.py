@@ -152,7 +152,6 @@ class PlacedHosts:
         failures = 0
         pause = FIRST_PAUSE
         while True:
-            # Run a host to its end.
             began = time.monotonic()
             try:
                 self._actors[rank], exit_code = await in_thread(partial(self._start, rank, start))
@@ -218,7 +217,7 @@ class PlacedHosts:
         await in_thread(partial(end_actor, actor))
 
     async def stop(self) -> None:
-        """Send SIGTERM to all hosts. Ray ends actors that do not answer when this process disconnects."""
+        """Send SIGTERM to all hosts. Ray ends other actors when this process disconnects."""
 
         async def end(actor: Any) -> None:
             # Ray returns a reference to the call at once.

@@ -118,7 +118,6 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(FIELD, f"cannot be sent to the engine: {error}") from error
 
-        # A cached check is not limited again.
         key = (validate.__name__, sha256(encoded).digest())
         who = caller.get().name or ""
         outcome = _checks.of(who).get(key)
