@@ -129,7 +129,6 @@ def _context(text, length, root, rung):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def append(text, length, token):  # type: ignore[no-untyped-def]
-    """Append a token to a text of this length."""
     text[(length + 1) % HISTORY] = text[length % HISTORY] * _BASE + np.uint64(token + 1)
 
 

@@ -211,7 +211,6 @@ class GroupLosses(Losses):
 
     def with_group(self, group: Answer) -> "GroupLosses":
         """Return the losses after another group, given by its shortest right answer, or else by its longest answer."""
-        # The group is counted in one of the three histograms, and fades all of them.
         right: list[Answer] = []
         wrong: list[Answer] = []
         cut: list[Answer] = []
@@ -235,8 +234,8 @@ class GroupLosses(Losses):
     def _uncut(self) -> list[float] | None:
         if sum(self.right) < MIN_RIGHT_GROUPS:
             return None
-        # The Kaplan-Meier estimate: groups that were cut in a bin are distributed over the groups of later bins. So
-        # each group represents itself, and a share of the groups that were cut before.
+        # The Kaplan-Meier estimate: each group represents itself, and a share of the groups that were cut in earlier
+        # bins.
         uncut = [0.0] * (LAST_BIN + 1)
         represented = 1.0
         ended_beyond = sum(self.right) + sum(self.wrong)
@@ -264,7 +263,6 @@ def _check_histogram(name: str, value: Any) -> None:
 
 
 def _bin(relative_length: float) -> int:
-    """Return the bin of a relative length."""
     if relative_length <= 1:
         return 0
     # `ROUNDING` keeps a length at the upper end of a bin in this bin.

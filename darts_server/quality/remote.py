@@ -130,7 +130,6 @@ class RemoteHead:
             self._changed.notify_all()
 
     def _parse_state(self, state: bytes) -> Snapshot | None:
-        """Parse a saved state, or return None if it is empty."""
         return Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
 
     # --- the process, and the thread that supervises it -----------------------
@@ -183,9 +182,8 @@ class RemoteHead:
                 self._changed.wait_for(lambda: has_work(min_labels=NEW_LABELS), pause)
                 if self._closed:
                     return
-                # The lock is held while `submit` starts the process, so that `close` finds the process. `submit` does
-                # not wait, because a thread of the pool sends. If the process has died, `submit` raises, and the labels
-                # are kept.
+                # The lock is held while `submit` starts the process, so that `close` finds it. `submit` does not wait,
+                # because a thread sends. If the process has died, `submit` raises, and the labels are kept.
                 if sent_restores != self._restores:
                     answer = pool.submit(self._train, self._state, [])
                     sent_restores = self._restores
