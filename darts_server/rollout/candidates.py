@@ -46,7 +46,6 @@ class CarriedCandidate(Generic[OutputT]):
 
     @property
     def last_version(self) -> int | None:
-        """Weight version of the last token."""
         return self.version_spans[-1][0] if self.version_spans else None
 
 
@@ -85,7 +84,6 @@ class CandidateHistory:
         self.resumed = carried.tokens
 
     def version_spans(self, tokens: int) -> VersionSpans:
-        """Return the weight versions of the first ``tokens`` tokens."""
         version = self.version_start if self.version_end is None else self.version_end
         if version is None:
             return ()
@@ -456,7 +454,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._leave_queue(candidate.state.index)
 
     def _leave_queue(self, index: int) -> None:
-        """Report that a candidate does not wait for the engine any more: to the ticket, and to the first round."""
+        """Report that a candidate does not wait for the engine any more."""
         self._ticket.mark_started(candidates=1)
         if self._first_round is not None and index == 0:
             self._first_round.arrive(self._group_id)

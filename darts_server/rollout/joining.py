@@ -50,7 +50,6 @@ class _Seat(Generic[RequestT, OutputT]):
         """Keep a trajectory for the seat, and answer the caller if it waits."""
         self.output = output
         if self.caller is not None and not self.caller.done() and not self.aborted:
-            # The seat's caller waits, and will not get the partial output of its own candidate.
             self.caller.set_result(output)
 
 
@@ -210,7 +209,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
-        """Add a seat, and start a candidate for it."""
         loop = asyncio.get_running_loop()
         seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
         self.seats.append(seat)
@@ -241,7 +239,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def stop_if_unattended(self) -> None:
-        """Stop all candidates if no caller waits."""
         if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
             self._end()
             self._task.cancel()

@@ -92,7 +92,6 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
         self.fault = None
 
     def close(self) -> None:
-        """Write and close."""
         if self._connection is None:
             return
         self._stop.set()
@@ -138,7 +137,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             if result != "ok":
                 raise sqlite3.DatabaseError(result)
             connection.execute("PRAGMA journal_mode = WAL")
-            # A power failure may lose the last values. Values in this file may be lost, and faster writes matter more.
+            # Values in this file may be lost, so writes need not survive a power failure.
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(_TABLE)
             connection.execute(f"PRAGMA user_version = {VERSION}")

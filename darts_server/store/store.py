@@ -29,8 +29,7 @@ _UPSERT = (
 _CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
 """Run before each use, because files of earlier versions do not have the table."""
 
-# JSON texts by kind and key, made by `_Texts(OrderedDict)`. A plain dict finds its oldest key more slowly the more keys
-# were deleted before it.
+# JSON texts by kind and key. A plain dict finds its oldest key more slowly the more keys were deleted before it.
 _Texts = defaultdict[str, OrderedDict[str, str]]
 
 
@@ -217,7 +216,7 @@ class Store(AbstractContextManager["Store"]):
         return taken
 
     def close(self) -> None:
-        """Write new documents and close. If they cannot be written, they are lost, and ``StateError`` is raised."""
+        """Write new documents and close. ``StateError``: they cannot be written, and are lost."""
         if self._is_closed:
             return
         self._stop.set()
@@ -239,7 +238,7 @@ class Store(AbstractContextManager["Store"]):
             raise StateError("the store is closed")
 
     def _keep(self, texts: _Texts, kind: str, key: str, text: str) -> None:
-        """Add a text as the newest of its kind, and drop the oldest text of this kind if the limit is exceeded."""
+        """Add a text as the newest of its kind, and drop the oldest beyond the limit."""
         texts[kind][key] = text
         texts[kind].move_to_end(key)
         if len(texts[kind]) > self._limit:

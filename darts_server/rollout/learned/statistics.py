@@ -133,8 +133,8 @@ class Dataset:
         self._stats = StoredValues(documents, DATASET)
         self._steps = StoredValues(documents, STEP)
         self._profiles = StoredValues(documents, PROFILE)
-        # Groups that are not learned yet: generation of the documents, weight version, lengths, and lengths relative to
-        # the mean of the prompt. Each group fades the earlier lengths of the profile, so the lengths stay grouped.
+        # Groups that are not learned yet: generation of the documents, weight version, lengths, and ratios to the mean.
+        # Each group fades the earlier ratios of the profile, so the ratios stay grouped.
         self._groups: list[tuple[int, int, LengthEstimate, list[tuple[float, bool]]]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending

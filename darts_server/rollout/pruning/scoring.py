@@ -235,8 +235,7 @@ class SurvivalEstimator:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT_QUALITIES)
         self._seen = 0
-        # A curve for each kind of pruning, with the number of qualities that were seen at its last fit. The curve that
-        # was used last is at the end.
+        # Curves, with the number of qualities at their last fit. The curve that was used last is at the end.
         self._curves: dict[Pruning, tuple[SurvivalCurve, int]] = {}
 
     def add_quality(self, quality: float, pruning: Pruning) -> float:
@@ -244,14 +243,12 @@ class SurvivalEstimator:
         self._recent.append(quality)
         self._seen += 1
 
-        # Fit the curve again after some qualities. Early fits are closer together, because each of a few qualities
-        # changes the curve.
+        # Among few qualities, each quality changes the curve, so early fits are closer together.
         curve, fitted_at = self._curves.pop(pruning, (None, 0))
         if curve is None or self._seen - fitted_at >= min(FIT_INTERVAL, 1 + fitted_at // 4):
             curve = pruning.fit(np.asarray(self._recent))
             fitted_at = self._seen
 
-        # Keep the curves that were used last.
         self._curves[pruning] = (curve, fitted_at)
         if len(self._curves) > MAX_CURVES:
             del self._curves[next(iter(self._curves))]
