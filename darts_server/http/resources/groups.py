@@ -245,7 +245,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     @api.get("/groups")
     async def newest() -> ListedGroups:
         """List your newest 100 groups that have ended, the newest first. Admins get the groups of all callers."""
-        # The clock of the records.
+        # Times in records are of this clock.
         now = time.monotonic()
         records = provenance.newest(caller.get().may_see, LISTED_GROUPS)
         return ListedGroups(groups=[ListedGroup.of(record, now) for record in records])
@@ -259,6 +259,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
         if not records:
             raise NotFound("group_id", f"there is no group {group_id!r} of yours; only the latest groups are kept")
 
+        # Many candidates are encoded in a thread, while the answer is sent.
         if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
             with ExitStack() as cleanup:
                 cleanup.enter_context(readers.counted())

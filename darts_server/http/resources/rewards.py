@@ -43,7 +43,6 @@ class RewardIn(Body):
 
     @property
     def reward_report(self) -> Reward:
-        """The reward as `RewardMatcher.report` takes it."""
         correct = self.correct
         if correct is None:
             correct = self.reward > 0
