@@ -159,7 +159,7 @@ class Group:
         self.is_open = True
         self.rule = rule
         if rule.needs_rewards:
-            # Before the candidates of the rule are started, and so before any reward is known.
+            # The number is drawn before the candidates of the rule are started, and so before any reward is known.
             self._start_draw = float(self._rng.random())
         self._allocated = candidates
         if self._max_replacements is None:
@@ -452,6 +452,7 @@ class Group:
         return Complete(dict(sorted(selection.items())))
 
     def _give_up(self) -> Iterator[Decision]:
+        """End the group as failed, because too few candidates are left."""
         yield from self._close(Outcome.FAILED)
         yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 

@@ -33,9 +33,9 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 
-# vLLM's names for the statuses. OpenAI's names where vLLM has no name.
 SESSION_OVER = "darts_session_over"
 """Type of the error of a request to a session that is over, whatever its status."""
+# vLLM's names for the statuses. OpenAI's names where vLLM has no name.
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
@@ -70,7 +70,6 @@ def fields_of(error: DartsError) -> dict[str, Any]:
 
 
 def headers_of(error: DartsError) -> dict[str, str]:
-    """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
     if error.retry_after is None:

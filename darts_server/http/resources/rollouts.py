@@ -249,7 +249,7 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         skipped=done.skipped,
         usage=usage_of(done),
     ).model_dump()
-    # Callers choose the numbers in it, which may have more digits than msgspec encodes.
+    # The caller's sampling parameters may have numbers with more digits than msgspec encodes.
     head["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
     groups = sorted(done.results, key=lambda result: result.number)
     lists = {
@@ -295,12 +295,13 @@ async def event_chunks(
     stream: StreamMode,
     shared: SharedEncodings[bytes],
 ) -> AsyncGenerator[bytes, None]:
-    """Encode the events of a batch after event ``number``. Events that come while a chunk is sent are sent together.
+    """Encode the events of a batch after event ``number``.
 
-    A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
+    Small events that are ready at the same time are sent in one chunk. A large event is encoded in a thread, once for
+    all current readers, and is a chunk of its own.
     """
     while (found := await feed.next(number)) is not None:
-        # Join small events that are ready.
+        # Join small events that are ready, up to the first large event.
         chunk = b""
         while found is not None and not is_large(found[1]):
             number = found[0]

@@ -506,7 +506,6 @@ def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
 
 
 def error_object(error: Exception) -> dict[str, Any]:
-    """Return OpenAI's error object."""
     if not isinstance(error, DartsError):
         error = DartsError(f"{type(error).__name__}: {error}")
     return fields_of(error)

@@ -189,7 +189,6 @@ def trajectory_fields(
     sample: Sample,
     candidate: CandidateRecord,
 ) -> dict[str, Any]:
-    """Return the fields of an answer's trajectory, from its record and its sample."""
     return shared_fields(model, candidate) | {
         "trajectory_id": trajectory_id,
         "token_ids": sample.token_ids,
