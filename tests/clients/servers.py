@@ -24,6 +24,7 @@ from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.sessions.registry import SessionRegistry
 from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
@@ -176,6 +177,8 @@ def application(
         rollouts.observers.group_ended.add(live.group_ended)
         updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})
         monitored = MonitorSources(live, statistics.rewards, updates, lambda: store.fault)
+        app.state.sessions = SessionRegistry(rollouts)
         parts = {"control": control, "batches": batches, "votes": votes, "monitored": monitored}
+        parts["session_registry"] = app.state.sessions
         app.include_router(our_routes(store, statistics, provenance, reward_matcher, needs_key=needs_key, **parts))
         yield app, engine
