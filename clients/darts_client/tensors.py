@@ -6,9 +6,9 @@ loss = -(batch.advantages[:, None] * new_logprobs * batch.completion_mask).sum()
 ```
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 try:
     import torch
@@ -133,6 +133,38 @@ def to_tensors(
         advantages=advantages_tensor,
         weights=torch.tensor(weights) if len(weights) == len(trajectories) else None,
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories]),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionTensors:
+    """R rows of sessions, of up to T tokens."""
+
+    token_ids: Tensor
+    """(R, T) int64, padded on the right."""
+    attention_mask: Tensor
+    """(R, T) bool, false in the padding."""
+    completion_mask: Tensor
+    """(R, T) bool, true for generated tokens alone."""
+    logprobs: Tensor
+    """(R, T) float32, natural log-probs of generated tokens, and 0 elsewhere."""
+    advantages: Tensor
+    """(R,) float32."""
+
+
+def session_tensors(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> SessionTensors:
+    """Return rows of `SessionGroup.to_rows` as tensors on the CPU. Raise ValueError if a row has no advantage."""
+    if any(row["advantage"] is None for row in rows):
+        raise ValueError("the rows have no advantages; give a number for each trajectory to to_rows")
+    token_ids, attention_mask = _pad([row["token_ids"] for row in rows], pad_id)
+    logprobs = torch.zeros(attention_mask.shape)
+    logprobs[attention_mask] = torch.tensor([value for row in rows for value in row["logprobs"]])
+    return SessionTensors(
+        token_ids=token_ids,
+        attention_mask=attention_mask,
+        completion_mask=_pad([row["mask"] for row in rows], 0)[0].bool(),
+        logprobs=logprobs,
+        advantages=torch.tensor([row["advantage"] for row in rows]),
     )
 
 

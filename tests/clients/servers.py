@@ -178,6 +178,7 @@ def application(
         rollouts.observers.group_ended.add(live.group_ended)
         updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})
         monitored = MonitorSources(live, statistics.rewards, updates, lambda: store.fault)
+        app.state.sessions = SessionRegistry(rollouts)
         parts = {"control": control, "batches": batches, "votes": votes, "monitored": monitored}
         parts["session_registry"] = app.state.sessions
         app.include_router(our_routes(store, statistics, provenance, reward_matcher, needs_key=needs_key, **parts))
