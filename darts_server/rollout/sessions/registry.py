@@ -79,6 +79,8 @@ class SessionRegistry:
         self._clock = clock
         self._running: dict[str, SessionGroup] = {}
         self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
+        # Sessions of running groups.
+        self._num_running = 0
         self._sessions: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -99,7 +101,7 @@ class SessionRegistry:
         if request.extra is not None:
             allocation = replace(allocation, candidates=request.size + request.extra)
         try:
-            free = MAX_OPEN_SESSIONS - sum(len(group.sessions) for group in self._running.values())
+            free = MAX_OPEN_SESSIONS - self._num_running
             if allocation.candidates > free:
                 raise Overloaded(
                     f"{MAX_OPEN_SESSIONS - free} sessions are open, and at most {MAX_OPEN_SESSIONS} may be; "
@@ -255,10 +257,12 @@ class SessionRegistry:
         )
         self._sessions[session.session_id] = session
         self._by_key[session.api_key] = session
+        self._num_running += 1
         return session
 
     def _group_ended(self, group: SessionGroup) -> None:
         del self._running[group.spec.group_id]
+        self._num_running -= len(group.sessions)
         dropped = self._ended.put(group.spec.owner, group.spec.group_id, group, group.size_bytes)
         for _, old in dropped:
             for session in old.sessions:

@@ -6,6 +6,7 @@ The harness of a trainer runs the sessions. This room only sees their turns, and
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -194,6 +195,13 @@ class AgentSession:
             return self.tokens
         return int(MILLISECONDS * self.session.seconds(now))
 
+    def progress(self, now: float) -> int:
+        """Return the progress to report to the state machine, whose running candidates get at least one token more.
+
+        A session may end with the length that it has, while its tool runs.
+        """
+        return max(0, self.length(now) - 1)
+
     async def settle(self) -> None:
         """Wait until the aborted requests of a stopped session have returned their tokens."""
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -277,12 +285,12 @@ class SessionGroup:
             session = self.sessions[index]
             # Without a running turn, tokens do not change.
             if session.running or self.spec.measure is Measure.SECONDS:
-                length = session.length(now)
-                if length >= tokens:
-                    events.append(Progress(index, length))
+                progress = session.progress(now)
+                if progress >= tokens:
+                    events.append(Progress(index, progress))
         if self._member is not None:
             self._member.report_late(
-                lambda: {s.index: s.length(now) for s in self.sessions if s.candidate.running},
+                lambda: {s.index: s.progress(now) for s in self.sessions if s.candidate.running},
             )
         if events:
             self._feed(*events)
@@ -364,7 +372,7 @@ class SessionGroup:
         is_returned = not inner.is_over or session.candidate.cut
         inner.end_turn(self.clock(), tokens, finished if is_returned else None)
         if not inner.is_over:
-            self._feed(Progress(session.index, session.length(self.clock())))
+            self._feed(Progress(session.index, session.progress(self.clock())))
         elif session.candidate.cut and self.spec.measure is Measure.TOKENS:
             inner.cut(session.candidate.tokens)
 
@@ -407,7 +415,8 @@ class SessionGroup:
 
         now = self.clock()
         self._end(session, SessionEnd.FINISHED, "finished")
-        length = session.length(now)
+        # The state machine knows no shorter length than 1.
+        length = max(1, session.length(now))
         self._feed(
             Finished(session.index, length, report.finish_reason),
             Rewarded(session.index, report.reward),
@@ -545,21 +554,20 @@ class SessionGroup:
 
     def _report_trajectory(self, session: AgentSession) -> None:
         """Report a selected session to the observers that match rewards with trajectories."""
-        prompt: list[int] = []
-        tokens: list[int] = []
+        # Arrays, because a list of a long history takes milliseconds.
+        tokens = array("i")
+        start = 0
         if session.session.rows:
-            row = session.session.rows[0]
-            start = row.mask.find(1)
-            prompt = row.token_ids[:start].tolist()
-            tokens = row.token_ids[start:].tolist()
+            tokens = session.session.rows[0].token_ids
+            start = max(0, session.session.rows[0].mask.find(1))
         self._observer.trajectory_returned(
             TrajectoryRecord(
                 self.spec.group_id,
                 self.spec.prompt_key,
                 self.started_at,
                 session.index,
-                prompt,
-                tokens,
+                tokens[:start],
+                tokens[start:],
                 self.spec.owner,
             )
         )

@@ -206,7 +206,10 @@ async def test_sessions_are_compared_by_seconds_if_asked(world: World) -> None:
     turns[order[1]].finish([1], [2] * 100, [-1.0] * 100)
     group.end_session(order[1])
     group.poll()
-    assert [turn.session for turn in world.aborted] == [order[2]], "it takes as many seconds, and runs"
+    assert world.aborted == [], "it has taken as many seconds, and may end now"
+    world.now = 4.01
+    group.poll()
+    assert [turn.session for turn in world.aborted] == [order[2]]
     turns[order[0]].finish([1], [2], [-1.0])
     group.end_session(order[0])
     (record,) = world.recorder.records
@@ -545,3 +548,36 @@ async def test_all_groups_end_with_the_error_of_a_server_that_stops(world: World
         assert (group.events[-1].kind, group.events[-1].reason) == ("cancelled", "the server is stopping")
     assert world.aborted == [turn]
     assert world.registry.num_open == 0
+
+
+async def test_a_session_that_waits_for_its_tool_may_end_with_the_tokens_that_it_has(world: World) -> None:
+    # Two places of three are for the shortest. The session with 4 tokens must count as one of them while it may end.
+    group = await world.create(size=3, extra=1)
+    order = sorted(group.sessions, key=lambda session: session.candidate.tail_draw)
+    lowest, tied, last, first = order
+    world.finish(first, 2)
+    world.answer(tied, 4)
+    world.answer(lowest, 6)
+    world.finish(last, 4 if tied.index < last.index else 5)
+    assert not tied.session.is_over
+    assert not lowest.session.is_over, "it has the lowest draw of those that are not among the shortest"
+    world.finish(tied, 0)
+    world.finish(lowest, 1)
+    assert tied.candidate.selected_as is SelectedAs.SHORT
+    assert {session.index for session in order if session.candidate.selected_as} == {
+        first.index,
+        tied.index,
+        lowest.index,
+    }
+
+
+async def test_a_session_without_a_turn_is_the_shortest(world: World) -> None:
+    group = await world.create(size=2, extra=1)
+    order = sorted(group.sessions, key=lambda session: session.candidate.tail_draw)
+    world.answer(order[0], 5)
+    world.finish(order[2], 0)
+    world.finish(order[1], 1)
+    world.finish(order[0], 1)
+    assert group.outcome is Outcome.COMPLETED
+    (record,) = world.recorder.records
+    assert record.candidates[order[2].index].tokens == 0
