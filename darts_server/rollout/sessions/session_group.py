@@ -124,7 +124,8 @@ class SessionTurn:
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """End the request with an answer. ``logprobs``: log-prob of each generated token."""
         spans = extend_spans(self.spans, self.session.group.weight_version(), len(token_ids))
-        self._end(len(token_ids), FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
+        # An engine that was lost may have generated more tokens, which the group has acted on, than the answer has.
+        self._end(max(len(token_ids), self._generated), FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
 
     def leave(self, tokens: int) -> None:
         """End the request without an answer, if it runs. ``tokens``: number of tokens that were received."""

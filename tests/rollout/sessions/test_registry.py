@@ -507,6 +507,14 @@ async def test_the_tokens_of_a_session_never_decrease(world: World) -> None:
     world.generated[turn] = 4
     turn.leave(7)
     assert session.tokens == 57
+    # The engine of this request is lost. Another engine begins it again, and its answer is shorter.
+    turn = world.begin(session)
+    world.generated[turn] = 8
+    assert session.tokens == 65
+    world.generated[turn] = 0
+    turn.finish([1], [2] * 3, [-1.0] * 3)
+    assert session.tokens == 65
+    assert session.session.rows[0].num_generated == 3
 
 
 async def test_a_turn_learns_at_once_that_its_session_has_ended(world: World) -> None:
