@@ -17,6 +17,8 @@ from darts_server.types import SessionEnd
 
 BYTES_PER_TOKEN = 9
 """Memory of a token of a row: its id, its log-prob and its mask."""
+LAST_TOKENS = 64
+"""Tokens at the end of a row that are compared first."""
 NO_LOGPROB = 0.0
 """Log-prob of a token that the policy did not generate."""
 MAX_TOOL_INTERVALS = 64
@@ -39,6 +41,14 @@ class Row:
     @property
     def num_generated(self) -> int:
         return sum(self.mask)
+
+    def is_prefix_of(self, prompt: "array[int]") -> bool:
+        length = len(self.token_ids)
+        # The last tokens first: a session that rewrites its history has many rows, and to compare a row copies it.
+        last = max(0, length - LAST_TOKENS)
+        if length > len(prompt) or prompt[last:length] != self.token_ids[last:]:
+            return False
+        return prompt[:last] == self.token_ids[:last]
 
     def extend(self, prompt: "array[int]", turn: "FinishedTurn") -> None:
         """Add what a prompt has beyond this row, and then the answer."""
@@ -204,7 +214,7 @@ class Session:
         prompt = array("i", turn.prompt_token_ids)
         # The newest row first: histories mostly grow at their end.
         for row in reversed(self.rows):
-            if len(row.token_ids) <= len(prompt) and prompt[: len(row.token_ids)] == row.token_ids:
+            if row.is_prefix_of(prompt):
                 row.extend(prompt, turn)
                 return
         row = Row()

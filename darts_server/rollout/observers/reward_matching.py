@@ -337,7 +337,9 @@ def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> Re
     # All candidates of a group that was selected by rewards are counted, so none stands for others.
     if record.num_rewarded is None:
         weight = record.candidates[trajectory.index].weight or 1.0
-    return _candidate_stats(trajectory.tokens, weight, correct=trajectory.correct)
+    # The generated tokens alone: the trajectory of an agent has the tokens of its tools too.
+    tokens = record.candidates[trajectory.index].tokens
+    return _candidate_stats(tokens, weight, correct=trajectory.correct)
 
 
 def _candidate_stats(tokens: int, weight: float, *, correct: bool) -> RewardStats:
