@@ -73,6 +73,9 @@ def headers_of(error: DartsError) -> dict[str, str]:
     """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, SessionOver):
+        # The clients of OpenAI and Anthropic send a request again after 409, unless this header forbids it.
+        return {"X-Should-Retry": "false"}
     if error.retry_after is None:
         return {}
     return {"Retry-After": str(error.retry_after)}

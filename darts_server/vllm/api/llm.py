@@ -6,17 +6,25 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 from weakref import finalize
 
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.caller import caller
-from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
+from darts_server.exceptions import (
+    DartsError,
+    EngineBusy,
+    EngineDead,
+    EngineRefused,
+    InvalidRequest,
+    SessionOver,
+)
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.counted import Member
 from darts_server.rollout.plan import Plan
@@ -291,14 +299,19 @@ class ShapingLLM(ControlledLLM):
             params = request.params.clone()
             params.logprobs = 0
             request = replace(request, params=params)
+        route.agent = agent
         generated = partial(self._count_tokens, request.request_id)
-        turn = agent.group.begin_turn(agent, generated, lambda: self._abort_turn(turn, request.request_id))
+        try:
+            turn = agent.group.begin_turn(agent, generated, lambda: self._abort_turn(turn, request.request_id))
+        except SessionOver as error:
+            if error.status != HTTPStatus.OK:
+                raise
+            return _answer_without_tokens(agent, request)
         try:
             ticket = self.admission.admit(1)
         except DartsError:
             turn.leave(0)
             raise
-        route.turn = turn
         generation = Generation(request, route, ticket, Turn(rank=agent.rank))
         outputs = self._serve_turn(generation, turn)
 
@@ -546,3 +559,24 @@ def _call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Cal
             loop.call_soon_threadsafe(release)
 
     finalize(outputs, release_in_loop).atexit = False
+
+
+async def _answer_without_tokens(agent: AgentSession, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
+    """Yield an empty answer for a turn of a session that is over."""
+    is_delta = request.params.output_kind is RequestOutputKind.DELTA
+    choice = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=NoTokens() if is_delta else [],
+        cumulative_logprob=None,
+        logprobs=None if request.params.logprobs is None else [],
+        finish_reason=agent.group.spec.stopped_as.value,
+    )
+    yield RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt_fields.get("prompt"),
+        prompt_token_ids=request.prompt_fields.get("prompt_token_ids"),
+        prompt_logprobs=None,
+        outputs=[choice],
+        finished=True,
+    )

@@ -12,7 +12,7 @@ An error before the answer begins reaches FastAPI's handlers, which include ours
 """
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -30,7 +30,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from darts_server.caller import caller
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.identifiers import SESSION_HEADERS, check_name
-from darts_server.rollout.sessions.session_group import AgentSession, SessionTurn
+from darts_server.rollout.sessions.session_group import AgentSession
 from darts_server.serving.admission import Ticket
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS, find_stream_error
@@ -112,8 +112,8 @@ class RouteCall:
 
     ``beams``: beams of a beam search over all its prompts. A beam search calls ``generate()`` for every token of every
     beam, but is admitted once, with ``ticket``. ``groups``: ids of groups that serve the call. ``named``: keys of
-    prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted. ``turn``: the turn of an
-    agent's session that the call is.
+    prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted. ``agent``: the session of
+    an agent that the call is a turn of.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -123,7 +123,7 @@ class RouteCall:
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
     aborted: bool = False
-    turn: SessionTurn | None = None
+    agent: AgentSession | None = None
 
 
 route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
@@ -197,8 +197,8 @@ def _with_options(
             raw_request.state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
         if is_responses_api and isinstance(answer, AsyncGenerator):
             return _stream_in(call, answer)
-        if call.turn is not None and raw_request is not None:
-            return _add_session(call.turn.session, answer, raw_request)
+        if call.agent is not None and raw_request is not None:
+            return _add_session(call.agent, answer, raw_request)
         return answer
 
     return handle
@@ -238,8 +238,21 @@ def _add_session(session: AgentSession, answer: Any, raw_request: Request) -> An
     raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in fields.items())
     # Errors keep their form.
     if isinstance(answer, BaseModel) and hasattr(answer, "choices"):
-        setattr(answer, SESSION_FIELD, fields)
+        # The answers of vLLM's token route have no room for further fields. They have the header alone.
+        if answer.model_config.get("extra") == "allow":
+            setattr(answer, SESSION_FIELD, fields)
+        if session.session.is_over:
+            _drop_tool_calls(answer.choices, session.group.spec.stopped_as)
     return answer
+
+
+def _drop_tool_calls(choices: Iterable[Any], finish_reason: str) -> None:
+    """Remove the tool calls of a session that is over: an agent would run the tools, and send a further request."""
+    for choice in choices:
+        message = getattr(choice, "message", None)
+        if message is not None and message.tool_calls:
+            message.tool_calls = []
+            choice.finish_reason = finish_reason
 
 
 async def _stream_with_session(session: AgentSession, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
