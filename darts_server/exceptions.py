@@ -118,7 +118,7 @@ class GroupAborted(DartsError):
 
 
 class SessionOver(DartsError):
-    """The session of an agent is over. ``status``: HTTP status that the harness understands."""
+    """The session of an agent is over. ``status``: HTTP status for the harness, or 200 for an empty answer."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

@@ -72,6 +72,9 @@ def fields_of(error: DartsError) -> dict[str, Any]:
 def headers_of(error: DartsError) -> dict[str, str]:
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, SessionOver):
+        # The clients of OpenAI and Anthropic send a request again after 409, unless this header forbids it.
+        return {"X-Should-Retry": "false"}
     if error.retry_after is None:
         return {}
     return {"Retry-After": str(error.retry_after)}

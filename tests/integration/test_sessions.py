@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from darts_server.offline.demo.server import Server
@@ -327,3 +328,66 @@ def test_metadata_comes_back_as_it_was_sent_and_wrong_paths_find_nothing(server:
     encoded = session["base_url"].replace("ses-", "ses%2D")
     assert complete({"base_url": encoded}).status_code == 410
     assert httpx.head(f"{server.url}/darts/v1/sessions/{session['id']}").status_code == 405
+
+
+def test_the_openai_client_sends_a_request_of_a_session_that_is_over_once(server: Server) -> None:
+    group = create(server, size=1, extra=0, policy="off", over_status=409)
+    (session,) = group["sessions"]
+    end(server, session)
+    client = openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"])
+    before = server.metric("darts_session_requests_refused_total")
+    with pytest.raises(openai.ConflictError, match="send no further request"):
+        client.completions.create(model="tiny", prompt=PROMPT)
+    assert server.metric("darts_session_requests_refused_total") == before + 1
+
+
+TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("completions", {"prompt": PROMPT, "return_token_ids": True, "logprobs": 0}),
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True}),
+    "tokens": ("inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": {"logprobs": 0}}),
+}
+
+
+@pytest.mark.parametrize("stopped_as", ["abort", "length"])
+@pytest.mark.parametrize("route", TURNS)
+def test_a_session_that_is_over_may_get_answers_without_tokens(server: Server, route: str, stopped_as: str) -> None:
+    group = create(server, size=1, extra=0, policy="off", over_status=200, stopped_as=stopped_as)
+    (session,) = group["sessions"]
+    end(server, session)
+    before = server.metric("darts_session_requests_refused_total")
+    path, body = TURNS[route]
+    url = f"{session['base_url'].removesuffix('/v1') if path.startswith('inference') else session['base_url']}/{path}"
+    answer = httpx.post(url, json=body | {"model": "tiny"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == stopped_as
+    assert "state=over" in answer.headers["X-Darts-Session"]
+    if route == "completions":
+        assert choice["token_ids"] == choice["logprobs"]["token_logprobs"] == []
+        assert choice["prompt_token_ids"]
+    elif route == "chat":
+        assert choice["message"]["content"] in ("", None)
+    else:
+        assert choice["token_ids"] == []
+    if route != "tokens":
+        assert answer.json()["darts_session"]["state"] == "over"
+        streamed = httpx.post(url, json=body | {"model": "tiny", "stream": True}, timeout=60)
+        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+        assert reasons[-1] == stopped_as
+    assert server.metric("darts_session_requests_refused_total") > before
+    # Nothing reaches the engine, and nothing is added to the session.
+    assert read(server, session)["turns"] == 0
+
+
+def test_turns_on_the_token_route_have_the_header(server: Server) -> None:
+    group = create(server, size=1, extra=0, policy="off")
+    (session,) = group["sessions"]
+    url = f"{session['base_url'].removesuffix('/v1')}/inference/v1/generate"
+    body = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 5}}
+    answer = httpx.post(url, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert "state=open; end=None; turns=1" in answer.headers["X-Darts-Session"]
+    end(server, session)
+    (row,) = read(server, session)["rows"]
+    assert row["token_ids"] == [5, 6, 7, *answer.json()["choices"][0]["token_ids"]]

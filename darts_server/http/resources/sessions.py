@@ -42,8 +42,10 @@ class SessionGroupIn(Body):
     stopped_as: StoppedAs = Field(
         StoppedAs.ABORT, description="Finish reason of the answer in whose turn the server stops the session."
     )
-    over_status: Literal[410, 409] = Field(
-        410, description="HTTP status of each request of a session that is over. Some agents retry one of the two."
+    over_status: Literal[410, 409, 200] = Field(
+        410,
+        description="HTTP status of each request of a session that is over. 200 is for agents that retry errors or do "
+        "not survive them: the request gets an answer without tokens.",
     )
 
 

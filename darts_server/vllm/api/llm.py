@@ -6,18 +6,26 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 from weakref import finalize
 
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.caller import caller
-from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
+from darts_server.exceptions import (
+    DartsError,
+    EngineBusy,
+    EngineDead,
+    EngineRefused,
+    InvalidRequest,
+    SessionOver,
+)
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.counted import Member
 from darts_server.rollout.plan import Plan
@@ -303,23 +311,28 @@ class ShapingLLM(ControlledLLM):
             params = request.params.clone()
             params.logprobs = 0
             request = replace(request, params=params)
+        route.agent = agent
         # Some harnesses send one X-Request-Id with all requests. A stop must abort no turn of another session.
         request_id = request.request_id
         if request_id in self._turns:
             request_id = f"{request_id}-{uuid4().hex[:8]}"
             request = replace(request, request_id=request_id)
-        turn = agent.group.begin_turn(
-            agent,
-            partial(self._count_tokens, request_id),
-            lambda: self._abort_turn(turn, request_id),
-        )
+        try:
+            turn = agent.group.begin_turn(
+                agent,
+                partial(self._count_tokens, request_id),
+                lambda: self._abort_turn(turn, request_id),
+            )
+        except SessionOver as error:
+            if error.status != HTTPStatus.OK:
+                raise
+            return _answer_without_tokens(agent, request)
         try:
             ticket = self.admission.admit(1)
         except DartsError:
             turn.leave(0)
             raise
         self._turns[request_id] = turn
-        route.turn = turn
         generation = Generation(request, route, ticket, Turn(rank=agent.rank))
         outputs = self._serve_turn(generation, turn)
 
@@ -399,7 +412,11 @@ class ShapingLLM(ControlledLLM):
                 for task in waiting:
                     task.cancel()
         if turn.session_ended.is_set():
-            raise turn.session.group.over_error(turn.session)
+            error = turn.session.group.over_error(turn.session)
+            if error.status == HTTPStatus.OK:
+                # The prompt was not read, so there is no answer without tokens.
+                error.status = HTTPStatus.GONE
+            raise error
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
@@ -595,3 +612,24 @@ def _call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Cal
             loop.call_soon_threadsafe(release)
 
     finalize(outputs, release_in_loop).atexit = False
+
+
+async def _answer_without_tokens(agent: AgentSession, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
+    """Yield an empty answer for a turn of a session that is over."""
+    is_delta = request.params.output_kind is RequestOutputKind.DELTA
+    choice = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=NoTokens() if is_delta else [],
+        cumulative_logprob=None,
+        logprobs=None if request.params.logprobs is None else [],
+        finish_reason=agent.group.spec.stopped_as.value,
+    )
+    yield RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt_fields.get("prompt"),
+        prompt_token_ids=request.prompt_fields.get("prompt_token_ids"),
+        prompt_logprobs=None,
+        outputs=[choice],
+        finished=True,
+    )

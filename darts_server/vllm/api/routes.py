@@ -12,7 +12,7 @@ An error before the answer begins reaches FastAPI's handlers, which include ours
 """
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from copy import copy
@@ -30,7 +30,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from darts_server.caller import caller
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.identifiers import SESSION_HEADERS, check_name
-from darts_server.rollout.sessions.session_group import AgentSession, SessionTurn
+from darts_server.rollout.sessions.session_group import AgentSession
 from darts_server.serving.admission import Ticket
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS, find_stream_error
@@ -113,7 +113,7 @@ class RouteCall:
     ``sessions``: names of its trajectory in `SESSION_HEADERS`. ``beams``: beams of a beam search over all its prompts.
     A beam search calls ``generate()`` for every token of every beam, but is admitted once, with ``ticket``. ``groups``:
     ids of groups that serve the call. ``named``: keys of prompts that share the caller's prompt key. ``aborted``:
-    whether an answer was aborted. ``turn``: the turn of an agent's session that the call is.
+    whether an answer was aborted. ``agent``: the session of an agent that the call is a turn of.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -123,7 +123,7 @@ class RouteCall:
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
     aborted: bool = False
-    turn: SessionTurn | None = None
+    agent: AgentSession | None = None
 
     @property
     def session(self) -> str | None:
@@ -202,8 +202,8 @@ def _with_options(
             raw_request.state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
         if is_responses_api and isinstance(answer, AsyncGenerator):
             return _stream_in(call, answer)
-        if call.turn is not None and raw_request is not None:
-            return _add_session(call.turn.session, answer, raw_request)
+        if call.agent is not None and raw_request is not None:
+            return _add_session(call.agent, answer, raw_request)
         return answer
 
     return handle
@@ -214,8 +214,8 @@ async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> Asyn
     route_call.set(call)
     async with aclosing(answer):
         async for part in answer:
-            if call.turn is not None and getattr(part, "type", None) in RESPONSE_ENDS:
-                setattr(part, SESSION_FIELD, _describe_session(call.turn.session))
+            if call.agent is not None and getattr(part, "type", None) in RESPONSE_ENDS:
+                setattr(part, SESSION_FIELD, _describe_session(call.agent))
             yield part
 
 
@@ -251,6 +251,8 @@ def _add_session(session: AgentSession, answer: Any, raw_request: Request) -> An
     raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in fields.items())
     # Errors keep their form.
     if isinstance(answer, BaseModel) and any(hasattr(answer, name) for name in ANSWERS):
+        if session.session.is_over:
+            _drop_tool_calls(getattr(answer, "choices", ()), session.group.spec.stopped_as)
         return _add_field(answer, fields)
     return answer
 
@@ -265,6 +267,15 @@ def _with_session_field(kind: type[BaseModel]) -> type[BaseModel]:
     """Return a model of answers that has our field too. Some of vLLM's models accept no other fields."""
     fields: dict[str, Any] = {SESSION_FIELD: (dict[str, Any], ...)}
     return create_model(kind.__name__, __base__=kind, **fields)
+
+
+def _drop_tool_calls(choices: Iterable[Any], finish_reason: str) -> None:
+    """Remove the tool calls of a session that is over: an agent would run the tools, and send a further request."""
+    for choice in choices:
+        message = getattr(choice, "message", None)
+        if message is not None and message.tool_calls:
+            message.tool_calls = []
+            choice.finish_reason = finish_reason
 
 
 async def _stream_with_session(session: AgentSession, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
