@@ -175,6 +175,8 @@ class SecurityMiddleware:
             who.session = session
         else:
             owner, own_session = owned
+            if not self.access.may_call(owner):
+                raise Unauthorized("the key that has created the session was removed; send another key")
             own_path = SESSIONS + own_session
             is_own = path == own_path or path.startswith((f"{own_path}:", f"{own_path}/"))
             if not (is_own or path in TURN_PATHS) or session not in (None, own_session):
