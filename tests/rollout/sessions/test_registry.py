@@ -205,8 +205,7 @@ async def test_sessions_are_compared_by_seconds_if_asked(world: World) -> None:
     # The session with the most tokens is the fastest.
     turns[order[1]].finish([1], [2] * 100, [-1.0] * 100)
     group.end_session(order[1])
-    group.poll()
-    assert world.aborted == [], "it has taken as many seconds, and may end now"
+    # After as many seconds, a session with a lower index may still be the shortest.
     world.now = 4.01
     group.poll()
     assert [turn.session for turn in world.aborted] == [order[2]]
@@ -584,7 +583,8 @@ async def test_a_session_without_a_turn_is_the_shortest(world: World) -> None:
     order = sorted(group.sessions, key=lambda session: session.candidate.tail_draw)
     world.answer(order[0], 5)
     world.finish(order[2], 0)
-    world.finish(order[1], 1)
+    if not order[1].session.is_over:
+        world.finish(order[1], 1)
     world.finish(order[0], 1)
     assert group.outcome is Outcome.COMPLETED
     (record,) = world.recorder.records
