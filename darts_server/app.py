@@ -29,6 +29,7 @@ from darts_server.http.security.first_error import end_at_first_error
 from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.http.security.session_paths import SessionPaths
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_start, log_update
 from darts_server.metrics.collectors import (
     DRAFT_SOURCES,
@@ -40,6 +41,7 @@ from darts_server.metrics.collectors import (
 )
 from darts_server.metrics.quality import METRICS, QualityMetrics
 from darts_server.metrics.rollouts import QUANTILES, RolloutMetrics
+from darts_server.metrics.sessions import SessionMetrics
 from darts_server.metrics.verifiers import VerifierMetrics
 from darts_server.observers import UpdateEvents
 from darts_server.policy.allocation import Brownout
@@ -55,6 +57,7 @@ from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts, check_document
+from darts_server.rollout.sessions.registry import SessionRegistry
 from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.serving.admission import MIN_QUEUE, QUEUE_ROUNDS, AdmissionLimits
 from darts_server.serving.lifecycle import Lifecycle
@@ -98,6 +101,7 @@ class Rooms:
     monitor: Monitor
     batches: VllmBatches
     votes: VllmVoteRunner
+    sessions: SessionRegistry
     updates: Updates
     control: Control
     dialect_controls: Controls
@@ -204,6 +208,7 @@ async def _serve(
             engine.renderer.reuses_streams = settings.reuse_streams
             # Requests become groups, and vLLM's app gets our routes.
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
+            engine.llm.sessions = rooms.sessions
             history = None
             if settings.speculate == "auto":
                 history = _restore_history(settings, engine, answers)
@@ -362,6 +367,8 @@ def make_rooms(
         may_call=access.may_call,
     )
 
+    sessions = SessionRegistry(rollouts, settings.session_idle, settings.kept_bytes)
+
     # Observers of groups, and rewards.
     bias = LengthBias()
     provenance = Provenance()
@@ -393,6 +400,9 @@ def make_rooms(
     )
     events.scored_group_ended.add(pruner.group_ended)
     events.cohort_ended.add(metrics.cohort_ended, log_cohort)
+    session_metrics = SessionMetrics(engine.model_name, {"darts_sessions_open": lambda: sessions.num_open})
+    events.session_ended.add(session_metrics.session_ended)
+    events.session_request_refused.add(session_metrics.request_refused)
 
     # Votes. The search for an answer in a text takes 3 seconds at most, so closing does not wait longer.
     searches = ThreadPoolExecutor(1, "vote-answers")
@@ -407,6 +417,7 @@ def make_rooms(
         monitor,
         batches,
         votes,
+        sessions,
         updates,
         control,
         Controls(updates, engine.llm, rollouts.turns, settings.allow_dangerous_routes),
@@ -530,6 +541,7 @@ def extend(
             rooms.control,
             rooms.batches,
             rooms.votes,
+            rooms.sessions,
             rooms.reward_matcher,
             rooms.updates,
             monitored,
@@ -548,7 +560,9 @@ def extend(
         on_refusal=AccessMetrics(model_name).refused,
         lifecycle=lifecycle,
         opened=dialects.opened_routes(settings.dialect),
+        session_of_key=rooms.sessions.owner_of_key,
     )
+    application.add_middleware(SessionPaths)
 
 
 # --- the command doctor ---------------------------------------------------------

@@ -17,6 +17,8 @@ class Caller:
     """Error that a route has answered in its own form."""
     request_id: str | None = None
     """The caller's own id of the request."""
+    session: str | None = None
+    """Id of the agent's session that the request's URL or key names."""
     num_candidates: int = 0
     """Number of candidates in tickets of the request."""
 

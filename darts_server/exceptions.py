@@ -14,6 +14,8 @@ DartsError
     InvalidSetting
     GroupFailed
     GroupAborted
+    SessionOver
+    SessionFailed
     EngineError
         CandidateFailed
         EngineRefused
@@ -100,6 +102,18 @@ class GroupFailed(DartsError):
 
 class GroupAborted(DartsError):
     """The caller disconnected, or the request was aborted."""
+
+
+class SessionOver(DartsError):
+    """The session of an agent is over. ``status``: HTTP status that the harness understands."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class SessionFailed(DartsError):
+    """The session of an agent is unusable: its tool failed, or no request came for a while."""
 
 
 class EngineError(DartsError):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Generic, ParamSpec
 
 from darts_server.records import CohortRecord, GroupKey, GroupRecord, TrajectoryRecord, UpdateRecord
-from darts_server.types import TurnKind
+from darts_server.types import SessionEnd, TurnKind
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,12 @@ class GroupEvents:
         self.scored_group_ended = Event[[GroupRecord]]()
         """Follows ``group_ended`` if candidates were scored."""
         self.cohort_ended = Event[[CohortRecord]]()
+        self.session_ended = Event[[SessionEnd, int, float]]()
+        """A session of an agent has ended: its end, its answered turns, and its tool time in seconds."""
+        self.session_request_refused = Event[[]]()
+        """A request of a session came after the session's end."""
+        self.weights_changing = Event[[]]()
+        """The paused model is about to get new weights."""
 
     @property
     def failures(self) -> int:

@@ -27,6 +27,15 @@ def extend_spans(spans: VersionSpans, version: int, tokens: int) -> VersionSpans
     return tuple(extended)
 
 
+def join_spans(spans: VersionSpans, more: VersionSpans) -> VersionSpans:
+    """Append the spans of later tokens."""
+    total = sum(tokens for _, tokens in spans)
+    for version, tokens in more:
+        total += tokens
+        spans = extend_spans(spans, version, total)
+    return spans
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateRecord:
     """How a candidate ended. Times are seconds on the runner's clock."""

@@ -97,6 +97,30 @@ class Outcome(StrEnum):
     """Its vote was decided early."""
 
 
+class SessionEnd(StrEnum):
+    """How a session of an agent ended."""
+
+    FINISHED = "finished"
+    """Its harness ended it."""
+    STOPPED = "stopped"
+    """Its group's rule stopped or cut it."""
+    SILENT = "silent"
+    """No request came for a while."""
+    FAILED = "failed"
+    """Its harness ended it as unusable."""
+    ABORTED = "aborted"
+    """Its group was ended from outside, or too few of its group's sessions could finish."""
+
+
+class Measure(StrEnum):
+    """What a group of sessions compares as the length of a session."""
+
+    TOKENS = "tokens"
+    """Generated tokens over all turns."""
+    SECONDS = "seconds"
+    """Seconds since the begin of the first turn, with tool time."""
+
+
 class TurnKind(StrEnum):
     """Whether a single request opens a trajectory, or why it is not joined to a group."""
 

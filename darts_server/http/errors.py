@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from darts_server import exceptions
-from darts_server.exceptions import DartsError, EngineRefused, InvalidRequest, Unauthorized
+from darts_server.exceptions import DartsError, EngineRefused, InvalidRequest, SessionOver, Unauthorized
 
 STATUS: dict[type[DartsError], HTTPStatus] = {
     InvalidRequest: HTTPStatus.BAD_REQUEST,
@@ -34,6 +34,8 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
 }
 
 # vLLM's names for the statuses. OpenAI's names where vLLM has no name.
+SESSION_OVER = "darts_session_over"
+"""Type of the error of a request to a session that is over, whatever its status."""
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
@@ -48,7 +50,9 @@ TYPES = {
 
 
 def status_of(error: DartsError) -> HTTPStatus:
-    """Return the status of the exception's closest class in `STATUS`."""
+    """Return the status of the exception's closest class in `STATUS`, or the status that the exception names."""
+    if isinstance(error, SessionOver):
+        return HTTPStatus(error.status)
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
@@ -59,7 +63,7 @@ def fields_of(error: DartsError) -> dict[str, Any]:
     cause = error.__cause__ if isinstance(error, EngineRefused) else error
     return {
         "message": str(error),
-        "type": TYPES.get(status, "InternalServerError"),
+        "type": SESSION_OVER if isinstance(error, SessionOver) else TYPES.get(status, "InternalServerError"),
         "param": cause.field if isinstance(cause, InvalidRequest) else None,
         "code": status.value,
     }

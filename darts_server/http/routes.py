@@ -14,11 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from darts_server.exceptions import RETRY_SECONDS, Overloaded
 from darts_server.http.openapi import BEARER, FAILURES
-from darts_server.http.resources import groups, monitor, policy, rewards, rollouts, state, vote, weights
+from darts_server.http.resources import groups, monitor, policy, rewards, rollouts, sessions, state, vote, weights
 from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.statistics import Statistics
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
+from darts_server.rollout.sessions.registry import SessionRegistry
 from darts_server.rollout.voting import VoteRunner
 from darts_server.store import Store
 from darts_server.weights.updates import Updates
@@ -37,6 +38,7 @@ def router(
     control: policy.PolicyControl,
     batches: BatchRegistry[Any, Any],
     votes: VoteRunner[Any, Any],
+    session_registry: SessionRegistry,
     reward_matcher: RewardMatcher,
     updates: Updates,
     monitored: monitor.MonitorSources,
@@ -49,6 +51,7 @@ def router(
     groups.add_routes(api, provenance, statistics, reward_matcher)
     rollouts.add_routes(api, batches)
     vote.add_routes(api, votes)
+    sessions.add_routes(api, session_registry)
     rewards.add_routes(api, reward_matcher)
     state.add_routes(api, store, statistics)
     policy.add_routes(api, control)

@@ -361,6 +361,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         for run in list(self.runs):
             run.runner.record_weight_version()
         self.joiner.counted.record_weight_version()
+        self.observers.weights_changing()
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates."""

@@ -26,13 +26,13 @@ from darts_server.group.events import (
     Start,
     Stop,
 )
-from darts_server.group.group import Group, advantages, sampled_from, selection_weights, tail_share
+from darts_server.group.group import Group, advantages, selection_weights
 from darts_server.group.informative import have_equal_rewards
 from darts_server.group.selection import SelectionRule
-from darts_server.policy.deadline import place_of_need
 from darts_server.records import GroupRecord, TrajectoryRecord
-from darts_server.rollout.allocation.cohort import Allocation, Cohort
+from darts_server.rollout.allocation.cohort import Allocation, CohortMember
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
+from darts_server.rollout.group_record import make_group_record
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import StartingOrder
 from darts_server.rollout.verification import Verification
@@ -125,14 +125,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._earlier_pass_rate = earlier_pass_rate
         self._run_probability = 1.0
 
-        # A group that was allocated alone has no cohort.
-        self._cohort: Cohort | None = None
-        # See `place_of_need`.
-        self._need_place = 1
-        # Tokens that the group needs, as reported to the cohort.
-        self._tokens_needed: int | None = None
-        # The `CohortDeadline.pending_cut_length` for which a minimum was reported.
-        self._reported_limit: int | None = None
+        self.member: CohortMember | None = None
+        """The group in its cohort, or None for a group that was allocated alone."""
 
         # Number of trajectories for the caller, or None until it is certain.
         self._selected: int | None = None
@@ -153,12 +147,14 @@ class GroupRun(Generic[RequestT, OutputT]):
             allocation.drop()
             return
         self._run_probability = allocation.run_probability
-        cohort = allocation.cohort
-        if cohort is not None:
-            self._cohort = cohort
-            mean = cohort.record.mean_candidates
-            self._need_place = place_of_need(rule.completion_place, allocation.candidates, mean)
-            cohort.join(self, self.set_deadline)
+        if allocation.cohort is not None:
+            self.member = CohortMember(
+                allocation.cohort,
+                self._group,
+                rule.completion_place,
+                allocation.candidates,
+                self.set_deadline,
+            )
         self._carry_out(self._group.open(rule, allocation.candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
@@ -219,7 +215,10 @@ class GroupRun(Generic[RequestT, OutputT]):
     def poll(self) -> None:
         """Feed new scores, and progress that the state machine needs. Report to the cohort if the group is late."""
         try:
-            self._report_late_group()
+            if self.member is not None:
+                self.member.report_late(
+                    lambda: {index: running.tokens() or 0 for index, running in self.runner.running.items()}
+                )
             events = self.runner.poll()
             if events:
                 self._feed(*events)
@@ -360,7 +359,9 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.fail(error)
 
     def _carry_out(self, decisions: list[Decision]) -> None:
-        self._report_need(decisions)
+        if self.member is not None:
+            has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
+            self.member.report_need(has_new_candidates=has_new_candidates)
         for decision in decisions:
             match decision:
                 case Start(indices=indices):
@@ -388,35 +389,6 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self._close(error)
                     self.deliveries.put_nowait(error)
 
-    # --- the cohort ---------------------------------------------------------
-
-    def _report_need(self, decisions: list[Decision]) -> None:
-        """Report once to the cohort how many tokens the group needs."""
-        if self._cohort is None or self._tokens_needed is not None or not self._group.is_open:
-            return
-        self._tokens_needed = self._group.standings.nth_shortest(self._need_place)
-        if self._tokens_needed is not None:
-            self._cohort.report_need(self, self._tokens_needed)
-            return
-        has_new_candidates = self._group.is_paused or any(isinstance(decision, Start) for decision in decisions)
-        if self._reported_limit is not None and has_new_candidates:
-            # New candidates may be short, so the reported minimum does not hold any more.
-            self._reported_limit = None
-            self._cohort.report_minimum(self, 0)
-
-    def _report_late_group(self) -> None:
-        """Report once for each limit of the cohort that the group needs more, so that the cohort does not wait."""
-        if self._cohort is None or self._tokens_needed is not None or self._group.is_paused:
-            return
-        limit = self._cohort.deadline.pending_cut_length
-        if limit is None or limit == self._reported_limit:
-            return
-        generated = {index: running.tokens() or 0 for index, running in self.runner.running.items()}
-        minimum = self._group.standings.nth_shortest_minimum(self._need_place, generated)
-        if minimum is None or minimum > limit:
-            self._reported_limit = limit
-            self._cohort.report_minimum(self, minimum)
-
     # --- the end ------------------------------------------------------------
 
     def _close(self, error: Exception | None = None) -> None:
@@ -435,8 +407,8 @@ class GroupRun(Generic[RequestT, OutputT]):
             if self.runner.scorer is not None:
                 self.runner.scorer.drop_unselected(self._group.candidates)
             self._on_end(self)
-            if self._cohort is not None:
-                self._cohort.end_group(self, self.record)
+            if self.member is not None:
+                self.member.end(self.record)
 
     def _make_record(self, outcome: Outcome, error: Exception | None) -> GroupRecord:
         group = self._group
@@ -450,69 +422,26 @@ class GroupRun(Generic[RequestT, OutputT]):
         for index in range(len(self.runner.candidates)):
             verdict = self.verification.verdicts.get(index, NO_VERDICT)
             candidates.append(self.runner.make_record(index, weights.get(index), signal.get(index), verdict))
-        num_rewarded = None
-        if rule.needs_rewards:
-            num_rewarded = sum(candidate.reward is not None for candidate in candidates)
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:
             tail_wait = now - finish_times[rule.num_shortest - 1]
 
-        deadline = group.deadline
-        cut_length = group.cut_length
-        explored = False
-        auto_choice = None
-        max_lost = None
-        factor = 1.0
-        if self._cohort is not None:
-            explored = self._cohort.record.explored
-            auto_choice = self._cohort.record.auto_choice
-            deadline_rule = self._cohort.rule
-            if explored:
-                # The group ran past its deadline: record the deadline that it would have had.
-                deadline = self._cohort.deadline.tokens
-            if deadline_rule is not None:
-                max_lost = deadline_rule.max_lost
-                if deadline is not None:
-                    factor = deadline_rule.factor
-                    if explored:
-                        cut_length = deadline_rule.cut_length_of(deadline)
-
-        size = len(group.candidates)
-        completion_length = None
-        if group.is_open:
-            size = rule.size
-            completion_length = group.standings.nth_shortest(rule.completion_place)
-
-        return GroupRecord(
+        return make_group_record(
+            group,
+            candidates,
+            self.member,
             group_id=self.spec.group_id,
             prompt_key=self.spec.prompt_key,
             policy=self.spec.plan.policy,
-            size=size,
             outcome=outcome,
-            candidates=tuple(candidates),
             started_at=self.started_at,
             ended_at=now,
             tail_wait=tail_wait,
-            error=None if error is None else str(error),
-            cohort_deadline=deadline,
-            max_lost=max_lost,
-            cut_length=cut_length,
-            factor=factor,
-            completion_length=completion_length,
-            num_shortest=rule.num_shortest if weights and rule.samples_rest else None,
-            sampled_from=sampled_from(group),
-            tail_share=tail_share(group),
+            error=error,
             earlier_pass_rate=self._earlier_pass_rate,
-            explored=explored,
-            tokens_needed=self._tokens_needed,
             request_ids=self.request_ids,
-            auto_choice=auto_choice,
-            restarted_from=group.restarted_from,
             owner=self.owner,
-            prompt_tokens=self.spec.tokens.prompt,
-            max_tokens=self.spec.tokens.most,
-            num_rewarded=num_rewarded,
-            decided_early=group.decided_early,
+            tokens=self.spec.tokens,
             run_probability=self._run_probability,
         )

@@ -250,6 +250,8 @@ class Settings(BaseModel):
     verifier_memory: int = Field(4 << 30, ge=0)
     """Maximum memory in bytes of each process of a verifier. 0: no limit."""
 
+    session_idle: float = Field(1800.0, gt=0, le=86400)
+    """Seconds without a request after which a session of an agent ends as silent. Its tools may not take longer."""
     grace_seconds: float | None = Field(None, ge=0, le=86400)
     """Seconds that running requests may take after a stop signal. Then batches get what their groups have generated,
     and other requests get status 503. Default: vLLM's --shutdown-timeout, or 30."""

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from darts_server.metrics.collectors import AccessMetrics, ServingMetrics, WeightMetrics
 from darts_server.metrics.quality import QualityMetrics
 from darts_server.metrics.rollouts import RolloutMetrics
+from darts_server.metrics.sessions import SessionMetrics
 from darts_server.metrics.verifiers import VerifierMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,7 @@ def ours() -> list[Metric]:
     AccessMetrics("m", registry)
     QualityMetrics("m", defaultdict(lambda: _zero), registry)
     RolloutMetrics("m", defaultdict(lambda: _zero), registry)
+    SessionMetrics("m", defaultdict(lambda: _zero), registry)
     ServingMetrics("m", defaultdict(lambda: _zero), registry)
     VerifierMetrics("m", registry=registry)
     WeightMetrics("m", registry)

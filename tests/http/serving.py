@@ -36,7 +36,7 @@ def our_routes(
     store: Store, statistics: Statistics, provenance: Provenance, reward_matcher: RewardMatcher, **more: Any
 ) -> APIRouter:
     """Create our routes on the given objects, and on mocks of all others."""
-    parts: dict[str, Any] = {name: Mock() for name in ("batches", "votes", "updates", "monitored")}
+    parts: dict[str, Any] = {name: Mock() for name in ("batches", "votes", "session_registry", "updates", "monitored")}
     parts |= {"control": Control(load({}, None)), "needs_key": False} | more
     return router(provenance, statistics, store, reward_matcher=reward_matcher, **parts)
 

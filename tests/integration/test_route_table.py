@@ -98,8 +98,9 @@ def test_no_route_handles_options_requests_which_need_no_key(full_app: FastAPI) 
     assert not [path for method, path in routes(full_app) if method == "OPTIONS"]
 
 
-def test_the_security_middleware_is_the_outermost(full_app: FastAPI) -> None:
-    assert full_app.user_middleware[0].cls.__name__ == "SecurityMiddleware"  # type: ignore[attr-defined]  # a class
+def test_only_the_paths_of_sessions_are_read_before_the_security_middleware(full_app: FastAPI) -> None:
+    names = [middleware.cls.__name__ for middleware in full_app.user_middleware]  # type: ignore[attr-defined]  # classes
+    assert names[:2] == ["SessionPaths", "SecurityMiddleware"]
     assert not [each for each in full_app.user_middleware if "Authentication" in each.cls.__name__]  # type: ignore[attr-defined]  # a class
 
 

@@ -177,3 +177,34 @@ def test_two_keys_may_use_the_same_request_id_and_each_rewards_its_own_trajector
     assert (rewards_of(ONE), rewards_of(OTHER)) == ({1.0}, {None})
     assert report(OTHER, 0.0)["matched"] == 3
     assert (rewards_of(ONE), rewards_of(OTHER)) == ({1.0}, {0.0})
+
+
+def test_sessions_belong_to_a_key_and_each_session_has_a_key_of_its_own(server: Server) -> None:
+    made = call(server, "POST", "/darts/v1/sessions", json={"size": 2, "extra": 0, "policy": "off"}).json()
+    first, second = made["sessions"]
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
+    turn = f"/darts/v1/sessions/{first['id']}/v1/completions"
+    group = f"/darts/v1/session-groups/{made['group_id']}"
+    for method, path in (
+        ("POST", turn),
+        ("GET", f"/darts/v1/sessions/{first['id']}"),
+        ("POST", f"/darts/v1/sessions/{first['id']}:end"),
+        ("GET", f"/darts/v1/sessions/{first['id']}/events?wait=0"),
+        ("GET", group),
+        ("GET", f"{group}/events?wait=0"),
+        ("DELETE", group),
+    ):
+        sent = {"json": body} if path == turn else {}
+        assert call(server, method, path, OTHER, **sent).status_code == 404, path
+        assert call(server, method, path, "no key", **sent).status_code == 401, path
+    # A sandbox has the session's key alone.
+    assert call(server, "POST", turn, first["api_key"], json=body).status_code == 200
+    assert call(server, "POST", "/v1/completions", first["api_key"], json=body).json()["darts_session"]["turns"] == 2
+    assert call(server, "POST", turn, second["api_key"], json=body).status_code == 403
+    assert call(server, "POST", "/darts/v1/sessions", first["api_key"], json={}).status_code == 403
+    assert call(server, "POST", "/pause", first["api_key"]).status_code == 403
+    # The name of another key's session in a header names no session.
+    lie = call(server, "POST", "/v1/completions", OTHER, json=body, headers={"X-Session-ID": first["id"]})
+    assert "darts_session" not in lie.json()
+    assert call(server, "POST", f"/darts/v1/sessions/{first['id']}:end", json={"reward": 1}).status_code == 200
+    assert call(server, "DELETE", group, ADMIN).json()["state"] == "cancelled"

@@ -111,8 +111,9 @@ async def eight(script: dict[str, Script]) -> tuple[Harness, Runs, list[asyncio.
     harness = Harness(lambda prompt, _: script[prompt], POLICIES)
     runs = await harness.start_cohort(SIZE, "cap", GROUPS[:8])
     tasks = [await harness.begin(run) for run in runs]
-    cohort = runs[7]._cohort
-    assert cohort is not None
+    member = runs[7].member
+    assert member is not None
+    cohort = member.cohort
     return harness, runs, tasks, cohort
 
 

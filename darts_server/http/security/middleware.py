@@ -26,6 +26,7 @@ from darts_server.http.body import BodyLimits, IncompleteBody, limit_receive
 from darts_server.http.errors import fields_of, headers_of, status_of
 from darts_server.http.security.access import Access, RouteAccess, Sender
 from darts_server.http.security.route_table import ANY, OWN_LIMITS, TABLE
+from darts_server.http.security.session_paths import SESSION_KEY, SESSIONS, TURN_PATHS
 from darts_server.identifiers import NAME_CHARS, header_value, without_controls
 from darts_server.serving.lifecycle import Lifecycle
 
@@ -36,6 +37,9 @@ FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """Prefixes of the headers that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
 GROUP_ID = "X-Darts-Group-Id"
+SESSION_HEADER = "X-Darts-Session"
+SESSION_STATE_KEY = "darts_session_state"
+"""Key of a request's state with the state of the session that it was a turn of."""
 MAX_CLOSE_REASON = 123
 """Bytes that a WebSocket may give as the reason for its end (RFC 6455, 5.5)."""
 STATE_KEY = "darts_group_id"
@@ -47,6 +51,11 @@ _ROUTES = [
     for access, routes in TABLE.items()
     for template, methods in routes.items()
 ]
+
+
+SessionOfKey = Callable[[bytes], "tuple[str | None, str] | None"]
+"""Returns the owner and the id of the session that a key belongs to, or None. Raises `Unauthorized` for a key of a
+session that is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,7 @@ class SecurityMiddleware:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     opened: Mapping[tuple[str, str], RouteAccess] = field(default_factory=dict)
     """Access by method and path that overrides the route table."""
+    session_of_key: SessionOfKey = lambda _: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Browsers send OPTIONS before a request with a key, and no route acts on it.
@@ -107,9 +117,12 @@ class SecurityMiddleware:
                     return
 
                 headers = MutableHeaders(scope=message)
-                group_id = scope.get("state", {}).get(STATE_KEY)
+                state = scope.get("state", {})
+                group_id = state.get(STATE_KEY)
                 if group_id:
                     headers[GROUP_ID] = header_value(group_id)
+                if SESSION_STATE_KEY in state:
+                    headers[SESSION_HEADER] = state[SESSION_STATE_KEY]
                 if who.answered_error is not None:
                     headers.update(headers_of(who.answered_error))
             if not is_replaced:
@@ -152,7 +165,18 @@ class SecurityMiddleware:
         address = scope["client"][0] if scope.get("client") else ""
         sender = Sender(address, text_of(b"host"), text_of(b"origin"), is_forwarded)
 
-        who = self.access.check(access, f"{method} {path}", key, sender)
+        session = scope.get("state", {}).get(SESSION_KEY)
+        owned = None if key is None else self.session_of_key(key)
+        if owned is None:
+            who = self.access.check(access, f"{method} {path}", key, sender)
+            who.session = session
+        else:
+            owner, own_session = owned
+            own_path = SESSIONS + own_session
+            is_own = path == own_path or path.startswith((f"{own_path}:", f"{own_path}/"))
+            if not (is_own or path in TURN_PATHS) or session not in (None, own_session):
+                raise Forbidden("the key of a session is only for its turns, its events and its end")
+            who = Caller(owner, session=own_session)
         request_id = text_of(b"x-request-id")
         if request_id is not None:
             who.request_id = without_controls(request_id[:NAME_CHARS])

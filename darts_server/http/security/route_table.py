@@ -37,6 +37,12 @@ def _routes(methods: str, paths: str) -> dict[str, str]:
 USE = {
     "/darts/v1/rollouts": "POST",
     "/darts/v1/rollouts/{batch_id}": "GET DELETE",
+    "/darts/v1/sessions": "POST",
+    "/darts/v1/sessions/{session_id}:end": "POST",
+    "/darts/v1/sessions/{session_id}": "GET",
+    "/darts/v1/sessions/{session_id}/events": "GET",
+    "/darts/v1/session-groups/{group_id}": "GET DELETE",
+    "/darts/v1/session-groups/{group_id}/events": "GET",
     "/darts/v1/vote": "POST",
     "/darts/v1/rewards": "POST",
     "/darts/v1/groups": "GET",

@@ -1,10 +1,11 @@
 """Groups that were allocated together, and share a deadline."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from darts_server.policy.deadline import CohortDeadline, Deadline
+from darts_server.group.group import Group
+from darts_server.policy.deadline import CohortDeadline, Deadline, place_of_need
 from darts_server.records import CohortRecord, GroupRecord
 
 
@@ -111,3 +112,67 @@ class Allocation:
         """Return the allocation unused, so that the cohort does not wait for the group."""
         if self.cohort is not None:
             self.cohort.end_group()
+
+
+class CohortMember:
+    """Report to a cohort how many tokens one of its groups needs.
+
+    Args:
+        group: state machine of the group.
+        completion_place: see `SelectionRule`.
+        candidates: number of candidates of the group.
+        set_deadline: called with the cohort's deadline and the cut length, in tokens.
+    """
+
+    def __init__(
+        self,
+        cohort: Cohort,
+        group: Group,
+        completion_place: int,
+        candidates: int,
+        set_deadline: Callable[[int, int], None],
+    ) -> None:
+        self.cohort = cohort
+        self.tokens_needed: int | None = None
+        """Tokens that the group needs, as reported to the cohort."""
+        self._group = group
+        # See `place_of_need`.
+        self._place = place_of_need(completion_place, candidates, cohort.record.mean_candidates)
+        # The `CohortDeadline.pending_cut_length` for which a minimum was reported.
+        self._reported_limit: int | None = None
+        cohort.join(self, set_deadline)
+
+    def report_need(self, *, has_new_candidates: bool) -> None:
+        """Report once how many tokens the group needs, as soon as that is known.
+
+        ``has_new_candidates``: whether the group has just started candidates.
+        """
+        if self.tokens_needed is not None or not self._group.is_open:
+            return
+        self.tokens_needed = self._group.standings.nth_shortest(self._place)
+        if self.tokens_needed is not None:
+            self.cohort.report_need(self, self.tokens_needed)
+            return
+        if self._reported_limit is not None and (has_new_candidates or self._group.is_paused):
+            # New candidates may be short, so the reported minimum does not hold any more.
+            self._reported_limit = None
+            self.cohort.report_minimum(self, 0)
+
+    def report_late(self, generated: Callable[[], Mapping[int, int]]) -> None:
+        """Report once for each limit of the cohort that the group needs more, so that the cohort does not wait.
+
+        ``generated``: returns the number of tokens of each running candidate, by index.
+        """
+        if self.tokens_needed is not None or self._group.is_paused:
+            return
+        limit = self.cohort.deadline.pending_cut_length
+        if limit is None or limit == self._reported_limit:
+            return
+        minimum = self._group.standings.nth_shortest_minimum(self._place, generated())
+        if minimum is None or minimum > limit:
+            self._reported_limit = limit
+            self.cohort.report_minimum(self, minimum)
+
+    def end(self, record: GroupRecord | None) -> None:
+        """Remove the group from its cohort."""
+        self.cohort.end_group(self, record)

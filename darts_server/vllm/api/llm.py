@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,6 +20,8 @@ from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRe
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.counted import Member
 from darts_server.rollout.plan import Plan
+from darts_server.rollout.sessions.registry import SessionRegistry
+from darts_server.rollout.sessions.session_group import AgentSession, SessionTurn, StoppedAs
 from darts_server.rollout.spec import GroupSpec, JoinRequest, OnAbort
 from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
@@ -28,7 +30,7 @@ from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.engine import FINISH_REASONS, VllmRollouts
 from darts_server.vllm.api.routes import RouteCall, route_call
 from darts_server.vllm.fleet.ranks import RANK, place
-from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, to_choice
+from darts_server.vllm.requests.outputs import ABORTED, NoTokens, logprobs_of, make_deferred, to_choice
 from darts_server.vllm.requests.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.requests.validation import check_group, check_request
 
@@ -65,6 +67,8 @@ class ShapingLLM(ControlledLLM):
     """Serves requests as groups of ``rollouts``, and as vLLM does until ``rollouts`` is set."""
 
     rollouts: VllmRollouts | None = None
+    sessions: SessionRegistry | None = None
+    """Sessions of agents, whose turns are no groups."""
     merge_options: MergeOptions = staticmethod(lambda options, _: options)
     died: bool | None = None
     """Whether the engine was dead at the first call of `shutdown`, or None before that call."""
@@ -75,6 +79,7 @@ class ShapingLLM(ControlledLLM):
         super().__init__(*args, **more)
         # Running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
         self._answered_at_stop: list[str] = []
+        self._aborts: set[asyncio.Task[None]] = set()
         # vLLM's task, which may exist already, must not read outputs before this.
         self.wrap_output_reader()
 
@@ -111,6 +116,9 @@ class ShapingLLM(ControlledLLM):
         route = route_call.get() or RouteCall()
         check_request(self.vllm_config, request)
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
+        agent = None if self.sessions is None else self.sessions.find_named(shaping.session or route.session)
+        if agent is not None:
+            return self._begin_turn(agent, request, route)
 
         # Choose the policy, and recognise the trajectory and group of the request.
         rollouts = self.rollouts
@@ -166,21 +174,14 @@ class ShapingLLM(ControlledLLM):
             generation.member = member
             route.groups.append(member.group.group_id)
 
-        # A generator that is never iterated does not run its `finally`, so a finalizer releases the ticket.
         outputs = self._serve(generation)
-        loop = asyncio.get_running_loop()
 
         def release() -> None:
             ticket.release()
             if member is not None:
                 member.leave(DiscardReason.CANCELLED)
 
-        def release_in_loop() -> None:
-            # The garbage collector may run in any thread, and after the loop was closed.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(release)
-
-        finalize(outputs, release_in_loop).atexit = False
+        _call_at_deletion(outputs, release)
         return outputs
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
@@ -270,6 +271,91 @@ class ShapingLLM(ControlledLLM):
         if len(ends) == request.params.n and reasons <= set(FinishReason):
             lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
             self.rollouts.learn_unshaped(generation.prompt_key, lengths, request.tokens)
+
+    # --- turns of sessions ------------------------------------------------------
+
+    def _begin_turn(
+        self, agent: AgentSession, request: PromptRequest, route: RouteCall
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Serve a turn of a session. It runs at once, on the engine that has its prefix.
+
+        Raises:
+            InvalidRequest: the request asks for several answers.
+            SessionOver
+            Overloaded
+        """
+        if request.params.n > 1 or route.beams:
+            raise InvalidRequest("n", "must be 1 for a turn of a session; leave out n and use_beam_search")
+        # Training needs log-probs, whether the harness asks for them or not.
+        if request.params.logprobs is None:
+            params = request.params.clone()
+            params.logprobs = 0
+            request = replace(request, params=params)
+        generated = partial(self._count_tokens, request.request_id)
+        turn = agent.group.begin_turn(agent, generated, lambda: self._abort_turn(turn, request.request_id))
+        try:
+            ticket = self.admission.admit(1)
+        except DartsError:
+            turn.leave(0)
+            raise
+        route.turn = turn
+        generation = Generation(request, route, ticket, Turn(rank=agent.rank))
+        outputs = self._serve_turn(generation, turn)
+
+        def release() -> None:
+            ticket.release()
+            turn.leave(0)
+
+        _call_at_deletion(outputs, release)
+        return outputs
+
+    def _abort_turn(self, turn: SessionTurn, request_id: str) -> None:
+        """Abort the request of a turn until it has ended: it may be about to reach the engine."""
+
+        async def abort() -> None:
+            while turn in turn.session.running:
+                await self.abort(request_id)
+                await asyncio.sleep(HAND_BACK_POLL_SECONDS)
+
+        task = asyncio.create_task(abort(), name="darts-session-abort")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _serve_turn(self, generation: Generation, turn: SessionTurn) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs. Count the turn before its last output is read."""
+        params = generation.request.params
+        is_delta = params.output_kind is RequestOutputKind.DELTA
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        prompt: Sequence[int] = ()
+        try:
+            async with aclosing(self._generate_unshaped(generation)) as outputs:
+                async for output in outputs:
+                    prompt = output.prompt_token_ids or prompt
+                    choice = output.outputs[0]
+                    if not is_delta:
+                        tokens = []
+                        logprobs = []
+                    tokens.extend(choice.token_ids)
+                    logprobs.extend(logprobs_of(choice))
+                    reason = choice.finish_reason
+                    if reason is not None:
+                        turn.session.rank = generation.turn.rank
+                        is_aborted = reason == ABORTED
+                        if turn.is_stopped or not is_aborted:
+                            turn.finish(prompt, tokens, logprobs)
+                        if is_aborted and turn.is_stopped and turn.session.group.spec.stopped_as is StoppedAs.LENGTH:
+                            choice.finish_reason = FinishReason.LENGTH.value
+                        if is_delta and not choice.token_ids:
+                            choice.token_ids = NoTokens()
+                        generation.route.aborted |= choice.finish_reason == ABORTED
+                    yield output
+        except (EngineRefused, EngineBusy, EngineDead) as error:
+            # vLLM's routes map vLLM's own exception to its HTTP status.
+            raise (error.__cause__ or error) from None
+        finally:
+            generation.ticket.release()
+            turn.leave(len(tokens))
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
@@ -448,3 +534,15 @@ class ShapingLLM(ControlledLLM):
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)
+
+
+def _call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Callable[[], None]) -> None:
+    """Call ``release`` when a generator is deleted. A generator that is never iterated does not run its ``finally``."""
+    loop = asyncio.get_running_loop()
+
+    def release_in_loop() -> None:
+        # The garbage collector may run in any thread, and after the loop was closed.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(release)
+
+    finalize(outputs, release_in_loop).atexit = False

@@ -30,6 +30,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from darts_server.caller import caller
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.identifiers import SESSION_HEADERS, check_name
+from darts_server.rollout.sessions.session_group import AgentSession, SessionTurn
 from darts_server.serving.admission import Ticket
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS, find_stream_error
@@ -111,7 +112,8 @@ class RouteCall:
 
     ``beams``: beams of a beam search over all its prompts. A beam search calls ``generate()`` for every token of every
     beam, but is admitted once, with ``ticket``. ``groups``: ids of groups that serve the call. ``named``: keys of
-    prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted.
+    prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted. ``turn``: the turn of an
+    agent's session that the call is.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -121,6 +123,7 @@ class RouteCall:
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
     aborted: bool = False
+    turn: SessionTurn | None = None
 
 
 route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
@@ -194,6 +197,8 @@ def _with_options(
             raw_request.state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
         if is_responses_api and isinstance(answer, AsyncGenerator):
             return _stream_in(call, answer)
+        if call.turn is not None and raw_request is not None:
+            return _add_session(call.turn.session, answer, raw_request)
         return answer
 
     return handle
@@ -205,6 +210,46 @@ async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> Asyn
     async with aclosing(answer):
         async for part in answer:
             yield part
+
+
+# --- turns of sessions ------------------------------------------------------------
+
+SESSION_FIELD = "darts_session"
+FINISHED_CHOICE = '"finish_reason":"'
+"""Part of the event of a stream in which a choice ends. Text of an answer has its quotation marks escaped."""
+
+
+def _describe_session(session: AgentSession) -> dict[str, Any]:
+    """Return the field that tells a harness the state of its session."""
+    return {
+        "id": session.session_id,
+        "state": "over" if session.session.is_over else "open",
+        "end": session.session.end_reason,
+        "turns": session.session.turns,
+        "tokens": session.tokens,
+    }
+
+
+def _add_session(session: AgentSession, answer: Any, raw_request: Request) -> Any:
+    """Add the state of a session to the answer of its turn: a header and a field, or a field in a stream."""
+    if isinstance(answer, AsyncGenerator):
+        return _stream_with_session(session, answer)
+    fields = _describe_session(session)
+    raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in fields.items())
+    # Errors keep their form.
+    if isinstance(answer, BaseModel) and hasattr(answer, "choices"):
+        setattr(answer, SESSION_FIELD, fields)
+    return answer
+
+
+async def _stream_with_session(session: AgentSession, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async with aclosing(answer):
+        async for event in answer:
+            if isinstance(event, str) and FINISHED_CHOICE in event:
+                # The turn was counted before its last output was read.
+                begin, brace, end = event.rpartition("}")
+                event = f'{begin},"{SESSION_FIELD}":{json.dumps(_describe_session(session))}{brace}{end}'
+            yield event
 
 
 async def move_xargs(params: Any, raw_request: Any) -> None:

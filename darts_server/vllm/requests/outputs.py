@@ -364,6 +364,12 @@ async def make_deferred(output: RequestOutput, *names: str) -> None:
                     await asyncio.sleep(0)
 
 
+def logprobs_of(completion: CompletionOutput) -> list[float]:
+    """Return the log-prob of each token of an output of vLLM's own that has log-probs."""
+    entries = cast(Iterable[Mapping[int, Logprob]], completion.logprobs or ())
+    return [entry[token].logprob for token, entry in zip(completion.token_ids, entries, strict=True)]
+
+
 def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
     """Return the log-prob of each token of a candidate's output without making fields, or None if it has none."""
     assert isinstance(completion, DeferredCompletion)

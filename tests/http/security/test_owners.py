@@ -12,6 +12,12 @@ OWNED = {
     "/darts/v1/groups",
     "/darts/v1/groups/{group_id:path}",
     "/darts/v1/live",
+    "/darts/v1/sessions",
+    "/darts/v1/sessions/{session_id}",
+    "/darts/v1/sessions/{session_id}:end",
+    "/darts/v1/sessions/{session_id}/events",
+    "/darts/v1/session-groups/{group_id}",
+    "/darts/v1/session-groups/{group_id}/events",
 }
 """Routes with data of a key. `tests/integration/test_shares.py` calls each with another key."""
 SHARED = {

@@ -1,0 +1,182 @@
+"""One session of an agent: several requests (turns) with tool time between them. No I/O, no clock.
+
+A session is a candidate of its group, so it has a length: its generated tokens over all turns, or its seconds. The
+group's rule acts on the length so far, and may stop the session in any turn.
+
+A session keeps what training needs in rows. A turn whose prompt begins with all tokens of a row extends this row. A
+turn with another history, which the harness has rewritten or forked, begins a row of its own.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from darts_server.exceptions import IllegalMove
+from darts_server.records import VersionSpans, extend_spans, join_spans
+from darts_server.types import SessionEnd
+
+BYTES_PER_TOKEN = 9
+"""Memory of a token of a row: its id, its log-prob and its mask."""
+NO_LOGPROB = 0.0
+"""Log-prob of a token that the policy did not generate."""
+
+
+@dataclass(slots=True)
+class Row:
+    """Tokens to train on, in the order of the model's context.
+
+    ``mask``: 1 for tokens that the policy has generated, 0 for prompts and tool results. ``logprobs``: of each token;
+    `NO_LOGPROB` where the mask is 0. ``spans``: weight versions of the generated tokens.
+    """
+
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    mask: bytearray = field(default_factory=bytearray)
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    spans: VersionSpans = ()
+
+    @property
+    def num_generated(self) -> int:
+        return sum(self.mask)
+
+    def extend(self, prompt: "array[int]", turn: "FinishedTurn") -> None:
+        """Add what a prompt has beyond this row, and then the answer."""
+        more = len(prompt) - len(self.token_ids)
+        answer = len(turn.token_ids)
+        self.token_ids += prompt[len(self.token_ids) :]
+        self.token_ids.extend(turn.token_ids)
+        self.mask += bytes(more) + b"\1" * answer
+        self.logprobs.extend([NO_LOGPROB] * more)
+        self.logprobs.extend(turn.logprobs)
+        self.spans = join_spans(self.spans, turn.spans)
+
+    def cut(self, generated: int) -> None:
+        """Keep the tokens up to generated token number ``generated``, and drop all later tokens."""
+        if self.num_generated <= generated:
+            return
+        end = 0
+        for _ in range(generated):
+            end = self.mask.index(1, end) + 1
+        del self.token_ids[end:]
+        del self.mask[end:]
+        del self.logprobs[end:]
+        self.spans = extend_spans(self.spans, 0, generated)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTurn:
+    """A turn that was answered.
+
+    ``logprobs``: of each generated token. ``spans``: weight versions of the generated tokens.
+    """
+
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    spans: VersionSpans
+
+
+class Session:
+    """The turns of one session, and its end.
+
+    Seconds are those of the caller's monotonic clock.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        """Index among the sessions of its group."""
+        self.rows: list[Row] = []
+        self.turns = 0
+        """Number of answered turns."""
+        self.running_turns = 0
+        self.tokens = 0
+        """Generated tokens of ended turns, answered or not."""
+        self.prompt_tokens = 0
+        """Prompt tokens of answered turns."""
+        self.tool_seconds = 0.0
+        """Seconds between the turns."""
+        self.started_at: float | None = None
+        """Begin of the first turn."""
+        self.used_at: float | None = None
+        """Begin or end of the latest turn."""
+        self.ended_at: float | None = None
+        self.end_reason: SessionEnd | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.end_reason is not None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the rows."""
+        return BYTES_PER_TOKEN * sum(len(row.token_ids) for row in self.rows)
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds since the first turn began, up to the session's end."""
+        if self.started_at is None:
+            return 0.0
+        return (now if self.ended_at is None else self.ended_at) - self.started_at
+
+    def begin_turn(self, now: float) -> None:
+        """Count a request that begins.
+
+        Raises:
+            IllegalMove: the session is over.
+        """
+        if self.is_over:
+            raise IllegalMove(f"session {self.index} is over")
+        if self.started_at is None:
+            self.started_at = now
+        elif self.running_turns == 0 and self.used_at is not None:
+            self.tool_seconds += now - self.used_at
+        self.running_turns += 1
+        self.used_at = now
+
+    def end_turn(self, now: float, tokens: int, turn: FinishedTurn | None = None) -> None:
+        """Count a request that has ended with ``tokens`` generated tokens.
+
+        ``turn``: what was answered, or None if the caller did not get the answer. An unanswered turn counts in the
+        session's length, because its tokens were generated, but it is in no row.
+        """
+        if self.running_turns == 0:
+            raise IllegalMove(f"session {self.index} has no running turn")
+        self.running_turns -= 1
+        self.used_at = now
+        self.tokens += tokens
+        if turn is not None:
+            self.turns += 1
+            self.prompt_tokens += len(turn.prompt_token_ids)
+            self._add_to_rows(turn)
+
+    def end(self, reason: SessionEnd, now: float) -> None:
+        """End the session.
+
+        Raises:
+            IllegalMove: the session is over already.
+        """
+        if self.end_reason is not None:
+            raise IllegalMove(f"session {self.index} is {self.end_reason} already, and cannot be {reason}")
+        self.end_reason = reason
+        self.ended_at = now
+
+    def cut(self, tokens: int) -> None:
+        """Keep the first ``tokens`` generated tokens of all rows together, in the order of the rows."""
+        left = tokens
+        kept = []
+        for row in self.rows:
+            if left <= 0:
+                break
+            row.cut(left)
+            left -= row.num_generated
+            kept.append(row)
+        self.rows = kept
+
+    def _add_to_rows(self, turn: FinishedTurn) -> None:
+        prompt = array("i", turn.prompt_token_ids)
+        # The newest row first: histories mostly grow at their end.
+        for row in reversed(self.rows):
+            if len(row.token_ids) <= len(prompt) and prompt[: len(row.token_ids)] == row.token_ids:
+                row.extend(prompt, turn)
+                return
+        row = Row()
+        row.extend(prompt, turn)
+        self.rows.append(row)

@@ -1,0 +1,258 @@
+"""Create groups of sessions, and find their sessions by id and by key."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from darts_server.caller import Caller, caller
+from darts_server.exceptions import RETRY_SECONDS, Conflict, InvalidRequest, NotFound, Overloaded, Unauthorized
+from darts_server.rollout.plan import UNSHAPED, Plan
+from darts_server.rollout.rollouts import Rollouts
+from darts_server.rollout.sessions.session_group import AgentSession, SessionGroup, SessionGroupSpec, StoppedAs
+from darts_server.serving.fair_cache import FairCache
+from darts_server.types import AUTO, OFF, Measure, RequestOptions
+
+IDLE_SECONDS = 1800.0
+"""Seconds without a request after which a session is silent: most tools take seconds, and test runs take minutes."""
+MAX_OPEN_SESSIONS = 65_536
+"""Sessions of running groups. An eight-GPU node runs some thousand at a time."""
+KEPT_GROUPS = 8192
+"""Ended groups that can be read. A step has 256 to 1,024."""
+IDLE_CHECK_SECONDS = 1.0
+SESSION_PREFIX = "ses-"
+KEY_PREFIX = "ses-key-"
+"""Keys of sessions. No key of a server begins so, unless its operator chooses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGroupRequest:
+    """What a caller asks for.
+
+    ``extra``: sessions beyond ``size``, or None for the policy's redundancy. ``policy``: None for the server's.
+    """
+
+    size: int
+    extra: int | None = None
+    policy: str | None = None
+    prompt_key: str | None = None
+    measure: Measure = Measure.TOKENS
+    metadata: Any = None
+    stopped_as: StoppedAs = StoppedAs.ABORT
+    over_status: int = 410
+
+
+class SessionRegistry:
+    """All groups of sessions of a server.
+
+    Args:
+        rollouts: plans groups, allocates sessions, and reports to observers.
+        idle_seconds: seconds without a request after which a session ends as silent.
+        kept_bytes: memory of the tokens of ended groups.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts[Any, Any],
+        idle_seconds: float = IDLE_SECONDS,
+        kept_bytes: int = 1 << 30,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rollouts = rollouts
+        self._idle_seconds = idle_seconds
+        self._clock = clock
+        self._running: dict[str, SessionGroup] = {}
+        self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
+        self._sessions: dict[str, AgentSession] = {}
+        self._by_key: dict[str, AgentSession] = {}
+        self._polling: asyncio.Task[None] | None = None
+        rollouts.observers.weights_changing.add(self._record_weight_version)
+
+    # --- groups ---------------------------------------------------------------
+
+    async def create(self, request: SessionGroupRequest) -> SessionGroup:
+        """Create a group with its sessions.
+
+        Raises:
+            InvalidRequest: a field is wrong, or the policy cannot act on sessions.
+            Overloaded: too many sessions are open.
+        """
+        rollouts = self._rollouts
+        plan = self._plan(request)
+        allocation = await rollouts.allocator.allocate(plan, request.prompt_key or "")
+        if request.extra is not None:
+            allocation = replace(allocation, candidates=request.size + request.extra)
+        try:
+            free = MAX_OPEN_SESSIONS - sum(len(group.sessions) for group in self._running.values())
+            if allocation.candidates > free:
+                raise Overloaded(
+                    f"{MAX_OPEN_SESSIONS - free} sessions are open, and at most {MAX_OPEN_SESSIONS} may be; "
+                    "retry when some groups have ended",
+                    RETRY_SECONDS,
+                )
+            spec = SessionGroupSpec(
+                group_id=f"sessions-{uuid4().hex}",
+                plan=plan,
+                prompt_key=request.prompt_key,
+                owner=caller.get().name,
+                measure=request.measure,
+                metadata=request.metadata,
+                stopped_as=request.stopped_as,
+                over_status=request.over_status,
+            )
+            group = SessionGroup(
+                spec,
+                rollouts.observers,
+                self._clock,
+                lambda: rollouts.engine.weight_version,
+                self._new_session,
+                self._group_ended,
+            )
+        except BaseException:
+            allocation.drop()
+            raise
+        self._running[spec.group_id] = group
+        if self._polling is None:
+            self._polling = asyncio.create_task(self._poll(), name="darts-session-poller")
+        group.open(allocation)
+        return group
+
+    def find_group(self, group_id: str) -> SessionGroup:
+        """Return a group of the caller.
+
+        Raises:
+            NotFound
+        """
+        owner = caller.get()
+        group = self._running.get(group_id)
+        if group is None:
+            for _, groups in self._ended:
+                group = group or groups.get(group_id)
+        if group is None or not owner.may_see(group.spec.owner):
+            raise NotFound("group_id", f"there is no group of sessions {group_id!r} of yours; ended groups are dropped")
+        return group
+
+    def find(self, session_id: str) -> AgentSession:
+        """Return a session of the caller.
+
+        Raises:
+            NotFound
+        """
+        session = self._sessions.get(session_id)
+        if session is None or not _may_use(caller.get(), session):
+            raise NotFound(
+                "session_id",
+                f"there is no session {session_id!r} of yours; POST /darts/v1/sessions creates sessions, and the "
+                "sessions of groups that ended long ago, or before a restart of the server, are dropped",
+            )
+        return session
+
+    def owner_of_key(self, key: bytes) -> tuple[str | None, str] | None:
+        """Return the owner and the id of the session that a key belongs to, or None for a key of another kind.
+
+        Raises:
+            Unauthorized: the session is dropped.
+        """
+        if not key.startswith(KEY_PREFIX.encode()):
+            return None
+        session = self._by_key.get(key.decode("latin-1"))
+        if session is None:
+            # Without this, a server without keys would serve the request outside of any session.
+            raise Unauthorized("the key belongs to no session: its group ended long ago, or the server was restarted")
+        return session.group.spec.owner, session.session_id
+
+    def find_named(self, name: str | None) -> AgentSession | None:
+        """Return the session that a turn belongs to: by the session of the caller's key or URL, or by a header's name.
+
+        Raises:
+            Conflict: the header names another session than the key or the URL.
+        """
+        who = caller.get()
+        named = None if name is None else self._sessions.get(name)
+        if named is not None and not _may_use(who, named):
+            named = None
+        if who.session is None:
+            return named
+        session = self.find(who.session)
+        if named is not None and named is not session:
+            raise Conflict("session", f"the header names {name}, and the URL or key {who.session}; send one of them")
+        return session
+
+    @property
+    def num_open(self) -> int:
+        """Number of sessions that are not over."""
+        return sum(not session.session.is_over for group in self._running.values() for session in group.sessions)
+
+    # --- inside -----------------------------------------------------------------
+
+    def _plan(self, request: SessionGroupRequest) -> Plan:
+        options = RequestOptions(policy=request.policy, prompt_key=request.prompt_key)
+        try:
+            plan = self._rollouts.planner.plan(request.size, options, in_batch=True)
+        except InvalidRequest as error:
+            # The planner's other requests name their size `n`.
+            raise InvalidRequest("size" if error.field == "n" else error.field, error.message) from None
+        # Under `auto` nothing that changes the distribution is done, as under `off`.
+        if plan is None or plan.policy == AUTO:
+            plan = Plan(OFF, UNSHAPED, request.size)
+        if plan.shaping.prunes:
+            raise InvalidRequest(
+                "policy", f"{plan.policy!r} scores single answers, and sessions have several; use 'uniform' or 'cap'"
+            )
+        if request.extra and plan.shaping.candidates(request.size) == request.size:
+            raise InvalidRequest(
+                "extra",
+                f"must be 0 under {plan.policy!r} and for a size of 1, where all sessions are returned; set it to 0, "
+                "or use policy 'uniform'",
+            )
+        largest = self._rollouts.planner.limits.max_group_size
+        if request.size + (request.extra or 0) > largest:
+            raise InvalidRequest("extra", f"size and extra together must be at most {largest}; lower one of them")
+        return plan
+
+    def _new_session(self, group: SessionGroup, index: int) -> AgentSession:
+        # The id is a part of URLs and logs, so it gives no access by itself where the server has keys.
+        session = AgentSession(
+            group,
+            index,
+            SESSION_PREFIX + secrets.token_hex(12),
+            KEY_PREFIX + secrets.token_urlsafe(24),
+        )
+        self._sessions[session.session_id] = session
+        self._by_key[session.api_key] = session
+        return session
+
+    def _group_ended(self, group: SessionGroup) -> None:
+        del self._running[group.spec.group_id]
+        dropped = self._ended.put(group.spec.owner, group.spec.group_id, group, group.size_bytes)
+        for _, old in dropped:
+            for session in old.sessions:
+                del self._sessions[session.session_id]
+                del self._by_key[session.api_key]
+
+    def _record_weight_version(self) -> None:
+        version = self._rollouts.engine.weight_version
+        for group in self._running.values():
+            group.record_weight_version(version)
+
+    async def _poll(self) -> None:
+        next_idle_check = self._clock() + IDLE_CHECK_SECONDS
+        while self._running:
+            await asyncio.sleep(self._rollouts.poll_seconds)
+            for group in list(self._running.values()):
+                group.poll()
+            if self._clock() >= next_idle_check:
+                next_idle_check = self._clock() + IDLE_CHECK_SECONDS
+                for group in list(self._running.values()):
+                    group.end_silent(self._idle_seconds)
+        self._polling = None
+
+
+def _may_use(who: Caller, session: AgentSession) -> bool:
+    if who.session is not None:
+        return who.session == session.session_id
+    return who.may_see(session.group.spec.owner)

@@ -1,0 +1,533 @@
+"""Run a group of sessions: feed its state machine with turns and ends, and stop sessions that are not needed.
+
+The harness of a trainer runs the sessions. This room only sees their turns, and tells the harness by events.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from darts_server.exceptions import Conflict, DartsError, GroupAborted, SessionFailed, SessionOver
+from darts_server.group.candidate import Candidate
+from darts_server.group.events import (
+    Complete,
+    Cut,
+    DeadlineSet,
+    Decision,
+    Event,
+    Failed,
+    Finished,
+    GiveUp,
+    Progress,
+    Rewarded,
+    Start,
+    Started,
+    Stop,
+)
+from darts_server.group.group import Group, advantages, selection_weights
+from darts_server.group.session import FinishedTurn, Session
+from darts_server.observers import GroupEvents
+from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord, VersionSpans, extend_spans, join_spans
+from darts_server.rollout.allocation.cohort import Allocation, CohortMember
+from darts_server.rollout.group_record import make_group_record
+from darts_server.rollout.plan import Plan
+from darts_server.types import DiscardReason, FinishReason, Measure, Outcome, SessionEnd
+
+logger = logging.getLogger(__name__)
+
+MILLISECONDS = 1000
+"""Length units of a second, where sessions are compared by seconds."""
+MAX_RUNNING_TURNS = 64
+"""Requests of one session at a time. A harness with a few subagents needs some of them; more are a mistake."""
+SETTLE_SECONDS = 10.0
+"""Time for the aborted requests of a session to return their tokens: one decode step, on a busy engine some seconds."""
+
+
+class StoppedAs(StrEnum):
+    """Finish reason of the turn in which a session is stopped."""
+
+    ABORT = "abort"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGroupSpec:
+    """Description of a group of sessions.
+
+    ``metadata``: value of the caller. ``stopped_as``, ``over_status``: what a harness gets in the turn in which its
+    session is stopped, and in each later turn.
+    """
+
+    group_id: str
+    plan: Plan
+    prompt_key: str | None = None
+    owner: str | None = None
+    measure: Measure = Measure.TOKENS
+    metadata: Any = None
+    stopped_as: StoppedAs = StoppedAs.ABORT
+    over_status: int = 410
+
+
+class SessionTurn:
+    """A running request of a session. It must `finish` or `leave`.
+
+    Args:
+        generated: returns the number of tokens that the request has generated.
+        abort: stops the request on the engine.
+    """
+
+    def __init__(self, session: "AgentSession", generated: Callable[[], int], abort: Callable[[], None]) -> None:
+        self.session = session
+        self.generated = generated
+        self.abort = abort
+        self.spans: VersionSpans = ()
+        """Weight versions of the tokens before the latest weight update."""
+        self.is_stopped = False
+        """Whether the server has stopped the session during this request."""
+        self._is_over = False
+
+    def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """End the request with an answer. ``logprobs``: log-prob of each generated token."""
+        spans = extend_spans(self.spans, self.session.group.weight_version(), len(token_ids))
+        self._end(len(token_ids), FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
+
+    def leave(self, tokens: int) -> None:
+        """End the request without an answer, if it runs. ``tokens``: number of generated tokens."""
+        if not self._is_over:
+            self.spans = extend_spans(self.spans, self.session.group.weight_version(), tokens)
+            self._end(tokens, None)
+
+    def _end(self, tokens: int, turn: FinishedTurn | None) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self.session.group.turn_ended(self, tokens, turn)
+
+
+class AgentSession:
+    """A session of a group, as its harness sees it. ``api_key``: key that is valid for turns of this session alone."""
+
+    def __init__(self, group: "SessionGroup", index: int, session_id: str, api_key: str) -> None:
+        self.group = group
+        self.session_id = session_id
+        self.api_key = api_key
+        self.session = Session(index)
+        self.running: dict[SessionTurn, None] = {}
+        self.rank: int | None = None
+        """Engine that has the prefix of the latest turn."""
+        self.spans: VersionSpans = ()
+        """Weight versions of all generated tokens, turn by turn."""
+        self.reward: float | None = None
+        self.correct: bool | None = None
+        self.metadata: Any = None
+        self.candidate: Candidate = group.candidates[index]
+
+    @property
+    def index(self) -> int:
+        return self.session.index
+
+    @property
+    def trajectory_id(self) -> str:
+        return f"{self.group.spec.group_id}:{self.index}"
+
+    @property
+    def tokens(self) -> int:
+        """Number of generated tokens so far."""
+        return self.session.tokens + sum(turn.generated() for turn in self.running)
+
+    def seconds(self) -> float:
+        """Return the seconds since the first turn began, up to the session's end."""
+        return self.session.seconds(self.group.clock())
+
+    def length(self, now: float) -> int:
+        """Return the length so far, in the unit of the group's measure."""
+        if self.group.spec.measure is Measure.TOKENS:
+            return self.tokens
+        return int(MILLISECONDS * self.session.seconds(now))
+
+    async def settle(self) -> None:
+        """Wait until the aborted requests of a stopped session have returned their tokens."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self.session.is_over and self.running and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEvent:
+    """Something that a harness must know.
+
+    ``kind``: ``started``, ``stopped`` or ``ended`` for a session; ``completed``, ``failed`` or ``cancelled`` for the
+    group.
+    """
+
+    kind: str
+    session: AgentSession | None = None
+    reason: str | None = None
+
+
+class SessionGroup:
+    """Runs a group of sessions until it has its outcome.
+
+    Everything is synchronous, so that a stop reaches the engine in the same turn of the event loop.
+
+    Args:
+        weight_version: returns the version of the served weights.
+        new_session: called with the group and the index of a session; returns the session with its id and key.
+        on_end: called once when the group has its outcome.
+        tail_seed: seed of the sampled tail.
+    """
+
+    def __init__(
+        self,
+        spec: SessionGroupSpec,
+        observer: GroupEvents,
+        clock: Callable[[], float],
+        weight_version: Callable[[], int],
+        new_session: Callable[["SessionGroup", int], AgentSession],
+        on_end: Callable[["SessionGroup"], None],
+        tail_seed: Sequence[int] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.weight_version = weight_version
+        self.started_at = clock()
+        self.ended_at: float | None = None
+        self.sessions: list[AgentSession] = []
+        self.events: list[SessionEvent] = []
+        self.record: GroupRecord | None = None
+        self.error: Exception | None = None
+        self._observer = observer
+        self.clock = clock
+        self._new_session = new_session
+        self._on_end = on_end
+        self._changed = asyncio.Event()
+        self._group = Group(rng=np.random.default_rng(tail_seed))
+        self.candidates: Sequence[Candidate] = self._group.candidates
+        self._member: CohortMember | None = None
+
+    # --- the life of the group ----------------------------------------------
+
+    def open(self, allocation: Allocation) -> None:
+        """Create the sessions of the allocation."""
+        rule = self.spec.plan.rule_for(allocation.saturated)
+        if allocation.cohort is not None:
+            self._member = CohortMember(
+                allocation.cohort,
+                self._group,
+                rule.completion_place,
+                allocation.candidates,
+                lambda tokens, cut_length: self._feed(DeadlineSet(tokens, cut_length)),
+            )
+        self._carry_out(self._group.open(rule, allocation.candidates))
+
+    def poll(self) -> None:
+        """Feed the progress that the state machine needs. Report to the cohort if the group is late."""
+        checks = self._group.check_at
+        now = self.clock()
+        events = []
+        for index, tokens in checks.items():
+            session = self.sessions[index]
+            # Without a running turn, tokens do not change.
+            if session.running or self.spec.measure is Measure.SECONDS:
+                length = session.length(now)
+                if length >= tokens:
+                    events.append(Progress(index, length))
+        if self._member is not None:
+            self._member.report_late(
+                lambda: {s.index: s.length(now) for s in self.sessions if s.candidate.running},
+            )
+        if events:
+            self._feed(*events)
+
+    def end_silent(self, idle_seconds: float) -> None:
+        """End sessions that have had no request for ``idle_seconds`` seconds."""
+        now = self.clock()
+        for session in list(self.sessions):
+            used_at = session.session.used_at
+            since = self.started_at if used_at is None else used_at
+            if not session.session.is_over and not session.running and now - since > idle_seconds:
+                error = SessionFailed(f"session {session.session_id} had no request for {idle_seconds:g} seconds")
+                self._end_failed(session, SessionEnd.SILENT, error)
+
+    def cancel(self, error: DartsError | None = None) -> None:
+        """End the group, and stop its sessions."""
+        self.error = self.error or error or GroupAborted("the group was ended by its caller")
+        self._carry_out(self._group.cancel(DiscardReason.ABORTED))
+        self._close()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._group.outcome
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the tokens of all sessions."""
+        return sum(session.session.size_bytes for session in self.sessions)
+
+    async def wait_for_events(self, after: int, seconds: float) -> None:
+        """Wait until there are more than ``after`` events, at most ``seconds`` seconds."""
+        try:
+            async with asyncio.timeout(seconds):
+                while len(self.events) <= after:
+                    await self._changed.wait()
+        except TimeoutError:
+            return
+
+    # --- turns and ends ---------------------------------------------------
+
+    def begin_turn(self, session: AgentSession, generated: Callable[[], int], abort: Callable[[], None]) -> SessionTurn:
+        """Count a request of a session. See `SessionTurn`.
+
+        Raises:
+            SessionOver: the session is over.
+            Conflict: the session has too many running requests.
+        """
+        if session.session.is_over:
+            self._observer.session_request_refused()
+            raise self.over_error(session)
+        if len(session.running) >= MAX_RUNNING_TURNS:
+            raise Conflict(
+                "session",
+                f"{session.session_id} has {MAX_RUNNING_TURNS} running requests; wait for some of their answers",
+            )
+        session.session.begin_turn(self.clock())
+        turn = SessionTurn(session, generated, abort)
+        session.running[turn] = None
+        return turn
+
+    def turn_ended(self, turn: SessionTurn, tokens: int, finished: FinishedTurn | None) -> None:
+        """Count the end of a request, with ``tokens`` generated tokens."""
+        session = turn.session
+        inner = session.session
+        del session.running[turn]
+        session.spans = join_spans(session.spans, turn.spans if finished is None else finished.spans)
+        # Nothing of a stopped session is returned, but all of a session that was cut.
+        is_returned = not inner.is_over or session.candidate.cut
+        inner.end_turn(self.clock(), tokens, finished if is_returned else None)
+        if not inner.is_over:
+            self._feed(Progress(session.index, session.length(self.clock())))
+        elif session.candidate.cut and self.spec.measure is Measure.TOKENS:
+            inner.cut(session.candidate.tokens)
+
+    def end_session(
+        self,
+        session: AgentSession,
+        *,
+        usable: bool = True,
+        finish_reason: FinishReason = FinishReason.STOP,
+        reward: float | None = None,
+        correct: bool | None = None,
+        metadata: Any = None,
+    ) -> None:
+        """End a session for its harness. A session that the server has stopped only gets the reward and the metadata.
+
+        ``usable``: False for a session whose tool failed. Another session takes its place, if the group needs it.
+
+        Raises:
+            Conflict: the harness has ended the session already.
+        """
+        inner = session.session
+        if inner.end_reason in (SessionEnd.FINISHED, SessionEnd.FAILED):
+            raise Conflict("session", f"{session.session_id} has ended already; end each session once")
+        session.metadata = metadata
+        session.reward = reward
+        session.correct = correct
+        if correct is None and reward is not None:
+            session.correct = reward > 0
+        if inner.is_over:
+            # A session that was cut is in the group, and its reward counts.
+            if session.candidate.selected_as is not None:
+                self._report_reward(session)
+            return
+        if not usable:
+            self._end_failed(session, SessionEnd.FAILED, SessionFailed(f"session {session.session_id} is unusable"))
+            return
+
+        now = self.clock()
+        self._end(session, SessionEnd.FINISHED, "finished")
+        length = session.length(now)
+        self._feed(Finished(session.index, length, finish_reason), Rewarded(session.index, reward))
+
+    def over_error(self, session: AgentSession) -> SessionOver:
+        """Return the error of a request to a session that is over."""
+        end = session.session.end_reason
+        reason = session.candidate.reason
+        because = "" if reason is None else f" ({reason})"
+        return SessionOver(
+            f"session {session.session_id} is {end}{because}: send no further request of it, and end its environment",
+            self.spec.over_status,
+        )
+
+    # --- the state machine ----------------------------------------------------
+
+    def _end(self, session: AgentSession, end: SessionEnd, reason: str | None) -> None:
+        """End a session, stop its requests, and report the end."""
+        session.session.end(end, self.clock())
+        is_stopped = end in (SessionEnd.STOPPED, SessionEnd.ABORTED)
+        for turn in list(session.running):
+            turn.is_stopped = is_stopped
+            turn.abort()
+            if not is_stopped:
+                # The harness has ended the session and waits for no answer, and the session's length is final now.
+                turn.leave(turn.generated())
+        self._add_event(SessionEvent("stopped" if is_stopped else "ended", session, reason))
+        self._observer.session_ended(end, session.session.turns, session.session.tool_seconds)
+
+    def _end_failed(self, session: AgentSession, end: SessionEnd, error: SessionFailed) -> None:
+        self._end(session, end, str(error))
+        self._feed(Failed(session.index, error))
+
+    def _feed(self, *events: Event) -> None:
+        try:
+            self._carry_out(self._group.handle(*events))
+        except Exception as error:
+            # A bug of ours ends this group, and no other group.
+            logger.exception("session group %s failed on the events %s", self.spec.group_id, events)
+            self.cancel(GroupAborted(f"an internal error: {error!r}"))
+
+    def _carry_out(self, decisions: list[Decision]) -> None:
+        if self._member is not None:
+            has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
+            self._member.report_need(has_new_candidates=has_new_candidates)
+        for decision in decisions:
+            match decision:
+                case Start(indices=indices):
+                    for index in indices:
+                        session = self._new_session(self, index)
+                        self.sessions.append(session)
+                        self._add_event(SessionEvent("started", session))
+                    self._observer.candidates_started(len(indices))
+                    self._carry_out(self._group.handle(*[Started(index) for index in indices]))
+                case Stop(index=index, reason=reason):
+                    is_aborted = reason in (DiscardReason.ABORTED, DiscardReason.CANCELLED)
+                    end = SessionEnd.ABORTED if is_aborted else SessionEnd.STOPPED
+                    self._end(self.sessions[index], end, reason.value)
+                case Cut(index=index, tokens=tokens):
+                    session = self.sessions[index]
+                    if not session.session.is_over:
+                        self._end(session, SessionEnd.STOPPED, "cut")
+                    if not session.running and self.spec.measure is Measure.TOKENS:
+                        session.session.cut(tokens)
+                case Complete():
+                    self._close()
+                case GiveUp(error=error):
+                    self.error = error
+                    self._close()
+
+    def _close(self) -> None:
+        """Record and report the group's end, once."""
+        outcome = self._group.outcome
+        if outcome is None or self.record is not None:
+            return
+        self.ended_at = self.clock()
+        try:
+            self.record = self._make_record(outcome, self.ended_at)
+            self._observer.group_ended(self.record)
+            for session in self.sessions:
+                if session.candidate.selected_as is not None:
+                    self._report_trajectory(session)
+                else:
+                    session.session.rows.clear()
+        finally:
+            self._add_event(SessionEvent(outcome.value, reason=None if self.error is None else str(self.error)))
+            self._on_end(self)
+            if self._member is not None:
+                self._member.end(self.record)
+
+    def _make_record(self, outcome: Outcome, now: float) -> GroupRecord:
+        weights = selection_weights(self._group)
+        signal = advantages(self._group)
+        candidates = []
+        for session in self.sessions:
+            candidate = session.candidate
+            is_by_tokens = self.spec.measure is Measure.TOKENS
+            tokens = candidate.tokens if candidate.cut and is_by_tokens else session.tokens
+            spans = session.spans
+            for turn in session.running:
+                spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.generated()))
+            spans = extend_spans(spans, self.weight_version(), tokens)
+            candidates.append(
+                CandidateRecord(
+                    index=session.index,
+                    tokens=tokens,
+                    finish_reason=candidate.finish_reason,
+                    selected_as=candidate.selected_as,
+                    reason=candidate.reason,
+                    cut=candidate.cut,
+                    started_at=session.session.started_at,
+                    ended_at=session.session.ended_at or now,
+                    weight_version_start=spans[0][0] if spans else None,
+                    weight_version_end=spans[-1][0] if spans else None,
+                    weight=weights.get(session.index),
+                    version_spans=spans,
+                    reward=session.reward,
+                    correct=session.correct,
+                    advantage=signal.get(session.index),
+                )
+            )
+        return make_group_record(
+            self._group,
+            candidates,
+            self._member,
+            group_id=self.spec.group_id,
+            prompt_key=self.spec.prompt_key,
+            policy=self.spec.plan.policy,
+            outcome=outcome,
+            started_at=self.started_at,
+            ended_at=now,
+            owner=self.spec.owner,
+            error=self.error,
+        )
+
+    def _report_trajectory(self, session: AgentSession) -> None:
+        """Report a selected session to the observers that match rewards with trajectories."""
+        prompt: list[int] = []
+        tokens: list[int] = []
+        if session.session.rows:
+            row = session.session.rows[0]
+            start = row.mask.find(1)
+            prompt = row.token_ids[:start].tolist()
+            tokens = row.token_ids[start:].tolist()
+        self._observer.trajectory_returned(
+            TrajectoryRecord(
+                self.spec.group_id,
+                self.spec.prompt_key,
+                self.started_at,
+                session.index,
+                prompt,
+                tokens,
+                self.spec.owner,
+            )
+        )
+        self._report_reward(session)
+
+    def _report_reward(self, session: AgentSession) -> None:
+        if session.reward is None:
+            return
+        key = (self.spec.owner, self.spec.group_id)
+        self._observer.trajectory_verified(key, session.index, session.reward, bool(session.correct))
+
+    def _add_event(self, event: SessionEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- what others read -------------------------------------------------------
+
+    def weights_of(self, session: AgentSession) -> tuple[float | None, float | None]:
+        """Return the weight and the advantage of a session, each None if it has none or the group is not complete."""
+        if self.record is None or session.index >= len(self.record.candidates):
+            return None, None
+        candidate = self.record.candidates[session.index]
+        return candidate.weight, candidate.advantage
+
+    def record_weight_version(self, version: int) -> None:
+        """Record the weight version of all tokens, before the model gets new weights."""
+        for session in self.sessions:
+            for turn in session.running:
+                turn.spans = extend_spans(turn.spans, version, turn.generated())

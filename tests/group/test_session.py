@@ -1,0 +1,113 @@
+"""Sessions of agents: turns, rows to train on, and the end."""
+
+import pytest
+
+from darts_server.exceptions import IllegalMove
+from darts_server.group.session import FinishedTurn, Row, Session
+from darts_server.records import join_spans
+from darts_server.types import SessionEnd
+
+
+def turn(prompt: list[int], answer: list[int], version: int = 0) -> FinishedTurn:
+    return FinishedTurn(prompt, answer, [-float(token) for token in answer], ((version, len(answer)),))
+
+
+def run(session: Session, *turns: FinishedTurn) -> None:
+    for each in turns:
+        session.begin_turn(0.0)
+        session.end_turn(0.0, len(each.token_ids), each)
+
+
+def masks(session: Session) -> list[tuple[list[int], list[int]]]:
+    return [(row.token_ids.tolist(), list(row.mask)) for row in session.rows]
+
+
+def test_turns_whose_prompts_begin_with_all_earlier_tokens_make_one_row() -> None:
+    session = Session(0)
+    run(session, turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6], version=2))
+    assert masks(session) == [([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 0, 1])]
+    row = session.rows[0]
+    assert row.logprobs.tolist() == [0, 0, -3, -4, 0, -6]
+    assert row.spans == ((0, 2), (2, 1))
+    assert (session.turns, session.tokens, session.prompt_tokens) == (2, 3, 7)
+
+
+def test_a_rewritten_history_begins_a_row_of_its_own() -> None:
+    session = Session(0)
+    run(session, turn([1, 2], [3, 4]), turn([1, 2, 9], [5]), turn([1, 2, 3, 4, 7], [8]))
+    # The last turn continues the first row again.
+    assert masks(session) == [([1, 2, 3, 4, 7, 8], [0, 0, 1, 1, 0, 1]), ([1, 2, 9, 5], [0, 0, 0, 1])]
+
+
+def test_two_turns_at_once_are_two_rows() -> None:
+    session = Session(0)
+    session.begin_turn(0.0)
+    session.begin_turn(0.0)
+    session.end_turn(1.0, 1, turn([1], [2]))
+    session.end_turn(1.0, 1, turn([1], [3]))
+    assert masks(session) == [([1, 2], [0, 1]), ([1, 3], [0, 1])]
+    assert session.size_bytes == 4 * 9
+
+
+def test_an_unanswered_turn_counts_in_the_length_but_is_in_no_row() -> None:
+    session = Session(0)
+    session.begin_turn(0.0)
+    session.end_turn(1.0, 5)
+    run(session, turn([1], [2]))
+    assert (session.turns, session.tokens) == (1, 6)
+    assert masks(session) == [([1, 2], [0, 1])]
+
+
+def test_tool_time_is_the_time_without_a_running_turn() -> None:
+    session = Session(0)
+    assert session.seconds(5.0) == 0.0
+    session.begin_turn(10.0)
+    session.begin_turn(11.0)
+    session.end_turn(12.0, 1, turn([1], [2]))
+    session.end_turn(14.0, 1, turn([1], [3]))
+    session.begin_turn(17.0)
+    assert session.tool_seconds == 3.0
+    session.end_turn(18.0, 1)
+    assert session.seconds(20.0) == 10.0
+    session.end(SessionEnd.FINISHED, 21.0)
+    assert session.seconds(30.0) == 11.0
+
+
+def test_a_session_ends_once_and_has_no_turn_afterwards() -> None:
+    session = Session(0)
+    assert not session.is_over
+    session.end(SessionEnd.STOPPED, 1.0)
+    assert session.is_over
+    with pytest.raises(IllegalMove, match="stopped already"):
+        session.end(SessionEnd.FINISHED, 2.0)
+    with pytest.raises(IllegalMove, match="is over"):
+        session.begin_turn(2.0)
+    with pytest.raises(IllegalMove, match="no running turn"):
+        session.end_turn(2.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        (0, []),
+        (1, [([1, 2], [0, 1])]),
+        (2, [([1, 2, 3], [0, 1, 1])]),
+        (3, [([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])]),
+        (4, [([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]), ([9, 6], [0, 1])]),
+        (9, [([1, 2, 3, 4, 5], [0, 1, 1, 0, 1]), ([9, 6, 7], [0, 1, 1])]),
+    ],
+)
+def test_a_cut_keeps_the_first_generated_tokens(tokens: int, expected: list[tuple[list[int], list[int]]]) -> None:
+    session = Session(0)
+    run(session, turn([1], [2, 3]), turn([1, 2, 3, 4], [5], version=1), turn([9], [6, 7], version=1))
+    session.cut(tokens)
+    assert masks(session) == expected
+    for row in session.rows:
+        assert sum(count for _, count in row.spans) == row.num_generated
+        assert len(row.logprobs) == len(row.token_ids)
+
+
+def test_spans_of_later_tokens_are_appended() -> None:
+    assert join_spans((), ((1, 2),)) == ((1, 2),)
+    assert join_spans(((1, 2),), ((1, 1), (3, 4))) == ((1, 3), (3, 4))
+    assert Row().num_generated == 0

@@ -1,0 +1,425 @@
+"""Groups of sessions, from their creation to the last request after the end."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from darts_server.caller import Caller, caller
+from darts_server.engine.scripted import Script
+from darts_server.exceptions import Conflict, InvalidRequest, NotFound, Overloaded, SessionOver, Unauthorized
+from darts_server.group.events import DeadlineSet
+from darts_server.group.informative import Select
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping, build_policies
+from darts_server.rollout.sessions import registry as registry_module
+from darts_server.rollout.sessions.registry import SessionGroupRequest, SessionRegistry
+from darts_server.rollout.sessions.session_group import (
+    MAX_RUNNING_TURNS,
+    AgentSession,
+    SessionGroup,
+    SessionTurn,
+)
+from darts_server.types import DiscardReason, FinishReason, Measure, Outcome, SelectedAs, SessionEnd
+from tests.rollout.helpers import Harness, Recorder
+
+pytestmark = pytest.mark.anyio
+SHAPINGS = build_policies(
+    Shaping(redundancy=1.5), Deadline(), informative=Shaping(redundancy=2.0, select=Select.INFORMATIVE)
+)
+
+
+class World:
+    """A registry on a clock that tests set, and what its observers see."""
+
+    def __init__(self, idle_seconds: float = 100.0, kept_bytes: int = 1 << 20) -> None:
+        self.now = 0.0
+        self.harness = Harness(lambda _, __: Script(1), SHAPINGS)
+        self.recorder = Recorder(self.harness.rollouts.observers)
+        self.ends: list[SessionEnd] = []
+        self.refused = 0
+        self.harness.rollouts.observers.session_ended.add(lambda end, turns, seconds: self.ends.append(end))
+        self.harness.rollouts.observers.session_request_refused.add(self.count_refusal)
+        self.registry = SessionRegistry(self.harness.rollouts, idle_seconds, kept_bytes, lambda: self.now)
+        self.generated: dict[SessionTurn, int] = {}
+        self.aborted: list[SessionTurn] = []
+
+    def count_refusal(self) -> None:
+        self.refused += 1
+
+    async def create(
+        self, size: int = 2, extra: int | None = 1, policy: str = "uniform", **more: object
+    ) -> SessionGroup:
+        return await self.registry.create(SessionGroupRequest(size, extra, policy, "p", **more))  # type: ignore[arg-type]
+
+    def begin(self, session: AgentSession) -> SessionTurn:
+        turn: SessionTurn
+
+        def generated() -> int:
+            return self.generated.get(turn, 0)
+
+        turn = session.group.begin_turn(session, generated, lambda: self.aborted.append(turn))
+        return turn
+
+    def answer(self, session: AgentSession, tokens: int) -> None:
+        turn = self.begin(session)
+        turn.finish([1], [2] * tokens, [-1.0] * tokens)
+
+    def finish(self, session: AgentSession, tokens: int, reward: float | None = None) -> None:
+        if tokens:
+            self.answer(session, tokens)
+        session.group.end_session(session, reward=reward)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@contextmanager
+def as_caller(who: Caller) -> Iterator[None]:
+    token = caller.set(who)
+    try:
+        yield
+    finally:
+        caller.reset(token)
+
+
+async def test_a_session_that_is_longer_than_needed_is_stopped_in_its_turn(world: World) -> None:
+    # One of two places is for the shortest session, the other for the session with the lower tail draw.
+    group = await world.create(size=2, extra=2)
+    draws = [candidate.tail_draw for candidate in group.candidates]
+    order = sorted(range(4), key=lambda index: draws[index])
+    turns = {index: world.begin(group.sessions[index]) for index in range(4)}
+    for index in order[1:]:
+        world.generated[turns[index]] = 50
+    world.generated[turns[order[0]]] = 60
+    shortest = order[1]
+    turns[shortest].finish([1], [2] * 10, [-1.0] * 10)
+    group.end_session(group.sessions[shortest], reward=1.0)
+    group.poll()
+    # The shortest is certain, and the tail's draws are known: two sessions can win no place.
+    assert {turn.session.index for turn in world.aborted} == set(order[2:])
+    assert all(turn.is_stopped for turn in world.aborted)
+    for turn in world.aborted:
+        turn.leave(50)
+        with pytest.raises(SessionOver, match="stopped") as error:
+            world.begin(turn.session)
+        assert error.value.status == 410
+    assert world.refused == 2
+    assert group.outcome is None
+
+    turns[order[0]].finish([1], [2] * 60, [-1.0] * 60)
+    group.end_session(group.sessions[order[0]], reward=0.0)
+    assert group.outcome is Outcome.COMPLETED
+    (record,) = world.recorder.records
+    assert [c.tokens for c in record.candidates if c.selected_as is not None] == sorted(
+        [10, 60], key=lambda tokens: tokens == (10 if shortest > order[0] else 60)
+    )
+    assert record.candidates[shortest].weight == 1.0
+    assert record.candidates[order[0]].weight == 3.0
+    assert [c.reason for c in record.candidates].count(DiscardReason.TAIL_PRUNED) == 2
+    assert sorted(returned.index for returned in world.recorder.returned) == sorted([shortest, order[0]])
+    assert not group.sessions[order[2]].session.rows
+
+
+async def test_events_tell_the_harness_of_starts_stops_and_the_end(world: World) -> None:
+    group = await world.create(size=1, extra=0, policy="off")
+    waiting = asyncio.create_task(group.wait_for_events(1, 10.0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    world.finish(group.sessions[0], 3)
+    await waiting
+    assert [event.kind for event in group.events] == ["started", "ended", "completed"]
+    await group.wait_for_events(3, 0.01)
+
+
+async def test_an_unusable_session_is_replaced(world: World) -> None:
+    group = await world.create(size=2, extra=0, policy="off")
+    group.end_session(group.sessions[0], usable=False)
+    assert len(group.sessions) == 3
+    world.finish(group.sessions[1], 3)
+    world.finish(group.sessions[2], 4)
+    assert group.outcome is Outcome.COMPLETED
+    assert [session.candidate.selected_as for session in group.sessions] == [None, SelectedAs.SHORT, SelectedAs.SHORT]
+    assert world.ends == [SessionEnd.FAILED, SessionEnd.FINISHED, SessionEnd.FINISHED]
+
+
+async def test_a_group_whose_sessions_all_fail_gives_up(world: World) -> None:
+    group = await world.create(size=1, extra=0, policy="off")
+    for index in range(2):
+        group.end_session(group.sessions[index], usable=False)
+    assert group.outcome is Outcome.FAILED
+    assert group.events[-1].kind == "failed"
+    assert "unusable" in (group.events[-1].reason or "")
+
+
+async def test_silent_sessions_end_and_tools_may_take_long(world: World) -> None:
+    group = await world.create(size=2, extra=0, policy="off")
+    quiet, busy = group.sessions
+    world.answer(quiet, 3)
+    turn = world.begin(busy)
+    world.now = 99.0
+    group.end_silent(100.0)
+    assert world.ends == []
+    world.now = 101.0
+    group.end_silent(100.0)
+    assert world.ends == [SessionEnd.SILENT]
+    assert quiet.session.is_over
+    turn.leave(0)
+    with pytest.raises(SessionOver, match="silent"):
+        world.begin(quiet)
+
+
+async def test_the_registry_polls_progress_and_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "IDLE_CHECK_SECONDS", 0.0)
+    world = World(idle_seconds=0.5)
+    group = await world.create(size=1, extra=0, policy="off")
+    world.now = 1.0
+    async with asyncio.timeout(5):
+        while group.outcome is None:
+            world.now += 1.0
+            await asyncio.sleep(0.01)
+    assert group.outcome is Outcome.FAILED
+    await asyncio.sleep(0.05)
+    # The poller has ended with the last group, and begins again with the next group.
+    group = await world.create(size=1, extra=0, policy="off")
+    group.cancel()
+
+
+async def test_sessions_are_compared_by_seconds_if_asked(world: World) -> None:
+    group = await world.create(size=2, extra=1, measure=Measure.SECONDS)
+    order = sorted(group.sessions, key=lambda session: session.candidate.tail_draw)
+    turns = {session: world.begin(session) for session in order}
+    world.now = 4.0
+    # The session with the most tokens is the fastest.
+    turns[order[1]].finish([1], [2] * 100, [-1.0] * 100)
+    group.end_session(order[1])
+    group.poll()
+    assert [turn.session for turn in world.aborted] == [order[2]], "it takes as many seconds, and runs"
+    turns[order[0]].finish([1], [2], [-1.0])
+    group.end_session(order[0])
+    (record,) = world.recorder.records
+    assert sorted(c.tokens for c in record.selected) == [1, 100], "records have tokens, whatever is compared"
+
+
+async def test_rewards_come_with_the_end_and_may_follow_for_a_cut_session(world: World) -> None:
+    rewards: list[tuple[int, float, bool]] = []
+    world.harness.rollouts.observers.trajectory_verified.add(
+        lambda key, index, reward, correct: rewards.append((index, reward, correct))
+    )
+    group = await world.create(size=2, extra=0, policy="off")
+    world.finish(group.sessions[0], 3, reward=0.5)
+    group.end_session(group.sessions[1], reward=-1.0, metadata={"seen": 1}, finish_reason=FinishReason.LENGTH)
+    assert rewards == [(0, 0.5, True), (1, -1.0, False)]
+    assert group.sessions[1].metadata == {"seen": 1}
+    with pytest.raises(Conflict, match="ended already"):
+        group.end_session(group.sessions[0])
+
+
+async def test_a_deadline_cuts_sessions_in_any_turn(world: World) -> None:
+    group = await world.create(size=2, extra=None, policy="cap")
+    first, second = group.sessions
+    world.answer(first, 5)
+    turn = world.begin(second)
+    world.generated[turn] = 12
+    group._feed(DeadlineSet(10, 10))
+    group.poll()
+    assert world.aborted == [turn]
+    assert second.session.end_reason is SessionEnd.STOPPED
+    # The request returns a token more than the deadline allows.
+    turn.finish([1], [2] * 13, [-1.0] * 13)
+    assert second.session.rows[0].num_generated == 10
+    group.end_session(first)
+    assert group.outcome is Outcome.COMPLETED
+    (record,) = world.recorder.records
+    assert [c.tokens for c in record.candidates] == [5, 10]
+    assert [c.cut for c in record.candidates] == [False, True]
+    # The harness gives the cut session its reward.
+    group.end_session(second, reward=1.0)
+    assert second.reward == 1.0
+
+
+async def test_informative_selects_by_the_rewards_of_ends(world: World) -> None:
+    group = await world.create(size=2, extra=2, policy="informative")
+    for index, session in enumerate(group.sessions):
+        world.finish(session, 3, reward=float(index == 0))
+    assert group.outcome is Outcome.COMPLETED
+    selected = [session for session in group.sessions if session.candidate.selected_as is not None]
+    assert len(selected) == 2
+    assert group.sessions[0] in selected, "its advantage is the largest"
+    weight, advantage = group.weights_of(group.sessions[0])
+    assert weight == pytest.approx(1.0)
+    assert advantage == pytest.approx(0.75)
+
+
+async def test_a_harness_that_ends_a_session_does_not_wait_for_its_requests(world: World) -> None:
+    group = await world.create(size=1, extra=0, policy="off")
+    turn = world.begin(group.sessions[0])
+    world.generated[turn] = 7
+    group.end_session(group.sessions[0])
+    assert world.aborted == [turn]
+    (record,) = world.recorder.records
+    assert record.candidates[0].tokens == 7
+    turn.leave(9)
+    turn.finish([1], [2], [-1.0])
+    assert group.sessions[0].session.tokens == 7, "what comes later changes nothing"
+
+
+async def test_a_cancelled_group_aborts_its_sessions(world: World) -> None:
+    group = await world.create(size=2, extra=1)
+    turn = world.begin(group.sessions[0])
+    group.cancel()
+    assert group.outcome is Outcome.CANCELLED
+    assert world.aborted == [turn]
+    assert world.ends == [SessionEnd.ABORTED] * 3
+    group.cancel()
+    # A harness may still end its sessions.
+    group.end_session(group.sessions[0], reward=1.0)
+    turn.leave(4)
+    await group.sessions[0].settle()
+
+
+async def test_weight_versions_are_those_of_the_tokens(world: World) -> None:
+    group = await world.create(size=1, extra=0, policy="off")
+    session = group.sessions[0]
+    world.answer(session, 2)
+    turn = world.begin(session)
+    world.generated[turn] = 3
+    world.harness.rollouts.weights_change()
+    world.harness.engine.weight_version += 1
+    turn.finish([1, 2, 2, 5], [6] * 4, [-1.0] * 4)
+    group.end_session(session)
+    (record,) = world.recorder.records
+    assert record.candidates[0].version_spans == ((0, 5), (1, 1))
+    assert session.session.rows[0].spans == ((0, 5), (1, 1))
+    assert record.mixed_versions
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (SessionGroupRequest(8, 4, "off"), "extra"),
+        (SessionGroupRequest(8, 4, "cap"), "extra"),
+        (SessionGroupRequest(1, 4, "uniform"), "extra"),
+        (SessionGroupRequest(62, 4, "uniform"), "extra"),
+        (SessionGroupRequest(1025, 4, "uniform"), "size"),
+        (SessionGroupRequest(8, 4, "nonsense"), "policy"),
+    ],
+)
+async def test_wrong_requests_start_nothing(world: World, request_: SessionGroupRequest, field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        await world.registry.create(request_)
+    assert error.value.field == field
+    assert world.recorder.started == 0
+
+
+async def test_the_number_of_open_sessions_is_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_OPEN_SESSIONS", 5)
+    group = await world.create(size=2, extra=1)
+    with pytest.raises(Overloaded, match="3 sessions are open"):
+        await world.create(size=2, extra=1)
+    assert world.registry.num_open == 3
+    group.cancel()
+    assert world.registry.num_open == 0
+    await world.create(size=2, extra=1)
+
+
+async def test_a_session_runs_a_limited_number_of_requests_at_a_time(world: World) -> None:
+    group = await world.create(size=1, extra=0, policy="off")
+    for _ in range(MAX_RUNNING_TURNS):
+        world.begin(group.sessions[0])
+    with pytest.raises(Conflict, match="running requests"):
+        world.begin(group.sessions[0])
+
+
+async def test_sessions_belong_to_the_key_that_created_them(world: World) -> None:
+    with as_caller(Caller("alice")):
+        group = await world.create()
+    session = group.sessions[0]
+    with as_caller(Caller("bob")):
+        assert world.registry.find_named(session.session_id) is None
+        with pytest.raises(NotFound):
+            world.registry.find(session.session_id)
+        with pytest.raises(NotFound):
+            world.registry.find_group(group.spec.group_id)
+    with as_caller(Caller("alice")):
+        assert world.registry.find(session.session_id) is session
+        assert world.registry.find_named(session.session_id) is session
+        assert world.registry.find_named("another name") is None
+        assert world.registry.find_named(None) is None
+    assert world.registry.owner_of_key(session.api_key.encode()) == ("alice", session.session_id)
+    assert world.registry.owner_of_key(b"a key of the server") is None
+    other = group.sessions[1]
+    with as_caller(Caller("alice", session=session.session_id)):
+        assert world.registry.find_named(None) is session
+        assert world.registry.find_named("the harness's own name") is session
+        # The key of one session gives no access to another session.
+        assert world.registry.find_named(other.session_id) is session
+        with pytest.raises(NotFound):
+            world.registry.find(other.session_id)
+
+
+async def test_ended_groups_can_be_read_until_they_are_dropped() -> None:
+    world = World(kept_bytes=100)
+    first = await world.create(size=1, extra=0, policy="off")
+    world.finish(first.sessions[0], 3)
+    assert world.registry.find_group(first.spec.group_id) is first
+    second = await world.create(size=1, extra=0, policy="off")
+    world.finish(second.sessions[0], 10)
+    with pytest.raises(NotFound):
+        world.registry.find(first.sessions[0].session_id)
+    with pytest.raises(Unauthorized, match="no session"):
+        world.registry.owner_of_key(first.sessions[0].api_key.encode())
+    assert world.registry.find(second.sessions[0].session_id) is second.sessions[0]
+
+
+async def test_every_session_ends_once_whatever_happens(world: World) -> None:
+    rng = np.random.default_rng(3)
+    groups = []
+    for policy in ("uniform", "darts_cut", "informative"):
+        for _ in range(60):
+            groups.append(await world.create(size=3, extra=2, policy=policy))
+    open_turns: list[SessionTurn] = []
+    for _ in range(20_000):
+        alive = [group for group in groups if group.outcome is None]
+        if not alive:
+            break
+        group = alive[int(rng.integers(len(alive)))]
+        session = group.sessions[int(rng.integers(len(group.sessions)))]
+        world.now += 0.01
+        try:
+            match int(rng.integers(12)):
+                case 0 | 1 | 2 | 3:
+                    turn = world.begin(session)
+                    world.generated[turn] = int(rng.integers(20))
+                    open_turns.append(turn)
+                case 4 | 5 | 6 if open_turns:
+                    turn = open_turns.pop(int(rng.integers(len(open_turns))))
+                    tokens = world.generated[turn]
+                    turn.finish([1], [2] * tokens, [-1.0] * tokens)
+                case 7 if open_turns:
+                    open_turns.pop().leave(3)
+                case 8 | 9:
+                    group.end_session(session, reward=float(rng.integers(2)))
+                case 10:
+                    group.end_session(session, usable=bool(rng.integers(4)))
+                case _:
+                    group.poll()
+        except (SessionOver, Conflict):
+            pass
+    for group in groups:
+        group.cancel()
+    for turn in open_turns:
+        turn.leave(0)
+    sessions = [session for group in groups for session in group.sessions]
+    assert world.recorder.started == len(sessions) == len(world.ends)
+    assert all(session.session.is_over and not session.running for session in sessions)
+    assert len(world.recorder.records) == len(groups)
+    for group in groups:
+        assert group.record is not None
+        if group.outcome is Outcome.COMPLETED:
+            assert len(group.record.selected) == 3
+        assert group.error is None or "internal" not in str(group.error)
