@@ -54,8 +54,8 @@ async def compare(options: argparse.Namespace) -> None:
         # Each run yields an entry before its first step.
         bar = stack.enter_context(tqdm(total=(recipe.steps + 1) * len(runs), unit="step"))
         for _ in range(recipe.steps + 1):
-            for steps, log in runs:
-                entry = await anext(steps)
+            for run, log in runs:
+                entry = await anext(run)
                 print(entry.line(), file=log, flush=True)
                 bar.update()
 

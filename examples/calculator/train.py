@@ -93,7 +93,7 @@ class Figures:
     calls: int
     """Number of calls of the calculator that all sessions made."""
     saved_calls: int | None
-    """Number of calls that stopped sessions did not make, or None if nobody counted them."""
+    """Number of calls that stopped sessions did not make, or None without `Recipe.finish_stopped`."""
     late_requests: int
     """Number of requests that stopped sessions sent after they had been stopped."""
     trained: int
