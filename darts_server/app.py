@@ -30,6 +30,7 @@ from darts_server.http.security.heads import LimitedHttp
 from darts_server.http.security.json_bodies import limit_json
 from darts_server.http.security.middleware import SecurityMiddleware
 from darts_server.http.security.session_paths import SessionPaths
+from darts_server.http.webhook import Webhook
 from darts_server.logs import log_announced_update, log_cohort, log_group, log_ready, log_start, log_update
 from darts_server.metrics.collectors import (
     DRAFT_SOURCES,
@@ -205,6 +206,9 @@ async def _serve(
             has_key_files = settings.api_key_file or settings.admin_api_key_file
             handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
 
+            if settings.session_webhook is not None:
+                webhook = await keeping.enter_async_context(Webhook(settings.session_webhook).running())
+                rooms.rollouts.observers.session_event.add(webhook.send)
             engine.renderer.reuses_streams = settings.reuse_streams
             # Requests become groups, and vLLM's app gets our routes.
             engine.shape(rooms.rollouts, merge_options, rooms.updates)

@@ -18,8 +18,8 @@ REQUEST_ID_CHARS = NAME_CHARS + 64
 RULE = f"1 to {NAME_CHARS} printable characters"
 SAFE = ":@+=,"
 """Characters that need no encoding, beside letters, digits and ``-._~``."""
-SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
-"""Headers with the name of a trajectory, for vLLM and for routers in front of vLLM."""
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key", "x-dynamo-session-id", "x-session-affinity")
+"""Headers with the name of a trajectory, for vLLM, for routers in front of vLLM, NVIDIA Dynamo and Fireworks."""
 LORA_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Names of LoRA adapters are metric labels, and model names in requests."""
 

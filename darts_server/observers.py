@@ -53,6 +53,9 @@ class GroupEvents:
         self.cohort_ended = Event[[CohortRecord]]()
         self.session_ended = Event[[SessionEnd, int, float]]()
         """A session of an agent has ended: its end, its answered turns, and its tool time in seconds."""
+        self.session_event = Event[[str, str | None, str, str | None]]()
+        """Something that the harness of a session must know: the ids of the group and of the session, the kind of the
+        event (see `SessionEvent`), and a reason."""
         self.session_request_refused = Event[[]]()
         """A request of a session came after the session's end."""
         self.weights_changing = Event[[]]()

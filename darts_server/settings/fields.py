@@ -252,6 +252,9 @@ class Settings(BaseModel):
 
     session_idle: float = Field(1800.0, gt=0, le=86400)
     """Seconds without a request after which a session of an agent ends as silent. Its tools may not take longer."""
+    session_webhook: str | None = Field(None, pattern="^https?://")
+    """URL that gets the events of sessions by POST, as JSON with group_id, session, type and reason. Default: harnesses
+    wait for events by GET."""
     grace_seconds: float | None = Field(None, ge=0, le=86400)
     """Seconds that running requests may take after a stop signal. Then batches get what their groups have generated,
     and other requests get status 503. Default: vLLM's --shutdown-timeout, or 30."""

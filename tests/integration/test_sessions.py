@@ -140,8 +140,11 @@ def test_a_session_is_found_by_its_key_and_by_a_header(server: Server) -> None:
     url = f"{server.url}/v1/completions"
     by_key = httpx.post(url, json=body, headers={"Authorization": f"Bearer {first['api_key']}"}, timeout=60)
     assert by_key.json()["darts_session"]["id"] == first["id"]
-    by_header = httpx.post(url, json=body, headers={"X-Session-ID": second["id"]}, timeout=60)
-    assert by_header.json()["darts_session"]["id"] == second["id"]
+    for header in ("X-Session-ID", "X-Darts-Session", "X-SMG-Routing-Key", "X-Dynamo-Session-ID", "X-Session-Affinity"):
+        by_header = httpx.post(url, json=body, headers={header: second["id"]}, timeout=60)
+        assert by_header.json()["darts_session"]["id"] == second["id"], header
+    xargs = httpx.post(url, json={**body, "vllm_xargs": {"darts_session": second["id"]}}, timeout=60)
+    assert xargs.json()["darts_session"]["turns"] == 6
     chat = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3}
     answer = httpx.post(f"{first['base_url']}/chat/completions", json=chat, timeout=60)
     if answer.status_code == 200:

@@ -182,7 +182,7 @@ class GroupState(BaseModel):
         return cls(
             group_id=group.spec.group_id,
             prompt_key=group.spec.prompt_key,
-            policy=group.spec.plan.policy,
+            policy=group.policy,
             size=group.spec.plan.size,
             state="running" if group.outcome is None else group.outcome,
             error=None if group.error is None else str(group.error),
@@ -299,7 +299,7 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
         root = str(request.base_url)
         return SessionGroupOut(
             group_id=group.spec.group_id,
-            policy=group.spec.plan.policy,
+            policy=group.policy,
             size=group.spec.plan.size,
             sessions=[SessionOut.of(session, root) for session in group.sessions],
         )

@@ -24,6 +24,8 @@ KEPT_GROUPS = 8192
 """Ended groups that can be read. A step has 256 to 1,024."""
 IDLE_CHECK_SECONDS = 1.0
 SESSION_PREFIX = "ses-"
+LEARNED_AS = {Measure.TOKENS: "sessions", Measure.SECONDS: "session-seconds"}
+"""Suffix of the policy's name in records and in what is learned."""
 KEY_PREFIX = "ses-key-"
 """Keys of sessions. No key of a server begins so, unless its operator chooses it."""
 
@@ -212,7 +214,8 @@ class SessionRegistry:
         largest = self._rollouts.planner.limits.max_group_size
         if request.size + (request.extra or 0) > largest:
             raise InvalidRequest("extra", f"size and extra together must be at most {largest}; lower one of them")
-        return plan
+        # Deadlines and losses are learned by policy, and sessions are longer than the answers of other groups.
+        return replace(plan, policy=f"{plan.policy}:{LEARNED_AS[request.measure]}")
 
     def _new_session(self, group: SessionGroup, index: int) -> AgentSession:
         # The id is a part of URLs and logs, so it gives no access by itself where the server has keys.

@@ -261,6 +261,11 @@ class SessionGroup:
         self._close()
 
     @property
+    def policy(self) -> str:
+        """Name of the policy in requests."""
+        return self.spec.plan.policy.partition(":")[0]
+
+    @property
     def outcome(self) -> Outcome | None:
         return self._group.outcome
 
@@ -513,6 +518,8 @@ class SessionGroup:
         self._observer.trajectory_verified(key, session.index, session.reward, bool(session.correct))
 
     def _add_event(self, event: SessionEvent) -> None:
+        session_id = None if event.session is None else event.session.session_id
+        self._observer.session_event(self.spec.group_id, session_id, event.kind, event.reason)
         self.events.append(event)
         self._changed.set()
         self._changed = asyncio.Event()

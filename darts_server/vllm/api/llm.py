@@ -116,9 +116,10 @@ class ShapingLLM(ControlledLLM):
         route = route_call.get() or RouteCall()
         check_request(self.vllm_config, request)
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
-        agent = None if self.sessions is None else self.sessions.find_named(shaping.session or route.session)
-        if agent is not None:
-            return self._begin_turn(agent, request, route)
+        if self.sessions is not None:
+            agent = self.sessions.find_named(shaping.session or options.get("session_id") or route.session)
+            if agent is not None:
+                return self._begin_turn(agent, request, route)
 
         # Choose the policy, and recognise the trajectory and group of the request.
         rollouts = self.rollouts

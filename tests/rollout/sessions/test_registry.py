@@ -242,6 +242,18 @@ async def test_a_deadline_cuts_sessions_in_any_turn(world: World) -> None:
     assert second.reward == 1.0
 
 
+async def test_deadlines_of_sessions_are_learned_apart_from_those_of_other_groups(world: World) -> None:
+    group = await world.create(size=2, extra=None, policy="cap")
+    for session in group.sessions:
+        world.finish(session, 40)
+    assert group.policy == "cap"
+    (record,) = world.recorder.records
+    assert record.policy == "cap:sessions"
+    deadlines = world.harness.rollouts.allocator.deadlines
+    assert deadlines.recent_lengths("cap:sessions/2").state == [40]
+    assert deadlines.recent_lengths("cap/2").state == []
+
+
 async def test_informative_selects_by_the_rewards_of_ends(world: World) -> None:
     group = await world.create(size=2, extra=2, policy="informative")
     for index, session in enumerate(group.sessions):
