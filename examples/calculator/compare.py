@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 async def compare(options: argparse.Namespace) -> None:
     """Run all methods with all seeds, and write their logs."""
-    recipe = Recipe(options.steps)
+    recipe = Recipe(options.steps, held_out_samples=options.held_out_samples)
     async with AsyncExitStack() as stack:
         url = options.url or stack.enter_context(serving(DARTS, options.out / "server.log")).url
         client = await stack.enter_async_context(AsyncClient(url, timeout=TIMEOUT_SECONDS))
@@ -114,6 +114,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED", help="default: %(default)s")
     add("--steps", type=int, default=Recipe.steps, metavar="N", help="default: %(default)s")
+    add("--held-out-samples", type=int, default=Recipe.held_out_samples, metavar="N", help="default: %(default)s")
     add("--model", type=Path, default=MODEL, metavar="FOLDER", help="initial policy (default: the model beside)")
     add("--url", help="a running server with a model of the same architecture (default: start one)")
     add("--out", type=Path, default=Path("out/calculator"), metavar="FOLDER", help="default: %(default)s")

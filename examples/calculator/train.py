@@ -16,6 +16,7 @@ the extra "dev" and clients/ installed.
 import argparse
 import asyncio
 import json
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -28,7 +29,7 @@ from statistics import fmean
 from typing import Any, Self
 
 import torch
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +44,8 @@ from examples.tiny_rl.train_log import Seconds
 
 MODEL = Path(__file__).parent / "model"
 HELD_OUT_SEED = 20_240
+# Reading the root certificates takes tens of milliseconds. So the clients of all sessions share them.
+CERTIFICATES = ssl.create_default_context()
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,7 @@ class Trainer:
             update = self._learner.update(batch)
             after = time.perf_counter()
             figures = Figures(
-                right=fmean(trajectory.reward for group in groups for trajectory in group.trajectories),
+                right=fmean(trajectory.reward or 0.0 for group in groups for trajectory in group.trajectories),
                 sessions=sum(len(group.episodes) for group in groups),
                 stopped=stopped,
                 turns=turns,
@@ -248,9 +251,11 @@ class Trainer:
 
         async def agent(session: Any, episode: Episode) -> None:
             wait = slow_tool(f"{self._seed}/{step}/{number}/{session.index}")
-            await play(episode, openai_complete(session.openai()), wait)
+            bound = session.openai(http_client=DefaultAsyncHttpxClient(verify=CERTIFICATES))
+            await play(episode, openai_complete(bound), wait)
             if episode.end != "stopped":
-                await session.end(reward=episode.reward, correct=episode.reward == 1.0)
+                reason = "length" if episode.end == "truncated" else "stop"
+                await session.end(reward=episode.reward, finish_reason=reason)
 
         method = self._method
         client: Any = self._client
@@ -292,7 +297,7 @@ def totals(groups: Sequence[Group]) -> tuple[int, int]:
 
 def graded(trajectories: Sequence[Any]) -> list[Trained]:
     """Return the rows of a group's trajectories with GRPO's advantages."""
-    values = advantages([trajectory.reward for trajectory in trajectories])
+    values = advantages([trajectory.reward or 0.0 for trajectory in trajectories])
     return [
         to_trained(row, advantage)
         for trajectory, advantage in zip(trajectories, values, strict=True)

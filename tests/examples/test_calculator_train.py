@@ -63,11 +63,11 @@ class ScriptedSession:
         self.reward: float | None = None
         self.sampled: list[tuple[list[int], list[int]]] = []
 
-    def openai(self) -> Any:
+    def openai(self, http_client: object) -> Any:
         return completions(self.index, self.sampled)
 
-    async def end(self, *, reward: float, correct: bool) -> None:
-        assert correct == (reward == 1.0)
+    async def end(self, *, reward: float, finish_reason: str) -> None:
+        assert finish_reason == "stop"
         self.reward = reward
 
     @property
