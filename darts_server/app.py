@@ -198,13 +198,15 @@ async def _serve(
     lifecycle = Lifecycle()
     with server.bind_socket(args) as sock, ExitStack() as closing:
         async with AsyncExitStack() as keeping:
-            # Before the engine, whose start takes minutes: wrong code of a verifier is an error at once.
+            # Verifiers start before the engine, which takes minutes, so that wrong code of a verifier is found at once.
             verifiers = await keeping.enter_async_context(_start_verifiers(settings))
             log_start(args.model)
             engine = await keeping.enter_async_context(_start_engines(settings, args, argv))
             rooms = make_rooms(settings, engine, access, store, staging, closing, verifiers)
-            has_key_files = settings.api_key_file or settings.admin_api_key_file
-            handle_sighup(partial(_reload_keys, access, rooms.batches) if has_key_files else None)
+            reload_keys = None
+            if settings.api_key_file or settings.admin_api_key_file:
+                reload_keys = partial(_reload_keys, access, rooms.batches)
+            handle_sighup(reload_keys)
 
             if settings.session_webhook is not None:
                 webhook = await keeping.enter_async_context(Webhook(settings.session_webhook).running())
@@ -241,7 +243,8 @@ async def _serve(
             ready = partial(
                 log_ready, server.url_of(args, sock), engine.model_name, settings.policy, settings.group_size
             )
-            # If this server fails to start, the next server must find the saved prompts. So they are taken over last.
+            # Taking over the saved prompts removes them from the file. It is the last step, so that the next server
+            # finds them if this server fails to start.
             rooms.batches.restore()
             try:
                 await server.serve(application, args, sock, shutdown, LimitedHttp, ready)
@@ -376,7 +379,7 @@ def make_rooms(
     # Observers of groups, and rewards.
     bias = LengthBias()
     provenance = Provenance()
-    monitor = Monitor(rollouts)
+    monitor = Monitor(rollouts, sessions)
     confidence = Confidence(store)
     metrics = RolloutMetrics(engine.model_name, _make_reads(rollouts, store, bias, batches))
 
@@ -391,6 +394,7 @@ def make_rooms(
     events = rollouts.observers
     events.single_request_classified.add(metrics.single_request_classified)
     events.group_closed.add(metrics.group_closed)
+    events.prompts_skipped.add(metrics.prompts_skipped)
     events.candidates_started.add(metrics.candidates_started)
     events.trajectory_returned.add(reward_matcher.trajectory_returned)
     events.trajectory_verified.add(reward_matcher.trajectory_verified)

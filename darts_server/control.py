@@ -112,7 +112,7 @@ def make_planner(settings: Settings) -> Planner:
         max_redundancy=settings.max_redundancy,
         budget=budget,
     )
-    # The default redundancies, and auto, are for policies that stop long candidates.
+    # The other policies stop long candidates. Their default redundancy does not suit ``informative``.
     is_set = "redundancy" in settings.model_fields_set and budget is BudgetKind.FIXED
     signal_redundancy = redundancy if is_set else INFORMATIVE_REDUNDANCY
     signal_maximum = INFORMATIVE_SPREAD * signal_redundancy

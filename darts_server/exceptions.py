@@ -34,6 +34,8 @@ DartsError
     IllegalMove
 """
 
+from collections.abc import Iterable
+
 RETRY_SECONDS = 5
 """``Retry-After`` of a refused request: in some hundred decode steps, some waiting candidates have started."""
 
@@ -54,6 +56,17 @@ class InvalidRequest(DartsError, ValueError):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+
+
+def field_name(path: Iterable[str | int]) -> str:
+    """Return the name of a field for `InvalidRequest`, such as ``prompts[3].text``. ``path``: keys and indices."""
+    name = ""
+    for part in path:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        else:
+            name += f".{part}"
+    return name.removeprefix(".")
 
 
 class NotFound(InvalidRequest):
@@ -105,7 +118,7 @@ class GroupAborted(DartsError):
 
 
 class SessionOver(DartsError):
-    """The session of an agent is over. ``status``: HTTP status that the harness understands."""
+    """The session of an agent is over. ``status``: HTTP status for the harness, or 200 for an empty answer."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

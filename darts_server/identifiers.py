@@ -49,7 +49,6 @@ def header_value(identifier: str) -> str:
 
 
 def from_header(value: str) -> str:
-    """Decode a value of `header_value`."""
     return unquote(value)
 
 

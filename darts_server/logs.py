@@ -133,7 +133,7 @@ def log_start(model: str) -> None:
 
 
 def log_ready(url: str, model: str, policy: str, group_size: int | None) -> None:
-    """``group_size``: size of the groups that single requests form; ``None`` if they form no groups."""
+    """Log that the server answers. ``group_size``: size of the groups that single requests form, or None."""
     single = f"single requests of one prompt form groups of {group_size}"
     if group_size is None:
         single = "single requests that name no group are not grouped (--group-size)"

@@ -41,6 +41,8 @@ class GroupEvents:
         self.single_request_classified = Event[[TurnKind]]()
         self.group_closed = Event[[bool]]()
         """No further request may join a group of single requests, which is full or not."""
+        self.prompts_skipped = Event[[int]]()
+        """A batch does not run so many of its prompts, because they are almost surely without signal."""
         self.candidates_started = Event[[int]]()
         self.trajectory_returned = Event[[TrajectoryRecord]]()
         """A caller gets a trajectory, before or after its group has ended."""

@@ -67,6 +67,12 @@ class CandidateRecord:
     """Whether the answer is right, as the verifier says."""
     advantage: float | None = None
     """Advantage of a returned trajectory, if the group was selected by rewards."""
+    turns: int | None = None
+    """Number of answered turns of a session, or None for a candidate that is no session."""
+    tool_seconds: float | None = None
+    """Seconds between the turns of a session."""
+    tool_times: Sequence[float] = ()
+    """Begin and end of each of a session's first intervals of tool time; the last end is missing while a tool runs."""
 
 
 @dataclass(frozen=True, slots=True)

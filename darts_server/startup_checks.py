@@ -83,7 +83,10 @@ def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
 
     version = vllm_version()
     warning = version_warning(version)
-    yield ok("vLLM", version or "none") if warning is None else warn("vLLM", warning)
+    if warning is None:
+        yield ok("vLLM", version or "none")
+    else:
+        yield warn("vLLM", warning)
     yield _judge("devices", *checks.check_devices())
     if has_model:
         yield _judge("model", *checks.check_model(args))
@@ -133,7 +136,7 @@ def check_file_descriptors(minimum: int = MIN_FILES) -> Finding:
 def check_port(host: str, port: int) -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As vLLM does: an earlier server's connections may still be in TIME_WAIT.
+        # vLLM sets this option too: connections of an earlier server may still be in TIME_WAIT.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -213,8 +216,10 @@ def check_policy(settings: Settings) -> Finding:
 def check_probe(settings: Settings, fault: str | None) -> Finding:
     """Check whether the quality head can get hidden states. ``fault``: why the flags prevent it, or None."""
     is_needed = "arrol" in settings.policy and "head" in settings.quality
+    if fault is None and is_needed:
+        return ok("probe", "available")
     if fault is None:
-        return ok("probe", "available" if is_needed else "not needed by the default policy")
+        return ok("probe", "not needed by the default policy")
     if not is_needed:
         return ok("probe", f"not available ({fault}), and not needed")
     return fail("probe", f"--policy {settings.policy} needs hidden states, and {fault}; score by --quality logprob")

@@ -51,6 +51,7 @@ from darts_server.rollout.plan import Plan
 from darts_server.rollout.pruning.pruner import Pruner
 from darts_server.rollout.pruning.scoring import ScoringSettings
 from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.sessions.registry import SessionRegistry
 from darts_server.rollout.spec import GroupSpec, JoinRequest
 from darts_server.rollout.voting import Confidence, VoteRequest, VoteRunner
 from darts_server.serving.admission import AdmissionLimits
@@ -236,7 +237,7 @@ class Stack:
             clock=loop.time,
         )
         self.control.apply_to(self.rollouts)
-        self.monitor = Monitor(self.rollouts, loop.time)
+        self.monitor = Monitor(self.rollouts, SessionRegistry(self.rollouts, clock=loop.time), loop.time)
         self.reward_matcher = RewardMatcher(
             self.rollouts.statistics.rewards,
             self._rewarded,

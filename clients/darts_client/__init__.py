@@ -16,10 +16,12 @@ from ._errors import (
     BadRequest,
     ConnectionFailed,
     DartsError,
+    GroupFailed,
     NotFound,
     Overloaded,
     ProtocolError,
     ServerFault,
+    SessionOver,
     StatusError,
     TimedOut,
     Unauthorized,
@@ -61,6 +63,8 @@ from ._rewards import (
     to_dataset,
     to_rows,
 )
+from ._session_groups import RunningSession, SessionGroup
+from ._sessions import SessionTrajectory
 from ._sync_client import Client
 from ._sync_rollouts import Rollouts
 from ._votes import Vote, Voter
@@ -83,6 +87,7 @@ __all__ = [
     "FinishReason",
     "Group",
     "GroupEvent",
+    "GroupFailed",
     "GroupRecord",
     "LoraRecord",
     "NotFound",
@@ -98,7 +103,11 @@ __all__ = [
     "RolloutPrompt",
     "RolloutPrompts",
     "Rollouts",
+    "RunningSession",
     "ServerFault",
+    "SessionGroup",
+    "SessionOver",
+    "SessionTrajectory",
     "StatusError",
     "TimedOut",
     "Trajectory",

@@ -29,6 +29,7 @@ from ._requests import (
 )
 from ._rewards import RewardCounts, Rewarded, Values, as_rewards, rewards_body, split_rewards
 from ._rollouts import Carry, RolloutsRequest, rollouts_request
+from ._session_groups import AsyncSessionsApi
 from ._stream import ROLLOUTS, BatchReader, completed_group
 from ._votes import Score, Vote, Weights, check_vote
 
@@ -82,6 +83,7 @@ class AsyncClient:
         self.policy = AsyncPolicyApi(self._transport)
         self.state = AsyncStateApi(self._transport)
         self.weights = AsyncWeightsApi(self._transport)
+        self.sessions = AsyncSessionsApi(self._transport)
 
     async def __aenter__(self) -> Self:
         return self

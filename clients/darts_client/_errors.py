@@ -7,9 +7,11 @@
     - BadRequest         400, 409, 422
     - Unauthorized       401, 403
     - NotFound           404
+    - SessionOver        410 or 409, for a session that is over
     - Overloaded         429, 503
     - ServerFault        any other 5xx
   + ProtocolError        the answer does not match the request
+  + GroupFailed          a group of sessions failed, or was deleted
 
 An invalid argument raises ValueError or TypeError if the client can detect it without the server.
 """
@@ -35,6 +37,10 @@ class TimedOut(DartsError):
 
 class ProtocolError(DartsError):
     """The server's answer does not match the request. Do not train on it."""
+
+
+class GroupFailed(DartsError):
+    """Too few sessions of a group could finish, or the group was deleted."""
 
 
 class StatusError(DartsError):
@@ -73,6 +79,10 @@ class Unauthorized(StatusError):
 
 class NotFound(StatusError):
     """There is no such route or model, or the server no longer keeps this id."""
+
+
+class SessionOver(StatusError):
+    """The session is over. Its agent must send no further request."""
 
 
 class Overloaded(StatusError):
@@ -144,6 +154,8 @@ def _status_error(
     """Return the exception. `error`: OpenAI's object, or FastAPI's with a `detail`."""
     default_kind = ServerFault if status >= 500 else StatusError
     kind = _BY_STATUS.get(status, default_kind)
+    if error.get("type") == "darts_session_over":
+        kind = SessionOver
     message = _text(error.get("message")) or _text(error.get("detail")) or default_message
     code = error.get("code")
     return kind(

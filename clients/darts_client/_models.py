@@ -223,6 +223,9 @@ class TrajectoryEvent:
     text: str
     finish_reason: FinishReason
     cut: bool
+    reward: float | None = None
+    """Reward by the server's verifier, or None if it is not known yet."""
+    correct: bool | None = None
 
 
 class Discard(WireModel):

@@ -32,6 +32,9 @@ class CandidateRecord(WireModel):
     """1 / (probability of its return), or None."""
     advantage: float | None = None
     """Reward minus the mean reward of the candidates, or None unless the policy selects by rewards."""
+    turns: int | None = None
+    """Answered turns of a session."""
+    tool_seconds: float | None = None
 
 
 class GroupRecord(WireModel):

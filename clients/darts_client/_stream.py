@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from httpx_sse import ServerSentEvent
+from pydantic import FiniteFloat
 
 from ._errors import ConnectionFailed, DartsError, ProtocolError, StatusError, error_from_object, was_never_sent
 from ._models import (
@@ -41,6 +42,8 @@ class TrajectoryEnd(WireModel):
     finish_reason: FinishReason
     text: str
     cut: bool
+    reward: FiniteFloat | None = None
+    correct: bool | None = None
 
 
 class _BatchStarted(WireModel):
@@ -114,6 +117,8 @@ class CandidateAssembly:
             text=end.text,
             finish_reason=end.finish_reason,
             cut=end.cut,
+            reward=end.reward,
+            correct=end.correct,
         )
 
     def discard(self, discard: Discard) -> Discard:

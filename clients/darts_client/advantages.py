@@ -14,6 +14,11 @@ from ._models import Group, Trajectory
 from ._records import CandidateRecord, GroupRecord
 
 
+def run_weight(group: Group | GroupRecord) -> float:
+    """Return 1 / (probability that the server ran the group's prompt), a factor of all advantages."""
+    return 1 / (group.run_probability or 1.0)
+
+
 def unbiased_advantages(
     group: Group | GroupRecord,
     rewards: Sequence[float],
@@ -21,8 +26,8 @@ def unbiased_advantages(
 ) -> list[float]:
     """Return A_i = (n / N) w_i (r_i - b_i) for each of the n returned trajectories of a group with N candidates.
 
-    The group's mean of A_i times the gradient of the trajectory's log-probability is an unbiased estimate of the policy
-    gradient. If groups have different n, take the mean within each group first.
+    All are times `run_weight`. The group's mean of A_i times the gradient of the trajectory's log-probability is an
+    unbiased estimate of the policy gradient. If groups have different n, take the mean within each group first.
 
     The default b_i is a mean reward of other trajectories of the group. If the group is the K shortest and a sample of
     the rest, it is that of the K - 1 shortest others, which are always returned and do not depend on i. Otherwise it is
@@ -51,7 +56,7 @@ def unbiased_advantages(
         baselines = _means_of_shortest_others(group, group.num_shortest - 1, rewards)
     else:
         baselines = _weighted_means_of_others(weights, rewards, count, group.sampled_from)
-    scale = len(rewards) / count
+    scale = run_weight(group) * len(rewards) / count
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
 
 
@@ -60,7 +65,7 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
 
     A_i is the trajectory's `advantage` over all M', and w_i its `weight`. The group's mean of these numbers times the
     gradient of the trajectory's log-probability has the expectation of GRPO's gradient with groups of M'. A trajectory
-    without a weight, of a biased selection, counts with its advantage alone.
+    without a weight, of a biased selection, counts with its advantage alone. All are times `run_weight`.
 
     Raises:
         ValueError: the group's policy does not select by rewards.
@@ -74,9 +79,9 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
                 f"the trajectories of {name} have no advantages from the server; sample with the policy "
                 '"informative" through client.rollouts'
             )
-        scale = 1.0
+        scale = run_weight(group)
         if trajectory.weight is not None:
-            scale = trajectory.weight * len(returned) / max(group.num_rewarded, 1)
+            scale *= trajectory.weight * len(returned) / max(group.num_rewarded, 1)
         advantages.append(scale * trajectory.advantage)
     return advantages
 

@@ -6,9 +6,9 @@ loss = -(batch.advantages[:, None] * new_logprobs * batch.completion_mask).sum()
 ```
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 try:
     import torch
@@ -18,7 +18,7 @@ except ModuleNotFoundError as exc:
 
 from ._models import Group, Trajectory
 from ._rewards import values_by_group
-from .advantages import server_advantages, unbiased_advantages
+from .advantages import run_weight, server_advantages, unbiased_advantages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Tensors:
     rewards: Tensor | None
     """(N,) float32."""
     advantages: Tensor | None
-    """(N,) float32, times 1 / `run_probability` of the group."""
+    """(N,) float32, times `advantages.run_weight` of the group."""
     weights: Tensor | None
     """(N,) float32, 1 / (probability of the trajectory's return)."""
     group: Tensor
@@ -114,10 +114,11 @@ def to_tensors(
         if advantages == "unbiased":
             parts = [torch.tensor(unbiased_advantages(*each)) for each in zip(groups, rows, baselines, strict=True)]
         elif advantages == "grpo" and is_sample:
-            parts = [_grpo_advantages(torch.tensor(row), scale, eps) for row in rows]
+            parts = [
+                run_weight(group) * _grpo_advantages(torch.tensor(row), scale, eps)
+                for group, row in zip(groups, rows, strict=True)
+            ]
     if parts:
-        # The groups of prompts that the server might have skipped count more.
-        parts = [part / (group.run_probability or 1.0) for group, part in zip(groups, parts, strict=True)]
         advantages_tensor = torch.cat(parts)
 
     weights = [trajectory.weight for trajectory in trajectories if trajectory.weight is not None]
@@ -132,6 +133,38 @@ def to_tensors(
         advantages=advantages_tensor,
         weights=torch.tensor(weights) if len(weights) == len(trajectories) else None,
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories]),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionTensors:
+    """R rows of sessions, of up to T tokens."""
+
+    token_ids: Tensor
+    """(R, T) int64, padded on the right."""
+    attention_mask: Tensor
+    """(R, T) bool, false in the padding."""
+    completion_mask: Tensor
+    """(R, T) bool, true for generated tokens alone."""
+    logprobs: Tensor
+    """(R, T) float32, natural log-probs of generated tokens, and 0 elsewhere."""
+    advantages: Tensor
+    """(R,) float32."""
+
+
+def session_tensors(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> SessionTensors:
+    """Return rows of `SessionGroup.to_rows` as tensors on the CPU. Raise ValueError if a row has no advantage."""
+    if any(row["advantage"] is None for row in rows):
+        raise ValueError("the rows have no advantages; give a number for each trajectory to to_rows")
+    token_ids, attention_mask = _pad([row["token_ids"] for row in rows], pad_id)
+    logprobs = torch.zeros(attention_mask.shape)
+    logprobs[attention_mask] = torch.tensor([value for row in rows for value in row["logprobs"]])
+    return SessionTensors(
+        token_ids=token_ids,
+        attention_mask=attention_mask,
+        completion_mask=_pad([row["mask"] for row in rows], 0)[0].bool(),
+        logprobs=logprobs,
+        advantages=torch.tensor([row["advantage"] for row in rows]),
     )
 
 

@@ -47,8 +47,8 @@ def cell_of(source, rung, count, total, weight):  # type: ignore[no-untyped-def]
 class Acceptance:
     """Share of drafted tokens that were right, by cell.
 
-    It begins pessimistic: `PRIOR_TRIES` tries of which fewer were right than the counts say, the fewer the shorter the
-    context is. ``rates`` is what `draft` reads, float64 [CELLS].
+    A cell begins with `PRIOR_TRIES` tries. Fewer of these tries were right than the counts say, most of all for short
+    contexts. ``rates``: float64 [CELLS], the shares that `draft` reads.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ EVERYWHERE = 0
 """Root of the counts over all prompts. Its contexts have at least eight tokens, as shorter contexts predict little."""
 FIRST_RUNG_EVERYWHERE = 3
 HISTORY = 64
-"""Hashes that are kept of a text: of its last 17 positions, and of drafts that are appended for a moment."""
+"""Number of hashes that are kept of a text: for its last 17 positions, and for a draft while it is made."""
 SLOT_BYTES = 32
 """A context and a continuation in the tables."""
 SLOTS_OF_TOKEN = 2 * RUNGS - FIRST_RUNG_EVERYWHERE
@@ -129,12 +129,12 @@ def _context(text, length, root, rung):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def append(text, length, token):  # type: ignore[no-untyped-def]
-    """Append a token to a text of this length."""
     text[(length + 1) % HISTORY] = text[length % HISTORY] * _BASE + np.uint64(token + 1)
 
 
 @njit(inline="always")
 def _count(counts, text, length, root, rung, token, weight):  # type: ignore[no-untyped-def]
+    """Add a weight to a token as the continuation of the text's last 2 ** rung tokens."""
     key = _context(text, length, root, rung)
     slot = _slot(counts.keys, key)
     pair = ((key ^ np.uint64(token + 1)) * _MIX) | _ONE
@@ -180,25 +180,33 @@ def skip(text, length, tokens):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def draft(counts, text, length, root, weight, rates, most, least, tokens, chances, cells):  # type: ignore[no-untyped-def]
-    """Draft the continuation of a text, and return its number of tokens.
+def draft(counts, text, length, root, weight, rates, max_tokens, min_chance, tokens, chances, cells):  # type: ignore[no-untyped-def]
+    """Draft the continuation of a text into ``tokens``, and return the number of drafted tokens.
 
-    At each position the context whose continuation is accepted most often decides. It stops when the probability that
-    the whole draft is accepted falls below ``least``. ``chances`` are these probabilities, ``cells`` index the table
-    of acceptance. The text is the same afterwards, but for hashes beyond its end.
+    Each token is the heaviest continuation of one of the text's contexts: of the context whose continuations are
+    accepted most often. The draft ends at ``max_tokens``, or when the probability that all its tokens are accepted
+    falls below ``min_chance``.
+
+    ``text``, ``length``, ``root``: the text. Only its hashes beyond its end change. ``weight``: weight of an answer in
+    the counts. ``rates``: share of accepted tokens, by `cell_of`. ``tokens``, ``chances``, ``cells``: set for each
+    token to its id, the probability that the draft is accepted up to it, and its cell in ``rates``.
     """
     chance = 1.0
-    for place in range(most):
+    for place in range(max_tokens):
         best_rate = 0.0
         best_token = -1
         best_cell = -1
+        # Contexts of the prompt, and then contexts of all prompts; the longest first.
         for source in range(2):
-            first = 0 if source == 0 else FIRST_RUNG_EVERYWHERE
-            of_root = root if source == 0 else EVERYWHERE
-            for rung in range(RUNGS - 1, first - 1, -1):
+            source_root = root
+            first_rung = 0
+            if source == 1:
+                source_root = EVERYWHERE
+                first_rung = FIRST_RUNG_EVERYWHERE
+            for rung in range(RUNGS - 1, first_rung - 1, -1):
                 if (1 << rung) > length + place:
                     continue
-                slot = _slot(counts.keys, _context(text, length + place, of_root, rung))
+                slot = _slot(counts.keys, _context(text, length + place, source_root, rung))
                 if counts.keys[slot] == 0:
                     continue
                 cell = cell_of(source, rung, counts.counts[slot], counts.totals[slot], weight)
@@ -210,10 +218,10 @@ def draft(counts, text, length, root, weight, rates, most, least, tokens, chance
         if best_token < 0:
             return place
         chance *= best_rate
-        if chance < least:
+        if chance < min_chance:
             return place
         tokens[place] = best_token
         chances[place] = chance
         cells[place] = best_cell
         append(text, length + place, best_token)
-    return most
+    return max_tokens

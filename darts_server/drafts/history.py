@@ -18,7 +18,7 @@ PROMPT_BYTES = 4 * 65_536
 ANSWER_BYTES = 512
 """Memory of an answer beside its tokens."""
 MEMORIES = 64
-"""Number of memories for which a prompt knows what they have. Others get its answers again."""
+"""Limit of memories in `Prompt.sent`. A memory that was dropped from it gets the prompt's answers again."""
 KEY_BYTES = 16
 _HEAD = Struct(f"<{KEY_BYTES}sI")
 
@@ -67,11 +67,14 @@ class History:
 
     def __init__(self, limit: int, save: Callable[[int, bytes | None], None]) -> None:
         self.bytes = 0
+        """Memory that all answers take."""
         self._limit = limit
         self._save = save
+        # Answers by number, the oldest first, and their prompts by key.
         self._answers: OrderedDict[int, Answer] = OrderedDict()
         self._prompts: dict[bytes, Prompt] = {}
-        self._last = 0
+        self._last_number = 0
+        # Number of updates of the weights so far, and the present version of the weights.
         self._epoch = 0
         self._version: object = None
 
@@ -87,7 +90,7 @@ class History:
         """
         unusable = 0
         for number, value in rows:
-            self._last = number
+            self._last_number = number
             tokens = b"" if value is None else value[_HEAD.size :]
             if value is None or not _are_tokens(tokens, vocabulary):
                 unusable += 1
@@ -100,7 +103,7 @@ class History:
         return unusable
 
     def observe(self, version: object) -> None:
-        """Age all answers if the version of the weights is another one."""
+        """Age all answers if the version of the weights has changed."""
         if self._version is not None and version != self._version:
             self._epoch += 1
         self._version = version
@@ -108,24 +111,26 @@ class History:
     def add(self, key: bytes, tokens: bytes, memory: int) -> None:
         """Keep an answer that ``memory`` has counted. ``tokens``: token ids as int32."""
         answer = Answer(key, self._epoch, tokens[:PROMPT_BYTES], memory)
-        self._last += 1
-        self._save(self._last, _HEAD.pack(key, answer.epoch) + answer.tokens)
-        self._keep(self._last, answer)
+        self._last_number += 1
+        self._save(self._last_number, _HEAD.pack(key, answer.epoch) + answer.tokens)
+        self._keep(self._last_number, answer)
 
     def take_unsent(self, key: bytes, memory: int) -> Answers:
-        """Return the answers of a prompt that a memory does not have, the newest first. From now on it has them."""
+        """Return the answers of a prompt that a memory does not have, the newest first, and mark them as sent."""
         prompt = self._prompts.get(key)
         if prompt is None:
             return []
-        known = prompt.sent.pop(memory, 0)
+        last_sent = prompt.sent.pop(memory, 0)
         prompt.sent[memory] = prompt.numbers[-1]
+        # Memories that got answers last are at the end.
         if len(prompt.sent) > MEMORIES:
             del prompt.sent[next(iter(prompt.sent))]
         unsent = []
         for number in reversed(prompt.numbers):
-            if number <= known:
+            if number <= last_sent:
                 break
             answer = self._answers[number]
+            # A memory has counted the answers of its own engine.
             if answer.memory != memory:
                 unsent.append((self._epoch - answer.epoch, answer.tokens))
         return unsent
@@ -137,6 +142,7 @@ class History:
             prompt.sent.pop(memory, None)
 
     def _keep(self, number: int, answer: Answer) -> None:
+        """Add an answer, and drop the oldest answers beyond the limits of its prompt and of all prompts."""
         self._answers[number] = answer
         prompt = self._prompts.setdefault(answer.key, Prompt())
         prompt.numbers.append(number)

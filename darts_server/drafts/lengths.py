@@ -78,6 +78,7 @@ class StepTimes:
             self._fit()
 
     def _fit(self) -> None:
+        """Fit the curve to the mean of each bin. Steps that took far too long count less."""
         seen = np.flatnonzero(self._counts)
         weights = np.minimum(self._counts[seen], RECENT)
         means = []
@@ -87,13 +88,13 @@ class StepTimes:
         fitted = fit_isotonic(means, weights.astype(float))
         sizes = self._sizes[seen]
         self.sizes = np.concatenate([[0.0], sizes, [sizes[-1] * BEYOND]])
-        # Fewer sequences than were seen may be faster, and more take time in proportion.
+        # Fewer sequences than in any bin may be faster. More sequences take time in proportion to their number.
         self.seconds = np.concatenate([[fitted[0] / 2], fitted, [fitted[-1] * BEYOND]])
 
     def observe_drafted(self, sequences: int, drafted: int, seconds: float) -> float:
         """Count a step with drafts. Return its seconds, or less if it took far too long."""
         plain = self.plain(sequences)
-        # What the drafts would take if they were sequences.
+        # Seconds that the drafted tokens would take if they were sequences.
         full = self.plain(sequences + drafted) - plain
         seconds = min(seconds, MOST_TIMES * (plain + self.fixed + self.share * full))
 
@@ -114,8 +115,8 @@ class StepTimes:
 class Savings:
     """Seconds that drafts have saved or lost, by the number of running sequences and in all.
 
-    Drafts may lose `LOST_SHARE` of the time, and what they saved before, up to `RESERVE`: in all, or at their own level
-    where others have lost. Then they must wait. So whatever drafts cost, they cannot lose more.
+    Drafts may lose `LOST_SHARE` of the time, and the seconds that they saved before, up to `RESERVE`. Both are counted
+    in all and at each level. At a level where neither count has seconds left, nothing is drafted.
     """
 
     def __init__(self) -> None:
@@ -144,6 +145,7 @@ class Savings:
         self._save(level, plain_seconds * tokens / sequences - (1 - LOST_SHARE) * seconds, plain_seconds)
 
     def _save(self, level: int, saved: float, plain_seconds: float) -> None:
+        """Add saved seconds, or lost seconds below 0, to both counts."""
         most = RESERVE * plain_seconds
         self._total = min(self._total + saved, most)
         self._saved[level] = min(self._saved[level] + saved, most)
@@ -171,11 +173,13 @@ def choose(rows: int, chances: Floats, drafted: Ints, times: StepTimes, scale: f
     """
     is_drafted = np.arange(chances.shape[1]) < drafted[:, None]
     flat = np.sort(chances[is_drafted])[::-1]
+    # Seconds of a step with 0, 1, 2, ... drafted tokens. A step without drafts counts as faster, because estimates err.
     seconds = np.interp(rows + np.arange(flat.size + 1.0), times.sizes, times.seconds)
     plain = seconds[0]
     seconds = plain + scale * (times.fixed + times.share * (seconds - plain))
     seconds[0] = plain / LEAST_GAIN
     count = count_worth(rows, flat, seconds)
+    # No chance is 2, so nothing is chosen.
     least = 2.0
     if count:
         least = float(flat[count - 1])

@@ -64,8 +64,8 @@ def _propose(  # type: ignore[no-untyped-def]
 ):
     """Learn the new tokens of each row's text, score its last draft by them, and draft again.
 
-    ``rows``: the text of each row of the batch. ``ends``: the length of each row. ``room``: how many tokens may be
-    drafted for it.
+    ``rows``: the number of each request's text. ``ends``: the length of each text with its new tokens. ``room``: how
+    many tokens may be drafted for each request.
     """
     for place in range(rows.shape[0]):
         row = rows[place]
@@ -99,8 +99,8 @@ class Drafts:
         most: maximum number of tokens of a draft.
         bits: the counts have at most 2 ** bits slots, of 32 bytes.
         clock: monotonic, in seconds.
-        padded: maximum of requests times the tokens of the longest draft and one more. So many rows of log-probs does
-            vLLM make.
+        padded: maximum number of rows of log-probs that vLLM makes in a step: the number of requests, times one more
+            than the tokens of the longest draft.
     """
 
     def __init__(self, rows: int, most: int, bits: int, clock: Callable[[], float], padded: int) -> None:
@@ -138,7 +138,7 @@ class Drafts:
         self._rows = np.zeros(0, np.int64)
         self._gone: dict[str, int] = {}
         self._counts = new_counts(4)
-        # Compiles the functions, which takes seconds. Two requests of a prompt call all of them.
+        # Compile the functions now, which takes seconds. Two requests of a prompt call all functions.
         names = ["first", "second"][:rows]
         tokens = np.ones((len(names), 8), np.int32)
         self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1, []), 8)
@@ -160,7 +160,7 @@ class Drafts:
 
     def _empty_counts(self) -> None:
         """Forget all counts. Running requests keep their texts, so nothing is counted again."""
-        # They will be as full again, so they need not grow again.
+        # The new counts will be as full as the old counts, so they have the same size from the start.
         bits = max(FIRST_BITS, (self._counts.keys.size - 1).bit_length())
         self._counts = new_counts(min(bits, self._bits))
         self._weight = 1.0
@@ -169,7 +169,8 @@ class Drafts:
         self._root_of = {key: root for key, root in self._root_of.items() if root in running}
 
     def age(self) -> None:
-        """Count tokens of the past less from now on, as the weights of the model have changed."""
+        """Count earlier tokens less from now on, because the weights of the model have changed."""
+        # Later tokens count more, so that no count of an earlier token must be changed.
         self._weight *= GROWTH
         if self._weight > MAX_WEIGHT:
             for array in (self._counts.totals, self._counts.counts, self._counts.pair_counts):
@@ -202,7 +203,7 @@ class Drafts:
             self._observe(now - self._last, new_tokens)
         self._last = now
 
-        # Without verification, too, the first token of a draft teaches how often such tokens are right.
+        # Even if no draft is verified, a first token is drafted: it teaches how often such tokens are right.
         most = 1
         least = LEAST_CHANCE
         may_draft = self.is_on and self.savings.may_draft(count)
@@ -289,7 +290,7 @@ class Drafts:
             self._drafted[row] = 0
             self._verified[row] = 0
             self._texts[row] = 0
-            # A preempted request comes back. Its tokens were counted.
+            # The tokens of a request that was preempted, and runs again, were counted before.
             counted = self._gone.pop(name, prompt_tokens)
             root = self._root_of.get(key)
             if root is None:

@@ -35,19 +35,19 @@ class _Prompt:
 
 
 class Recall:
-    """Prompts with answers that are not counted yet. They take turns, so that each soon has some."""
+    """Prompts with answers that are not counted yet. They take turns, so that each prompt soon has counted answers."""
 
     def __init__(self) -> None:
         self._prompts: deque[_Prompt] = deque()
 
     def add(self, root: int, text: NDArray[np.uint64], prompt_tokens: int, answers: Answers) -> None:
-        """Count answers later. ``text``: hashes of the prompt."""
+        """Add answers of a prompt to count later. ``text``: hashes of the prompt."""
         empty = np.zeros(0, np.int32)
         prompt = _Prompt(root, text.copy(), prompt_tokens, deque(answers), text, 0, 0.0, empty)
         self._continue(prompt)
 
     def count(self, counts: Counts, weight: float) -> None:
-        """Count at most `STEP_TOKENS` tokens. ``weight``: of a new token."""
+        """Count at most `STEP_TOKENS` tokens. ``weight``: weight of a new token."""
         left = STEP_TOKENS
         while left > 0 and self._prompts:
             prompt = self._prompts[0]
@@ -66,6 +66,6 @@ class Recall:
         prompt.grown = prompt.text.copy()
         prompt.length = prompt.prompt_tokens
         prompt.share = max(GROWTH**-age, LEAST_SHARE)
-        # A copy, because functions are compiled again for arrays that cannot be written.
+        # The copy can be written: for other arrays, functions would be compiled again.
         prompt.rest = np.frombuffer(tokens, np.int32).copy()
         self._prompts.append(prompt)

@@ -166,9 +166,15 @@ class ScriptedEngine:
             raise EngineDead("the scripted engine was killed")
         if self.start_error is not None:
             raise self.start_error
-        script, has_slot = self._script(request, index), self.slots is None
         candidate = self.candidate_type(
-            request, index, script, self.now, probe=probe, stop_lag=self.stop_lag, order=order, has_slot=has_slot
+            request,
+            index,
+            self._script(request, index),
+            self.now,
+            probe=probe,
+            stop_lag=self.stop_lag,
+            order=order,
+            has_slot=self.slots is None,
         )
         self.started.append(candidate)
         return candidate
@@ -204,11 +210,12 @@ class ScriptedEngine:
         # `running` includes waiting candidates.
         free = 0 if self.slots is None else self.slots - len(self.running) + len(waiting)
         for candidate in waiting[:free]:
-            candidate.has_slot, candidate.started_at = True, self.now
+            candidate.has_slot = True
+            candidate.started_at = self.now
         self.now += 1
         for candidate in self.running:
             candidate.step(self.now)
-        # The last states of finished candidates may be late.
+        # Pass on the hidden states that arrive now. The last states of a candidate may arrive after its end.
         for candidate in self.started:
             while candidate.probe is not None and candidate.states and candidate.states[0][0] <= self.now:
                 candidate.probe.on_state(candidate.states.pop(0)[1])

@@ -69,7 +69,6 @@ def create_extractor(pattern: str | Sequence[str]) -> Extractor:
 
 
 def last(answers: Iterable[str | None]) -> str | None:
-    """Return the last of the answers that an extractor yields, or None."""
     found = None
     for answer in answers:
         found = answer

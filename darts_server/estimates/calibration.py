@@ -94,6 +94,7 @@ class Calibrator:
         self.calibration = calibration or Calibration()
         self.labels: deque[Label] = deque(labels, maxlen=self.calibration.buffer)
         self.steps = steps
+        # The result of `_fit`, or None after a new label.
         self._cached: tuple[float, bool, Floats] | None = None
 
     def add(self, label: Label) -> None:
@@ -114,7 +115,7 @@ class Calibrator:
             return CalibrationStatus.NO_LABELS
         if len(self.labels) < self.calibration.cold_labels:
             return CalibrationStatus.FEW_LABELS
-        has_one_class = self._fit()[1]
+        _, has_one_class, _ = self._fit()
         return CalibrationStatus.ONE_CLASS if has_one_class else CalibrationStatus.READY
 
     @property
@@ -122,14 +123,16 @@ class Calibrator:
         """Share of right labels (pi), or a half without labels."""
         if not self.labels:
             return 0.5
-        return self._fit()[0]
+        prior, _, _ = self._fit()
+        return prior
 
     def probability(self, score: float) -> float:
         """Return the probability q of a correct answer, or the prior while the labels are not ready."""
         if self.labels_status is not CalibrationStatus.READY:
             return self.prior
         bins = self.calibration.bins
-        return float(self._fit()[2][min(bins - 1, math.floor(bins * score))])
+        _, _, q = self._fit()
+        return float(q[min(bins - 1, math.floor(bins * score))])
 
     def _fit(self) -> tuple[float, bool, Floats]:
         """Return the prior, whether all labels have the same class, and q of each bin."""
@@ -140,11 +143,13 @@ class Calibrator:
         targets = np.asarray([label.target for label in self.labels])
         weights = inverse_propensity_weights([label.survival for label in self.labels])
 
+        # Weights of right and wrong labels in each bin of scores.
         bin_of = np.minimum((bins * scores).astype(np.int64), bins - 1)
         right = np.bincount(bin_of, weights=weights * targets, minlength=bins)
         wrong = np.bincount(bin_of, weights=weights * (1 - targets), minlength=bins)
         has_one_class = not right.any() or not wrong.any()
 
+        # Bayes' rule with smoothed bins, made monotone in the score.
         prior = float(right.sum() / (right.sum() + wrong.sum()))
         if_right = prior * (right + SMOOTHING) / (right.sum() + SMOOTHING * bins)
         if_wrong = (1 - prior) * (wrong + SMOOTHING) / (wrong.sum() + SMOOTHING * bins)

@@ -162,24 +162,25 @@ class DeadlineLosses(Losses):
         )
 
     def _uncut(self) -> list[float] | None:
-        # An answer that was cut in bin c becomes longer like the explored answers beyond c. One more answer is counted
-        # in the next bin, with the mean probability to be right, so an answer beyond all explored answers moves the
-        # deadline by small steps.
+        # An answer that was cut in a bin is distributed over the explored answers of later bins. Another answer is
+        # added to the next bin, with the mean probability to be right: answers that are longer than all explored
+        # answers move the deadline in small steps.
         beyond = sum(self.explored_all)
         if self.explored < MIN_RIGHT or not sum(self.right) or not beyond:
             return None
         mean_right = sum(self.explored_right) / beyond
         uncut = []
+        # Number of cut answers that each explored answer represents, and that the added answer represents.
         per_explored = 0.0
-        one_more = 0.0
+        per_added = 0.0
         for right, cut, explored_right, explored in zip(
             self.right, self.cut, self.explored_right, self.explored_all, strict=True
         ):
-            uncut.append(right + per_explored * explored_right + one_more * mean_right)
-            # Rounding must not make it negative.
+            uncut.append(right + per_explored * explored_right + per_added * mean_right)
+            # Explored answers of later bins. Rounding must not make their number negative.
             beyond = max(0.0, beyond - explored)
-            one_more = cut / (beyond + 1)
-            per_explored += one_more
+            per_added = cut / (beyond + 1)
+            per_explored += per_added
         return uncut
 
 
@@ -233,22 +234,24 @@ class GroupLosses(Losses):
     def _uncut(self) -> list[float] | None:
         if sum(self.right) < MIN_RIGHT_GROUPS:
             return None
-        # The Kaplan-Meier estimate.
+        # The Kaplan-Meier estimate: each group represents itself, and a share of the groups that were cut in earlier
+        # bins.
         uncut = [0.0] * (LAST_BIN + 1)
-        # Number of groups that each group in the present bin stands for.
-        factor = 1.0
+        represented = 1.0
         ended_beyond = sum(self.right) + sum(self.wrong)
         cut_beyond = sum(self.cut)
         mean_right = sum(self.right) / ended_beyond
         for number, (right, wrong, cut) in enumerate(zip(self.right, self.wrong, self.cut, strict=True)):
-            uncut[number] += factor * right
-            # Rounding must not make them negative.
+            uncut[number] += represented * right
+
+            # Groups of later bins. Rounding must not make their numbers negative.
             ended_beyond = max(0.0, ended_beyond - right - wrong)
             cut_beyond = max(0.0, cut_beyond - cut)
-            unseen = 1.0 if ended_beyond < SEEN else 0.0
-            more = factor * cut / (ended_beyond + cut_beyond + unseen)
-            uncut[min(number + TWICE, LAST_BIN)] += more * unseen * mean_right
-            factor += more
+            # If no group ended in a later bin, a group is assumed at twice the length.
+            assumed = 1.0 if ended_beyond < SEEN else 0.0
+            share = represented * cut / (ended_beyond + cut_beyond + assumed)
+            uncut[min(number + TWICE, LAST_BIN)] += share * assumed * mean_right
+            represented += share
         return uncut
 
 
@@ -260,7 +263,6 @@ def _check_histogram(name: str, value: Any) -> None:
 
 
 def _bin(relative_length: float) -> int:
-    """Return the bin of a relative length."""
     if relative_length <= 1:
         return 0
     # `ROUNDING` keeps a length at the upper end of a bin in this bin.

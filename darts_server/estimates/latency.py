@@ -91,7 +91,7 @@ class LatencyCurve:
         ends = [float(length) for length in lengths]
         running = np.arange(len(ends), 0, -1, dtype=np.float64)
         if capacity is not None and len(ends) > capacity:
-            # A queued sequence starts one step after the first end of a running sequence.
+            # A queued sequence starts when the first running sequence has ended. ``ends`` are numbers of steps.
             places = ends[:capacity]
             heapify(places)
             for index in range(capacity, len(ends)):
@@ -109,17 +109,15 @@ class LatencyCurve:
 def start_seconds(steps: Collection[Start], curve: LatencyCurve) -> float | None:
     """Return the seconds that each start adds to its step, or None before `MIN_STARTS` steps.
 
-    On a real engine, steps took longer the more sequences started. So the cost is a number of seconds for each start.
-    It includes prefills; if a prefill is split over steps, only the last step counts.
-
-    The seconds of a step beyond the decode curve are due to its n starts. Least absolute deviations fit their cost: the
-    median of (seconds beyond the curve) / n, weighted by n. Least squares would follow the largest stall. So would the
-    median if a stalled step had most of the starts, as after a pause, so `MAX_WEIGHT` limits the weights.
+    The n starts of a step share its seconds beyond the decode curve, prefills included. The result is the median of
+    these shares over steps, weighted by n, because a mean would follow the largest stall. `MAX_WEIGHT` limits the
+    weights, because a stalled step may have most of the starts, as after a pause.
     """
     if len(steps) < MIN_STARTS:
         return None
     batches, started, seconds = np.asarray([*steps], dtype=np.float64).T
     costs = (seconds - curve.step_seconds_array(batches)) / started
+    # The weighted median.
     weights = np.minimum(started, MAX_WEIGHT * started.sum())
     order = np.argsort(costs)
     passed = np.cumsum(weights[order])
@@ -201,7 +199,7 @@ class LatencyModel:
         if not 0 <= started <= batch:
             raise ValueError(f"started must be from 0 to the batch, {batch}, got {started}")
         seconds = float(f"{min(max(seconds, SECONDS[0]), SECONDS[1]):.{DIGITS}g}")
-        # Prefills make this step longer than the curve's steps.
+        # A step with starts includes prefills, so it says nothing about the curve.
         if started:
             self._starts.append((batch, started, seconds))
             return
@@ -235,7 +233,8 @@ class LatencyModel:
         for index, steps in self._bins.items():
             if len(steps) < MIN_STEPS:
                 continue
-            # Within a bin, seconds are assumed to grow as the root of the batch: between flat and proportional.
+            # A point is the median batch and the usual seconds of a bin. Within a bin, seconds are assumed to grow as
+            # the root of the batch: between flat and proportional.
             batch = median(size for size, _ in steps)
             ordered = sorted(seconds / math.sqrt(size) for size, seconds in steps)
             typical = ordered[round(TYPICAL * (len(ordered) - 1))]
@@ -246,6 +245,8 @@ class LatencyModel:
         points.sort()
         if not points or points[-1][0] < SPREAD * points[0][0]:
             return None
+
+        # Seconds must not fall as batches grow.
         batches = [batch for batch, _, _ in points]
         logarithms = fit_isotonic([math.log(time) for _, time, _ in points], [weight for _, _, weight in points])
         seconds = [math.exp(logarithm) for logarithm in logarithms]

@@ -90,7 +90,7 @@ class LengthProfile:
         ending = np.divide(finished, at_risk, out=np.zeros_like(finished), where=finished > 0)
         survival = np.concatenate([[1.0], np.cumprod(1.0 - ending)])
 
-        # The exponential tail begins at the last bin with enough finished candidates from there on.
+        # Beyond the last bin with enough finished candidates in it and after it, the tail is exponential.
         enough = max(TAIL_SHARE * total, min(TAIL_COUNT, total / 2))
         tail = int(np.flatnonzero(_sums_from(finished) >= enough)[-1])
         longer = (np.arange(n, 0, -1, dtype=np.float64) - 0.5) / n
@@ -130,6 +130,7 @@ def ratios_to_mean(
         std = earlier.std_ema
     variation = ((std or 0.0) / mean) ** 2
 
+    # The mean of a ratio to a noisy mean is ``level``, and not 1.
     ratios = []
     for o in observations:
         if earlier is None:

@@ -96,7 +96,7 @@ def estimate_lengths(observations: Sequence[Observation]) -> LengthEstimate:
 def complete_sample(observations: Sequence[Observation]) -> list[tuple[float, float]]:
     """Return (weight, length) pairs, with each censored candidate at its expected length.
 
-    They leave out how much this length may vary, so they suit only distributions over many prompts.
+    The pairs do not show how much an expected length may vary, so they suit only distributions over many prompts.
     """
     has_finished = any(not o.censored for o in observations)
     has_censored = any(o.censored and o.tokens > 0 for o in observations)
@@ -113,8 +113,9 @@ Weighted = tuple[float, float, float]
 def _complete(observations: Sequence[Observation]) -> list[Weighted]:
     """Return the sample with the expected moments of censored lengths.
 
-    Each censored candidate gives its weight to longer candidates in equal votes, and keeps the share of the shape. A
-    longer candidate that is censored too passes on the weight that it received.
+    A censored candidate is as long as the longer candidates, or as the fitted shape says. So it distributes its weight
+    in equal votes over the longer candidates, and keeps `SHAPE_VOTES` votes for the shape. A longer candidate that is
+    censored too passes on the weight that it received.
     """
     finished: list[int] = []
     censored: list[int] = []
@@ -133,13 +134,13 @@ def _complete(observations: Sequence[Observation]) -> list[Weighted]:
 
     fitted: dict[int, Moments] = {}
     tokens = sorted((*censored, *finished))
-    # Element k is the weight of a candidate that receives the votes of the k shortest censored candidates.
+    # Element k is the weight of a candidate that has received a vote of each of the k shortest censored candidates.
     received = [1.0]
     sample: list[Weighted] = []
     for c in censored:
         if c not in fitted:
             fitted[c] = shape.moments_beyond(c)
-        # One token more is no evidence: a candidate is stopped one token short of the candidate that beat it.
+        # One token more does not count as longer: a candidate is stopped one token before the length of its winner.
         longer = len(tokens) - bisect_right(tokens, c + 1)
         weight = received[bisect_left(censored, c - 1)]
         vote = weight / (longer + SHAPE_VOTES)
@@ -180,7 +181,7 @@ class FittedShape:
         # Longer than c means at least c + 1, rounded to whole tokens.
         censored_roots = [(c + 0.5) ** (1 / SHAPE_ROOT) for c in censored]
 
-        # Scaled roots have mean one.
+        # Divide all roots by their mean, so that the parameters are of the order of 1.
         scale = (math.fsum(roots) + math.fsum(censored_roots)) / (len(finished) + len(censored))
         ends = [root / scale for root in roots]
         stops = Counter(root / scale for root in censored_roots)
@@ -189,6 +190,7 @@ class FittedShape:
         freedom = count - 1 + PRIOR_VOTES
         squares = math.fsum([y * y for y in ends]) + PRIOR_VOTES * (PRIOR_VARIATION / SHAPE_ROOT) ** 2
 
+        # Begin with the solution without censored lengths.
         precision = math.sqrt(freedom / (squares - total**2 / count))
         location = precision * total / count
         moved = math.inf

@@ -84,6 +84,7 @@ class PassCounts:
         check_count("version", self.version)
 
     def with_answers(self, answers: Answers, version: int) -> "PassCounts":
+        """Return the counts after another group, whose rewards are of this version."""
         share = self._share(version)
         right = min(self.right * share + answers.right, LARGEST)
         wrong = min(self.wrong * share + answers.wrong, LARGEST)
@@ -95,6 +96,7 @@ class PassCounts:
         return Beta(prior.right + self.right * share, prior.wrong + self.wrong * share)
 
     def _share(self, version: int) -> float:
+        """Return the share of the counts that is left at a later version."""
         return float(0.5 ** (max(version - self.version, 0) / HALF_LIFE))
 
 
@@ -132,10 +134,11 @@ class RecentPassRates:
     @property
     def prior(self) -> Beta:
         """Distribution of the pass rate of a prompt without rewards."""
-        # A group of Beta(1/2, 1/2), which favours neither side, counts until there are others.
+        # One group is added that favours neither side: Beta(1/2, 1/2), with mean 1/2 and mean square 3/8.
         groups = self.groups + 1
         mean = (self.rates + 1 / 2) / groups
         variance = (self.squares + 3 / 8) / groups - mean * mean
+        # The sum of both parameters of the Beta distribution with this mean and variance.
         strength = MAX_STRENGTH
         if variance > 0:
             strength = min(max(mean * (1 - mean) / variance - 1, MIN_STRENGTH), MAX_STRENGTH)

@@ -64,7 +64,6 @@ class MeanLength:
 
 
 def single_length(tokens: int, weight: float = 1.0) -> MeanLength:
-    """Return the `MeanLength` of a single trajectory."""
     return MeanLength(1, float(tokens), weight)
 
 
@@ -125,7 +124,6 @@ class RewardStats:
 
     @property
     def state(self) -> list[list[float]]:
-        """Saved state for `restore_stats`."""
         return [list(astuple(self.right)), list(astuple(self.wrong)), [self.groups, self.zero_variance]]
 
 

@@ -50,7 +50,7 @@ def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> fl
     None unless there are right and wrong trajectories. ``scores``: any finite numbers; only their order matters.
     """
     s, y, w = _arrays(scores, targets, weights)
-    # One sort counts all pairs, so the result is exact.
+    # Equal scores have the same level. For each level, the pairs with wrong trajectories below it are counted.
     _, level = np.unique(s, return_inverse=True)
     right = np.bincount(level, weights=w * y)
     wrong = np.bincount(level, weights=w * (1 - y))
@@ -88,7 +88,6 @@ def evaluate(labels: Collection[Label], max_weight: float = MAX_WEIGHT) -> Score
 
 
 def _arrays(values: Numbers, targets: Numbers, weights: Numbers | None) -> tuple[Floats, Floats, Floats]:
-    """Return arrays, with weights of 1 by default."""
     x = np.asarray(values, dtype=np.float64)
     if weights is None:
         weights = np.ones(x.size)

@@ -159,7 +159,7 @@ class Group:
         self.is_open = True
         self.rule = rule
         if rule.needs_rewards:
-            # Before the candidates of the rule are started, and so before any reward is known.
+            # The number is drawn before the candidates of the rule are started, and so before any reward is known.
             self._start_draw = float(self._rng.random())
         self._allocated = candidates
         if self._max_replacements is None:
@@ -265,10 +265,13 @@ class Group:
         return self._num_paused is not None
 
     @property
+    def needs_engine(self) -> bool:
+        """Whether candidates run or will start. Otherwise the group has ended, or waits for verdicts alone."""
+        return not self.is_open or self.is_paused or bool(self.standings.running)
+
+    @property
     def can_restart(self) -> bool:
-        # If no candidate runs, the group waits for verdicts alone, and needs the engine no more.
-        has_work = not self.is_open or bool(self.standings.running)
-        return self.outcome is None and not self.delivered and not self.is_paused and has_work
+        return self.outcome is None and not self.delivered and not self.is_paused and self.needs_engine
 
     def restart(self) -> list[Decision]:
         """Stop all candidates and pause, until `resume` starts the same number of new candidates.
@@ -449,6 +452,7 @@ class Group:
         return Complete(dict(sorted(selection.items())))
 
     def _give_up(self) -> Iterator[Decision]:
+        """End the group as failed, because too few candidates are left."""
         yield from self._close(Outcome.FAILED)
         yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 

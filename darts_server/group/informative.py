@@ -61,8 +61,12 @@ def compute_advantages(rewards: Sequence[float | None], *, by_std: bool = False)
         relative = [deviation / largest for deviation in deviations]
         std = sqrt(fsum(value**2 for value in relative) / len(relative))
         values = [value / std for value in relative]
-    left = iter(values)
-    return [0.0 if reward is None else next(left) for reward in rewards]
+    # Rewards that are None have no value.
+    advantages = []
+    remaining = iter(values)
+    for reward in rewards:
+        advantages.append(0.0 if reward is None else next(remaining))
+    return advantages
 
 
 def have_equal_rewards(rewards: Sequence[float]) -> bool | None:
@@ -81,9 +85,9 @@ def inclusion_shares(sizes: Sequence[int], places: int) -> tuple[list[int], int]
 
     ``places``: at most the number of sizes.
     """
-    least = places
+    # The probabilities of candidates at a limit, in units of 1 / whole: the limits are ``least`` and ``whole``.
     whole = FLOOR * max(len(sizes), 1)
-    # Candidates at a limit, with their probabilities in units of 1 / whole.
+    least = places
     limited: dict[int, int] = {}
     while True:
         free = [index for index in range(len(sizes)) if index not in limited]
@@ -96,17 +100,20 @@ def inclusion_shares(sizes: Sequence[int], places: int) -> tuple[list[int], int]
         deficit = sum(max(distance, 0) for distance in below.values())
         if not excess and not deficit:
             break
-        # The sum over the limited probabilities is too small if the excess is larger. Then the others grow, and
-        # candidates above 1 stay above 1. If the deficit is larger, the others shrink.
+        # If the excess is larger, the limits take more from the sum than they add. Then the free probabilities grow,
+        # and candidates above 1 stay above 1. If the deficit is larger, the free probabilities shrink.
         if excess >= deficit:
             limited.update((index, whole) for index in free if above[index] > 0)
         if deficit >= excess:
             limited.update((index, least) for index in free if below[index] > 0)
 
     if not total:
+        # All free sizes are 0.
         sizes = [1] * len(sizes)
         total = max(len(free), 1)
-    shares = [limited[index] * total if index in limited else sizes[index] * budget for index in range(len(sizes))]
+    shares = [size * budget for size in sizes]
+    for index, limit in limited.items():
+        shares[index] = limit * total
     return shares, whole * total
 
 
@@ -116,8 +123,7 @@ def sample_systematically(shares: Sequence[int], unit: int, start: float) -> lis
 
     The probabilities ``share / unit`` are laid end to end. An index is sampled if its part of the line has one of the
     points start, start + 1, start + 2 and so on. If the start is uniform in [0, 1), each index is sampled with exactly
-    its probability. The sample has exactly as many indices as the sum of the probabilities, a whole number. The number
-    of sampled indices among any that lie in a row is the sum of their probabilities, rounded up or down.
+    its probability. The sample has exactly as many indices as the sum of the probabilities, a whole number.
     """
     numerator, denominator = start.as_integer_ratio()
     step = unit * denominator
@@ -164,18 +170,22 @@ class InformativeSelector(Selector):
         if self.rule.select is Select.MAX_VARIANCE:
             chosen = max_variance_subset(deviations, places)
         else:
-            chosen = sample_systematically(*inclusion_shares(list(map(abs, deviations)), places), self.start)
+            sizes = [abs(deviation) for deviation in deviations]
+            shares, unit = inclusion_shares(sizes, places)
+            chosen = sample_systematically(shares, unit, self.start)
         selection = {rewarded[place].index: SelectedAs.REWARD for place in chosen}
+        # Candidates without a reward fill the places that are left, in a random order.
         fill = sorted(unrewarded, key=lambda candidate: candidate.tail_draw)
         selection.update((candidate.index, SelectedAs.FILL) for candidate in fill[: self.rule.size - places])
         return selection
 
 
 def split_by_reward(candidates: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """Return the finished candidates with a reward, by reward and then by tail draw, and those without a reward."""
-    rewarded = [(c.reward, c.tail_draw, c.index, c) for c in candidates if c.reward is not None]
+    """Return the finished candidates with a reward, by reward and then by tail draw, and the candidates without."""
+    rewarded = [c for c in candidates if c.reward is not None]
+    rewarded.sort(key=lambda c: (c.reward or 0.0, c.tail_draw, c.index))
     unrewarded = [c for c in candidates if c.reward is None and c.finish_reason is not None]
-    return [entry[-1] for entry in sorted(rewarded, key=lambda entry: entry[:3])], unrewarded
+    return rewarded, unrewarded
 
 
 def deviations_of(rewarded: Sequence[Candidate]) -> list[int]:
@@ -213,7 +223,7 @@ class Informative(SelectionRule):
             # `super()` does not find the class that a dataclass with slots becomes.
             return SelectionRule.weights(self, candidates)
         rewarded, unrewarded = split_by_reward(candidates)
-        sizes = list(map(abs, deviations_of(rewarded)))
+        sizes = [abs(deviation) for deviation in deviations_of(rewarded)]
         shares, unit = inclusion_shares(sizes, min(self.size, len(rewarded)))
         weights = {c.index: unit / share for c, share in zip(rewarded, shares, strict=True) if c.selected_as}
         fill = [c.index for c in unrewarded if c.selected_as]

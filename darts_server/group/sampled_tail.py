@@ -92,8 +92,8 @@ class SampledTailSelector(Selector):
     def stops(self) -> dict[int, DiscardReason]:
         beyond = self._beyond()
         longest = self.rule.num_longest
-        # A candidate has lost the tail once L others certainly have lower draws. Their number rises along `beyond`, and
-        # mostly no candidate has lost: then a single count is enough.
+        # A candidate has lost the tail once L other candidates certainly have lower draws. The number of lower draws
+        # rises along `beyond`. Mostly no candidate has lost, which the last number alone shows.
         if not beyond or self._count_lower_draws(beyond[-1]) < longest:
             return {}
         first = bisect_left(beyond, longest, key=self._count_lower_draws)
@@ -136,20 +136,20 @@ class CutTailSelector(SampledTailSelector):
 
     has_deadline = True
 
-    def _own_deadline(self) -> int | None:
-        """Return the group's final deadline in tokens: the cut length if too few candidates are valid.
-
-        None while the deadline may change.
-        """
-        if self.deadline is None or self.num_below_threshold(self.rule.completion_place):
+    def _final_deadline(self) -> int | None:
+        """Return the deadline D of this group in tokens, or None while it may still change."""
+        place = self.rule.completion_place
+        # While a running candidate can become the M-th shortest, D may fall.
+        if self.deadline is None or self.num_below_threshold(place) > 0:
             return None
-        last = self.nth_shortest(self.rule.completion_place)
-        if last is None:
+        completion_length = self.nth_shortest(place)
+        if completion_length is None:
+            # Too few candidates are valid, so only the cut length remains.
             return self.cut_length
-        own = max(self.deadline, last)
+        final = max(self.deadline, completion_length)
         if self.cut_length is not None:
-            own = min(own, self.cut_length)
-        return own
+            final = min(final, self.cut_length)
+        return final
 
     def _is_final(self, winner: Candidate) -> bool:
         if winner.index in self.delivered:
@@ -157,27 +157,29 @@ class CutTailSelector(SampledTailSelector):
             return True
         # The group's own deadline may still fall, and cut a late winner.
         is_late = self.deadline is not None and winner.tokens > self.deadline
-        return super()._is_final(winner) and not (is_late and self.num_below_threshold(self.rule.completion_place))
+        if is_late and self.num_below_threshold(self.rule.completion_place) > 0:
+            return False
+        return super()._is_final(winner)
 
     def stops(self) -> dict[int, DiscardReason]:
-        # All selected candidates are final.
+        # Once all selected candidates are final, the other candidates can be stopped.
         are_short_certain = self.num_certain() == self.rule.num_shortest
         if are_short_certain and all(not c.running and self._is_final(c) for c in self._winners()):
             return {index: DiscardReason.TAIL_PRUNED for _, index in self.running}
         return super().stops()
 
     def cuts(self) -> dict[int, int]:
-        own = self._own_deadline()
-        if own is None:
+        final = self._final_deadline()
+        if final is None:
             return {}
         # A running candidate will have at least one token more.
-        return {winner.index: own for winner in self._winners() if winner.tokens + winner.running > own}
+        return {winner.index: final for winner in self._winners() if winner.tokens + winner.running > final}
 
     def check_at(self) -> dict[int, int]:
-        own = self._own_deadline()
-        if own is not None:
+        final = self._final_deadline()
+        if final is not None:
             # Only winners still run. A running candidate's key has one token more than the candidate.
-            return {index: own for tokens, index in self.running if tokens <= own}
+            return {index: final for tokens, index in self.running if tokens <= final}
         # The check for the K shortest comes before the check for the M shortest.
         checks = {**self.threshold_checks(self.rule.completion_place), **super().check_at()}
         if self.cut_length is None:

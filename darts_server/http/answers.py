@@ -164,7 +164,7 @@ class SharedEncodings(Generic[T]):
             self._encodings[key] = encoding
         encoding.readers += 1
         try:
-            # Shielded, because other connections need the task when this connection is lost.
+            # If this connection is lost, other connections still need the task, so it is not cancelled.
             yield asyncio.shield(encoding.task)
         finally:
             encoding.readers -= 1

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope
 
 from darts_server.caller import Caller
-from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge
+from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge, field_name
 
 STALL_SECONDS = 60.0
 """Timeout for the next chunk of a body, in seconds. Other requests may wait for a slow sender."""
@@ -80,8 +80,11 @@ class IncompleteBody(InvalidRequest):
         super().__init__("body", "is incomplete; send the request again")
 
 
-def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, who: Caller | None = None) -> Receive:
-    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`; ``who`` gets the error for the middleware."""
+def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Caller | None = None) -> Receive:
+    """Return a ``receive`` that enforces the limits of a body.
+
+    It raises `TooLarge` or `IncompleteBody`. The error is also kept in ``caller``, where the middleware finds it.
+    """
     announced = Headers(scope=scope).get("content-length", "")
     announced_size = int(announced) if announced.isdecimal() else 0
     received = 0
@@ -89,7 +92,7 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, who: Calle
 
     async def receive_limited() -> Message:
         nonlocal received, is_complete
-        # Routes wait for a disconnect without a timeout.
+        # After the body, routes wait for a disconnect, which has no timeout.
         if is_complete:
             return await receive()
         try:
@@ -107,10 +110,11 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, who: Calle
 
             flag = f" ({limits.flag})" if limits.flag else ""
             raise TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
-        # A local name outside of this block would keep the request's frames in a reference cycle.
+        # Errors are raised and kept in this one block: with a local name for the error, its traceback and this frame
+        # would refer to each other, and keep the request in memory.
         except InvalidRequest as error:
-            if who is not None:
-                who.refusal = error
+            if caller is not None:
+                caller.refusal = error
             raise
 
     return receive_limited
@@ -246,8 +250,7 @@ def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple
     parts = [part for part in (*place, *first["loc"]) if part != ""]
     if first["type"] == UNKNOWN_FIELD:
         parts.append(first["ctx"]["name"])
-    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    raise InvalidRequest(field.removeprefix(".") or "body", message)
+    raise InvalidRequest(field_name(parts) or "body", message)
 
 
 def check_at_once(text: bytes) -> None:

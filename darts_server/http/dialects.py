@@ -92,7 +92,7 @@ class LoraIn(Body):
 def find_vllm_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
     """Return vLLM's handler of a path that a dialect has taken over; ``None`` if vLLM has no such route."""
     found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
-    # Our route stands first.
+    # Our route is the first of the two.
     return found[1].dependant.call if len(found) > 1 else None
 
 
@@ -320,12 +320,11 @@ ROUTES = {"areal": add_areal_routes, "prime-rl": add_prime_rl_routes, "skyrl": a
 
 
 def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls) -> None:
-    """Add the routes of the enabled dialects."""
     api = APIRouter(tags=["dialects"], responses=FAILURES)
     for dialect in dialects:
         if dialect in ROUTES:
             ROUTES[dialect](api, controls)
-    # Before vLLM's routes, because a dialect may take over the path of a route.
+    # Put the routes before vLLM's routes, because a dialect may take over the path of a route.
     application.router.routes[:0] = api.routes
 
 

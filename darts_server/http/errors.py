@@ -33,9 +33,9 @@ STATUS: dict[type[DartsError], HTTPStatus] = {
     DartsError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 
-# vLLM's names for the statuses. OpenAI's names where vLLM has no name.
 SESSION_OVER = "darts_session_over"
 """Type of the error of a request to a session that is over, whatever its status."""
+# vLLM's names for the statuses. OpenAI's names where vLLM has no name.
 TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.UNAUTHORIZED: "AuthenticationError",
@@ -70,9 +70,11 @@ def fields_of(error: DartsError) -> dict[str, Any]:
 
 
 def headers_of(error: DartsError) -> dict[str, str]:
-    """Return the response headers of an error."""
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, SessionOver):
+        # The clients of OpenAI and Anthropic send a request again after 409, unless this header forbids it.
+        return {"X-Should-Retry": "false"}
     if error.retry_after is None:
         return {}
     return {"Retry-After": str(error.retry_after)}

@@ -52,10 +52,10 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
         name = sent_name.lower()
         if not name.startswith(PREFIX):
             continue
-        # Refused, because a misspelt header must not silently shape an evaluation.
+        # An unknown header is refused, because a misspelt header must not silently shape an evaluation.
         if name not in HEADERS:
             raise InvalidRequest(name, f"unknown header; supported headers are {', '.join(HEADERS)}")
-        # HTTP servers decode a value as Latin-1, but most clients send UTF-8. Other values stay.
+        # HTTP servers decode a value as Latin-1, but most clients send UTF-8. A value that is no UTF-8 stays as it is.
         with suppress(UnicodeError):
             value = value.encode("latin-1").decode()
         value = value.strip()
@@ -72,7 +72,6 @@ def read_options(headers: Mapping[str, str]) -> RequestOptions:
 
 
 def _parse_group(value: str) -> dict[str, str | int]:
-    """Return the options in the value of `GROUP`."""
     options: dict[str, str | int] = {}
     for part in value.split(";"):
         name, equals, text = part.partition("=")
@@ -132,7 +131,7 @@ def validate_option(option: str, value: object, where: str) -> str | int:
 
 
 def _parse_whole_number(value: object) -> int | None:
-    # Longer numbers exceed every size.
+    # Numbers with more digits exceed every size.
     if isinstance(value, str) and re.fullmatch("[0-9]{1,5}", value):
         return int(value)
     # Some clients have only floats, and send 8.0.

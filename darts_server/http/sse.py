@@ -70,7 +70,6 @@ class EventStream(EventSourceResponse):
 
 
 def encode(name: str, data: Any, event_id: int | None = None) -> bytes:
-    """Encode an event with JSON data."""
     # ASCII only, because httpx also splits lines at U+2028 and similar characters.
     return encode_text(name, json.dumps(data, separators=(",", ":")), event_id)
 

@@ -85,7 +85,7 @@ class TokenTensors:
             end += size * count
             fields[name] = {"dtype": dtype, "shape": [count], "data_offsets": [begin, end]}
         text = json.dumps(fields, separators=(",", ":")).encode()
-        # Padded to align the tensors.
+        # Pad the header, so that the tensors after it are aligned.
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text, end
 
@@ -99,9 +99,10 @@ def _convert_rows(rows: Iterable[Any], dtype: np.dtype[Any]) -> Iterator[bytes]:
             chunk += np.asarray(row[start : start + chunk_values], dtype).tobytes()
             if len(chunk) >= CHUNK_BYTES:
                 part = bytes(chunk)
-                # Before the yield: a reader that does not read must not keep two copies.
+                # Clear the chunk before the yield, so that a slow reader does not keep two copies.
                 chunk.clear()
                 yield part
+        # Many short rows take long to convert, so they are sent before the chunk is full.
         if number % CHUNK_ROWS == 0:
             yield bytes(chunk)
             chunk.clear()

@@ -55,6 +55,7 @@ class Webhook:
                 await asyncio.gather(*senders, return_exceptions=True)
 
     async def _send_all(self, client: httpx.AsyncClient) -> None:
+        """Send waiting events until cancelled."""
         while True:
             message = await self._waiting.get()
             for number in range(TRIES):
@@ -71,7 +72,7 @@ class Webhook:
 
     def _count_dropped(self, problem: str) -> None:
         self.dropped += 1
-        # Once, because a receiver that is down would fill the log.
+        # Only the first event is logged, because a receiver that is down would fill the log.
         if self.dropped == 1:
             logger.warning(
                 "--session-webhook %s did not get an event: %s; further ones are not logged", self._url, problem

@@ -26,6 +26,7 @@ REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 
 Reads = Mapping[str, Callable[..., float | None]]
 """Functions by metric that are called at each scrape with the values of the labels. ``None`` means unknown."""
+Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
 """Help text and labels of gauges or counters by name. Each label has all its values."""
 
@@ -89,7 +90,6 @@ class Collectors:
         return Counter(name, text, ("model_name",), registry=self._registry).labels(self._model)
 
     def _counters(self, name: str, text: str, label: str, values: Iterable[ValueT]) -> dict[ValueT, Counter]:
-        """Create a counter for each value of a label."""
         # All counters are exported from the start, at 0: otherwise `rate` would miss the first increment.
         counter = Counter(name, text, ("model_name", label), registry=self._registry)
         return {value: counter.labels(self._model, _label_value(value)) for value in values}
@@ -98,19 +98,15 @@ class Collectors:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
-    def _create_read_gauges(self, gauges: Gauges, reads: Reads) -> None:
-        """Create gauges that read their values at each scrape."""
+    def _create_read_gauges(self, gauges: Gauges, reads: Reads, family: Family = GaugeMetricFamily) -> None:
+        """Create gauges, or metrics of another ``family``, that read their values at each scrape."""
         for name, (text, labels) in gauges.items():
-            gauge = ReadMetric(GaugeMetricFamily(name, text, labels=("model_name", *labels)), self._registry)
+            metric = ReadMetric(family(name, text, labels=("model_name", *labels)), self._registry)
             for values in product(*labels.values()):
-                gauge.reads[self._model, *map(str, values)] = partial(reads[name], *values)
+                metric.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
     def _create_read_counters(self, totals: Gauges, reads: Reads) -> None:
-        """Create counters that read their values at each scrape."""
-        for name, (text, labels) in totals.items():
-            counter = ReadMetric(CounterMetricFamily(name, text, labels=("model_name", *labels)), self._registry)
-            for values in product(*labels.values()):
-                counter.reads[self._model, *map(str, values)] = partial(reads[name], *values)
+        self._create_read_gauges(totals, reads, CounterMetricFamily)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)

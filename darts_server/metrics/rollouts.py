@@ -81,6 +81,10 @@ class RolloutMetrics(Collectors):
             TurnKind,
         )
         self._groups = self._counters("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
+        self._skipped = self._counter(
+            "darts_prompts_skipped",
+            "Prompts that batches did not run, because their rewards were almost surely equal (--skip-floor).",
+        )
         self._started = self._counter("darts_candidates_started", "Started candidates.")
         self._ended = self._counters(
             "darts_candidates_ended",
@@ -179,6 +183,9 @@ class RolloutMetrics(Collectors):
 
     def group_closed(self, full: bool) -> None:
         self._sealed[full].inc()
+
+    def prompts_skipped(self, count: int) -> None:
+        self._skipped.inc(count)
 
     def candidates_started(self, count: int) -> None:
         self._started.inc(count)

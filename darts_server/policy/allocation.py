@@ -72,9 +72,9 @@ def allocate_by_std(
     The weights are (x - min + 1) / (max - min), as in the paper's public code, or all one if all stds are equal. An
     unknown std (None) counts as the mean of the known stds.
     """
-    known = [std for std in stds if std is not None]
-    mean = _mean(known)
-    x = np.asarray([mean if std is None else std for std in stds], dtype=np.float64)
+    # A std that is None is NaN as a float.
+    x = np.array(stds, dtype=np.float64)
+    x[np.isnan(x)] = _mean([std for std in stds if std is not None])
     spread = float(np.ptp(x)) if x.size else 0.0
     weights = np.ones(x.size)
     # A smaller spread cannot be divided by. As it vanishes, the ratios of the weights tend to 1.
@@ -128,7 +128,7 @@ def allocate_by_gain(
     smallest = np.partition(gains, gains.size - extra, axis=None)[gains.size - extra]
     counts = (gains > smallest).sum(axis=1)
 
-    # Some of the candidates with the smallest gain are left.
+    # Of the candidates with exactly this gain, take as many as are missing.
     prompt, given = np.nonzero(gains == smallest)
     first = np.lexsort((prompt, -preference[prompt], given))[: extra - int(counts.sum())]
     counts += low + np.bincount(prompt[first], minlength=prompts)
@@ -206,7 +206,6 @@ class ShadowPrice:
 
 
 def _mean(stds: Sequence[float]) -> float:
-    """Return the mean, or 0 without values."""
     if not stds:
         return 0.0
     return math.fsum(stds) / len(stds)
@@ -235,11 +234,12 @@ class Brownout:
         """Return the scale for so many waiting candidates, without storing it."""
         if self._end <= self._start:
             return 1.0
-        # The scale falls at once, but rises only after the gap `RELIEF`.
+        # The scale falls at once to the line from ``start`` to ``end``. It rises only to a lower line, where fewer
+        # candidates wait by the gap `RELIEF`.
         width = self._end - self._start
-        least = (self._end - (waiting + RELIEF * self._start)) / width
-        greatest = min(max((self._end - waiting) / width, 0.0), 1.0)
-        return min(max(self.scale, least), greatest)
+        falling = min(max((self._end - waiting) / width, 0.0), 1.0)
+        rising = (self._end - (waiting + RELIEF * self._start)) / width
+        return min(max(self.scale, rising), falling)
 
     def update(self, waiting: int) -> float:
         """Store and return the scale for so many waiting candidates. The stored scale delays the next rise."""

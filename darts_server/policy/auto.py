@@ -163,7 +163,7 @@ def choose_ahead(
     why = ""
     is_test = False
     if extra and (1 - state.ending_last) * offered < needed:
-        # The batch would have to wait for the last groups.
+        # Too few groups end before the last groups, so the batch would have to wait for the last groups anyway.
         started = needed
         why = f"; {state.ending_last:.0%} of the groups end together, so that running ahead saves nothing"
     elif extra and relative is not None:
@@ -173,8 +173,9 @@ def choose_ahead(
         why = f"; running ahead takes {relative:.2f} of the time"
         if is_test:
             why += ", tested"
-        # A test runs the other kind.
-        if prefers_ahead == is_test:
+        # A test runs the kind that is not preferred.
+        runs_ahead = prefers_ahead != is_test
+        if not runs_ahead:
             started = needed
     reason = f"{started} of {offered} prompts run, and the first {needed} groups are returned{why}"
     return AheadChoice(needed, offered, started, reason, is_test)
@@ -190,7 +191,7 @@ def _is_test(
     # A test that has begun goes on.
     if state.tested % TEST_BATCHES:
         return True
-    # The other kind is only estimated, and may be faster.
+    # The time without running ahead is only estimated, and may be shorter than running ahead.
     if prefers_ahead and not state.alone and relative > CLEAR:
         return True
     slower = state.alone if prefers_ahead else state.ahead
@@ -238,7 +239,7 @@ def learn_ahead(
     # After a change, the batch resumes what the other kind has carried over, so its time is not typical.
     if has_changed or not outcome.seconds or outcome.generated <= 0:
         return state
-    # Batches return tokens of other batches, so the time per token is compared.
+    # A batch that runs ahead returns tokens that earlier batches have generated, so the times per token are compared.
     time = (outcome.seconds / outcome.generated) / (alone_seconds / outcome.returned)
     measured = (state.batches, exp(min(max(log(time), -log(LONGEST)), log(LONGEST))))
     if choice.runs_ahead:

@@ -70,10 +70,11 @@ class Deadline:
         return known[rank - 1]
 
     def without_others(self, completion_lengths: Collection[int], others: int) -> int | None:
-        """Return the deadline in tokens if ``others`` groups have no completion length, or None if they are too many.
+        """Return the deadline in tokens if ``others`` groups have no completion length.
 
-        If they are more than a quarter, earlier groups decide, or the known lengths if these are longer. The more
-        others, the later is the deadline, because they may need long answers.
+        If more than a quarter of the groups are others, the quantile is that of earlier groups, or of the known lengths
+        if it is longer. The more others, the later is the deadline, because other groups may need long answers.
+        Return None if there are too many others, and no earlier groups.
         """
         known = len(completion_lengths)
         groups = known + others
@@ -157,7 +158,7 @@ class CohortDeadline:
         if rule is None or self.tokens is not None:
             return
         self.pending_cut_length = None
-        # Return early while too few needs are known. One more need makes up for rounding.
+        # Return early while too few needs are known. The number is one lower, so that rounding does no harm.
         fewest = min(rule.quantile, MIN_KNOWN) * self._groups - 1
         if rule.recent is None and len(self._needs) < fewest:
             return
@@ -169,8 +170,8 @@ class CohortDeadline:
         if tokens is None:
             return
 
-        # A group that needs more than the cut length will be cut there, so it counts as a group without a completion
-        # length. So the deadline becomes known while runaways still run.
+        # A group that needs more than the cut length will be cut there, so it has no completion length. If this is
+        # certain for all other groups, the deadline is known while they still run.
         cut_length = rule.cut_length_of(tokens)
         minimums = self._minimums.values()
         if len(minimums) == others and all(minimum is None or minimum > cut_length for minimum in minimums):
@@ -195,7 +196,7 @@ class RecentCompletionLengths:
 
     @property
     def state(self) -> list[int]:
-        """Argument that restores it, oldest first."""
+        """The lengths as the constructor takes them, the oldest first."""
         return list(self._lengths)
 
     def add(self, tokens: int) -> None:
@@ -212,6 +213,7 @@ class RecentCompletionLengths:
         known = self._uncut()
         tokens = rule.from_lengths(known, len(self._lengths))
         if tokens is None:
+            # Too many groups were cut.
             rule = replace(rule, recent=self.quantile(rule))
             tokens = rule.without_others(known, len(self._lengths) - len(known))
         return tokens

@@ -47,6 +47,7 @@ def allocate_by_signal(
     candidate n + 1 adds E[p^n (1 - p)] + E[(1 - p)^n p], which falls with n, so the objective is a sum of concave
     functions, and the largest gains are also the first of their prompts. Hopeless and saturated prompts get ``low``.
     """
+    # Gains of the candidates from ``low`` + 1 to ``high``, one array for each.
     columns = list(islice(_gains(posteriors, high), low - 1, None))
     gains = np.zeros((len(posteriors), 0))
     if columns:

@@ -213,7 +213,6 @@ def is_decided(votes: Sequence[Vote], remaining: Sequence[int], weighting: Weigh
 
 
 def _score_answers(votes: Sequence[Vote], weighting: Weighting) -> dict[str, AnswerScore]:
-    """Return the score of each answer, the winner first."""
     scores: dict[str, AnswerScore] = {}
     for vote, weight in zip(votes, weighting.weights(votes), strict=True):
         before = scores.get(vote.answer, NO_VOTES)

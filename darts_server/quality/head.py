@@ -46,11 +46,12 @@ class Head:
         self._network = Network(width + 1, settings)
         self._snapshot = Snapshot(self._network.arrays(), self._standardiser, 0)
         self._has_diverged = False
-        # Totals and the last loss only.
+        # Only the totals and the last loss of this report are set. `report` adds the rest.
         self._totals = TrainerReport()
 
     @property
     def status(self) -> PruningStatus:
+        """Whether the head can score, or why not."""
         if self._has_diverged:
             return PruningStatus.DIVERGED
         has_trained = self.steps > 0
@@ -106,7 +107,7 @@ class Head:
         while len(losses) < steps and self._clock() < started_at + seconds:
             features, targets, weights = self._replay.sample(self.settings.batch_size)
             losses.append(self._network.fit(self._standardiser.apply(features), targets, weights))
-            # True of NaN as well.
+            # `not <` is also true for NaN.
             if not losses[-1] < MAX_LOSS:
                 break
         if not losses:
@@ -173,6 +174,7 @@ class ReplayBuffer:
         return float((self._weights() * self._targets[:count]).sum() + 1) / (count + 2)
 
     def add(self, feature: Single, target: float, survival: float) -> None:
+        """Add an example in the place of the oldest example."""
         place = self._added % self._targets.size
         self._features[place] = feature
         self._targets[place] = target
@@ -185,6 +187,7 @@ class ReplayBuffer:
         The weights of the whole buffer have mean 1.
         """
         count = len(self)
+        # Number of examples that were added after each example.
         age = (self._added - 1 - np.arange(count)) % count
         probabilities = np.exp2(-age / self._half_life)
         sampled = self._rng.choice(count, size, p=probabilities / probabilities.sum())
@@ -222,15 +225,16 @@ class Network:
 
     def fit(self, features: Single, targets: Single, weights: Single) -> float:
         """Make one step on standardised features, and return the loss before the step in nats."""
-        p = self._parameters
-        hidden = functional.relu(functional.linear(torch.from_numpy(features), p["hidden_weight"], p["hidden_bias"]))
-        logits = functional.linear(hidden, p["out_weight"], p["out_bias"]).squeeze(1)
+        parameters = self._parameters
+        inputs = torch.from_numpy(features)
+        hidden = functional.linear(inputs, parameters["hidden_weight"], parameters["hidden_bias"])
+        logits = functional.linear(functional.relu(hidden), parameters["out_weight"], parameters["out_bias"]).squeeze(1)
         loss = functional.binary_cross_entropy_with_logits(
             logits, torch.from_numpy(targets), weight=torch.from_numpy(weights)
         )
         self._optimiser.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(p.values(), GRADIENT_NORM)
+        torch.nn.utils.clip_grad_norm_(parameters.values(), GRADIENT_NORM)
         self._optimiser.step()
         return float(loss.detach())
 

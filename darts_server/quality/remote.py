@@ -54,7 +54,7 @@ class RemoteHead:
         """Whether training has stopped for good, because the process died too often."""
         self._train = partial(trainer.train, width, self.settings)
         self._on_report = on_report
-        # One value, so that a reader in another thread never sees half of a change.
+        # A single tuple, so that a reader in another thread never sees half of a change.
         self._current: tuple[TrainerReport, Snapshot | None] = (TrainerReport(), None)
 
         # Guards the attributes below.
@@ -121,7 +121,7 @@ class RemoteHead:
         if snapshot is not None and snapshot.steps:
             report = TrainerReport(PruningStatus.READY, steps=snapshot.steps)
         with self._changed:
-            # Then `_apply` drops the report of a training that runs now.
+            # With another number of restores, `_apply` drops the report of a training that runs now.
             self._restores += 1
             self._state = data
             self._current = (report, snapshot)
@@ -130,7 +130,6 @@ class RemoteHead:
             self._changed.notify_all()
 
     def _parse_state(self, state: bytes) -> Snapshot | None:
-        """Parse a saved state, or return None if it is empty."""
         return Snapshot.from_bytes(state, self.width, self.settings.hidden) if state else None
 
     # --- the process, and the thread that supervises it -----------------------
@@ -168,23 +167,23 @@ class RemoteHead:
 
         Raises ``BrokenExecutor`` if the process has died, and ``TimeoutError`` if it hangs.
         """
-        # A new process restores the newest state first.
+        # No number of restores is -1, so a new process gets the newest state first.
         sent_restores = -1
-        due = 0.0
+        next_training = 0.0
 
         def has_work(min_labels: int) -> bool:
             return self._closed or sent_restores != self._restores or len(self._unsent) >= min_labels
 
         while True:
             with self._changed:
-                # Wait for a label, then for more labels until the next training is due.
+                # Wait for a label, and then for enough labels or the time of the next training.
                 self._changed.wait_for(lambda: has_work(min_labels=1))
-                until_due = max(0.0, due - time.monotonic())
-                self._changed.wait_for(lambda: has_work(min_labels=NEW_LABELS), until_due)
+                pause = max(0.0, next_training - time.monotonic())
+                self._changed.wait_for(lambda: has_work(min_labels=NEW_LABELS), pause)
                 if self._closed:
                     return
-                # The lock is held so that `close` sees the process that `submit` starts, and so that labels stay unsent
-                # if the last process has died. `submit` does not wait, however full the pipe is: a thread sends.
+                # The lock is held while `submit` starts the process, so that `close` finds it. `submit` does not wait,
+                # because a thread sends. If the process has died, `submit` raises, and the labels are kept.
                 if sent_restores != self._restores:
                     answer = pool.submit(self._train, self._state, [])
                     sent_restores = self._restores
@@ -192,7 +191,7 @@ class RemoteHead:
                     answer = pool.submit(self._train, None, list(self._unsent))
                     self._unsent.clear()
             report, state = answer.result(ANSWER_SECONDS)
-            due = time.monotonic() + self.settings.max_delay
+            next_training = time.monotonic() + self.settings.max_delay
             self._apply(report, state, sent_restores)
 
     def _kill_process(self) -> None:

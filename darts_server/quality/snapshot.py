@@ -88,21 +88,24 @@ class Snapshot:
 
     def score(self, feature: Single) -> float:
         """Return the score s' of a feature of `assemble_feature`: the sigmoid of the network's logit."""
-        a = self.arrays
-        hidden = np.maximum(a["hidden_weight"] @ self.standardiser.apply(feature) + a["hidden_bias"], 0)
-        logit = float((a["out_weight"] @ hidden + a["out_bias"])[0])
+        arrays = self.arrays
+        inputs = self.standardiser.apply(feature)
+        hidden = np.maximum(arrays["hidden_weight"] @ inputs + arrays["hidden_bias"], 0)
+        logit = float((arrays["out_weight"] @ hidden + arrays["out_bias"])[0])
         return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
 
     def to_bytes(self) -> bytes:
-        hidden, features = self.arrays["hidden_weight"].shape
-        # A feature is a hidden state and its position.
-        numbers = {"width": features - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}
+        """Return the head in the format that the module describes."""
+        hidden, inputs = self.arrays["hidden_weight"].shape
+        # The last input is the position. The other inputs are the hidden state.
+        numbers = {"width": inputs - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}
         arrays = {**self.arrays, "mean": self.standardiser.mean, "variance": self.standardiser.variance}
         body = safetensors.save(
             {name: np.asarray(array, order="C") for name, array in arrays.items()},
             metadata={"numbers": json.dumps(numbers, sort_keys=True)},
         )
-        return b"darts-quality-head 1 %s\n" % hashlib.sha256(body).hexdigest().encode() + body
+        first_line = f"darts-quality-head 1 {hashlib.sha256(body).hexdigest()}\n"
+        return first_line.encode() + body
 
     @staticmethod
     def from_bytes(data: bytes, width: int, hidden: int) -> "Snapshot":

@@ -46,7 +46,6 @@ class CarriedCandidate(Generic[OutputT]):
 
     @property
     def last_version(self) -> int | None:
-        """Weight version of the last token."""
         return self.version_spans[-1][0] if self.version_spans else None
 
 
@@ -85,7 +84,6 @@ class CandidateHistory:
         self.resumed = carried.tokens
 
     def version_spans(self, tokens: int) -> VersionSpans:
-        """Return the weight versions of the first ``tokens`` tokens."""
         version = self.version_start if self.version_end is None else self.version_end
         if version is None:
             return ()
@@ -231,13 +229,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- outputs and tokens -------------------------------------------------
 
     def count_tokens(self, index: int) -> int:
-        """Return the number of generated tokens, or of kept tokens of a cut candidate."""
+        """Return the number of tokens that a candidate has generated, or that were kept if it was cut."""
         candidate = self.candidates[index]
         running = self.running.get(index)
         tokens = None
         if running is not None and candidate.state.running:
             tokens = running.tokens()
         if tokens is None:
+            # The candidate does not run, or the engine no longer knows its tokens.
             tokens = max(candidate.state.tokens, candidate.history.stopped_tokens)
         if candidate.state.cut:
             return tokens
@@ -278,7 +277,10 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         )
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
-        """Return the tokens of a candidate from ``start`` on, or None while no token is certain."""
+        """Return the tokens of a candidate from ``start`` on.
+
+        None if the candidate failed or was stopped, or while it has not started or its output is being read.
+        """
         candidate = self.candidates[index]
         if candidate.output.done():
             if candidate.output.exception() is not None:
@@ -304,7 +306,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 continue
             carried = candidate.carried
             result = candidate.result
-            # A candidate that never reached the engine is carried over as it came.
+            # A candidate that never reached the engine keeps the tokens that it was carried over with.
             if result is not None:
                 carried = CarriedCandidate(
                     prefix=compact(self._engine.tokens_from(result.output, 0)),
@@ -329,6 +331,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""
         candidate = self.candidates[index]
         if not candidate.output.done():
+            # The candidate still runs. `_handle_result` truncates its output.
             if index not in self._cuts:
                 self._stop_on_engine(candidate)
                 candidate.history.ended_at = candidate.history.ended_at or self._clock()
@@ -441,6 +444,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         carried: CarriedCandidate[OutputT],
         order: float,
     ) -> RunningCandidate[OutputT]:
+        """Start a candidate on the engine, from its carried tokens if it has any. ``order``: see `Engine.start`."""
         try:
             if carried.tokens:
                 return await self._engine.resume(candidate.request, candidate.number, carried.prefix, order)
@@ -450,7 +454,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._leave_queue(candidate.state.index)
 
     def _leave_queue(self, index: int) -> None:
-        """Note that a candidate does not wait for the engine any more."""
+        """Report that a candidate does not wait for the engine any more."""
         self._ticket.mark_started(candidates=1)
         if self._first_round is not None and index == 0:
             self._first_round.arrive(self._group_id)
@@ -475,8 +479,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         )
 
     def _finish_carried(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Report a candidate that finished before its group was carried over."""
+        """Report a candidate that finished before its group was carried over, without the engine."""
         carried = candidate.carried
+        # The result is kept in this process. After a restart of the server, only the saved end is known.
         result = carried.result
         end = carried.saved_end
         if end is not None:
@@ -536,7 +541,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._answer_aborting(candidate)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Output the carried tokens of an aborted candidate."""
+        """Set the output of an aborted candidate that did not start: its carried tokens."""
         if not candidate.aborted:
             return
         carried = candidate.carried

@@ -19,7 +19,7 @@ from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
 """Maximum requests of a group, as a multiple of its size. Requests that left may be sent again."""
-MAX_RESTING = 4096
+MAX_IDLE = 4096
 """Maximum groups that wait for further requests while no request of theirs runs: four steps of 1,024 groups."""
 
 
@@ -105,7 +105,7 @@ class _CountedGroup:
     request_ids: tuple[str, ...] = ()
     members: list[Member] = field(default_factory=list)
     timer: asyncio.TimerHandle | None = None
-    is_over_at_rest: bool = False
+    ends_when_idle: bool = False
     """Whether the group ends when no request runs."""
 
     @property
@@ -120,19 +120,20 @@ class _CountedGroup:
 
     def expire(self) -> None:
         """End the group as soon as no request runs."""
-        self.is_over_at_rest = True
+        self.ends_when_idle = True
         self.end_if_over()
 
     def end_if_over(self) -> None:
         """Report the group if no request runs, and no further request is expected."""
+        # A request that runs has no record yet.
         records = [member.record for member in self.members if member.record is not None]
         if len(records) < len(self.members):
             return
         groups = self.groups
         is_full = self.taken_seats == self.size
-        if not (is_full or self.is_over_at_rest or self.is_exhausted):
-            # Wait for further requests. If too many groups wait, the oldest end.
-            for dropped, _ in groups.resting.put(self.owner, self, None):
+        if not (is_full or self.ends_when_idle or self.is_exhausted):
+            # Wait for further requests. If too many groups wait, the oldest groups end.
+            for dropped, _ in groups.idle.put(self.owner, self, None):
                 dropped.expire()
             return
 
@@ -141,7 +142,7 @@ class _CountedGroup:
             self.timer.cancel()
         returned = sum(record.selected_as is not None for record in records)
         outcome = Outcome.COMPLETED
-        # Statistics learn the lengths of all trajectories of a group, or of none.
+        # A group that lacks trajectories is not complete, because statistics must not learn the lengths of a part.
         if returned < min(self.size, len(records)):
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
@@ -192,7 +193,7 @@ class CountedGroups:
         self.weight_version = weight_version
         self.clock = clock
         self.draining = False
-        self.resting: FairCache[_CountedGroup, None] = FairCache(MAX_RESTING)
+        self.idle: FairCache[_CountedGroup, None] = FairCache(MAX_IDLE)
         self._timeout = timeout
         self._named_timeout = named_timeout
         # Groups by join key.
@@ -206,7 +207,7 @@ class CountedGroups:
         groups = self._groups.setdefault(request.join_key, [])
         group = next((group for group in groups if group.taken_seats < group.size and not group.is_exhausted), None)
         if group is None:
-            # The group keeps nothing of the engine's request: thousands of groups may rest, with long prompts.
+            # The group does not keep the engine's request: thousands of groups with long prompts may be idle.
             group = _CountedGroup(
                 groups=self,
                 group_id=f"group-{request.request_id}",
@@ -218,11 +219,11 @@ class CountedGroups:
                 tokens=request.tokens,
                 started_at=self.clock(),
                 request_ids=() if request.name is None else (request.name,),
-                is_over_at_rest=self.draining,
+                ends_when_idle=self.draining,
             )
             groups.append(group)
-        # The group does not rest any more: it has a running request.
-        self.resting.pop(group.owner, group)
+        # The group is not idle any more: it has a running request.
+        self.idle.pop(group.owner, group)
         member = Member(group, len(group.members), generated)
         group.members.append(member)
         group.request_ids += (request.request_id,)
@@ -230,7 +231,7 @@ class CountedGroups:
         if group.timer is not None:
             group.timer.cancel()
         if not self.draining:
-            group.is_over_at_rest = False
+            group.ends_when_idle = False
             timeout = self._timeout if request.name is None else self._named_timeout
             group.timer = asyncio.get_running_loop().call_later(timeout, group.expire)
         self.observer.candidates_started(1)
@@ -251,7 +252,8 @@ class CountedGroups:
             group.expire()
 
     def forget(self, group: _CountedGroup) -> None:
-        self.resting.pop(group.owner, group)
+        """Remove a group that ends."""
+        self.idle.pop(group.owner, group)
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:
             del self._groups[group.join_key]

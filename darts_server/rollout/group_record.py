@@ -28,12 +28,13 @@ def make_group_record(
     tokens: RequestTokens = UNKNOWN_TOKENS,
     run_probability: float = 1.0,
 ) -> GroupRecord:
-    """Return the record of a group with this outcome. ``member``: the group in its cohort, or None without a cohort."""
+    """Return the record of a group that has ended. ``member``: the group in its cohort, or None without a cohort."""
     rule = group.rule
     num_rewarded = None
     if rule.needs_rewards:
         num_rewarded = sum(candidate.reward is not None for candidate in candidates)
 
+    # The deadline, and how the group's cohort has chosen it.
     deadline = group.deadline
     cut_length = group.cut_length
     explored = False
@@ -56,13 +57,18 @@ def make_group_record(
                 if explored:
                     cut_length = cohort.rule.cut_length_of(deadline)
 
+    # A group that ended before it was open has no rule, and only the candidates of the requests that had joined.
     size = len(group.candidates)
     completion_length = None
     if group.is_open:
         size = rule.size
         completion_length = group.standings.nth_shortest(rule.completion_place)
 
-    has_weights = any(candidate.weight is not None for candidate in candidates)
+    # With these a trainer can compute the weights itself.
+    num_shortest = None
+    if rule.samples_rest and any(candidate.weight is not None for candidate in candidates):
+        num_shortest = rule.num_shortest
+
     return GroupRecord(
         group_id=group_id,
         prompt_key=prompt_key,
@@ -79,7 +85,7 @@ def make_group_record(
         cut_length=cut_length,
         factor=factor,
         completion_length=completion_length,
-        num_shortest=rule.num_shortest if has_weights and rule.samples_rest else None,
+        num_shortest=num_shortest,
         sampled_from=sampled_from(group),
         tail_share=tail_share(group),
         earlier_pass_rate=earlier_pass_rate,

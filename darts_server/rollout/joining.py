@@ -82,7 +82,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
-        # Whether each of the newest groups was closed early.
+        # Whether the group was closed early, for each of the newest groups.
         self._closed_early: deque[bool] = deque(maxlen=WINDOW)
         self._early_is_logged = False
         self.counted = CountedGroups(
@@ -120,7 +120,10 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
     def abort(self, request_id: str) -> None:
-        """Answer a waiting request with the partial output of its own candidate. Its seat stays in the draw."""
+        """Answer a waiting request with the partial output of its own candidate.
+
+        The request's seat may still get a trajectory, for a late caller.
+        """
         for group in self._all_groups():
             if group.run.has_ended:
                 continue
@@ -178,6 +181,8 @@ class GroupJoiner(Generic[RequestT, OutputT]):
 
 
 class _JoinedGroup(Generic[RequestT, OutputT]):
+    """A group of single requests. A task waits until the group is closed, and answers its callers."""
+
     def __init__(self, joiner: GroupJoiner[RequestT, OutputT], first: JoinRequest[RequestT], timeout: float) -> None:
         self.group_id = f"group-{first.request_id}"
         self.seats: list[_Seat[RequestT, OutputT]] = []
@@ -204,7 +209,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
     def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
-        """Add a seat, and start a candidate for it."""
         loop = asyncio.get_running_loop()
         seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
         self.seats.append(seat)
@@ -235,7 +239,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def stop_if_unattended(self) -> None:
-        """Stop all candidates if no caller waits."""
         if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
             self._end()
             self._task.cancel()
@@ -278,13 +281,13 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self.run.open(plan.rule_for(allocation.saturated), allocation)
 
     def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:
-        """Return the seats that may get a trajectory: all free seats, unless it was aborted."""
+        """Return the seats that may get a trajectory: all free seats, unless the trajectory was aborted."""
         free = [seat for seat in self.seats if seat.output is None]
         candidates = self.run.runner.candidates
         candidate = candidates[trajectory.index]
         if not candidate.aborted:
             return free
-        # A partial candidate answers the caller that it was started for, or a caller without a partial candidate.
+        # An aborted trajectory answers the caller whose candidate it was, or a caller whose candidate was not aborted.
         own = [seat for seat in free if seat.request is candidate.request and candidate.has_own_request]
         if own:
             return own[:1]
@@ -294,7 +297,8 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
 
     def _end(self) -> None:
         """Remove the group and stop its candidates, once."""
-        # Also outside the task, which may be cancelled before its first step.
+        # The group's task calls this when it ends. A task that is cancelled before its first step does not, so
+        # `stop_if_unattended` calls it, too.
         if self._ended:
             return
         self._ended = True

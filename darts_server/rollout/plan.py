@@ -134,7 +134,8 @@ class Planner:
             raise InvalidRequest(field, f"must be at most {self.limits.max_group_size}, got {size}; lower it")
 
         if name == OFF or (name == AUTO and not in_batch) or size <= 1:
-            # A plan under `OFF` only counts the group. A request that names `off` may be an evaluation: not counted.
+            # A plan under `OFF` only counts the group. A request that names `off` is not counted, because it may be of
+            # an evaluation.
             is_counted = size > 1 and n <= 1 and options.policy != OFF and not in_batch
             return Plan(OFF, UNSHAPED, size, single=True) if is_counted else None
         if self.limits.group_size not in (None, size):

@@ -189,7 +189,11 @@ class Rollouts(Generic[RequestT, OutputT]):
         return self.engine.drafts_from_siblings and not self.engine.has_priorities
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
-        """Return the function that orders the candidates of a request that arrives now."""
+        """Return the function that orders the candidates of a request that arrives now, by their numbers of tokens.
+
+        The lowest order starts first. Each expected token makes a candidate earlier by `TOKEN_SECONDS`, so the longest
+        candidates start first, unless others have waited for long.
+        """
         if not self.engine.has_priorities:
             return lambda _: 0.0
         now = self._context.clock()
@@ -274,17 +278,17 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     async def _poll(self) -> None:
+        """Read the token counts of all groups again and again, until no group runs."""
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
             for run in list(self.runs):
                 run.poll()
-            # Also after the last group has ended: the next group must not find the queue as this group saw it.
+            # The last update follows the last group's end, so that the next group finds the present queue.
             self._brownout.update(self.admission.waiting)
         self._polling = None
 
     @property
     def num_running(self) -> int:
-        """Number of running groups."""
         return len(self.runs)
 
     def learn_unshaped(

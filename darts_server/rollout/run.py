@@ -29,7 +29,7 @@ from darts_server.group.events import (
 from darts_server.group.group import Group, advantages, selection_weights
 from darts_server.group.informative import have_equal_rewards
 from darts_server.group.selection import SelectionRule
-from darts_server.records import GroupRecord, TrajectoryRecord
+from darts_server.records import CandidateRecord, GroupRecord, TrajectoryRecord
 from darts_server.rollout.allocation.cohort import Allocation, CohortMember
 from darts_server.rollout.candidates import CandidateRunner, CarriedCandidate
 from darts_server.rollout.group_record import make_group_record
@@ -95,6 +95,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Whether the complete group has taken a place of its quota."""
         self._observer = context.observer
         self._clock = context.clock
+        self._ticket = ticket
         self._on_end = on_end
         self._is_closed = False
 
@@ -123,7 +124,6 @@ class GroupRun(Generic[RequestT, OutputT]):
             order=order,
         )
         self._earlier_pass_rate = earlier_pass_rate
-        self._run_probability = 1.0
 
         self.member: CohortMember | None = None
         """The group in its cohort, or None for a group that was allocated alone."""
@@ -146,7 +146,6 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self.has_ended:
             allocation.drop()
             return
-        self._run_probability = allocation.run_probability
         if allocation.cohort is not None:
             self.member = CohortMember(
                 allocation.cohort,
@@ -311,6 +310,16 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Number of returned trajectories, or None while requests are being collected."""
         return self._group.rule.size if self._group.is_open else None
 
+    def candidate_record(
+        self,
+        index: int,
+        weight: float | None = None,
+        advantage: float | None = None,
+    ) -> CandidateRecord:
+        """Return the present record of a candidate. See `CandidateRunner.make_record`."""
+        verdict = self.verification.verdicts.get(index, NO_VERDICT)
+        return self.runner.make_record(index, weight, advantage, verdict)
+
     @property
     def zero_variance(self) -> bool | None:
         """Whether the rewards of a complete group are all equal, as far as there are rewards; None without rewards.
@@ -338,6 +347,9 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
                 return
             self._carry_out(self._group.handle(*events))
+            if not self._group.needs_engine:
+                # While a group waits for verdicts alone, its caller may use its share of the engine for others.
+                self._ticket.release()
             for event in events:
                 if isinstance(event, Finished) and self._may_verify:
                     self.verification.start(event.index, self.runner.candidates[event.index].output)
@@ -420,8 +432,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         signal = advantages(group)
         candidates = []
         for index in range(len(self.runner.candidates)):
-            verdict = self.verification.verdicts.get(index, NO_VERDICT)
-            candidates.append(self.runner.make_record(index, weights.get(index), signal.get(index), verdict))
+            candidates.append(self.candidate_record(index, weights.get(index), signal.get(index)))
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:
@@ -443,5 +454,5 @@ class GroupRun(Generic[RequestT, OutputT]):
             request_ids=self.request_ids,
             owner=self.owner,
             tokens=self.spec.tokens,
-            run_probability=self._run_probability,
+            run_probability=self.spec.run_probability,
         )

@@ -60,6 +60,8 @@ class GroupSpec(Generic[RequestT]):
     """Whether the group takes a place of its quota only if its rewards are not all equal."""
     stops_when_decided: bool = field(default=False, kw_only=True)
     """Whether the group ends as soon as enough candidates have rewards that are not all equal."""
+    run_probability: float = field(default=1.0, kw_only=True)
+    """Probability that the batch ran the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

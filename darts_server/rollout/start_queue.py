@@ -26,17 +26,16 @@ gets ahead with every token."""
 class FirstRound:
     """Lets the other candidates of a batch start when every group has started its first candidate.
 
-    Drafts come from what samples of the same prompt have answered. If all candidates of a group start together, none
-    of them has an answer when the others need drafts.
+    Drafts are made from answers to the same prompt. If all candidates of a group started together, no candidate would
+    have an answer while the others need drafts.
     """
 
     def __init__(self, groups: Iterable[str]) -> None:
-        """``groups``: ids of the groups."""
         self._missing = set(groups)
         self._is_over = asyncio.Event()
 
     def arrive(self, group_id: str, _: object = None) -> None:
-        """Note that a group has started its first candidate, or has ended."""
+        """Record that a group has started its first candidate, or has ended."""
         self._missing.discard(group_id)
         if not self._missing:
             self._is_over.set()
@@ -64,7 +63,7 @@ class StartQueue:
         else:
             waiting = self._groups
             cost = group
-        # Groups wait for candidates, and each kind keeps its order.
+        # A group waits while any candidate waits. Candidates keep their order, and groups theirs.
         if self._candidates or waiting or not self._spend(cost):
             turn = asyncio.get_running_loop().create_future()
             waiting.append((turn, cost))
@@ -85,7 +84,7 @@ class StartQueue:
         for waiting in (self._candidates, self._groups):
             while waiting:
                 turn, cost = waiting[0]
-                # The task that waits may have been cancelled. Its turn costs nothing.
+                # The place of a task that was cancelled costs nothing.
                 if not turn.done():
                     if not self._spend(cost):
                         return

@@ -75,12 +75,12 @@ class TokenIndex:
             more = self._rng.integers(1 << 64, size=count, dtype=np.uint64) | np.uint64(1)
             self._weights = np.concatenate([self._weights, more])
         try:
-            # "q" takes three times as long as "Q", but placeholders for images may be negative.
+            # Type "q" takes three times as long as "Q", but takes negative numbers, which stand for images.
             packed = array("Q", tokens)
         except OverflowError:
             packed = array("q", tokens)
         terms = np.frombuffer(packed, dtype=np.uint64)
-        # Otherwise a token 0 would not change the hash.
+        # Without this sum, a token 0 would not change the hash.
         terms += np.uint64(1)
         terms *= self._weights[length:end]
         terms[:1] += np.uint64(begin)
@@ -179,7 +179,7 @@ class Turns:
             turn.rank = session.rank
             return TurnKind.SESSION
 
-        # Is the request expected again, after an abort before its first token?
+        # A request that was aborted before its first token is expected again.
         opens_session = turn.opens_session and turn.session is not None
         if turn.token_ids and not (opens_session and session is None):
             restarts = self._find_recent_restarts(turn.caller, prompt_hash)
@@ -196,7 +196,7 @@ class Turns:
         if opens_session:
             return TurnKind.OPENING
 
-        # Does the request begin with a stored sequence?
+        # Find the stored sequence that the request begins with.
         stable_tokens = turn.stable_tokens or 0
         for length, stored in self._sequences.find_prefixes(turn.caller, hashes):
             if stored.is_answer:

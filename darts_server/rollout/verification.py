@@ -11,8 +11,6 @@ logger = logging.getLogger(__name__)
 
 Verify = Callable[[Any], Awaitable[Verdict]]
 """Verifies an engine's output of one candidate."""
-LARGEST_REWARD = 1e300
-"""The difference of two rewards is a float, too."""
 
 
 class Verification:
@@ -65,9 +63,6 @@ class Verification:
             verdict = await verify(await asyncio.shield(output))
         except Exception as error:
             logger.warning("candidate %d of group %s was not verified: %r", index, self._group_id, error)
-            verdict = NO_VERDICT
-        # The comparison is false for NaN.
-        if verdict.reward is None or not abs(verdict.reward) <= LARGEST_REWARD:
             verdict = NO_VERDICT
         self.verdicts[index] = verdict
         self._on_verdict(index, verdict.reward)

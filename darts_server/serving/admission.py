@@ -91,7 +91,7 @@ class Ticket:
         self.release()
 
     def _add(self, candidates: int) -> None:
-        """Add candidates, or drop some if negative: first candidates that the engine does not have yet."""
+        """Add candidates. If the number is negative, drop candidates, first those that the engine does not have yet."""
         self._count(candidates, max(candidates, -self._ahead))
 
     def _count(self, candidates: int, ahead: int) -> None:

@@ -50,7 +50,6 @@ class FairCache(Generic[K, V]):
         return owned.entries if owned else {}
 
     def newest(self, owner: str | None) -> Iterator[V]:
-        """Iterate over an owner's values, newest first."""
         owned = self._owned.get(owner or "")
         return reversed(owned.entries.values()) if owned else iter(())
 
@@ -77,6 +76,7 @@ class FairCache(Generic[K, V]):
         return self._shrink(self._limit, self._weight_limit, name)
 
     def pop(self, owner: str | None, key: K) -> V | None:
+        """Remove an entry, and return its value, or None if there is no such entry."""
         name = owner or ""
         owned = self._owned.get(name)
         if owned is None or key not in owned.entries:
@@ -94,11 +94,12 @@ class FairCache(Generic[K, V]):
         dropped: list[tuple[K, V]] = []
         while self.size > limit or self.weight > weight_limit:
             ranking = self._by_size if self.size > limit else self._by_weight
-            name = ranking[-1][1]
+            _, name = ranking[-1]
             if name == newest and len(self._owned[name].entries) == 1:
+                # The owner's only entry was just added, so the next owner loses an entry.
                 if len(ranking) == 1:
                     break
-                name = ranking[-2][1]
+                _, name = ranking[-2]
             key, value = next(iter(self._owned[name].entries.items()))
             self.pop(name, key)
             dropped.append((key, value))

@@ -38,10 +38,8 @@ class Gate:
         ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: the work belongs to no
         group.
         """
-        # The gate may have been closed again before this task runs.
-        while not (skip_wait or self._opened.is_set()):
-            await self._opened.wait()
-
+        if not skip_wait:
+            await self.wait_open()
         self.let_in()
         self._unshaped += unshaped
         try:
@@ -49,6 +47,12 @@ class Gate:
         finally:
             self._unshaped -= unshaped
             self.leave()
+
+    async def wait_open(self) -> None:
+        """Wait until the gate is open."""
+        # The gate may have been closed again before this task runs.
+        while not self._opened.is_set():
+            await self._opened.wait()
 
     def let_in(self) -> None:
         """Count one more piece of work, which must call `leave`, or raise the error of `fail`."""

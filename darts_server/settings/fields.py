@@ -241,7 +241,8 @@ class Settings(BaseModel):
     """Reward in place of a verifier's reward, if the verifier fails, takes too long or returns none. Default: then the
     candidate has no reward."""
     verifier_timeout: float = Field(30.0, ge=0.01, le=3600)
-    """Seconds that a verifier may take for a candidate. Then its process is killed, or its request ended."""
+    """Seconds that a verifier may take for a candidate. Then its process is killed, or its request ended. A candidate
+    that waits 20 times as long for its verdict, and at least a minute, has no reward."""
     verifier_processes: int | None = Field(None, ge=1, le=1024)
     """Maximum processes of each verifier that is not a URL. They are started when they are needed. Default: half as
     many as there are cores."""

@@ -68,7 +68,6 @@ def load(flags: Mapping[str, str | list[str] | None], config: str | None) -> Set
 
 
 def _describe(error: Any, given: Mapping[str, str | list[str]]) -> str:
-    """Describe pydantic's error with the setting's source and help."""
     message = _message_of(error)
     # An error of a combination of settings has no location.
     if not error["loc"]:

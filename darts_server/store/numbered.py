@@ -42,7 +42,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             self._thread.start()
 
     def read(self) -> Iterator[tuple[int, bytes | None]]:
-        """Yield number and value of all values, in ascending order, and None in place of a damaged value."""
+        """Yield each number and its value, in ascending order of the numbers. The value is None if it is damaged."""
         if self._connection is None:
             return
         try:
@@ -53,17 +53,17 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             logger.warning("the rest of %s cannot be read, and is not used: %s", self._path, error)
 
     def put(self, number: int, value: bytes | None) -> None:
-        """Write a value under a new number later, or remove a value."""
+        """Store a value under a new number, or remove a value if ``value`` is None. A thread writes the change."""
         if self._connection is not None:
             with self._lock:
                 if value is None and self._unwritten.get(number) is not None:
-                    # It never was in the file. While writes fail, only the kept values take memory.
+                    # The value was never written, so the file has nothing to remove.
                     del self._unwritten[number]
                 else:
                     self._unwritten[number] = value
 
     def flush(self) -> None:
-        """Write now."""
+        """Write all changes now. A failure is logged, and the changes stay in memory for the next attempt."""
         if self._connection is None:
             return
         with self._lock:
@@ -84,7 +84,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
                 logger.error("%s cannot be written, and is kept in memory until it can: %s", self._path, error)
             self.fault = str(error)
             with self._lock:
-                # Changes since are newer.
+                # Changes that were made during the write are newer.
                 self._unwritten = {**changes, **self._unwritten}
             return
         if self.fault is not None:
@@ -92,7 +92,6 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
         self.fault = None
 
     def close(self) -> None:
-        """Write and close."""
         if self._connection is None:
             return
         self._stop.set()
@@ -109,7 +108,8 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             self.flush()
 
     def _open(self) -> sqlite3.Connection | None:
-        """Open the file. Move a file that cannot be used away, and create another."""
+        """Open the file, or return None. A file that cannot be used is moved away, and another file is created."""
+        # The second attempt creates the file.
         for _ in range(2):
             try:
                 return self._connect()
@@ -137,7 +137,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             if result != "ok":
                 raise sqlite3.DatabaseError(result)
             connection.execute("PRAGMA journal_mode = WAL")
-            # What a machine loses with its power is only generated again.
+            # Values in this file may be lost, so writes need not survive a power failure.
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(_TABLE)
             connection.execute(f"PRAGMA user_version = {VERSION}")

@@ -120,7 +120,11 @@ class Store(AbstractContextManager["Store"]):
             return len(self._texts[kind])
 
     def flush(self) -> None:
-        """Write all new documents to the disk, or raise ``StateError``; ``fault`` and one line of the log say why."""
+        """Write all new documents to the disk, and read documents that the previous server has written.
+
+        Raises:
+            StateError: the disk cannot be used. ``fault`` and the log say why. The documents stay in memory.
+        """
         with self._write_lock:
             with self._lock:
                 self._refuse_closed()
@@ -154,7 +158,7 @@ class Store(AbstractContextManager["Store"]):
         return archive.pack(sorted((kind, key, text) for kind, texts in copies for key, text in texts))
 
     def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
-        """Replace everything by an exported file, atomically, in several times the time of ``export``.
+        """Replace all documents by the documents of an exported file, atomically. It takes longer than ``export``.
 
         Documents that are put meanwhile are lost. ``limit``: maximum size of the decompressed data in bytes.
 
@@ -212,7 +216,7 @@ class Store(AbstractContextManager["Store"]):
         return taken
 
     def close(self) -> None:
-        """Write new documents and close. Raises ``StateError`` if they cannot be written, and loses them."""
+        """Write new documents and close. ``StateError``: they cannot be written, and are lost."""
         if self._is_closed:
             return
         self._stop.set()
@@ -269,10 +273,10 @@ class Store(AbstractContextManager["Store"]):
             connection.executemany(_UPSERT, checked)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        """Read all documents, unless the file is unchanged since the last time.
+        """Read all documents of the file into memory, unless the file is unchanged since the last read.
 
         Raises:
-            StateDamaged: see `damaged`.
+            StateDamaged: a document has the wrong type or checksum.
         """
         with translate_errors(self._path):
             [[version]] = connection.execute("PRAGMA data_version")
@@ -286,7 +290,7 @@ class Store(AbstractContextManager["Store"]):
                     raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
                 texts[kind][key] = text
         with self._lock:
-            # Unwritten documents are newer.
+            # Documents that are not written yet are newer than the documents of the file.
             for (kind, key), text in self._unwritten.items():
                 texts[kind][key] = text
             self._texts = texts

@@ -68,16 +68,32 @@ class Job:
 class Batcher:
     """Runs the calls of a verifier on its runners. A runner is started when all others are busy.
 
+    ``wait_limit``: seconds after which an answer has no reward, also if its call has not begun.
     ``ended``: called with each call that ends, and its seconds including the wait for a runner.
     """
 
-    def __init__(self, runners: Sequence[Runner], ended: Callable[[Call, float], None]) -> None:
+    def __init__(
+        self,
+        runners: Sequence[Runner],
+        wait_limit: float,
+        ended: Callable[[Call, float], None],
+    ) -> None:
         self._ended = ended
+        self._wait_limit = wait_limit
+        self._late = Call(
+            VerifierResult.TIMEOUT,
+            detail=f"gave no verdict within {wait_limit:g} seconds, as too many answers wait: raise "
+            "--verifier-processes (of a URL, --verifier-requests) or --verifier-timeout",
+        )
         self._runners = runners
         # The runner that ended last is used first. Runners that must be started stand in front.
         self._free = list(runners)
         self._starting = 0
         self._waiting: deque[Job] = deque()
+        # All answers that wait or are called, the oldest first.
+        self._pending: dict[Job, None] = {}
+        # Calls `_end_late` when the oldest answer may be late.
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._seconds = math.inf
         self._is_scheduled = False
@@ -97,6 +113,8 @@ class Batcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._end_waiting(CLOSED)
+        if self._timer is not None:
+            self._timer.cancel()
         await asyncio.gather(*(runner.close() for runner in self._runners))
 
     def call(self, answer: Answer) -> asyncio.Future[Call]:
@@ -104,6 +122,10 @@ class Batcher:
         loop = asyncio.get_running_loop()
         job = Job(answer, loop.create_future(), loop.time())
         self._waiting.append(job)
+        self._pending[job] = None
+        # A timer for each answer would cost as much as the rest of the queue.
+        if self._timer is None:
+            self._timer = loop.call_later(self._wait_limit, self._end_late)
         # Answers of the same turn of the event loop go into the same batch.
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -139,9 +161,11 @@ class Batcher:
         while self._waiting and len(jobs) < most and not (jobs and self._waiting[0].alone):
             job = self._waiting.popleft()
             # Nobody waits if the group was cancelled.
-            if not job.future.done():
-                jobs.append(job)
-                most = 1 if job.alone else most
+            if job.future.done():
+                self._pending.pop(job, None)
+                continue
+            jobs.append(job)
+            most = 1 if job.alone else most
         return jobs
 
     async def _serve(self, runner: Runner, jobs: Sequence[Job]) -> None:
@@ -179,7 +203,19 @@ class Batcher:
         while self._waiting:
             self._end(self._waiting.popleft(), call)
 
+    def _end_late(self) -> None:
+        """End the answers that have waited too long, and wait for the next."""
+        loop = asyncio.get_running_loop()
+        self._timer = None
+        for job in list(self._pending):
+            late_at = job.began + self._wait_limit
+            if late_at > loop.time():
+                self._timer = loop.call_at(late_at, self._end_late)
+                break
+            self._end(job, self._late)
+
     def _end(self, job: Job, call: Call) -> None:
+        self._pending.pop(job, None)
         if not job.future.done():
             job.future.set_result(call)
             self._ended(call, asyncio.get_running_loop().time() - job.began)

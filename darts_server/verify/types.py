@@ -25,7 +25,7 @@ class Answer:
 class Verdict:
     """What a verifier says of an answer.
 
-    ``reward``: None if the verifier failed, took too long, or returned no finite number.
+    ``reward``: finite also if two are subtracted. None if the verifier failed, took too long, or returned no number.
     ``correct``: whether the answer is right, or None without a reward.
     """
 

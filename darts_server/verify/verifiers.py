@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +21,14 @@ from darts_server.verify.specs import REMOTE, Spec
 from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 
 logger = logging.getLogger(__name__)
+
+WAIT_TIMEOUTS = 20
+"""Longest time that an answer waits for its verdict, in times of a call. With the default of 30 s it is ten minutes, in
+which a verifier of two seconds a call gives 300 verdicts with each process."""
+LARGEST_REWARD = 1e300
+"""The difference of two rewards is a float, too."""
+MIN_WAIT = 60.0
+"""Seconds that an answer may wait in any case, because a process that is started again may have to import torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +63,12 @@ class Verifiers:
         """A call has ended: the verifier's name, the result, and seconds including the wait for a process."""
         self._default = default
         self._specs = {spec.name: spec for spec in specs}
+        limits = limits or VerifierLimits()
+        wait_limit = max(WAIT_TIMEOUTS * limits.seconds, MIN_WAIT)
         self._batchers = {
-            spec.name: Batcher(_runners(spec, limits or VerifierLimits()), partial(self._record, spec.name))
-            for spec in specs
+            spec.name: Batcher(_runners(spec, limits), wait_limit, partial(self._record, spec.name)) for spec in specs
         }
-        self._named: set[tuple[str, VerifierResult]] = set()
+        self._named: set[tuple[str, VerifierResult, str]] = set()
 
     @property
     def names(self) -> Sequence[str]:
@@ -101,14 +109,20 @@ class Verifiers:
             total += self._specs[name].weight * reward
             if call.correct is not None:
                 says_correct.append(call.correct)
-        if not math.isfinite(total):
+        # Also NaN, if one reward is infinite and another is minus infinity.
+        if not abs(total) <= LARGEST_REWARD:
             return NO_VERDICT
         return Verdict(total, all(says_correct) if says_correct else total > 0)
 
     def _record(self, name: str, call: Call, seconds: float) -> None:
         self.called(name, call.result, seconds)
-        if call.result is not VerifierResult.REWARD and (name, call.result) not in self._named:
-            self._named.add((name, call.result))
+        if call.result is VerifierResult.REWARD:
+            return
+        # A timeout has two reasons, of the call and of the wait, each with its own remedy. Other details have no end.
+        detail = call.detail if call.result is VerifierResult.TIMEOUT else ""
+        failure = (name, call.result, detail)
+        if failure not in self._named:
+            self._named.add(failure)
             logger.warning(
                 "the verifier %s gave no reward (%s): it %s; further answers like this are only counted, in "
                 "darts_verifier_calls_total",

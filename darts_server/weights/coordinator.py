@@ -111,7 +111,7 @@ class Coordinator:
             update.clean_up()
             await self.finish(update, error)
             raise
-        # In a task: from here on, a caller that disconnects must not cancel the update half-way.
+        # The rest runs in a task, because a caller that disconnects must not cancel the update half-way.
         self._task = asyncio.create_task(self._run_staged(update))
         # Without a caller, no other task retrieves the exception, and asyncio would log it.
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -186,7 +186,7 @@ class Coordinator:
                 await update.run_phase("wait", self._gate.wait_until_empty, self.settings.wait_timeout)
             elif update.rule is Rule.RESTART:
                 await update.run_phase("wait", suspend_groups, self.settings.wait_timeout)
-            # Before the pause: a pause that fails half-way must be resumed too.
+            # This is set before the pause, because a pause that fails half-way must be resumed too.
             self._paused_by_update = True
             # Without a rule, the trainer has paused the engine.
             if update.rule is not None:
@@ -194,7 +194,7 @@ class Coordinator:
             self._groups.weights_change()
             self.state = State.UPDATING
         except BaseException as error:
-            # Among them the cancellation, if the trainer disconnects while groups are awaited.
+            # This includes the cancellation, if the trainer disconnects while groups are awaited.
             await self.finish(update, error)
             raise
 
@@ -232,7 +232,7 @@ class Coordinator:
             if self._paused_by_update:
                 self._paused_by_update = False
                 if not self.paused_by_trainer:
-                    # Even if the caller has disconnected.
+                    # The engine must resume, even if the caller has disconnected.
                     with CancelScope(shield=True):
                         await update.run_phase("resume", self._model.resume)
         except Exception as failed:
@@ -304,7 +304,7 @@ class Coordinator:
                 )
             if resumes != self._trainer_resumes:
                 raise UpdateFailed("the engine was resumed while groups were waited for")
-            # Before the pause: an update that ends meanwhile must not resume the engine.
+            # This is set before the pause, because an update that ends meanwhile must not resume the engine.
             self.paused_by_trainer = True
             self.trainer_pauses += 1
             try:
@@ -355,11 +355,11 @@ class Coordinator:
         parts = set(MEMORY) if frees_memory else set()
 
         async def fall_asleep() -> None:
-            # Again, because an update may have been announced while groups were awaited.
+            # Check again, because an update may have been announced while groups were awaited.
             self._check_no_update_announced()
             with self._falling_asleep(parts):
                 await sleep()
-            # Again, because the engine may have been woken up before it slept.
+            # Set these again, because the engine may have been woken up before it slept.
             self.paused_by_trainer = True
             self._gate.close(TRAINER)
             self._asleep = self._asleep | parts
@@ -386,7 +386,7 @@ class Coordinator:
             woken = set()
         with self._ending_pause() if woken >= asleep else nullcontext():
             answer = await wake_up()
-            # Unless the engine was put to sleep meanwhile.
+            # If the engine was put to sleep meanwhile, its parts are asleep again.
             if self._asleep is asleep:
                 self._asleep = asleep - woken
         return answer

@@ -74,7 +74,7 @@ class ExternalUpdates:
         # Refuse at once: the lock's owner may be waiting for groups.
         coordinator.check_no_update()
         async with self._steps:
-            # Until the engine is paused, this update would change weights in use.
+            # A pause in progress has not stopped the engine yet, and this update would change weights in use.
             if coordinator.trainer_pauses:
                 raise Conflict("engine", "is being paused; begin the update when this request has been answered")
             rule = None if coordinator.paused_by_trainer else coordinator.settings.rule
@@ -131,7 +131,8 @@ class ExternalUpdates:
             await session.run_phase(phase, step)
         except Exception as error:
             self._session = None
-            # In a task: a trainer that disconnects must not cancel it half-way, which would leave the gate closed.
+            # This runs in a task. A trainer that disconnects must not cancel it half-way, because the gate would stay
+            # closed.
             restoring = asyncio.create_task(self.coordinator.fail(session, error))
             restoring.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(restoring)

@@ -207,10 +207,10 @@ class _LoraUpdate(Update):
         self.new = LoadedLora(self.version, config, folder)
 
     async def apply(self) -> None:
-        await self._serve("load", self.new)
+        await self._load_or_unload("load", self.new)
 
     async def roll_back(self) -> str:
-        await self._serve("restore", self.loras.served.get(self.lora))
+        await self._load_or_unload("restore", self.loras.served.get(self.lora))
         return ""
 
     def commit(self) -> None:
@@ -220,6 +220,7 @@ class _LoraUpdate(Update):
             self.loras.served[self.lora] = self.new
 
     def clean_up(self) -> None:
+        """Delete the folders and links of adapters that are no longer served."""
         served = self.loras.served
         staging = self.loras.staging
         used = {lora.folder for lora in served.values()}
@@ -229,12 +230,12 @@ class _LoraUpdate(Update):
             if link.name.removeprefix(LINK_PREFIX) not in served:
                 link.unlink(missing_ok=True)
 
-    async def _serve(self, phase: str, adapter: LoadedLora | None) -> None:
+    async def _load_or_unload(self, phase: str, adapter: LoadedLora | None) -> None:
         """Load an adapter into the engine under the update's name, or unload that name if the adapter is None."""
         if adapter is None:
             await self.run_phase(phase, lambda: self.engine.unload(self.lora))
             return
-        # Point the name's link to the adapter's folder, atomically.
+        # The engine loads the adapter from a link with the update's name. Replace this link atomically.
         link = adapter.folder.with_name(LINK_PREFIX + self.lora)
         new = adapter.folder.with_name(f"new-{LINK_PREFIX}")
         new.unlink(missing_ok=True)

@@ -113,6 +113,7 @@ def check_lora(
     if not tensors:
         raise InvalidRequest(field, "has no tensor; send at least those of one layer")
     for name, file in tensors.items():
+        # A layer has the tensors A [rank, inputs] and B [outputs, rank].
         suffix, other_suffix = (LORA_A, LORA_B) if name.endswith(LORA_A) else (LORA_B, LORA_A)
         layer = name.removesuffix(suffix).removeprefix(PREFIX)
         tensor = file.tensors[name]

@@ -142,7 +142,7 @@ def check_tensors(
     partial: bool,
     field: str,
 ) -> TensorSet:
-    """Check that a set fits a model. Return the tensors to load: all except tied ones.
+    """Check that a set fits a model. Return the tensors to load: all except tied tensors.
 
     Raises:
         InvalidRequest: about ``field``; names the first tensor that does not fit.
@@ -218,7 +218,8 @@ def names_by_file(tensors: TensorSet) -> FilePlan:
     """Return each file of a set with the names of the tensors that the set has from it."""
     files: dict[Path, tuple[TensorFile, list[str]]] = {}
     for name, file in tensors.items():
-        files.setdefault(file.path, (file, []))[1].append(name)
+        _, names = files.setdefault(file.path, (file, []))
+        names.append(name)
     return list(files.values())
 
 
@@ -228,7 +229,6 @@ def _have_equal_data(
     other: TensorFile,
     other_name: str,
 ) -> bool:
-    """Return whether two tensors have the same bytes."""
     with open_unchanged(file.path, file.stamp) as a, open_unchanged(other.path, other.stamp) as b:
         remaining = _seek(a, *_read_header(a)[name])
         if remaining != _seek(b, *_read_header(b)[other_name]):
@@ -247,10 +247,10 @@ def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) ->
     Raises:
         OSError: the file has changed.
     """
-    # The bits of positive floats increase with their value, and the bits of infinity and NaN are the largest. So a
-    # positive number is not finite if its bits, as a signed integer, are at least `positive`. Negative floats are the
-    # largest unsigned integers, and are compared with `negative`. Two maxima decide, at some twenty times the speed of
-    # `isfinite`.
+    # As integers, the bits of floats increase with their size, and the bits of infinity and NaN are the largest. A
+    # positive float is not finite if its bits, as a signed integer, are at least `positive`. Negative floats are the
+    # largest unsigned integers, and are compared with `negative`. The two maxima of a part are enough, which is some
+    # twenty times as fast as `isfinite`.
     places = _read_header(opened)
     chunk = np.empty(CHUNK_BYTES, np.uint8)
     for name in names:
@@ -261,7 +261,7 @@ def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) ->
         negative = positive | 1 << (8 * size - 1)
         remaining = _seek(opened, *places[name])
         while remaining:
-            # Not mapped into memory: a file that is truncated meanwhile would end the process.
+            # The file is read and not mapped into memory: a mapped file that is truncated would end the process.
             part = chunk[: min(remaining, CHUNK_BYTES)]
             if opened.readinto(part) != len(part):  # type: ignore[attr-defined]
                 raise OSError(errno.ESTALE, "has changed since it was checked", str(file.path))

@@ -136,6 +136,7 @@ class _WeightUpdate(Update):
     tensors: TensorSet = dataclass_field(default_factory=dict)
 
     async def stage(self) -> None:
+        """Fetch and check the tensors. A part of the model's tensors is completed by the tensors that are served."""
         given = await self.run_phase("transfer", self.fetch)
 
         async def check() -> TensorSet:
@@ -150,6 +151,7 @@ class _WeightUpdate(Update):
         self.tensors = await self.run_phase("check", check)
 
     async def apply(self) -> None:
+        """Load the tensors into the model. The update fails if their files have changed meanwhile."""
         await self.run_phase("load", lambda: self.owner.model.load(names_by_file(self.tensors)))
         changed = await run_sync(changed_files, self.tensors)
         if changed:

@@ -36,7 +36,7 @@ import torch
 from tqdm import tqdm
 
 from darts_client import Client, DartsError, Group, PromptSpec, Trajectory
-from darts_client.advantages import unbiased_advantages
+from darts_client.advantages import run_weight, unbiased_advantages
 from darts_server.offline.demo.problems import Difficulty, Problem, reward, sample_problem
 from darts_server.offline.demo.server import DARTS, MODEL, serving
 from examples.tiny_rl.grpo import LEARNING_RATE, Learner, Trained, Update, advantages, scaled
@@ -237,7 +237,8 @@ def step_advantages(groups: Sequence[Group], rewards: Sequence[Sequence[float]],
     """
     penalized_rows = [penalized(group, row, method) for group, row in zip(groups, rewards, strict=True)]
     if not method.unbiased:
-        return [advantages(row) for row in penalized_rows]
+        pairs = zip(groups, penalized_rows, strict=True)
+        return [[run_weight(group) * value for value in advantages(row)] for group, row in pairs]
     rows = [unbiased_advantages(group, row) for group, row in zip(groups, penalized_rows, strict=True)]
     return scaled([[value / len(row) for value in row] for row in rows])
 

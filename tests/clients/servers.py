@@ -24,6 +24,7 @@ from darts_server.rollout.observers.monitor import Monitor
 from darts_server.rollout.observers.provenance import Provenance
 from darts_server.rollout.observers.reward_matching import RewardMatcher
 from darts_server.rollout.rollouts import Intervals, Rollouts
+from darts_server.rollout.sessions.registry import SessionRegistry
 from darts_server.rollout.voting import Confidence, VoteRunner
 from darts_server.settings import load
 from darts_server.store import Store
@@ -139,7 +140,7 @@ def application(
 ) -> Iterator[tuple[FastAPI, ScriptedEngine]]:
     """Build an app with our routes, whose engine makes a step every 2 ms during the app's lifespan.
 
-    The weights had an update that took 2 seconds.
+    ``app.state.sessions`` has the groups of sessions. The weights had an update that took 2 seconds.
     """
     engine = ScriptedEngine(script)
     # The name of a verifier lets batches choose `informative`. `verifier` stands for it.
@@ -171,11 +172,14 @@ def application(
             task.cancel()
 
         app = FastAPI(lifespan=stepping)
+        app.state.sessions = SessionRegistry(rollouts)
         errors.install(app)
-        live, updates = Monitor(rollouts), Mock(spec=Coordinator, version=7, state=State.SERVING)
+        live, updates = Monitor(rollouts, app.state.sessions), Mock(spec=Coordinator, version=7, state=State.SERVING)
         rollouts.observers.group_ended.add(live.group_ended)
         updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})
         monitored = MonitorSources(live, statistics.rewards, updates, lambda: store.fault)
+        app.state.sessions = SessionRegistry(rollouts)
         parts = {"control": control, "batches": batches, "votes": votes, "monitored": monitored}
+        parts["session_registry"] = app.state.sessions
         app.include_router(our_routes(store, statistics, provenance, reward_matcher, needs_key=needs_key, **parts))
         yield app, engine

@@ -14,6 +14,7 @@ from darts_client import (
     Overloaded,
     ProtocolError,
     ServerFault,
+    SessionOver,
     StatusError,
     TimedOut,
     Unauthorized,
@@ -57,6 +58,13 @@ KINDS: dict[type[StatusError], tuple[int, ...]] = {
 def test_each_status_has_its_error(status: int, kind: type[StatusError]) -> None:
     error = error_for(httpx.Response(status, json={"error": {"message": "no"}}))
     assert type(error) is kind
+    assert error.status_code == status
+
+
+@pytest.mark.parametrize("status", [409, 410])
+def test_a_session_that_is_over_has_an_error_of_its_own_with_either_status(status: int) -> None:
+    error = error_for(httpx.Response(status, json={"error": {"message": "stopped", "type": "darts_session_over"}}))
+    assert type(error) is SessionOver
     assert error.status_code == status
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from statistics import mean, stdev
+from typing import Literal
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_groups_that_ran_by_chance_count_more() -> None:
     tensors = to_tensors(groups, [[1.0, 0.0], [1.0, 0.0]], scale=False)
     assert tensors.advantages is not None
     assert tensors.advantages.tolist() == [0.5, -0.5, 2.0, -2.0]
+
+
+@pytest.mark.parametrize(("kind", "rewarded"), [("unbiased", None), ("server", 2)])
+def test_weighted_advantages_of_a_group_that_ran_by_chance_count_more(
+    kind: Literal["unbiased", "server"], rewarded: int | None
+) -> None:
+    plain = group(([1], [0.0]), ([2], [0.0]))
+    trajectories = tuple(replace(each, weight=1.5, advantage=0.5) for each in plain.trajectories)
+    always = replace(plain, trajectories=trajectories, num_eligible=3, num_rewarded=rewarded)
+    tensors = to_tensors([always, replace(always, run_probability=0.25)], [[1.0, 0.0]] * 2, advantages=kind)
+    assert tensors.advantages is not None
+    first, second = tensors.advantages.reshape(2, 2)
+    assert first.abs().min() > 0
+    assert torch.equal(second, 4 * first)
 
 
 spans = st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 5)), max_size=4)

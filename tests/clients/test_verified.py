@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from darts_client import BadRequest, Client, Done, Group, GroupEvent, PromptSpec, Trajectory, to_rows
+from darts_client import (
+    BadRequest,
+    Client,
+    Done,
+    Group,
+    GroupEvent,
+    PromptSpec,
+    Trajectory,
+    TrajectoryEvent,
+    to_rows,
+)
 from darts_client.advantages import server_advantages, unbiased_advantages
 from darts_client.tensors import to_tensors
 from darts_server.engine.scripted import Script
@@ -118,7 +128,13 @@ def test_dynamic_sampling_returns_informative_groups_and_says_what_is_missing(se
 
         with client.stream_tokens(["22", "23"], only="informative", num_groups=1, **INFORMATIVE) as events:
             found = list(events)
-    assert [event.group.number for event in found if isinstance(event, GroupEvent)] == [1]
+    [group] = [event.group for event in found if isinstance(event, GroupEvent)]
+    assert group.number == 1
+    # The server selects by rewards, so it has them when it selects.
+    selected = [event for event in found if isinstance(event, TrajectoryEvent)]
+    expected = {each.trajectory_id: (each.reward, each.correct) for each in group.trajectories}
+    assert {event.trajectory_id: (event.reward, event.correct) for event in selected} == expected
+    assert {reward for reward, _ in expected.values()} == {0.0, 1.0}
     done = found[-1]
     assert isinstance(done, Done)
     assert done.shortfall == 0

@@ -101,6 +101,14 @@ def test_unbiased_advantages_follow_weights_and_have_one_scale_for_the_whole_ste
     assert [each.advantage for each in batch] == pytest.approx([value / scale for value in expected])
 
 
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_a_group_that_ran_by_chance_counts_more(unbiased: bool) -> None:
+    always = weighted(truncated_long=False)
+    groups = [always, replace(always, run_probability=0.25)]
+    first, second = train.step_advantages(groups, [[1.0, 0.0, 1.0]] * 2, Method("uniform", unbiased=unbiased))
+    assert second == pytest.approx([4 * value for value in first])
+
+
 def test_tokens_of_other_weights_than_the_served_weights_are_stale() -> None:
     resumed = replace(answer("#", 5), version_spans=((6, 2), (7, 3)))
     groups = [group(resumed, replace(answer("#", 4), version_spans=((6, 4),))), group(replace(resumed))]

@@ -3,7 +3,7 @@
 import pytest
 
 from darts_server.exceptions import IllegalMove
-from darts_server.group.session import FinishedTurn, Row, Session
+from darts_server.group.session import MAX_TOOL_INTERVALS, FinishedTurn, Row, Session
 from darts_server.records import join_spans
 from darts_server.types import SessionEnd
 
@@ -71,6 +71,48 @@ def test_tool_time_is_the_time_without_a_running_turn() -> None:
     assert session.seconds(20.0) == 10.0
     session.end(SessionEnd.FINISHED, 21.0)
     assert session.seconds(30.0) == 11.0
+
+
+def test_tool_time_is_kept_as_intervals_that_end_with_the_next_turn_or_with_the_session() -> None:
+    session = Session(0)
+    assert session.tool_since is None
+    assert session.tool_times().tolist() == []
+    session.begin_turn(10.0)
+    assert session.tool_since is None
+    session.end_turn(12.0, 1)
+    assert session.tool_since == 12.0
+    assert session.tool_times().tolist() == [12.0], "the tool runs now"
+    session.begin_turn(15.0)
+    assert session.tool_times().tolist() == [12.0, 15.0]
+    session.end_turn(16.0, 1)
+    session.end(SessionEnd.FINISHED, 18.0)
+    assert session.tool_since is None
+    assert session.tool_times().tolist() == [12.0, 15.0, 16.0, 18.0]
+    assert session.tool_seconds == 3.0, "the seconds after the last turn are between no turns"
+
+
+def test_a_session_that_ends_in_a_turn_or_before_its_first_has_no_tool_time() -> None:
+    unused = Session(0)
+    unused.end(SessionEnd.SILENT, 5.0)
+    assert unused.tool_times().tolist() == []
+    stopped = Session(1)
+    stopped.begin_turn(1.0)
+    stopped.end(SessionEnd.STOPPED, 5.0)
+    stopped.end_turn(6.0, 3)
+    assert stopped.tool_times().tolist() == []
+
+
+def test_the_first_intervals_of_tool_time_are_kept_and_count_in_the_memory() -> None:
+    session = Session(0)
+    turns = MAX_TOOL_INTERVALS + 10
+    for number in range(turns):
+        session.begin_turn(2.0 * number)
+        session.end_turn(2.0 * number + 1, 1)
+    times = session.tool_times()
+    assert len(times) == 2 * MAX_TOOL_INTERVALS + 1, "and the present interval"
+    assert times[-3:].tolist() == [2.0 * MAX_TOOL_INTERVALS - 1, 2.0 * MAX_TOOL_INTERVALS, 2.0 * turns - 1]
+    assert session.tool_seconds == turns - 1
+    assert session.size_bytes == 16 * MAX_TOOL_INTERVALS
 
 
 def test_a_session_ends_once_and_has_no_turn_afterwards() -> None:

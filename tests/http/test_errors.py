@@ -9,6 +9,7 @@ from darts_server.exceptions import (
     GroupAborted,
     GroupFailed,
     InvalidRequest,
+    SessionOver,
     StateDamaged,
     StateError,
     StateFull,
@@ -31,6 +32,13 @@ from darts_server.http.errors import fields_of, headers_of, install, status_of
 )
 def test_every_error_has_the_status_of_its_closest_class(error: DartsError, status: int) -> None:
     assert status_of(error) == status
+
+
+def test_clients_of_openai_do_not_send_the_request_of_a_session_that_is_over_again() -> None:
+    error = SessionOver("session ses-1 is stopped", 409)
+    assert status_of(error) == 409
+    assert fields_of(error)["type"] == "darts_session_over"
+    assert headers_of(error) == {"X-Should-Retry": "false"}
 
 
 def test_the_body_is_openais_error_object() -> None:

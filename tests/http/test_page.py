@@ -49,6 +49,13 @@ def test_the_page_names_every_end_of_a_candidate(kind: str) -> None:
     assert (page.PARTS / "style.css").read_text("utf-8").count(f"--{kind}: #") == 2, "in light and in dark"
 
 
+@pytest.mark.parametrize("mark", ["cut", "resumed", "tool"])
+def test_the_page_names_every_mark_on_a_bar(mark: str) -> None:
+    kinds = (page.PARTS / "kinds.js").read_text("utf-8")
+    assert f' {mark}: "' in kinds.split("const MARKS = ")[1].split("\n")[0]
+    assert (page.PARTS / "style.css").read_text("utf-8").count(f"--{mark}: #") == 2, "in light and in dark"
+
+
 def test_the_page_shows_ids_as_text() -> None:
     """The page puts all text of the server into text nodes and into attributes that run nothing."""
     scripts = {part.name: part.read_text("utf-8") for part in page.PARTS.glob("*.js")}

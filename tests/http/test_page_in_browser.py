@@ -1,19 +1,22 @@
 """The built-in page in a real Chromium, over groups on the scripted engine, by real time."""
 
+import asyncio
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from unittest.mock import Mock
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 from uuid import uuid4
 
 import httpx
 import pytest
-from fastapi import Response
+from fastapi import Request, Response
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from darts_server.engine.scripted import Script
@@ -21,6 +24,8 @@ from darts_server.http import page
 from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
 from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.rollout.sessions.registry import SessionGroupRequest, SessionRegistry
+from darts_server.rollout.sessions.session_group import AgentSession
 from tests.clients.servers import application, listening
 
 pytestmark = pytest.mark.nightly
@@ -97,6 +102,37 @@ def heavy_tail(request: str, index: int) -> Script:
     return Script(min(400, round(20 * rng.lognormvariate(0.4, 0.8)) + 150))
 
 
+async def run_agents(sessions: SessionRegistry, request: Request) -> Response:
+    """Create a group of 4 + 2 sessions for each prompt, and run each session's turns and tools for some seconds."""
+    for number, name in enumerate(await request.json()):
+        group = await sessions.create(SessionGroupRequest(4, 2, "uniform", name))
+        for session in group.sessions:
+            task = asyncio.create_task(run_agent(session, Random(f"{number}/{session.index}")))
+            AGENTS.add(task)
+            task.add_done_callback(AGENTS.discard)
+    return Response()
+
+
+async def run_agent(session: AgentSession, rng: Random) -> None:
+    """Run up to 9 turns of about half a second, with tools of up to a second between them."""
+    turns = rng.randrange(3, 10)
+    for number in range(turns):
+        tokens = 0
+        turn = session.group.begin_turn(session, lambda: tokens, lambda: None)  # noqa: B023
+        for _ in range(rng.randrange(5, 20)):
+            await asyncio.sleep(0.05)
+            tokens += 3
+        turn.finish([1], [2] * tokens, [-1.0] * tokens)
+        if number < turns - 1:
+            await asyncio.sleep(rng.uniform(0.2, 1.0))
+        if session.session.is_over:
+            return
+    session.group.end_session(session, reward=float(rng.random() < 0.5))
+
+
+AGENTS: set[asyncio.Task[None]] = set()
+
+
 @contextmanager
 def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
     """The address of the page, and a function that begins a group of 8 for each of these prompts."""
@@ -105,6 +141,7 @@ def at_work(*keys: str) -> Iterator[tuple[str, Callable[..., None]]]:
         app.add_middleware(SecurityMiddleware, access=access, limits=BodyLimits(2**20), on_refusal=Mock())
         page.add_routes(app.router)
         app.add_route("/health", lambda _: Response())
+        app.add_route("/agents", partial(run_agents, app.state.sessions), methods=["POST"])
         with listening(app) as listener:
 
             def ask(*names: str) -> None:
@@ -194,6 +231,37 @@ def test_a_thousand_candidates_are_drawn_and_followed_to_their_end(browser: Brow
         assert {urlsplit(url).netloc for url in visit.requested if not url.startswith("data:")} == {
             urlsplit(url).netloc
         }
+
+
+def test_sessions_are_lanes_with_hatched_tool_time_while_they_run_and_afterwards(browser: Browser) -> None:
+    with at_work() as (url, ask):
+        visit = Visit(browser, url)
+        page = visit.page
+        page.select_option("#pitch", "13")
+        httpx.post(urljoin(url, "/agents"), json=["task/0", "task/1"])
+        visit.reads("running", "2 groups")
+        visit.reads("running-more", "12 candidates")
+        visit.says("legend", "no request, in a tool")
+        visit.says("legend", "running")
+        ask("math/0")
+        visit.reads("running", "0 groups")
+        visit.reads("shown", "24 candidates in 3 groups")
+        assert visit.colours("bars")[visit.colour("tool")] > 1000
+        named = page.inner_text("#legend").split("\n")
+        assert {"selected, short", "no request, in a tool"} <= set(named)
+        page.focus("#bars")
+        page.keyboard.press("Home")
+        visit.says("said", "candidate 0 of 12")
+        assert "turn" not in page.inner_text("#detail")
+        page.keyboard.press("PageDown")
+        visit.says("said", "session 0 of 6")
+        assert re.search(r"· \d+ turns? · \d+\.\d+ s in tools ·", page.inner_text("#detail"))
+        assert page.evaluate(SIDEWAYS) == []
+        page.keyboard.press("Enter")
+        visit.says("found", "Selected of started4 of 6")
+        visit.says("found", "TokensTurnsRank")
+        assert page.evaluate(SIDEWAYS) == []
+        assert visit.complaints == []
 
 
 def test_everything_is_reachable_by_keyboard_and_named_for_screen_readers(browser: Browser) -> None:

@@ -117,3 +117,47 @@ def test_no_caller_notices_that_an_engine_is_gone(
     for answer in answers:
         assert [choice["finish_reason"] in ("stop", "length") for choice in answer["choices"]] == [True] * SIZE
     assert not httpx.get(f"{server.url}/health").is_error
+
+
+@pytest.mark.parametrize("kind", ["engine", "host"])
+def test_sessions_go_on_when_their_engine_is_lost_and_no_token_counts_twice(
+    server: Server, marked: Marked, kind: str
+) -> None:
+    wait_up(server, 2)
+    before = server.metric("darts_engines_lost_total")
+    open_before = server.metric("darts_sessions_open")
+    made = post(server, "/darts/v1/sessions", {"size": 12, "extra": 0, "policy": "off"})
+
+    def run(session: dict[str, Any], *, streams: bool) -> list[int]:
+        """Run four turns, each of which continues the last, and return all tokens."""
+        tokens: list[int] = post(server, "/tokenize", {"model": "tiny", "prompt": "3b+4a*2>"})["tokens"]
+        for _ in range(4):
+            body = {"model": "tiny", "prompt": tokens, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True}
+            url = f"{session['base_url']}/completions"
+            answer = httpx.post(url, json={**body, "stream": streams}, timeout=SECONDS)
+            assert answer.status_code == 200, answer.text
+            if streams:
+                lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+                choices = [json.loads(line)["choices"][0] for line in lines]
+            else:
+                choices = answer.json()["choices"]
+            tokens = tokens + [token for choice in choices for token in choice["token_ids"] or ()]
+        return tokens
+
+    with ThreadPoolExecutor(12) as pool:
+        running = [pool.submit(run, session, streams=session["index"] % 2 == 0) for session in made["sessions"]]
+        time.sleep(0.5)
+        marked.process(kind).send_signal(signal.SIGKILL)
+        histories = [each.result(SECONDS) for each in running]
+    deadline = time.monotonic() + 60
+    while server.metric("darts_engines_lost_total") == before:
+        assert time.monotonic() < deadline
+    for session, history in zip(made["sessions"], histories, strict=True):
+        state = post(server, f"/darts/v1/sessions/{session['id']}:end", {"reward": 1.0})
+        assert (state["turns"], state["tokens"], state["running_turns"]) == (4, 240, 0)
+        rows = httpx.get(f"{server.url}/darts/v1/sessions/{session['id']}").json()["rows"]
+        assert [row["token_ids"] for row in rows] == [history]
+        assert sum(rows[0]["mask"]) == 240
+    group = httpx.get(f"{server.url}/darts/v1/session-groups/{made['group_id']}").json()
+    assert group["state"] == "completed"
+    assert server.metric("darts_sessions_open") == open_before

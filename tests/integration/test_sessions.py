@@ -2,9 +2,12 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from darts_server.offline.demo.server import Server
@@ -178,8 +181,12 @@ def test_turns_have_one_answer_and_wrong_requests_say_so(server: Server) -> None
     assert answer.status_code == 400
     assert httpx.get(f"{server.url}/darts/v1/sessions/ses-unknown").status_code == 404
     assert httpx.get(f"{server.url}/darts/v1/session-groups/unknown/events").status_code == 404
-    end(server, session)
-    again = httpx.post(f"{server.url}/darts/v1/sessions/{session['id']}:end", json={})
+    for wrong in (b'{"reward": NaN}', b'{"reward": 1e999}', b'{"reward": "1"}', b'{"metadata": {"x": NaN}}', b"["):
+        answer = httpx.post(f"{server.url}/darts/v1/sessions/{session['id']}:end", content=wrong)
+        assert answer.status_code == 400, wrong
+    end(server, session, reward=1)
+    end(server, session, reward=1)
+    again = httpx.post(f"{server.url}/darts/v1/sessions/{session['id']}:end", json={"reward": 2})
     assert again.status_code == 409
 
 
@@ -190,9 +197,9 @@ def test_events_stream_until_the_group_ends(server: Server) -> None:
     timer = threading.Timer(0.5, lambda: end(server, session))
     timer.start()
     with httpx.stream("GET", url, headers={"Accept": "text/event-stream"}, timeout=60) as response:
-        lines = [line for line in response.iter_lines() if line.startswith("event:")]
+        lines = [line for line in response.iter_lines() if line.startswith(("id:", "event:"))]
     timer.join()
-    assert lines == ["event: started", "event: ended", "event: completed"]
+    assert lines == ["id: 1", "event: started", "id: 2", "event: ended", "id: 3", "event: completed"]
     assert httpx.get(url, params={"after": 3, "wait": 0}).json() == {"events": [], "next": 3}
 
 
@@ -206,3 +213,181 @@ def test_a_harness_that_leaves_a_turn_may_send_it_again(server: Server) -> None:
     state = end(server, session)
     assert state["turns"] == 1
     assert len(read(server, session)["rows"]) == 1
+
+
+def turns_of_all_routes(session: dict[str, Any]) -> dict[str, httpx.Response]:
+    """Send a short turn to each generation route below the base URL, whole and streamed."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 3}
+    tool = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}
+    sampling = {"max_tokens": 3}
+    bodies: dict[str, dict[str, Any]] = {
+        "/completions": {"model": "tiny", "prompt": PROMPT, "max_tokens": 3},
+        "/chat/completions": {**chat, "tools": [tool], "tool_choice": "none"},
+        "/responses": {"model": "tiny", "input": PROMPT, "max_output_tokens": 3},
+        "/messages": chat,
+        "/inference/v1/generate": {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": sampling},
+    }
+    answers = {}
+    for path, body in bodies.items():
+        for stream in (False, True):
+            url = session["base_url"] + path
+            answers[f"{path} {stream}"] = httpx.post(url, json={**body, "stream": stream}, timeout=60)
+    return answers
+
+
+def test_turns_on_every_route_say_the_state_of_their_session(server: Server) -> None:
+    group = create(server, size=1, extra=0, policy="off")
+    (session,) = group["sessions"]
+    answers = turns_of_all_routes(session)
+    for number, (name, answer) in enumerate(answers.items(), 1):
+        assert answer.status_code == 200, (name, answer.text)
+        if name.endswith("True"):
+            lines = [line for line in answer.text.splitlines() if "darts_session" in line]
+            assert len(lines) == 1, name
+            field = json.loads(lines[0].removeprefix("data: "))["darts_session"]
+        else:
+            field = answer.json()["darts_session"]
+            assert f"turns={number}; tokens={3 * number}" in answer.headers["X-Darts-Session"]
+        assert (field["state"], field["turns"], field["tokens"]) == ("open", number, 3 * number), name
+    end(server, session)
+    for name, answer in turns_of_all_routes(session).items():
+        assert answer.status_code == 410, name
+        assert answer.json()["error"]["type"] == "darts_session_over", name
+
+
+def test_a_turn_ends_on_the_engine_when_its_harness_ends_the_session(server: Server) -> None:
+    group = create(server, size=1, extra=0, policy="off")
+    (session,) = group["sessions"]
+    with ThreadPoolExecutor(2) as pool:
+        turns = [pool.submit(complete, session, **LONG, stream=stream) for stream in (False, True)]
+        while read(server, session)["tokens"] < 2:
+            pass
+        state = end(server, session)
+        assert state["running_turns"] == 0
+        for turn in turns:
+            assert '"finish_reason":"abort"' in turn.result(60).text
+    assert read(server, session)["tokens"] == state["tokens"]
+
+
+def test_a_stop_aborts_no_turn_of_another_session_with_the_same_request_id(server: Server) -> None:
+    group = create(server, size=2, extra=0, policy="off")
+    first, second = group["sessions"]
+
+    def run(session: dict[str, Any]) -> httpx.Response:
+        headers = {"X-Request-Id": "one-for-all"}
+        return httpx.post(f"{session['base_url']}/completions", json=LONG, headers=headers, timeout=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(run, session) for session in (first, second)]
+        while min(read(server, session)["tokens"] for session in (first, second)) < 1:
+            pass
+        end(server, first)
+    choices = [answer.result().json()["choices"][0] for answer in answers]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "length"]
+    assert read(server, second)["tokens"] == LONG["max_tokens"]
+    end(server, second)
+
+
+def test_tokens_of_a_turn_that_its_harness_has_left_count_in_the_length(server: Server) -> None:
+    group = create(server, size=1, extra=0, policy="off")
+    (session,) = group["sessions"]
+    before = 0
+    for stream in (False, True):
+        with suppress(httpx.ReadTimeout):
+            url = f"{session['base_url']}/completions"
+            with httpx.stream("POST", url, json={**LONG, "stream": stream}, timeout=0.3) as answer:
+                for _ in zip(range(20), answer.iter_lines(), strict=False):
+                    pass
+        while read(server, session)["running_turns"]:
+            pass
+        state = read(server, session)
+        assert before < state["tokens"] < before + 150
+        assert state["turns"] == 0
+        before = state["tokens"]
+    state = end(server, session)
+    assert (state["tokens"], state["turns"]) == (before, 0)
+
+
+def test_metadata_comes_back_as_it_was_sent_and_wrong_paths_find_nothing(server: Server) -> None:
+    metadata = {"large": 2**70, "text": "\u00e9", "none": None, "deep": [[[]]]}
+    group = create(server, size=1, extra=0, policy="off", metadata=metadata)
+    (session,) = group["sessions"]
+    assert end(server, session, metadata=metadata)["metadata"] == metadata
+    assert read(server, session)["metadata"] == metadata
+    url = f"{server.url}/darts/v1/session-groups/{group['group_id']}"
+    assert httpx.get(url).json()["metadata"] == metadata
+    answer = httpx.post(f"{server.url}/darts/v1/sessions", json={"size": 1, "metadata": {"a": "a" * (1 << 20)}})
+    assert answer.status_code == 413
+    # More events than there are, and ids with colons, slashes, and other characters.
+    answer = httpx.get(f"{url}/events", params={"after": 10**20, "wait": 0})
+    assert answer.json() == {"events": [], "next": 10**20}
+    for name in ("a:b", "a:b:end", "a%2Fb", "a%3Ab", "%00", "%ff", "x" * 5000):
+        for method, path in (("GET", ""), ("POST", ":end"), ("GET", "/events"), ("POST", "/v1/completions")):
+            answer = httpx.request(method, f"{server.url}/darts/v1/sessions/{name}{path}", timeout=60)
+            assert answer.status_code in (400, 404, 405), (name, path)
+    encoded = session["base_url"].replace("ses-", "ses%2D")
+    assert complete({"base_url": encoded}).status_code == 410
+    assert httpx.head(f"{server.url}/darts/v1/sessions/{session['id']}").status_code == 405
+
+
+def test_the_openai_client_sends_a_request_of_a_session_that_is_over_once(server: Server) -> None:
+    group = create(server, size=1, extra=0, policy="off", over_status=409)
+    (session,) = group["sessions"]
+    end(server, session)
+    client = openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"])
+    before = server.metric("darts_session_requests_refused_total")
+    with pytest.raises(openai.ConflictError, match="send no further request"):
+        client.completions.create(model="tiny", prompt=PROMPT)
+    assert server.metric("darts_session_requests_refused_total") == before + 1
+
+
+TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completions": ("completions", {"prompt": PROMPT, "return_token_ids": True, "logprobs": 0}),
+    "chat": ("chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True}),
+    "tokens": ("inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": {"logprobs": 0}}),
+}
+
+
+@pytest.mark.parametrize("stopped_as", ["abort", "length"])
+@pytest.mark.parametrize("route", TURNS)
+def test_a_session_that_is_over_may_get_answers_without_tokens(server: Server, route: str, stopped_as: str) -> None:
+    group = create(server, size=1, extra=0, policy="off", over_status=200, stopped_as=stopped_as)
+    (session,) = group["sessions"]
+    end(server, session)
+    before = server.metric("darts_session_requests_refused_total")
+    path, body = TURNS[route]
+    url = f"{session['base_url'].removesuffix('/v1') if path.startswith('inference') else session['base_url']}/{path}"
+    answer = httpx.post(url, json=body | {"model": "tiny"}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["finish_reason"] == stopped_as
+    assert "state=over" in answer.headers["X-Darts-Session"]
+    if route == "completions":
+        assert choice["token_ids"] == choice["logprobs"]["token_logprobs"] == []
+        assert choice["prompt_token_ids"]
+    elif route == "chat":
+        assert choice["message"]["content"] in ("", None)
+    else:
+        assert choice["token_ids"] == []
+    if route != "tokens":
+        assert answer.json()["darts_session"]["state"] == "over"
+        streamed = httpx.post(url, json=body | {"model": "tiny", "stream": True}, timeout=60)
+        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        reasons = [choice["finish_reason"] for event in events for choice in event["choices"]]
+        assert reasons[-1] == stopped_as
+    assert server.metric("darts_session_requests_refused_total") > before
+    # Nothing reaches the engine, and nothing is added to the session.
+    assert read(server, session)["turns"] == 0
+
+
+def test_turns_on_the_token_route_have_the_header(server: Server) -> None:
+    group = create(server, size=1, extra=0, policy="off")
+    (session,) = group["sessions"]
+    url = f"{session['base_url'].removesuffix('/v1')}/inference/v1/generate"
+    body = {"model": "tiny", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 5}}
+    answer = httpx.post(url, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert "state=open; end=None; turns=1" in answer.headers["X-Darts-Session"]
+    end(server, session)
+    (row,) = read(server, session)["rows"]
+    assert row["token_ids"] == [5, 6, 7, *answer.json()["choices"][0]["token_ids"]]

@@ -203,8 +203,14 @@ def test_sessions_belong_to_a_key_and_each_session_has_a_key_of_its_own(server: 
     assert call(server, "POST", turn, second["api_key"], json=body).status_code == 403
     assert call(server, "POST", "/darts/v1/sessions", first["api_key"], json={}).status_code == 403
     assert call(server, "POST", "/pause", first["api_key"]).status_code == 403
-    # The name of another key's session in a header names no session.
-    lie = call(server, "POST", "/v1/completions", OTHER, json=body, headers={"X-Session-ID": first["id"]})
-    assert "darts_session" not in lie.json()
+    # The id of another key's session in a header is refused, as are two ids that differ.
+    for key, path, named, status in (
+        (OTHER, "/v1/completions", first, 404),
+        (ONE, turn, second, 409),
+        (first["api_key"], "/v1/completions", second, 409),
+        (ONE, "/v1/completions", {"id": "ses-" + "0" * 24}, 404),
+    ):
+        lie = call(server, "POST", path, key, json=body, headers={"X-Session-ID": named["id"]})
+        assert lie.status_code == status, lie.text
     assert call(server, "POST", f"/darts/v1/sessions/{first['id']}:end", json={"reward": 1}).status_code == 200
     assert call(server, "DELETE", group, ADMIN).json()["state"] == "cancelled"

@@ -94,6 +94,8 @@ def test_counters_exist_from_the_start_and_no_label_grows_with_use() -> None:
     before = counted(registry)
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
+    metrics.prompts_skipped(2)
+    assert value(registry, "darts_prompts_skipped_total") == 2
     metrics.single_request_classified(TurnKind.OPENING)
     metrics.group_closed(True)
     metrics.group_ended(record())

@@ -85,11 +85,13 @@ class Recorder:
     def __init__(self, events: GroupEvents | None = None) -> None:
         self.events = events = events or GroupEvents()
         self.started = 0
+        self.skipped = 0
         self.records: list[GroupRecord] = []
         self.cohorts: list[CohortRecord] = []
         self.returned: list[TrajectoryRecord] = []
         self.turns: list[TurnKind] = []
         events.candidates_started.add(self._add_started)
+        events.prompts_skipped.add(self._add_skipped)
         events.trajectory_returned.add(self.returned.append)
         events.group_ended.add(self.records.append)
         events.cohort_ended.add(self.cohorts.append)
@@ -97,6 +99,9 @@ class Recorder:
 
     def _add_started(self, count: int) -> None:
         self.started += count
+
+    def _add_skipped(self, count: int) -> None:
+        self.skipped += count
 
 
 class Documents:

@@ -64,6 +64,13 @@ ENVIRONMENTS = {
         "orjson psutil pydot python-multipart ray requests rich tqdm uvicorn uvloop wandb yappi",
         python="python3.12",
     ),
+    # pip finds what OpenEnv requires: many small packages, and neither torch nor vLLM.
+    "openenv": Environment(
+        "openenv.core.harness",
+        "openenv==0.10.0 fastapi fastmcp>=3,<4 httpx huggingface_hub>=1.29 jsonschema openai<3 pydantic pyyaml "
+        "requests rich tomli tomli-w typer uvicorn websockets",
+        python="python3",
+    ),
     "openrlhf": Environment("openrlhf.utils.agent", "openrlhf==0.11.2 pylatexenc"),
     "skyrl": Environment(
         "skyrl.tinker.api",
@@ -78,7 +85,7 @@ ENVIRONMENTS = {
         "verifiers.v1",
         "verifiers==0.4.0 antlr4-python3-runtime==4.13.2 aiofiles connectrpc<0.12 distro gepa latex2sympy2-extended "
         "math-verify mcp==2.0.0 openai<3 openai-harmony prime-pydantic-config prime-runs prime-sandboxes prime-traces "
-        "prime-tunnel protobuf-py==0.1.1 protobuf-py-ext==0.1.1 pyqwest renderers tenacity",
+        "prime-tunnel protobuf-py==0.1.1 protobuf-py-ext==0.1.1 pyqwest renderers tenacity uv",
     ),
     "verl": Environment(
         "verl.trainer.main_ppo",

@@ -19,8 +19,9 @@ from tests.trainers.environments import ENVIRONMENTS, ROOT, NotInstalled, create
 from tests.trainers.runs import Part, record
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
-TRAINERS = sorted({*ENVIRONMENTS, "trl"} - {"ms_swift", "verl"})
-"""`test_ms_swift.py` has the training of ms-swift. veRL starts its servers itself, see `test_verl.py`."""
+TRAINERS = sorted({*ENVIRONMENTS, "trl"} - {"ms_swift", "openenv", "verl"})
+"""`test_ms_swift.py` has the training of ms-swift. veRL starts its servers itself, see `test_verl.py`. OpenEnv has
+environments and loops, and no trainer: see `test_session_harnesses.py`."""
 SIZE, PROMPTS, STEPS = 4, 2, 2
 GRANTED = 6
 """Candidates of a group under the policy `uniform`."""

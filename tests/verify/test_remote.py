@@ -59,7 +59,7 @@ async def served(
 
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app))
     runners = [Connection(client, kind, "http://rm/", timeout) for _ in range(connections)]
-    batcher = Batcher(runners, lambda *_: None)
+    batcher = Batcher(runners, 600, lambda *_: None)
     try:
         yield batcher, bodies
     finally:

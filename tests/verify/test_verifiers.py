@@ -136,9 +136,12 @@ async def test_the_reward_is_the_weighted_sum() -> None:
 
 
 async def test_a_sum_that_is_too_large_is_no_verdict() -> None:
-    async with running(["9" * 308 + "*boxed", "9" * 308 + r"*regex:(2)"]) as (verifiers, _):
-        assert await verifiers.verify(answer(r"\boxed{2}")) == NO_VERDICT
-        assert await verifiers.verify(answer("2"), ["regex"]) == Verdict(1e308, True)
+    large = "9" * 300
+    texts = [f"{large}*boxed", rf"{large}*regex:(2)", rf"infinite={large}{large}*regex:(2)"]
+    async with running(texts) as (verifiers, _):
+        assert await verifiers.verify(answer(r"\boxed{2}"), ["boxed", "regex"]) == NO_VERDICT
+        assert await verifiers.verify(answer("2"), ["infinite"]) == NO_VERDICT
+        assert await verifiers.verify(answer("2"), ["regex"]) == Verdict(1e300, True)
 
 
 async def test_without_verifiers_there_is_no_verdict() -> None:
@@ -311,6 +314,26 @@ async def test_an_answer_that_fails_a_shared_call_costs_no_other_answer_its_rewa
         assert verdicts.pop(25) == NO_VERDICT
         assert verdicts == [RIGHT] * 39
         assert counted == {("poisoned", VerifierResult.REWARD): 39, ("poisoned", result): 1}
+
+
+async def test_the_wait_for_verdicts_is_limited_and_a_slow_call_and_a_long_wait_are_each_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("darts_server.verify.verifiers.MIN_WAIT", 0.0)
+    limits = VerifierLimits(seconds=0.1, processes=1)
+    async with running(["boxed", *code("misbehave")], limits) as (verifiers, counted):
+        names = ["misbehave"]
+        began = time.monotonic()
+        hanging = [asyncio.create_task(verifiers.verify(answer("hang"), names)) for _ in range(200)]
+        other = await verifiers.verify(answer(r"\boxed{2}"), ["boxed"])
+        assert other == RIGHT, "another verifier does not wait"
+        assert await asyncio.gather(*hanging) == [NO_VERDICT] * 200
+        # Without the limit, 200 calls of .1 s would take 20 s, and the process would be started 200 times.
+        assert time.monotonic() - began < 10
+        assert counted == {("boxed", VerifierResult.REWARD): 1, ("misbehave", VerifierResult.TIMEOUT): 200}
+    [call, wait] = caplog.messages
+    assert "(timeout): it took longer than 0.1 seconds" in call
+    assert "(timeout): it gave no verdict within 2 seconds, as too many answers wait: raise" in wait
 
 
 async def test_books_are_balanced_with_a_verifier_that_fails_at_random(monkeypatch: pytest.MonkeyPatch) -> None:

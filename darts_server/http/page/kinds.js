@@ -24,7 +24,7 @@ const KINDS = {
   failed: "failed",
   cancelled: "cancelled",
 };
-const MARKS = { cut: "cut there", resumed: "went on from an earlier batch" };
+const MARKS = { cut: "cut there", resumed: "went on from an earlier batch", tool: "no request, in a tool" };
 const SELECTED = ["short", "long", "long_truncated", "fill", "survivor", "reward"];
 const OPEN = ["waiting", "running", "finished"];
 const ENDS = Object.keys(KINDS).filter((kind) => !OPEN.includes(kind));
@@ -34,10 +34,12 @@ const kindOf = (candidate) => candidate.selected_as ?? candidate.reason ?? candi
 
 // Colours of the current colour scheme, for canvases.
 let colours = {};
+let hatch = null; // stripes over tool time
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = [...Object.keys(KINDS), "text", "muted", "line", "panel", "cut", "resumed", "generated"];
+  const names = [...Object.keys(KINDS), "text", "muted", "line", "panel", "generated", ...Object.keys(MARKS)];
   colours = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  hatch = makeHatch(colours.tool);
 }
 
 const byId = (id) => document.getElementById(id);
@@ -90,6 +92,15 @@ function prepareCanvas(canvas, width, height) {
   context.setTransform(scale, 0, 0, scale, 0, 0);
   context.clearRect(0, 0, width, height);
   return context;
+}
+
+// Returns a pattern of diagonal stripes for canvases.
+function makeHatch(colour) {
+  const tile = new OffscreenCanvas(4, 4);
+  const context = tile.getContext("2d");
+  context.fillStyle = colour;
+  for (let y = 0; y < 4; y += 1) for (let x = 0; x < 4; x += 1) if ((x + y) % 4 < 2) context.fillRect(x, y, 1, 1);
+  return context.createPattern(tile, "repeat");
 }
 
 // Returns about `about` round numbers from `min` to `max` as `found`, and the step between them.

@@ -95,12 +95,14 @@ class Lookup {
   }
 
   #candidateTable({ candidates }) {
-    const heads = ["#", "Result", "Tokens", "Rank", "From–to, s", "Weights", "Reward"];
+    const turns = candidates.some((each) => each.turns != null);
+    const heads = ["#", "Result", "Tokens", ...(turns ? ["Turns"] : []), "Rank", "From–to, s", "Weights", "Reward"];
     const rows = candidates.slice(0, MAX_LISTED).map((each) => {
       const result = KINDS[each.selected_as ?? each.reason] ?? "–";
       const versions = [each.weight_version_start, each.weight_version_end].filter((version) => version != null);
       const times = [each.start, each.stop].map((time) => (time == null ? "" : time.toFixed(2))).join("–");
-      const said = [each.length, each.rank ?? "–", times, [...new Set(versions)].join("–") || "–", each.reward ?? "–"];
+      const length = turns ? [each.length, each.turns] : [each.length];
+      const said = [...length, each.rank ?? "–", times, [...new Set(versions)].join("–") || "–", each.reward ?? "–"];
       const cells = said.map((value) => element("td", {}, String(value)));
       const first = [element("td", {}, String(each.index)), element("td", { class: "left" }, each.cut ? `${result}, cut` : result)];
       return element("tr", {}, ...first, ...cells);

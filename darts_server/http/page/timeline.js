@@ -1,4 +1,5 @@
-// Every candidate as a bar over time, in blocks by group, the newest on top. Draws what is in sight alone.
+// Every candidate as a bar over time, in blocks by group, the newest on top. Tool time of sessions is hatched. Draws what
+// is in sight alone.
 const LABELS = 148; // px on the left
 const AXIS = 20;
 const GAP = 7; // between groups
@@ -76,14 +77,14 @@ class Timeline {
   // Lists the kinds of bars and marks that the groups have.
   #updateLegend() {
     const candidates = this.#blocks.flatMap(({ group }) => group.candidates.filter(Boolean));
-    const found = new Set(candidates.flatMap((each) => [kindOf(each), each.cut && "cut", each.resumed && "resumed"]));
+    const found = new Set(candidates.flatMap((each) => [kindOf(each), each.cut && "cut", each.resumed && "resumed", each.tools && "tool"]));
     const shown = Object.entries({ ...KINDS, ...MARKS }).filter(([kind]) => found.has(kind));
     const names = shown.map(([kind]) => kind).join();
     if (byId("legend").dataset.shown === names) return;
     byId("legend").dataset.shown = names;
     const entry = ([kind, words]) => {
       const mark = element("i", { class: kind });
-      if (kind !== "waiting") mark.style.background = `var(--${kind})`;
+      if (kind !== "waiting" && kind !== "tool") mark.style.background = `var(--${kind})`;
       return element("li", {}, mark, words);
     };
     byId("legend").replaceChildren(...shown.map(entry));
@@ -199,6 +200,11 @@ class Timeline {
     if (from - began > 1) for (let x = began; x < from; x += 4) context.fillRect(x, y + thick / 2, 2, 1);
     context.fillStyle = colours[kind] ?? colours.waiting;
     context.fillRect(from, y, Math.max(candidate.start === undefined ? 0 : 2, to - from), thick);
+    context.fillStyle = hatch;
+    for (const [begin, finish] of candidate.tools ?? []) {
+      const [left, right] = [at(begin), at(Math.min(finish ?? end, end))];
+      if (right - left > 0.5) context.fillRect(left, y, right - left, thick);
+    }
     if (candidate.resumed) {
       context.fillStyle = colours.resumed;
       context.fillRect(from, y - 1, 4, thick + 2);
@@ -277,10 +283,18 @@ class Timeline {
   }
 }
 
+// Returns the seconds between the turns of a session, with those of a tool that runs now.
+function toolSeconds({ tool_seconds: past, tools = [] }, now) {
+  const last = tools.at(-1);
+  return last && last[1] === null ? past + Math.max(0, now - last[0]) : past;
+}
+
 // Returns the kind of a candidate, and facts about it, as two texts.
 function describe(group, candidate, now) {
   const length = `${countOf(candidate.tokens, "token")}${candidate.cut ? ", cut there" : ""}`;
-  const facts = [`candidate ${candidate.index} of ${group.started}`, length];
+  const what = candidate.turns === undefined ? "candidate" : "session";
+  const facts = [`${what} ${candidate.index} of ${group.started}`, length];
+  if (candidate.turns !== undefined) facts.push(countOf(candidate.turns, "turn"), `${seconds(toolSeconds(candidate, now))} in tools`);
   if (candidate.start !== undefined) facts.push(`ran ${seconds((candidate.stop ?? group.ended ?? now) - candidate.start)}`);
   if (candidate.start > group.began + 0.005) facts.push(`after ${seconds(candidate.start - group.began)}`);
   if (candidate.resumed) facts.push(`went on from ${countOf(candidate.resumed, "token")} of an earlier batch`);

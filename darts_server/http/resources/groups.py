@@ -20,7 +20,9 @@ from darts_server.http.resources.trajectories import (
     Quality,
     Reason,
     SelectedAs,
+    ToolSeconds,
     TrajectoryId,
+    Turns,
     Weight,
     shared_fields,
 )
@@ -60,10 +62,14 @@ class CandidateAnswer(BaseModel):
     reward: float | None = Field(description="The reported reward, or else the verifier's; null without either.")
     correct: bool | None = Field(description="Whether the trajectory is correct, as reported or as the verifier says.")
     advantage: Advantage
+    turns: Turns
+    tool_seconds: ToolSeconds
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
+        """Return the answer for a candidate. Reported ``rewards`` replace the rewards in the record."""
         reward, correct = rewards.by_index.get(record.index, (record.reward, record.correct))
+        # Fields that the record does not have under the same name.
         others = {
             "trajectory_id": f"{group.group_id}:{record.index}",
             "length": record.tokens,
@@ -243,7 +249,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     @api.get("/groups")
     async def newest() -> ListedGroups:
         """List your newest 100 groups that have ended, the newest first. Admins get the groups of all callers."""
-        # The clock of the records.
+        # Times in records are of this clock.
         now = time.monotonic()
         records = provenance.newest(caller.get().may_see, LISTED_GROUPS)
         return ListedGroups(groups=[ListedGroup.of(record, now) for record in records])
@@ -257,6 +263,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
         if not records:
             raise NotFound("group_id", f"there is no group {group_id!r} of yours; only the latest groups are kept")
 
+        # Many candidates are encoded in a thread, while the answer is sent.
         if sum(len(record.candidates) for record in records) > INLINE_CANDIDATES:
             with ExitStack() as cleanup:
                 cleanup.enter_context(readers.counted())
@@ -267,7 +274,7 @@ def add_routes(api: APIRouter, provenance: Provenance, statistics: Statistics, r
     # Callers' own keys may have slashes.
     @api.get("/prompts/{prompt_key:path}")
     async def prompt(prompt_key: str) -> PromptAnswer:
-        """Return statistics of a prompt's lengths and rewards. The answer for each of its groups has its key."""
+        """Return statistics of a prompt's lengths and rewards. `GET /darts/v1/groups/ID` returns a group's key."""
         stats = statistics.prompts.load(prompt_key)
         if stats is None:
             raise NotFound(

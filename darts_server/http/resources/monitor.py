@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from darts_server.caller import caller
 from darts_server.http.answers import Readers
-from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs
+from darts_server.http.resources.trajectories import Cut, Quality, Reason, SelectedAs, ToolSeconds, Turns
 from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.statistics import Rewards, summarize
@@ -49,6 +49,13 @@ class MonitorCandidate(BaseModel):
     cut: Cut | None = None
     resumed: int | None = Field(None, description="Tokens of an earlier batch that the candidate has continued.")
     quality: Quality = None
+    turns: Turns = None
+    tool_seconds: ToolSeconds = None
+    tools: list[tuple[float, float | None]] | None = Field(
+        None,
+        description="Begin and end of each time without a running turn of a session, on the clock of `now`. The end is "
+        "null while a tool runs. Only the first of a session with very many turns are listed.",
+    )
 
 
 class MonitorGroup(BaseModel):
@@ -125,7 +132,6 @@ class MonitorSources:
     streams: Readers = field(default_factory=lambda: Readers("the live monitor", MAX_VIEWERS))
 
     def health(self) -> dict[str, Any]:
-        """Return a `MonitorHealth` as JSON values."""
         weights = MonitorWeights(
             version=self.updates.version,
             state=self.updates.state.value,
@@ -178,21 +184,23 @@ async def events(
     while not sources.stopping():
         now = time.monotonic()
         if now >= due:
-            # The thread's time, because the machine may be busy with the engine.
+            # Measure the processor time of this thread, because the machine may be busy with the engine.
             cpu_begin = time.thread_time()
             update = viewer.next_update()
             health = sources.health()
-            # The first event is a snapshot: no health was sent yet.
+            # Make an event if the viewer has changes, or has got no event for long. The first event is a snapshot.
             has_changes = update["groups"] or update["left"] or health != sent_health
             event = None
             if has_changes or now - sent_at >= quiet:
-                event = encode("snapshot" if sent_health is None else "update", update | {"health": health})
+                kind = "snapshot" if sent_health is None else "update"
+                event = encode(kind, update | {"health": health})
                 sent_health = health
+            # All viewers together may take the share `MAX_CPU_SHARE` of this thread's time.
             cpu_seconds = time.thread_time() - cpu_begin
             due = now + max(interval, cpu_seconds * sources.streams.total / MAX_CPU_SHARE)
             if event is not None:
                 sent_at = now
                 yield event
 
-        # At most `quiet` seconds, because the server may be stopping meanwhile.
+        # Sleep `quiet` seconds at most, because the server may be stopping meanwhile.
         await anyio.sleep(min(quiet, max(0.0, due - time.monotonic())))

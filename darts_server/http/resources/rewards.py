@@ -43,13 +43,15 @@ class RewardIn(Body):
 
     @property
     def reward_report(self) -> Reward:
-        correct = self.reward > 0 if self.correct is None else self.correct
+        correct = self.correct
+        if correct is None:
+            correct = self.reward > 0
         return Reward(
-            self.reward,
-            correct,
-            self.trajectory_id,
-            self.prompt_token_ids or (),
-            self.completion_token_ids or (),
+            reward=self.reward,
+            correct=correct,
+            trajectory_id=self.trajectory_id,
+            prompt_token_ids=self.prompt_token_ids or (),
+            completion_token_ids=self.completion_token_ids or (),
         )
 
 

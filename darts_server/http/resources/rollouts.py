@@ -246,9 +246,10 @@ def encode_answer(batch: BatchRun, done: BatchDone, tensors: TokenTensors | None
         carried=done.carried,
         shortfall=done.shortfall,
         uninformative=list(done.uninformative),
+        skipped=done.skipped,
         usage=usage_of(done),
     ).model_dump()
-    # Callers choose the numbers in it, which may have more digits than msgspec encodes.
+    # The caller's sampling parameters may have numbers with more digits than msgspec encodes.
     head["sampling"] = Raw(json.dumps(dict(batch.sampling), separators=(",", ":")).encode())
     groups = sorted(done.results, key=lambda result: result.number)
     lists = {
@@ -294,12 +295,13 @@ async def event_chunks(
     stream: StreamMode,
     shared: SharedEncodings[bytes],
 ) -> AsyncGenerator[bytes, None]:
-    """Encode the events of a batch after event ``number``. Events that come while a chunk is sent are sent together.
+    """Encode the events of a batch after event ``number``.
 
-    A large event is encoded in a thread, once for all current readers, and is a chunk of its own.
+    Small events that are ready at the same time are sent in one chunk. A large event is encoded in a thread, once for
+    all current readers, and is a chunk of its own.
     """
     while (found := await feed.next(number)) is not None:
-        # Join small events that are ready.
+        # Join small events that are ready, up to the first large event.
         chunk = b""
         while found is not None and not is_large(found[1]):
             number = found[0]
@@ -358,7 +360,7 @@ def encode_event(number: int, event: Event, stream: StreamMode) -> bytes:
 def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
     """Return the name and the data of an event that has no token ids."""
     match event:
-        case TrajectorySelected(trajectory_id, group, sample, cut):
+        case TrajectorySelected(trajectory_id, group, sample, cut, verdict):
             return "trajectory", {
                 "trajectory_id": trajectory_id,
                 "number": group,
@@ -366,6 +368,8 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "finish_reason": sample.finish_reason,
                 "text": sample.text,
                 "cut": cut,
+                "reward": verdict.reward,
+                "correct": verdict.correct,
             }
         case CandidateDiscarded(trajectory_id, group, length, reason):
             return "discard", {"trajectory_id": trajectory_id, "number": group, "length": length, "reason": reason}
@@ -385,6 +389,7 @@ def _convert_small_event(event: Event) -> tuple[str, dict[str, Any]]:
                 "carried": event.carried,
                 "shortfall": event.shortfall,
                 "uninformative": list(event.uninformative),
+                "skipped": event.skipped,
             }
         case BatchFailed(error):
             return "error", {"error": error_object(error)}

@@ -473,6 +473,7 @@ class RolloutsOut(BaseModel):
     carried: int = Field(description="Number of your prompts that are kept for later batches.")
     shortfall: Shortfall
     uninformative: Uninformative
+    skipped: int = Field(description="Number of the unfinished prompts that did not run (`skip_floor`).")
     usage: UsageOut
 
 
@@ -505,7 +506,6 @@ def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
 
 
 def error_object(error: Exception) -> dict[str, Any]:
-    """Return OpenAI's error object."""
     if not isinstance(error, DartsError):
         error = DartsError(f"{type(error).__name__}: {error}")
     return fields_of(error)

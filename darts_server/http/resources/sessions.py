@@ -12,6 +12,7 @@ from starlette.responses import Response
 from darts_server.http.answers import JSON, Readers, encode_json, in_thread, respond
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
+from darts_server.http.resources.rollouts_models import JsonObject, Metadata
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.identifiers import Name
 from darts_server.rollout.sessions.registry import SessionGroupRequest, SessionRegistry
@@ -37,12 +38,14 @@ class SessionGroupIn(Body):
     extra: int | None = Field(None, ge=0, description="Further sessions. By default, the policy's redundancy.")
     policy: Name | None = Field(None, description="By default, the server's policy.")
     measure: Measure = Field(Measure.TOKENS, description="What is compared as the length of a session.")
-    metadata: dict[str, Any] | None = Field(None, description="Returned with the group.")
+    metadata: JsonObject | None = Field(None, description="Returned with the group.")
     stopped_as: StoppedAs = Field(
         StoppedAs.ABORT, description="Finish reason of the answer in whose turn the server stops the session."
     )
-    over_status: Literal[410, 409] = Field(
-        410, description="HTTP status of each request of a session that is over. Some agents retry one of the two."
+    over_status: Literal[410, 409, 200] = Field(
+        410,
+        description="HTTP status of each request of a session that is over. 200 is for agents that retry errors or do "
+        "not survive them: the request gets an answer without tokens.",
     )
 
 
@@ -57,7 +60,7 @@ class SessionEndIn(Body):
     finish_reason: FinishReason = Field(
         FinishReason.STOP, description="`length` if the agent reached a limit of its own, such as its number of turns."
     )
-    metadata: dict[str, Any] | None = Field(None, description="Returned with the session.")
+    metadata: JsonObject | None = Field(None, description="Returned with the session.")
 
 
 class SessionOut(BaseModel):
@@ -112,7 +115,7 @@ class SessionState(BaseModel):
     correct: bool | None
     advantage: float | None = Field(description="Under `informative`, the advantage among all sessions of the group.")
     cut: bool = Field(description="Whether the session was cut at a deadline. Its first tokens are in the group.")
-    metadata: dict[str, Any] | None
+    metadata: Metadata
 
     @classmethod
     def of(cls, session: AgentSession) -> Self:
@@ -174,7 +177,7 @@ class GroupState(BaseModel):
     size: int
     state: Outcome | Literal["running"]
     error: str | None
-    metadata: dict[str, Any] | None
+    metadata: Metadata
     sessions: list[SessionState]
 
     @classmethod
@@ -210,7 +213,7 @@ class EventsOut(BaseModel):
 
 
 def _encode_trajectory(state: SessionState, rows: list[dict[str, Any]]) -> bytes:
-    fields = state.model_dump(mode="json")
+    fields = state.model_dump()
     fields["rows"] = rows
     return encode_json(fields)
 
@@ -246,19 +249,19 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
         """Return the events after number ``after``: as a long poll, or as a stream if the request accepts one."""
         root = str(request.base_url)
 
-        def newer(after: int) -> list[EventOut]:
-            events = group.events[after:]
-            return [event_out(e, root) for e in events if session is None or e.session in (None, session)]
+        def newer(after: int) -> list[tuple[int, EventOut]]:
+            events = enumerate(group.events[after:], after + 1)
+            return [(n, event_out(e, root)) for n, e in events if session is None or e.session in (None, session)]
 
         if MEDIA_TYPE in request.headers.get("accept", ""):
 
             async def stream() -> AsyncIterator[bytes]:
                 number = after
                 while True:
-                    count = len(group.events)
-                    for event in newer(number):
-                        yield encode(event.type, event.model_dump(mode="json"), count)
-                    number = count
+                    found = newer(number)
+                    number = len(group.events)
+                    for event_number, event in found:
+                        yield encode(event.type, event.model_dump(mode="json"), event_number)
                     if group.outcome is not None:
                         return
                     await group.wait_for_events(number, MAX_WAIT_SECONDS)
@@ -273,7 +276,7 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
                 number = max(number, len(group.events))
                 left = deadline - asyncio.get_running_loop().time()
                 if found or left <= 0 or group.outcome is not None:
-                    return EventsOut(events=found, next=number)
+                    return EventsOut(events=[event for _, event in found], next=number)
                 await group.wait_for_events(number, left)
 
         with readers.counted():

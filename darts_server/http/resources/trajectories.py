@@ -62,6 +62,10 @@ Advantage = Annotated[
         "`advantage_std` is set. Null unless the group was selected by rewards."
     ),
 ]
+Turns = Annotated[
+    int | None, Field(description="Answered turns of a session; null for a candidate that is no session.")
+]
+ToolSeconds = Annotated[float | None, Field(description="Seconds between the turns of a session.")]
 Sampling = Annotated[
     dict[str, Any],
     Field(description="The sampling parameters, by vLLM's names. Parameters that are null or empty are left out."),
@@ -185,7 +189,6 @@ def trajectory_fields(
     sample: Sample,
     candidate: CandidateRecord,
 ) -> dict[str, Any]:
-    """Return the fields of an answer's trajectory, from its record and its sample."""
     return shared_fields(model, candidate) | {
         "trajectory_id": trajectory_id,
         "token_ids": sample.token_ids,

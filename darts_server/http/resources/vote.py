@@ -176,9 +176,8 @@ class VoteOut(BaseModel):
 
 
 def encode_vote(result: VoteResult) -> bytes:
-    """Encode the result of a vote as JSON."""
     fields = VoteOut.of(result).model_dump()
-    # Callers choose the numbers in it, which may have more digits than msgspec encodes.
+    # The caller's sampling parameters may have numbers with more digits than msgspec encodes.
     fields["sampling"] = Raw(json.dumps(fields["sampling"], separators=(",", ":")).encode())
     return encode_json(fields)
 

@@ -1,5 +1,6 @@
 """Check every request to vLLM's routes and ours: API keys, body limits, shutdown, and the form of errors."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -36,6 +37,7 @@ HEALTH = ("/health", "/ping")
 FORWARDED = (b"forwarded", b"via", b"x-real-ip", b"x-forwarded-")
 """Prefixes of the headers that proxies add to a request."""
 REWARDS = "/darts/v1/rewards"
+SESSION_END = re.compile(re.escape(SESSIONS) + "[^/]+:end")
 GROUP_ID = "X-Darts-Group-Id"
 SESSION_HEADER = "X-Darts-Session"
 SESSION_STATE_KEY = "darts_session_state"
@@ -87,7 +89,8 @@ class SecurityMiddleware:
         access, has_own_limits = find_route(method, path)
         try:
             who = self._check_access(scope, method, path, self.opened.get((method, path)) or access)
-            if lifecycle.stop_reason is not None and (path in HEALTH or (starts_work and path != REWARDS)):
+            reports = path == REWARDS or SESSION_END.fullmatch(path) is not None
+            if lifecycle.stop_reason is not None and (path in HEALTH or (starts_work and not reports)):
                 # With its traceback, the exception would keep every refused request alive.
                 raise lifecycle.stop_reason.with_traceback(None)
         except DartsError as error:
@@ -172,6 +175,8 @@ class SecurityMiddleware:
             who.session = session
         else:
             owner, own_session = owned
+            if not self.access.may_call(owner):
+                raise Unauthorized("the key that has created the session was removed; send another key")
             own_path = SESSIONS + own_session
             is_own = path == own_path or path.startswith((f"{own_path}:", f"{own_path}/"))
             if not (is_own or path in TURN_PATHS) or session not in (None, own_session):

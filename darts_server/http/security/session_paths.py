@@ -35,8 +35,17 @@ class SessionPaths:
         if scope["type"] == "http":
             path = get_route_path(scope)
             match = _PATH.fullmatch(path)
-            if match is not None and match[2] in TURN_PATHS:
-                root = scope["path"].removesuffix(path)
+            turn = None if match is None else _turn_path(match[2])
+            if match is not None and turn is not None:
+                turn = scope["path"].removesuffix(path) + turn
                 state = {**scope.get("state", {}), SESSION_KEY: match[1]}
-                scope = {**scope, "path": root + match[2], "raw_path": (root + match[2]).encode(), "state": state}
+                scope = {**scope, "path": turn, "raw_path": turn.encode(), "state": state}
         await self._app(scope, receive, send)
+
+
+def _turn_path(path: str) -> str | None:
+    """Return the route of a turn, or None. A base URL ends with ``/v1``, and some routes do not begin with it."""
+    for each in (path, path.removeprefix("/v1")):
+        if each in TURN_PATHS:
+            return each
+    return None

@@ -12,9 +12,12 @@ import numpy as np
 from darts_server.drafts.lengths import MAX_DRAFT_TOKENS
 from darts_server.exceptions import InvalidSetting
 from darts_server.offline.simulation.baselines import simulate_baselines
+from darts_server.offline.simulation.model.engines import Machine
+from darts_server.offline.simulation.model.sessions import Session
 from darts_server.offline.simulation.policies import DEFAULT, NAMES, Policy, parse_policy, split_policies
 from darts_server.offline.simulation.presets import PRESETS, with_engines
-from darts_server.offline.simulation.summary import LEGEND, Summary, format_table, relative_to, summarise
+from darts_server.offline.simulation.sessions import SESSION_COLUMNS, SESSION_LEGEND, SESSION_POLICIES, run_sessions
+from darts_server.offline.simulation.summary import COLUMNS, LEGEND, Summary, format_table, relative_to, summarise
 from darts_server.offline.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_policy
 from darts_server.offline.simulation.workload import Format, TracedWorkload, Workload, describe, read_traces
 from darts_server.policy.auto import MARGIN
@@ -31,6 +34,11 @@ A trace has one prompt a line: {{"step": 0, "prompt_tokens": 112, "lengths": [45
 are the lengths of the prompt's samples in tokens, and "cap" is their limit: a sample of that length counts as
 truncated. Without a preset, a trace runs on the machine of dapo-32b. Candidates beyond the samples are resampled.
 docs/scaling.md says how, and what the model leaves out.
+
+A line may also be a sample with its turns and tool calls. A trace of such lines is simulated as sessions: tools take
+their seconds, and policies stop whole sessions. Sessions have the policies off, {", ".join(SESSION_POLICIES)} and
+others that carry no prompts over. first is for comparison: it returns the first sessions that finish. --join-turns
+joins the turns of each sample to one answer instead.
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25.
 names: {", ".join(NAMES)}
@@ -81,19 +89,63 @@ def main(argv: Sequence[str]) -> int:
     name = options.preset or "dapo-32b"
     preset = PRESETS[name]
     machine = with_engines(preset.machine, options.replicas or preset.machine.replicas)
-    size = options.group_size
-    steps = options.steps
-    prompts = options.prompts or preset.prompts
+    options.prompts = options.prompts or preset.prompts
     workload: Workload = preset.workload
     about = ""
+    sessions: list[tuple[Session, ...]] = []
     if options.trace:
         traced, limit = read_traces(options.trace, options.format, options.max_tokens)
         workload = TracedWorkload(traced, limit, options.seed)
         about = f"{describe(traced, limit)}\n"
         name = f"{', '.join(path.name for path in options.trace)} on the machine of {name}"
-    policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies)])]
-    most = max(2 * size, *(policy.max_candidates(size) for policy in policies))
-    candidates = Candidates(workload, machine, size, prompts, steps, most, not options.new_prompts, options.seed)
+        if options.format is Format.JSONL and not options.join_turns:
+            sessions = [prompt.sessions for prompt in traced]
+    columns = COLUMNS
+    if sessions and all(sessions):
+        summaries = compare_sessions(options, sessions, machine)
+        about += SESSION_LEGEND
+        columns = SESSION_COLUMNS
+    else:
+        summaries, legend = compare_policies(options, workload, machine)
+        about += legend
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        document = {
+            "workload": name,
+            "group_size": options.group_size,
+            "prompts": options.prompts,
+            "steps": options.steps,
+            "replicas": machine.replicas,
+            "machine": asdict(machine),
+            "speculate": options.speculate,
+            "policies": summaries,
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(
+        f"\n{name}: {options.steps} steps, {options.prompts} prompts x {options.group_size} trajectories, at most "
+        f"{workload.max_tokens} tokens, engines: {machine.replicas}\n{about}\n\n{format_table(summaries, columns)}"
+    )
+    return 0
+
+
+def compare_policies(
+    options: argparse.Namespace,
+    workload: Workload,
+    machine: Machine,
+) -> tuple[list[Summary], str]:
+    """Simulate policies and baselines, and return their figures and a legend."""
+    size = options.group_size
+    policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies or DEFAULT)])]
+    candidates = Candidates(
+        workload,
+        machine,
+        size,
+        options.prompts,
+        options.steps,
+        max(2 * size, *(policy.max_candidates(size) for policy in policies)),
+        not options.new_prompts,
+        options.seed,
+    )
     compared = {"": candidates}
     legend = LEGEND
     if options.speculate is not None:
@@ -113,29 +165,39 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         # A sequence does not fit into the engines' KV cache.
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
-    summaries = [relative_to(found[0], summary) for summary in found]
-
     if options.picture is not None:
         draw({policy: run[0] for policy, run in runs.items()}, options.picture)
         print(f"Picture: {options.picture}")
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        document = {
-            "workload": name,
-            "group_size": size,
-            "prompts": prompts,
-            "steps": steps,
-            "replicas": machine.replicas,
-            "machine": asdict(machine),
-            "speculate": options.speculate,
-            "policies": summaries,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(
-        f"\n{name}: {steps} steps, {prompts} prompts x {size} trajectories, at most {workload.max_tokens} tokens, "
-        f"engines: {machine.replicas}\n{about}{advise(policies, summaries)}\n{legend}\n\n{format_table(summaries)}"
-    )
-    return 0
+    summaries = [relative_to(found[0], summary) for summary in found]
+    return summaries, f"{advise(policies, summaries)}\n{legend}"
+
+
+def compare_sessions(
+    options: argparse.Namespace,
+    sessions: Sequence[Sequence[Session]],
+    machine: Machine,
+) -> list[Summary]:
+    """Simulate policies on sessions with tools, and return their figures.
+
+    Raises:
+        InvalidSetting: a flag or a policy is not for sessions.
+    """
+    if options.speculate or options.picture or options.max_tokens:
+        raise InvalidSetting("--speculate, --picture and --max-tokens are not for sessions; add --join-turns")
+    found = []
+    for text in dict.fromkeys([OFF, *split_policies(options.policies or SESSION_POLICIES)]):
+        summary = run_sessions(
+            text,
+            sessions,
+            machine,
+            size=options.group_size,
+            prompts=options.prompts,
+            steps=options.steps,
+            by_seconds=options.session_measure == "seconds",
+            seed=options.seed,
+        )
+        found.append(summary)
+    return [relative_to(found[0], summary) for summary in found]
 
 
 def advise(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
@@ -183,8 +245,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompts", type=int, metavar="N", help="prompts of a step (default: the preset's)")
     add("--group-size", type=int, default=8, metavar="N", help="trajectories of a group (default: %(default)s)")
     add("--steps", type=int, default=3, metavar="N", help="steps under each policy (default: %(default)s)")
-    policies_help = f"policies to compare with off (default: {' '.join(DEFAULT)})"
-    add("--policies", nargs="+", default=DEFAULT, metavar="POLICY", help=policies_help)
+    defaults = f"for sessions: {' '.join(SESSION_POLICIES)}; else: {' '.join(DEFAULT)}"
+    add("--policies", nargs="+", metavar="POLICY", help=f"policies to compare with off (default {defaults})")
+    add("--join-turns", action="store_true", help="join the turns of each sample to one answer, without tool time")
+    measure_help = "unit by which policies compare sessions (default: %(default)s)"
+    add("--session-measure", choices=["tokens", "seconds"], default="tokens", help=measure_help)
     speculate_help = "add a line for each policy with speculation, whose drafted tokens are right so often"
     add("--speculate", type=parse_acceptance, metavar="ACCEPTANCE", help=speculate_help)
     add("--new-prompts", action="store_true", help="no prompt was seen before, so its lengths are not known")

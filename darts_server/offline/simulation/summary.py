@@ -1,6 +1,6 @@
 """Figures of a policy over its simulated steps, and the table of all policies."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,13 +66,15 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
 
 
 def relative_to(off: Summary, summary: Summary) -> Summary:
-    """Return the figures of `summarise`, compared with the figures of ``off``."""
+    """Return the figures of `summarise` or of `sessions`, compared with the figures of ``off``."""
     found = dict(summary)
     for name in ("step", "rollout"):
         found[f"{name}_speedup"] = off[f"{name}_seconds"] / summary[f"{name}_seconds"]
-    for name in ("tokens_generated", "tokens_returned", "tokens_wasted"):
-        found[name] = summary[name] / off["tokens_generated"]
-    found["length_bias"] = summary["length_bias"] / off["length_bias"] - 1
+    for name in summary:
+        if name.startswith("tokens_"):
+            found[name] = summary[name] / off["tokens_generated"]
+    if "length_bias" in summary:
+        found["length_bias"] = summary["length_bias"] / off["length_bias"] - 1
     return found
 
 
@@ -103,12 +105,12 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
     return float(np.mean(sizes))
 
 
-def format_table(summaries: Sequence[Summary]) -> str:
-    """Format summaries as lines of text."""
-    rows = [[title for title, _ in COLUMNS.values()]]
+def format_table(summaries: Sequence[Summary], columns: Mapping[str, tuple[str, str]] = COLUMNS) -> str:
+    """Format summaries as lines of text. ``columns``: title and format of each figure."""
+    rows = [[title for title, _ in columns.values()]]
     for summary in summaries:
         row = []
-        for name, (_, form) in COLUMNS.items():
+        for name, (_, form) in columns.items():
             figure = summary[name]
             row.append("" if figure is None else format(figure, form))
         rows.append(row)

@@ -243,12 +243,7 @@ def run_step(
     if machine.kv_blocks is not None and longest > machine.kv_blocks * machine.block_size:
         raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {longest} tokens")
 
-    simulated = plan
-    if plan.shaping is not None and plan.deadline is not None:
-        # `rollout.allocation` adds the deadline of earlier groups in the same way, for cohorts that are large enough.
-        deadline = replace(plan.deadline, recent=recent.quantile(plan.deadline))
-        simulated = replace(plan, shaping=replace(plan.shaping, deadline=deadline))
-    rollout = simulate(batch, simulated, machine)
+    rollout = simulate(batch, plan.with_recent(recent), machine)
     for tokens in rollout.completion_lengths:
         recent.add(tokens)
     training = machine.training_seconds(trained_tokens(batch, rollout))

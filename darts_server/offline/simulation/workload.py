@@ -4,14 +4,16 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import log
+from math import inf, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.offline.simulation.model.batch import Ints
+from darts_server.offline.simulation.model.sessions import Session, Turn
 
 NEIGHBOURS = 8
 """Prompts with the nearest mean length, whose samples stand for a prompt's too."""
@@ -40,6 +42,8 @@ class TracedPrompt(NamedTuple):
 
     prompt_tokens: int
     lengths: tuple[int, ...]
+    sessions: tuple[Session, ...] = ()
+    """The samples with their turns, if each sample is a line of its own."""
 
 
 class TracedWorkload:
@@ -129,8 +133,9 @@ class FittedWorkload:
 class Format(StrEnum):
     JSONL = "jsonl"
     """A prompt a line: ``{"step": 0, "prompt_tokens": 112, "lengths": [450, 396], "cap": 10112}``. Or a sample with
-    several turns a line: ``{"step": 0, "group": 7, "prompt_tokens": 317, "turns": [{"generated": 40}, …], "tools":
-    [{"tokens": 1041}]}``."""
+    several turns a line: ``{"step": 0, "group": 7, "prompt_tokens": 317, "turns": [{"generated": 40}, {"generated":
+    131, "end": "stop"}], "tools": [{"turn": 0, "seconds": 0.07, "tokens": 1041}]}``. Without ``turn`` there is a tool
+    after each turn."""
     POLYTRACE = "polytrace"
     """PolyTrace's ``packed_lengths_step_*.jsonl``, a prompt a line, or ``multiturn_workload_step_*.jsonl``, a sample a
     line."""
@@ -218,8 +223,8 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
     """Yield the prompts of a file with their caps. Prompts whose samples have several turns come last."""
     fields = _FIELDS[form]
     is_jsonl = form is Format.JSONL
-    # Samples with several turns, by step and prompt: prompt tokens, generated tokens and cap.
-    groups: dict[tuple[str, int], list[tuple[int, int, int | None]]] = {}
+    # Samples with several turns and their caps, by step and prompt.
+    groups: dict[tuple[str, int], list[tuple[Session, int | None]]] = {}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -243,12 +248,8 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
             cap = _count(line, "cap", place)
         has_turns = "turns" in line if is_jsonl else "output" not in line
         if has_turns:
-            generated = _total(line, "turns", fields.generated, place)
-            # An engine prefills the tokens that tools add, and does not generate them.
-            added = _total(line, fields.tools, fields.added, place)
-            prompt_tokens = _count(line, fields.sample_prompt_tokens, place)
             group = (str(line.get("step")), _count(line, fields.group, place, 0))
-            groups.setdefault(group, []).append((prompt_tokens + added, max(1, generated), cap))
+            groups.setdefault(group, []).append((_read_session(line, fields, place), cap))
             continue
 
         prompt_tokens = _count(line, fields.prompt_tokens, place)
@@ -263,9 +264,30 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
         yield TracedPrompt(prompt_tokens, lengths), cap
 
     for samples in groups.values():
-        prompts, lengths, caps = zip(*samples, strict=True)
+        sessions, caps = zip(*samples, strict=True)
         cap = min((cap for cap in caps if cap is not None), default=None)
-        yield TracedPrompt(round(sum(prompts) / len(prompts)), lengths), cap
+        # An engine prefills the tokens that tools add, and does not generate them.
+        added = fmean(sum(turn.added for turn in session.turns) for session in sessions)
+        yield TracedPrompt(round(added), tuple(session.tokens for session in sessions), sessions), cap
+
+
+def _read_session(line: Mapping[str, Any], fields: _Fields, place: str) -> Session:
+    """Read a sample with several turns. Tools of a turn run one after the other."""
+    tools = _objects(line, fields.tools, place)
+    added = _count(line, fields.sample_prompt_tokens, place)
+    seconds = 0.0
+    turns = []
+    for number, turn in enumerate(_objects(line, "turns", place) or [{}]):
+        generated = max(1, _count(turn, fields.generated, place, 0))
+        turns.append(Turn(added, generated, seconds))
+        after = [tool for position, tool in enumerate(tools) if tool.get("turn", position) == number]
+        added = sum(_count(tool, fields.added, place, 0) for tool in after)
+        took = [tool.get("seconds", 0.0) for tool in after]
+        if not all(isinstance(value, float | int) and 0 <= value < inf for value in took):
+            raise InvalidSetting(f"--trace: seconds must be numbers of at least 0 in {place}")
+        seconds = float(sum(took))
+    # A session that ends otherwise was ended at a limit.
+    return Session(tuple(turns), turn.get("end", "stop") == "stop")
 
 
 def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
@@ -276,9 +298,9 @@ def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> 
     return value
 
 
-def _total(line: Mapping[str, Any], name: str, of_each: str, place: str) -> int:
-    """Return the sum of the field ``of_each`` over the objects in the list ``name``, or 0 without this list."""
+def _objects(line: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
+    """Return the objects in the list ``name``, none without this list."""
     values = line.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")
-    return sum(_count(value, of_each, place, 0) for value in values)
+    return values

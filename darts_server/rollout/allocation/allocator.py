@@ -106,7 +106,10 @@ class Allocator:
         if floor is None or not plan.shaping.adapts_to_signal:
             return [1.0] * len(prompt_keys)
         chances = signal_chances(self._statistics.pass_rates.posteriors(prompt_keys), plan.size)
-        return [floor if chance < UNINFORMATIVE else 1.0 for chance in chances]
+        probabilities = []
+        for chance in chances:
+            probabilities.append(floor if chance < UNINFORMATIVE else 1.0)
+        return probabilities
 
     def allocate_cohort(
         self,
@@ -153,12 +156,15 @@ class Allocator:
                 # An error must not fail the group that ends last: its trajectories are not delivered yet.
                 logger.exception("nothing was learned from a batch of %d groups under auto", groups)
 
+        on_start = None
+        if auto is not None:
+            on_start = auto.start
         cohort = Cohort(
             record,
             rule,
             end,
             self._clock,
-            None if auto is None else auto.start,
+            on_start,
             tokens=tokens_from_recent,
             few=is_small,
         )
@@ -169,7 +175,10 @@ class Allocator:
         ]
 
     def _counts(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None) -> tuple[Sequence[int], float]:
-        """Return the number of candidates of each group before the load reduces it, and the mean M'."""
+        """Return the number of candidates of each group before the load reduces it, and the mean M' over all groups.
+
+        ``budget``: number of candidates in all, or None for the policy's mean.
+        """
         shaping = plan.shaping
         groups = len(prompt_keys)
         low, high = shaping.bounds(plan.size)

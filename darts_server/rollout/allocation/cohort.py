@@ -81,10 +81,12 @@ class Cohort:
             self._on_end(self.record)
 
     def _pass_on_deadline(self) -> None:
+        """Set the deadline of all groups as soon as it is known, once."""
         if self.deadline.tokens is not None and not self._is_passed_on:
             self._is_passed_on = True
             for group in self._members:
-                # In a later turn of the event loop: the group that has just reported has not acted on its event yet.
+                # A group gets the deadline in a later turn of the event loop, because the group that has just reported
+                # has not acted on its event yet.
                 asyncio.get_running_loop().call_soon(self._set_deadline, group)
 
     def _set_deadline(self, group: object) -> None:
@@ -100,13 +102,11 @@ class Allocation:
     """The candidates of one group, and its cohort, if the policy allocates groups together.
 
     ``saturated``: whether the prompt was allocated the maximum, before the load reduced it.
-    ``run_probability``: probability that the batch ran the prompt.
     """
 
     candidates: int
     cohort: Cohort | None = None
     saturated: bool = False
-    run_probability: float = 1.0
 
     def drop(self) -> None:
         """Return the allocation unused, so that the cohort does not wait for the group."""
@@ -159,7 +159,9 @@ class CohortMember:
             self.cohort.report_minimum(self, 0)
 
     def report_late(self, generated: Callable[[], Mapping[int, int]]) -> None:
-        """Report once for each limit of the cohort that the group needs more, so that the cohort does not wait.
+        """Report that the group needs more than the cohort's pending cut length, so that the cohort does not wait.
+
+        The report is made once for each pending cut length.
 
         ``generated``: returns the number of tokens of each running candidate, by index.
         """

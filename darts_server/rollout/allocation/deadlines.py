@@ -60,7 +60,6 @@ class Deadlines:
         return max(self.losses(policy).factor(max_lost.answers), self.lost_groups(policy).factor(max_lost.groups))
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
-        """Return the policy's deadline rule with the present factor."""
         rule = shaping.deadline
         if rule is None:
             return None
@@ -90,12 +89,11 @@ class Deadlines:
         if record.tokens_needed is not None or any(c.cut for c in record.candidates):
             name = f"{record.policy}/{record.size}"
             lengths = self.recent_lengths(name)
-            # 0: the group was cut.
+            # 0 stands for a group that was cut.
             lengths.add(record.tokens_needed or 0)
             self._lengths.save(name, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
-        """Learn the correctness of a group's candidates, by index."""
         max_lost = record.max_lost
         if max_lost is None:
             return
@@ -118,8 +116,8 @@ class Deadlines:
 def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
     """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its factor.
 
-    The limit is the cut length for an answer that the group would wait for, and otherwise the deadline. A cut candidate
-    had become longer than its group would wait for, unless it was cut at the cut length.
+    The limit is the cut length for an answer that the group would wait for, and the deadline for other answers. A group
+    does not wait for a candidate that is cut, unless too few candidates are valid.
     """
     answers = []
     for c in record.selected:
@@ -128,6 +126,7 @@ def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
         relative_length = 0.0
         # Cut length and deadline are known together.
         if record.cohort_deadline is not None and record.cut_length is not None:
+            # Without a completion length, too few candidates are valid, and the group waits for every candidate.
             needed = record.completion_length
             is_needed = needed is None or (c.tokens <= needed and not c.cut)
             limit = record.cut_length if is_needed else record.cohort_deadline

@@ -72,6 +72,14 @@ class BatchRequest:
     return_zero_variance: bool = False
     stop_when: Literal["decided"] | None = None
 
+    def counts(self, zero_variance: bool | None) -> bool:
+        """Whether a complete group counts. ``zero_variance``: see `GroupRun.zero_variance`."""
+        return self.only is None or zero_variance is False
+
+    def returns(self, zero_variance: bool | None) -> bool:
+        """Whether a complete group is returned."""
+        return self.return_zero_variance or self.counts(zero_variance)
+
 
 @dataclass(slots=True, eq=False)
 class BatchGroup:
@@ -100,8 +108,10 @@ class BatchGroup:
     handed_back: GroupResult | None = None
     """Tokens of an undecided group that are returned instead of kept."""
     verifiers: Sequence[str] | None = None
+    run_probability: float = 1.0
+    """Probability that the prompt runs, below 1 if it is almost surely without signal."""
     is_skipped: bool = False
-    """Whether the prompt does not run, because it is almost surely without signal."""
+    """Whether the prompt does not run."""
 
     @property
     def identity(self) -> Identity:
@@ -109,46 +119,26 @@ class BatchGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedGroups:
-    """Which groups a batch returns. See the fields of `BatchRequest`.
-
-    ``needed``: number of groups that count after which the batch ends.
-    """
-
-    needed: int
-    only_informative: bool = False
-    max_prompts: int | None = None
-    return_zero_variance: bool = False
-    stops_when_decided: bool = False
-
-    def counts(self, zero_variance: bool | None) -> bool:
-        """Whether a complete group counts. ``zero_variance``: see `GroupRun.zero_variance`."""
-        return not self.only_informative or zero_variance is False
-
-    def returns(self, zero_variance: bool | None) -> bool:
-        """Whether a complete group is returned."""
-        return self.return_zero_variance or self.counts(zero_variance)
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedBatch:
     """A batch that is ready to start.
 
+    ``request``: what the caller has submitted, without prompts.
     ``sampling``: the sampling parameters in force.
     ``terms``: see `describe_terms`; empty unless the batch resumes prompts.
     ``groups``: the groups of all prompts, also of skipped prompts.
+    ``needed``: number of groups that count after which the batch ends.
     ``places``: number of groups that run at once. A group that failed or does not count gives its place to another.
     """
 
     batch_id: str
+    request: BatchRequest
     plan: Plan
     sampling: Mapping[str, object]
     terms: str
     groups: Sequence[BatchGroup]
     ticket: Ticket
-    wanted: WantedGroups
+    needed: int
     places: int
-    carry: Carry
 
 
 async def prepare_batch(
@@ -208,34 +198,29 @@ async def prepare_batch(
             # A prompt that is carried over would be drawn again in the next batch.
             draw_groups(groups, plan, rollouts, renderer)
         places = sum(not group.is_skipped for group in groups)
-        wanted = WantedGroups(
-            batch.num_groups or places,
-            only_informative=batch.only is not None,
-            max_prompts=batch.max_prompts,
-            return_zero_variance=batch.return_zero_variance,
-            stops_when_decided=batch.stop_when is not None,
-        )
-        if wanted.only_informative and batch.carry is not Carry.RESUME:
-            places = min(places, expected_prompts(wanted.needed, rollouts.statistics.rewards.dataset))
+        needed = batch.num_groups or places
+        if batch.only is not None and batch.carry is not Carry.RESUME:
+            places = min(places, expected_prompts(needed, rollouts.statistics.rewards.dataset))
         auto = None
         if plan.auto is not None and batch.carry is Carry.RESUME:
-            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, wanted.needed, len(groups), lost_tokens)
+            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), lost_tokens)
             places = auto.choice.started
         allocate(groups, plan, batch.budget, rollouts, ticket, auto)
+        rollouts.observers.prompts_skipped(sum(group.is_skipped for group in groups))
     except BaseException:
         ticket.release()
         kept.put(owner, (), taken)
         raise
     return PreparedBatch(
         batch_id=builder.batch_id,
+        request=replace(batch, prompts=()),
         plan=plan,
         sampling=sampling,
         terms=terms,
         groups=groups,
         ticket=ticket,
-        wanted=wanted,
+        needed=needed,
         places=places,
-        carry=batch.carry,
     )
 
 
@@ -366,8 +351,8 @@ def draw_groups(
     probabilities = rollouts.allocator.run_probabilities(plan, [group.prompt_key for group in groups])
     version = rollouts.engine.weight_version
     for group, probability in zip(groups, probabilities, strict=True):
+        group.run_probability = probability
         if probability < 1:
-            group.allocation = Allocation(0, run_probability=probability)
             seed = renderer.tail_seed(group.request) or (secrets.randbits(64),)
             digest = blake2b(f"{seed} {version}".encode(), digest_size=DRAW_BYTES).digest()
             group.is_skipped = int.from_bytes(digest) >= probability * 256**DRAW_BYTES
@@ -394,8 +379,6 @@ def allocate(
         if group.is_skipped:
             allocation.drop()
             continue
-        if group.allocation.run_probability < 1:
-            allocation = replace(allocation, run_probability=group.allocation.run_probability)
         group.allocation = allocation
         if group.resumed is not None:
             group.allocation = replace(

@@ -16,7 +16,7 @@ from darts_server.records import GroupRecord, VersionSpans
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.run import GroupRun
 from darts_server.types import DiscardReason, Sample
-from darts_server.verify.types import Verdict
+from darts_server.verify.types import NO_VERDICT, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +108,16 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class TrajectorySelected:
-    """A candidate is selected. If it was ``cut``, its deltas may have more tokens than ``sample``."""
+    """A candidate is selected. If it was ``cut``, its deltas may have more tokens than ``sample``.
+
+    ``verdict``: the candidate's verdict if it is known now, as nothing waits for it. The group always has it.
+    """
 
     trajectory_id: str
     number: int
     sample: Sample
     cut: bool
+    verdict: Verdict = NO_VERDICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +149,11 @@ class BatchDone:
     carried: int = 0
     shortfall: int = 0
     uninformative: Sequence[int] = ()
+
+    @property
+    def skipped(self) -> int:
+        """Number of prompts that did not run."""
+        return sum(prompt.skipped for prompt in self.unfinished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +209,8 @@ class CandidateCursor:
         """Use the sample for the candidate's last event and its further deltas."""
         assert self._run is not None
         cut = self._run.candidates[self._index].cut
-        self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut)
+        verdict = self._run.verification.verdicts.get(self._index, NO_VERDICT)
+        self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut, verdict)
         # A cut sample may be shorter than the deltas that were sent.
         if self._sent <= len(sample.token_ids):
             self._token_ids = sample.token_ids

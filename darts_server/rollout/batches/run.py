@@ -103,20 +103,20 @@ class BatchRun:
         self._started_at = clock()
         self._ended = asyncio.Event()
         # `interrupt` may change these two.
-        self._carry = prepared.carry
-        self._on_abort = ON_ABORT[prepared.carry]
+        self._carry = prepared.request.carry
+        self._on_abort = ON_ABORT[prepared.request.carry]
         self._places = asyncio.Semaphore(prepared.places)
-        self._quota = Quota(prepared.wanted.needed) if self._carry is Carry.RESUME else None
+        self._quota = Quota(prepared.needed) if self._carry is Carry.RESUME else None
         self._first_round: FirstRound | None = None
         # A batch that waits for a part of its groups finishes them one after the other instead.
         running = [group for group in prepared.groups if not group.is_skipped]
-        if rollouts.starts_in_rounds and prepared.wanted.needed == prepared.places == len(running):
+        if rollouts.starts_in_rounds and prepared.needed == prepared.places == len(running):
             self._first_round = FirstRound(self._group_id(group) for group in running)
         self._results: list[GroupResult] = []
         # Numbers of complete groups that do not count.
         self._uninformative: list[int] = []
         # Number of groups that are missing.
-        self._shortfall = prepared.wanted.needed
+        self._shortfall = prepared.needed
         # Tokens of all groups that have ended, also of groups that failed or were stopped.
         self._generated = 0
         self._has_entered = False
@@ -252,7 +252,7 @@ class BatchRun:
         try:
             async with self._rollouts.gate.enter():
                 self._has_entered = True
-                for group in self._starting_order()[: self._prepared.wanted.max_prompts]:
+                for group in self._starting_order()[: self._prepared.request.max_prompts]:
                     task = asyncio.create_task(self._run_with_streams(group))
                     tasks[group.number] = task
                     if self._first_round is not None:
@@ -285,7 +285,7 @@ class BatchRun:
         """Decide groups as they end, until enough are complete."""
         for next_result in asyncio.as_completed(tasks.values()):
             result = await next_result
-            counts = result is not None and result.error is None and self._prepared.wanted.counts(result.zero_variance)
+            counts = result is not None and result.error is None and self._prepared.request.counts(result.zero_variance)
             if not counts:
                 # Another group takes the place.
                 self._places.release()
@@ -304,9 +304,9 @@ class BatchRun:
     def _decide(self, group: BatchGroup, result: GroupResult) -> None:
         group.is_decided = True
         group.run = None
-        if result.error is None and not self._prepared.wanted.counts(result.zero_variance):
+        if result.error is None and not self._prepared.request.counts(result.zero_variance):
             self._uninformative.append(result.number)
-            if not self._prepared.wanted.return_zero_variance:
+            if not self._prepared.request.return_zero_variance:
                 if self.feed is not None:
                     self.feed.group_dropped(result.number)
                 return
@@ -421,7 +421,7 @@ class BatchRun:
                         sample = await self._renderer.to_sample(trajectory.output)
                         samples[trajectory.index] = sample
                         # Groups that may not be returned deliver no trajectory before they are complete.
-                        if feed is not None and self._prepared.wanted.returns(run.zero_variance):
+                        if feed is not None and self._prepared.request.returns(run.zero_variance):
                             feed.trajectory_selected(group.number, trajectory.index, sample)
                 await self._finish_verification(run, samples)
             except DartsError as error:
@@ -467,7 +467,7 @@ class BatchRun:
         names = group.verifiers
         verifies_nothing = names is not None and not names
         prepared = self._prepared
-        needs_verdicts = prepared.plan.shaping.needs_rewards or prepared.wanted.only_informative
+        needs_verdicts = prepared.plan.shaping.needs_rewards or prepared.request.only is not None
         if verifier is None or (verifies_nothing and not needs_verdicts):
             return None
 
@@ -507,14 +507,15 @@ class BatchRun:
             tail_seed,
             # A trajectory is streamed as soon as it is certain, unless its group may continue in a later batch or may
             # not be returned.
-            early=streams and not can_carry and not self._prepared.wanted.only_informative,
+            early=streams and not can_carry and self._prepared.request.only is None,
             on_abort=self._on_abort,
             quota=self._quota,
             first_round=self._first_round,
             tokens=self._renderer.tokens(group.request),
             verify=self._verify(group),
-            only_informative=self._prepared.wanted.only_informative,
-            stops_when_decided=self._prepared.wanted.stops_when_decided,
+            only_informative=self._prepared.request.only is not None,
+            stops_when_decided=self._prepared.request.stop_when is not None,
+            run_probability=group.run_probability,
         )
         ticket = self._prepared.ticket.split(group.allocation.candidates)
         # From here on, the rollouts end the allocation.

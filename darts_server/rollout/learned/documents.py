@@ -57,10 +57,12 @@ class Kind(Generic[T]):
             ValueError: why the document cannot be used.
         """
         try:
-            value = json.loads(str(document["value"])) if self.is_json else document
+            value: Any = document
+            if self.is_json:
+                value = json.loads(str(document["value"]))
             return self.create(**value) if isinstance(self.create, type) else self.create(value)
         except Exception as error:
-            # A document may raise anything, which must not reach a group.
+            # Any exception may be raised for a damaged document, and must not end a group.
             message = str(error) if type(error) is ValueError else repr(error)
             raise ValueError(message) from error
 
@@ -101,6 +103,7 @@ class StoredValues(Generic[T]):
         self._logged: set[str] = set()
 
     def load(self, key: str) -> T | None:
+        """Return a value, or None if it is missing or cannot be used."""
         document = self._documents.get(self._kind.name, key)
         if document is None:
             return None
@@ -155,6 +158,7 @@ class BlobStore:
         return None if manifest is None else manifest.digest
 
     def load(self, key: str) -> Blob | None:
+        """Return a blob, or None if it is missing or incomplete."""
         manifest = self._manifests.load(key)
         if manifest is None:
             return None
@@ -200,6 +204,7 @@ def blob_kinds(name: str) -> tuple[Kind[Manifest], Kind[None]]:
 
 
 def _parse_manifest(document: Document) -> Manifest:
+    """Check a document of `BlobStore.save`. Other fields than the manifest's own are the blob's numbers."""
     match document:
         case {"side": int(slot), "parts": int(parts), "digest": str(digest), **numbers}:
             if slot not in (0, 1) or not 0 <= parts <= MAX_PARTS:

@@ -133,8 +133,8 @@ class Dataset:
         self._stats = StoredValues(documents, DATASET)
         self._steps = StoredValues(documents, STEP)
         self._profiles = StoredValues(documents, PROFILE)
-        # Groups that are not written yet: generation of documents, weight version, lengths, and ratios to the mean. The
-        # ratios stay grouped, because each group fades all earlier ratios.
+        # Groups that are not learned yet: generation of the documents, weight version, lengths, and ratios to the mean.
+        # Each group fades the earlier ratios of the profile, so the ratios stay grouped.
         self._groups: list[tuple[int, int, LengthEstimate, list[tuple[float, bool]]]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending
@@ -165,17 +165,25 @@ class Dataset:
         self._write_later.request()
 
     def _write(self) -> None:
+        """Learn the pending groups, and write the result to the documents."""
         # Groups that ended before the learned state was restored are dropped.
-        generation = self._documents.generation
-        groups = [group for group in self._groups if group[0] == generation]
+        present = self._documents.generation
+        groups = [
+            (version, estimate, ratios)
+            for generation, version, estimate, ratios in self._groups
+            if generation == present
+        ]
         self._groups = []
         if not groups:
             return
         profile = self._profiles.load(KEY) or LengthProfile()
+        # Weight version and lengths of each group of the present step.
         step = self._steps.load(KEY) or []
-        for _, version, estimate, ratios in groups:
+        for version, estimate, ratios in groups:
             profile.observe(ratios)
-            if step and (version != step[-1][0] or len(step) >= STEP_GROUPS):
+            last_version = step[-1][0] if step else version
+            # The group begins the next step, so the present step is complete.
+            if version != last_version or len(step) >= STEP_GROUPS:
                 stats = self._stats.load(KEY) or DatasetStats()
                 self._stats.save(KEY, asdict(stats.with_step(lengths for _, lengths in step)))
                 step = []
@@ -242,7 +250,7 @@ class Latency:
         return self._model
 
     def _write(self) -> None:
-        # Do not replace a restored model.
+        """Write the model, unless a restore has replaced it in the documents."""
         before = self._model
         if self._learned() is before:
             self._states.save(ENGINE_KEY, before.state)

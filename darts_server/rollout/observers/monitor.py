@@ -1,14 +1,18 @@
 """Running and recently ended groups, for viewers of the server's monitor."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
+from heapq import merge
+from itertools import zip_longest
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.run import GroupRun
+from darts_server.rollout.sessions.registry import SessionRegistry
+from darts_server.rollout.sessions.session_group import SessionGroup, SessionGroupSpec
 from darts_server.rollout.spec import GroupSpec
 from darts_server.serving.fair_cache import FairCache
 
@@ -23,6 +27,7 @@ Fields = dict[str, Any]
 """JSON values by name, without values that are unknown or do not apply."""
 MaySee = Callable[[str | None], bool]
 """Returns whether the groups of an owner may be seen."""
+RunningGroup = GroupRun[Any, Any] | SessionGroup
 
 
 class Monitor:
@@ -34,6 +39,7 @@ class Monitor:
     def __init__(
         self,
         rollouts: Rollouts[Any, Any],
+        sessions: SessionRegistry,
         clock: Callable[[], float] = time.monotonic,
         max_groups: int = MAX_GROUPS,
         max_candidates: int = MAX_CANDIDATES,
@@ -41,7 +47,8 @@ class Monitor:
         self.clock = clock
         self.max_groups = max_groups
         self.ended = 0
-        self.rollouts = rollouts
+        self._rollouts = rollouts
+        self._sessions = sessions
         self._max_candidates = max_candidates
         # By owner, and by the value of `ended`.
         self._records: FairCache[int, GroupRecord] = FairCache(max_groups, max_candidates)
@@ -63,16 +70,27 @@ class Monitor:
         found.sort(key=itemgetter(0))
         return [record for _, record in found]
 
-    def running_groups(self, may_see: MaySee) -> Iterator[GroupRun[Any, Any]]:
-        """Yield visible running groups, the newest first, up to the limits."""
+    def running_groups(self) -> list[RunningGroup]:
+        """Return all running groups, the newest first."""
+        return list(
+            merge(
+                reversed(self._rollouts.runs),
+                reversed(self._sessions.running),
+                key=attrgetter("started_at"),
+                reverse=True,
+            )
+        )
+
+    def shown_groups(self, running: Iterable[RunningGroup], may_see: MaySee) -> Iterator[RunningGroup]:
+        """Yield the visible groups among ``running``, up to the limits."""
         candidates = 0
-        visible = (run for run in reversed(self.rollouts.runs) if may_see(run.owner))
-        for place, run in enumerate(visible):
-            candidates += _count_shown(run)
+        visible = (group for group in running if may_see(group.owner))
+        for place, group in enumerate(visible):
+            candidates += _count_shown(group)
             # The newest group is always shown.
             if place and (place >= self.max_groups or candidates > self._max_candidates):
                 return
-            yield run
+            yield group
 
 
 @dataclass(slots=True)
@@ -107,42 +125,47 @@ class Viewer:
             changes.append(_changes(now, previous.pop(record.group_id, None)))
         self._groups_seen = monitor.ended
 
-        for run in monitor.running_groups(self.may_see):
-            group_id = run.spec.group_id
+        running = monitor.running_groups()
+        for group in monitor.shown_groups(running, self.may_see):
+            group_id = group.spec.group_id
             # Two callers have chosen the same id. The newest group is shown.
             if group_id in self._running:
                 continue
             before = previous.pop(group_id, None)
-            now = _group_fields(run.spec, run, run.spec.plan.policy)
+            now = _group_fields(group.spec, group, group.spec.plan.policy)
             old: list[Fields] = []
-            if before is not None and before["began"] == run.started_at:
+            if before is not None and before["began"] == group.started_at:
                 old = before["candidates"]
             candidates: list[Fields] = []
-            for index in range(_count_shown(run)):
+            for index in range(_count_shown(group)):
                 # Candidates that do not change any more are used again.
                 if index < len(old) and _is_final(old[index]):
                     candidates.append(old[index])
                 else:
-                    candidates.append(_candidate_fields(run.runner.make_record(index)))
+                    candidates.append(_candidate_fields(group.candidate_record(index)))
             now["candidates"] = candidates
             self._running[group_id] = now
             changes.append(_changes(now, before))
 
         return {
             "now": monitor.clock(),
-            "running": monitor.rollouts.num_running,
-            "candidates": sum(len(run.candidates) for run in monitor.rollouts.runs),
+            "running": len(running),
+            "candidates": sum(len(group.candidates) for group in running),
             # A group without changes has its id and an empty list of candidates.
-            "groups": [group for group in changes if len(group) > 2 or group["candidates"]],
+            "groups": [fields for fields in changes if len(fields) > 2 or fields["candidates"]],
             "left": list(previous),
         }
 
 
-def _count_shown(group: GroupRecord | GroupRun[Any, Any]) -> int:
+def _count_shown(group: GroupRecord | RunningGroup) -> int:
     return min(len(group.candidates), MAX_CANDIDATES_PER_GROUP)
 
 
-def _group_fields(spec: GroupRecord | GroupSpec[Any], group: GroupRecord | GroupRun[Any, Any], policy: str) -> Fields:
+def _group_fields(
+    spec: GroupRecord | GroupSpec[Any] | SessionGroupSpec,
+    group: GroupRecord | RunningGroup,
+    policy: str,
+) -> Fields:
     fields = {
         "group_id": spec.group_id,
         "began": group.started_at,
@@ -180,6 +203,9 @@ def _candidate_fields(record: CandidateRecord) -> Fields:
         "cut": record.cut or None,
         "resumed": record.resumed or None,
         "quality": record.quality,
+        "turns": record.turns,
+        "tool_seconds": record.tool_seconds,
+        "tools": list(zip_longest(record.tool_times[::2], record.tool_times[1::2])) or None,
     }
     return _without_none(fields)
 

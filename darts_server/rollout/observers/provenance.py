@@ -55,6 +55,7 @@ class Provenance:
         return found[:count]
 
     def _forget_names(self, record: GroupRecord) -> None:
+        """Remove a dropped group from the table of names."""
         for name in _names(record):
             keys = self._by_name[name]
             keys.remove(record.key)

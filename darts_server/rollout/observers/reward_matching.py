@@ -158,6 +158,7 @@ class RewardMatcher:
         self._by_tokens.setdefault(hashed, []).append(trajectory)
 
     def group_ended(self, record: GroupRecord) -> None:
+        """Keep a group that has ended, and learn from its trajectories that have rewards already."""
         group = self._find_or_create(record.key, record.started_at, record.prompt_key)
         group.record = record
         group.size = len(record.selected) if record.outcome is Outcome.COMPLETED else None
@@ -169,7 +170,8 @@ class RewardMatcher:
         for trajectory in group.returned.values():
             if trajectory.reward is not None:
                 changes.new[group.prompt_key] += _trajectory_stats(trajectory, record)
-        # A group that was selected by rewards is learned whole, so that its selection does not matter.
+        # If rewards have selected the group, its discarded candidates are learned too. Otherwise the selection would
+        # bias the statistics.
         for index, correct in _discarded_answers(record).items():
             tokens = record.candidates[index].tokens
             changes.new[group.prompt_key] += _candidate_stats(tokens, 1.0, correct=correct)
@@ -192,7 +194,10 @@ class RewardMatcher:
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
         by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
-        return GroupRewards(by_index, group.zero_variance if group.is_fully_rewarded else None)
+        zero_variance = None
+        if group.is_fully_rewarded:
+            zero_variance = group.zero_variance
+        return GroupRewards(by_index, zero_variance)
 
     async def report(self, rewards: Sequence[Reward]) -> RewardReport:
         """Match rewards to kept trajectories without a reported reward. Yields to the event loop between chunks.
@@ -235,7 +240,8 @@ class RewardMatcher:
         trajectory.reward = reward
         trajectory.correct = correct
 
-        # The trajectory's weight is known when its group has ended. Before, `group_ended` counts it.
+        # The trajectory's weight is known when its group has ended. A reward that is reported before is learned by
+        # `group_ended`.
         if is_first:
             group.rewarded += 1
             for on_reward in self._on_reward:
@@ -253,8 +259,9 @@ class RewardMatcher:
         who = caller.get()
         if reward.trajectory_id is None:
             found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
-            return [trajectory for trajectory in found if trajectory.group.key[0] == who.name] or found
-        # Callers may have made the id from the group's id in a response header.
+            own = [trajectory for trajectory in found if trajectory.group.key[0] == who.name]
+            return own or found
+        # Callers may have made the id from the group's id in a response header, where it is encoded.
         for name in (reward.trajectory_id, from_header(reward.trajectory_id)):
             group_id, _, index = name.rpartition(":")
             owner = who.name
@@ -276,6 +283,7 @@ class RewardMatcher:
             self._on_group_rewarded(group.record, correct, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
+        """Return the kept group with this key and start, or keep a new group."""
         owner, group_id = key
         group = self._groups.of(owner).get(group_id)
         # A caller may reuse a request id. The newer group replaces the older.
@@ -329,7 +337,9 @@ def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> Re
     # All candidates of a group that was selected by rewards are counted, so none stands for others.
     if record.num_rewarded is None:
         weight = record.candidates[trajectory.index].weight or 1.0
-    return _candidate_stats(trajectory.tokens, weight, correct=trajectory.correct)
+    # The generated tokens alone: the trajectory of an agent has the tokens of its tools too.
+    tokens = record.candidates[trajectory.index].tokens
+    return _candidate_stats(tokens, weight, correct=trajectory.correct)
 
 
 def _candidate_stats(tokens: int, weight: float, *, correct: bool) -> RewardStats:

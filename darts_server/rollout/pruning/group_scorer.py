@@ -47,7 +47,7 @@ class GroupScorer:
         return Probe(points, partial(self._receive_state, index), logprobs=self._pruner.uses_logprobs)
 
     def mark_started(self, index: int) -> list[Scored]:
-        """Mark a candidate as started, and return earlier scores: states may arrive before the engine confirms."""
+        """Mark a candidate as started, and return its scores so far: states may arrive before the engine confirms."""
         if not self._pruner.uses_hidden_states:
             self._waiting[index] = [(tokens, None) for tokens in self._pruner.detect_at]
         return self._early.pop(index, [])
@@ -98,7 +98,7 @@ class GroupScorer:
         waiting = self._waiting[index]
         running = self._running.get(index)
         if running is None:
-            # Unless the candidate has not started yet, it has ended, and its tokens are gone.
+            # A candidate that does not run has ended, and its tokens are gone, or it has not started yet.
             if index not in self._early:
                 del self._waiting[index]
             return []
@@ -107,7 +107,7 @@ class GroupScorer:
         generated = running.tokens_from(0)
         if generated is None:
             return []
-        # Without log-probs now, the candidate never has any.
+        # A candidate that has no log-probs now never has log-probs.
         scores = []
         if generated.logprobs is None:
             waiting.clear()

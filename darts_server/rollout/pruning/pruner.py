@@ -176,6 +176,7 @@ class Pruner:
         ``probed``: None if the kind of score uses no hidden states.
         ``logprobs``: of the tokens so far, in nats, if the kind uses them.
         """
+        # Score the trajectory by its log-probs, or by the head.
         kind = self._settings.kind
         stored = None
         if probed is None:
@@ -193,7 +194,8 @@ class Pruner:
             stored = compact(hidden)
         self._log_status()
 
-        # The cold start keeps a young head from pruning. Scores that prune nothing do not wait for its end.
+        # Calibrate the score, and compute the survival. A new head must not prune before the cold start has ended.
+        # Scores that prune nothing do not wait for this.
         calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
         is_ready = score.status is PruningStatus.READY
         quality = score.value
@@ -202,10 +204,11 @@ class Pruner:
         if is_ready and calibration is CalibrationStatus.READY:
             quality = point.calibrator.probability(score.value)
             calibrated = quality
-            survival = point.estimator.survival(quality, pruning)
+            survival = point.estimator.add_quality(quality, pruning)
         elif is_ready or calibration is not CalibrationStatus.NO_LABELS:
             quality = point.calibrator.prior
 
+        # Keep the score for the reward. A score without a status is no score: its input was not finite.
         usable = score.status is not None
         self._observer.trajectory_scored(usable=usable)
         if usable:
@@ -271,7 +274,7 @@ class Pruner:
             if pending.hidden is not None:
                 assert self._head is not None
                 if value is None:
-                    # The head may be ready by now.
+                    # The head was not ready when the trajectory was scored. It may be ready now.
                     score = self._head.score(pending.hidden, pending.tokens)
                     if score.status is PruningStatus.READY:
                         value = score.value
@@ -336,9 +339,9 @@ class Pruner:
         status = self.status
         if status is not self._logged_status:
             self._logged_status = status
-            neutral = "" if status is PruningStatus.READY else " and all are kept"
-            # By default vLLM shows nothing below warnings of other loggers than its own.
-            logger.warning("pruning by quality is %s%s: %s", status, neutral, STATUS_REASONS[status])
+            effect = "" if status is PruningStatus.READY else " and all are kept"
+            # By default vLLM shows only warnings of our loggers.
+            logger.warning("pruning by quality is %s%s: %s", status, effect, STATUS_REASONS[status])
 
     @property
     def report(self) -> TrainerReport:
@@ -355,10 +358,10 @@ class Pruner:
     # --- detection points, head and store -------------------------------------
 
     def _last_point(self, width: int, tokens: int) -> DetectionPoint:
-        """Return the last detection point at or before ``tokens``."""
         self._ensure_points_and_head(width)
         self._reload_if_due()
-        return self._points[max((at for at in self.detect_at if at <= tokens), default=self.detect_at[0])]
+        reached = [at for at in self.detect_at if at <= tokens]
+        return self._points[max(reached, default=self.detect_at[0])]
 
     def _ensure_points_and_head(self, width: int) -> None:
         """Create points and head in the first call, and load their saved states. ``width``: of the head's input."""
@@ -374,6 +377,7 @@ class Pruner:
             self._head.start()
 
     def _reload_if_due(self) -> None:
+        """Load what a restore has replaced in the store, if the last check is `RELOAD_SECONDS` ago."""
         now = self._clock()
         if now >= self._reloaded_at + RELOAD_SECONDS:
             self._reloaded_at = now

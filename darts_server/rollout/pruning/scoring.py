@@ -235,18 +235,20 @@ class SurvivalEstimator:
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT_QUALITIES)
         self._seen = 0
-        # Curves, and the number of qualities at their last fit. The curve that was used last is at the end.
+        # Curves, with the number of qualities at their last fit. The curve that was used last is at the end.
         self._curves: dict[Pruning, tuple[SurvivalCurve, int]] = {}
 
-    def survival(self, quality: float, pruning: Pruning) -> float:
+    def add_quality(self, quality: float, pruning: Pruning) -> float:
         """Add a trajectory's quality, and return the probability to keep the trajectory."""
         self._recent.append(quality)
         self._seen += 1
-        curve, fitted_at = self._curves.pop(pruning, (None, 0))
+
         # Among few qualities, each quality changes the curve, so early fits are closer together.
+        curve, fitted_at = self._curves.pop(pruning, (None, 0))
         if curve is None or self._seen - fitted_at >= min(FIT_INTERVAL, 1 + fitted_at // 4):
             curve = pruning.fit(np.asarray(self._recent))
             fitted_at = self._seen
+
         self._curves[pruning] = (curve, fitted_at)
         if len(self._curves) > MAX_CURVES:
             del self._curves[next(iter(self._curves))]

@@ -1,6 +1,7 @@
 """Create groups of sessions, and find their sessions by id and by key."""
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -8,8 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from darts_server.caller import Caller, caller
-from darts_server.exceptions import RETRY_SECONDS, Conflict, InvalidRequest, NotFound, Overloaded, Unauthorized
+from darts_server.caller import caller
+from darts_server.exceptions import (
+    RETRY_SECONDS,
+    Conflict,
+    DartsError,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unauthorized,
+)
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.rollouts import Rollouts
 from darts_server.rollout.sessions.session_group import AgentSession, SessionGroup, SessionGroupSpec, StoppedAs
@@ -26,6 +35,8 @@ IDLE_CHECK_SECONDS = 1.0
 SESSION_PREFIX = "ses-"
 LEARNED_AS = {Measure.TOKENS: "sessions", Measure.SECONDS: "session-seconds"}
 """Suffix of the policy's name in records and in what is learned."""
+SESSION_ID_BYTES = 12
+_SESSION_ID = re.compile(f"{SESSION_PREFIX}[0-9a-f]{{{2 * SESSION_ID_BYTES}}}")
 KEY_PREFIX = "ses-key-"
 """Keys of sessions. No key of a server begins so, unless its operator chooses it."""
 
@@ -35,6 +46,7 @@ class SessionGroupRequest:
     """What a caller asks for.
 
     ``extra``: sessions beyond ``size``, or None for the policy's redundancy. ``policy``: None for the server's.
+    ``metadata``: JSON.
     """
 
     size: int
@@ -42,7 +54,7 @@ class SessionGroupRequest:
     policy: str | None = None
     prompt_key: str | None = None
     measure: Measure = Measure.TOKENS
-    metadata: Any = None
+    metadata: bytes | None = None
     stopped_as: StoppedAs = StoppedAs.ABORT
     over_status: int = 410
 
@@ -69,6 +81,8 @@ class SessionRegistry:
         self._clock = clock
         self._running: dict[str, SessionGroup] = {}
         self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
+        # Sessions of running groups.
+        self._num_running = 0
         self._sessions: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -89,7 +103,7 @@ class SessionRegistry:
         if request.extra is not None:
             allocation = replace(allocation, candidates=request.size + request.extra)
         try:
-            free = MAX_OPEN_SESSIONS - sum(len(group.sessions) for group in self._running.values())
+            free = MAX_OPEN_SESSIONS - self._num_running
             if allocation.candidates > free:
                 raise Overloaded(
                     f"{MAX_OPEN_SESSIONS - free} sessions are open, and at most {MAX_OPEN_SESSIONS} may be; "
@@ -144,8 +158,9 @@ class SessionRegistry:
         Raises:
             NotFound
         """
-        session = self._sessions.get(session_id)
-        if session is None or not _may_use(caller.get(), session):
+        session = self._find_of_owner(session_id)
+        who = caller.get()
+        if session is None or who.session not in (None, session_id):
             raise NotFound(
                 "session_id",
                 f"there is no session {session_id!r} of yours; POST /darts/v1/sessions creates sessions, and the "
@@ -167,29 +182,48 @@ class SessionRegistry:
             raise Unauthorized("the key belongs to no session: its group ended long ago, or the server was restarted")
         return session.group.spec.owner, session.session_id
 
-    def find_named(self, name: str | None) -> AgentSession | None:
-        """Return the session that a turn belongs to: by the session of the caller's key or URL, or by a header's name.
+    def find_named(self, *names: str | None) -> AgentSession | None:
+        """Return the session that a turn belongs to: by the caller's key or URL, or by the names in its headers.
+
+        Names of the harness's own are no sessions. A name that has the form of our ids is always meant as a session.
 
         Raises:
-            Conflict: the header names another session than the key or the URL.
+            NotFound: there is no such session, or it belongs to another key.
+            Conflict: the key, the URL and the headers name different sessions.
         """
-        who = caller.get()
-        named = None if name is None else self._sessions.get(name)
-        if named is not None and not _may_use(who, named):
-            named = None
-        if who.session is None:
-            return named
-        session = self.find(who.session)
-        if named is not None and named is not session:
-            raise Conflict("session", f"the header names {name}, and the URL or key {who.session}; send one of them")
+        url_or_key = caller.get().session
+        session = None if url_or_key is None else self.find(url_or_key)
+        for name in names:
+            if name is None or not _SESSION_ID.fullmatch(name):
+                continue
+            named = self._find_of_owner(name)
+            if session is not None and named is not session:
+                raise Conflict("session", f"{session.session_id} and {name} are both named; send one of them")
+            session = named or self.find(name)
         return session
+
+    @property
+    def running(self) -> list[SessionGroup]:
+        """Running groups, the oldest first."""
+        return list(self._running.values())
 
     @property
     def num_open(self) -> int:
         """Number of sessions that are not over."""
         return sum(not session.session.is_over for group in self._running.values() for session in group.sessions)
 
+    def fail_all(self, error: DartsError) -> None:
+        """End all groups with an error, so that harnesses that wait for events get the end of their groups."""
+        for group in list(self._running.values()):
+            group.cancel(error)
+
     # --- inside -----------------------------------------------------------------
+
+    def _find_of_owner(self, session_id: str) -> AgentSession | None:
+        session = self._sessions.get(session_id)
+        if session is None or not caller.get().may_see(session.group.spec.owner):
+            return None
+        return session
 
     def _plan(self, request: SessionGroupRequest) -> Plan:
         options = RequestOptions(policy=request.policy, prompt_key=request.prompt_key)
@@ -204,6 +238,10 @@ class SessionRegistry:
         if plan.shaping.prunes:
             raise InvalidRequest(
                 "policy", f"{plan.policy!r} scores single answers, and sessions have several; use 'uniform' or 'cap'"
+            )
+        if request.measure is Measure.SECONDS and plan.shaping.deadline is not None:
+            raise InvalidRequest(
+                "measure", f"must be 'tokens' under {plan.policy!r}, whose deadlines are learned in tokens; change one"
             )
         if request.extra and plan.shaping.candidates(request.size) == request.size:
             raise InvalidRequest(
@@ -222,15 +260,17 @@ class SessionRegistry:
         session = AgentSession(
             group,
             index,
-            SESSION_PREFIX + secrets.token_hex(12),
+            SESSION_PREFIX + secrets.token_hex(SESSION_ID_BYTES),
             KEY_PREFIX + secrets.token_urlsafe(24),
         )
         self._sessions[session.session_id] = session
         self._by_key[session.api_key] = session
+        self._num_running += 1
         return session
 
     def _group_ended(self, group: SessionGroup) -> None:
         del self._running[group.spec.group_id]
+        self._num_running -= len(group.sessions)
         dropped = self._ended.put(group.spec.owner, group.spec.group_id, group, group.size_bytes)
         for _, old in dropped:
             for session in old.sessions:
@@ -253,9 +293,3 @@ class SessionRegistry:
                 for group in list(self._running.values()):
                     group.end_silent(self._idle_seconds)
         self._polling = None
-
-
-def _may_use(who: Caller, session: AgentSession) -> bool:
-    if who.session is not None:
-        return who.session == session.session_id
-    return who.may_see(session.group.spec.owner)

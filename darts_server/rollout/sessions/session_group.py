@@ -6,10 +6,10 @@ The harness of a trainer runs the sessions. This room only sees their turns, and
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class StoppedAs(StrEnum):
 class SessionGroupSpec:
     """Description of a group of sessions.
 
-    ``metadata``: value of the caller. ``stopped_as``, ``over_status``: what a harness gets in the turn in which its
+    ``metadata``: the caller's JSON. ``stopped_as``, ``over_status``: what a harness gets in the turn in which its
     session is stopped, and in each later turn.
     """
 
@@ -69,9 +69,24 @@ class SessionGroupSpec:
     prompt_key: str | None = None
     owner: str | None = None
     measure: Measure = Measure.TOKENS
-    metadata: Any = None
+    metadata: bytes | None = None
     stopped_as: StoppedAs = StoppedAs.ABORT
     over_status: int = 410
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReport:
+    """How a harness ends a session.
+
+    ``usable``: False for a session whose tool failed. ``correct``: None for whether the reward is above 0.
+    ``metadata``: JSON.
+    """
+
+    usable: bool = True
+    finish_reason: FinishReason = FinishReason.STOP
+    reward: float | None = None
+    correct: bool | None = None
+    metadata: bytes | None = None
 
 
 class SessionTurn:
@@ -84,22 +99,38 @@ class SessionTurn:
 
     def __init__(self, session: "AgentSession", generated: Callable[[], int], abort: Callable[[], None]) -> None:
         self.session = session
-        self.generated = generated
-        self.abort = abort
+        self._count_tokens = generated
+        self._generated = 0
+        self._abort = abort
         self.spans: VersionSpans = ()
         """Weight versions of the tokens before the latest weight update."""
         self.is_stopped = False
         """Whether the server has stopped the session during this request."""
+        self.session_ended = asyncio.Event()
+        """Set when the session ends during this request."""
         self._is_over = False
+
+    def generated(self) -> int:
+        """Return the number of tokens so far. It never decreases, because the group may have acted on it."""
+        self._generated = max(self._generated, self._count_tokens())
+        return self._generated
+
+    def abort(self, *, is_stopped: bool) -> None:
+        """Stop the request, because its session has ended. ``is_stopped``: whether the server has ended the session."""
+        self.is_stopped = is_stopped
+        self.session_ended.set()
+        self._abort()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """End the request with an answer. ``logprobs``: log-prob of each generated token."""
         spans = extend_spans(self.spans, self.session.group.weight_version(), len(token_ids))
-        self._end(len(token_ids), FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
+        # An engine that was lost may have generated more tokens, which the group has acted on, than the answer has.
+        self._end(max(len(token_ids), self._generated), FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
 
     def leave(self, tokens: int) -> None:
-        """End the request without an answer, if it runs. ``tokens``: number of generated tokens."""
+        """End the request without an answer, if it runs. ``tokens``: number of tokens that were received."""
         if not self._is_over:
+            tokens = max(tokens, self.generated())
             self.spans = extend_spans(self.spans, self.session.group.weight_version(), tokens)
             self._end(tokens, None)
 
@@ -123,9 +154,8 @@ class AgentSession:
         """Engine that has the prefix of the latest turn."""
         self.spans: VersionSpans = ()
         """Weight versions of all generated tokens, turn by turn."""
-        self.reward: float | None = None
-        self.correct: bool | None = None
-        self.metadata: Any = None
+        self.report: SessionReport | None = None
+        """How the harness has ended the session."""
         self.candidate: Candidate = group.candidates[index]
 
     @property
@@ -135,6 +165,21 @@ class AgentSession:
     @property
     def trajectory_id(self) -> str:
         return f"{self.group.spec.group_id}:{self.index}"
+
+    @property
+    def reward(self) -> float | None:
+        return None if self.report is None else self.report.reward
+
+    @property
+    def correct(self) -> bool | None:
+        report = self.report
+        if report is None or report.correct is not None or report.reward is None:
+            return None if report is None else report.correct
+        return report.reward > 0
+
+    @property
+    def metadata(self) -> bytes | None:
+        return None if self.report is None else self.report.metadata
 
     @property
     def tokens(self) -> int:
@@ -150,6 +195,13 @@ class AgentSession:
         if self.group.spec.measure is Measure.TOKENS:
             return self.tokens
         return int(MILLISECONDS * self.session.seconds(now))
+
+    def progress(self, now: float) -> int:
+        """Return the progress to report to the state machine, whose running candidates get at least one token more.
+
+        A session may end with the length that it has, while its tool runs.
+        """
+        return max(0, self.length(now) - 1)
 
     async def settle(self) -> None:
         """Wait until the aborted requests of a stopped session have returned their tokens."""
@@ -194,6 +246,8 @@ class SessionGroup:
         tail_seed: Sequence[int] | None = None,
     ) -> None:
         self.spec = spec
+        self.owner = spec.owner
+        self.size = spec.plan.size
         self.weight_version = weight_version
         self.started_at = clock()
         self.ended_at: float | None = None
@@ -234,12 +288,12 @@ class SessionGroup:
             session = self.sessions[index]
             # Without a running turn, tokens do not change.
             if session.running or self.spec.measure is Measure.SECONDS:
-                length = session.length(now)
-                if length >= tokens:
-                    events.append(Progress(index, length))
+                progress = session.progress(now)
+                if progress >= tokens:
+                    events.append(Progress(index, progress))
         if self._member is not None:
             self._member.report_late(
-                lambda: {s.index: s.length(now) for s in self.sessions if s.candidate.running},
+                lambda: {s.index: s.progress(now) for s in self.sessions if s.candidate.running},
             )
         if events:
             self._feed(*events)
@@ -271,8 +325,11 @@ class SessionGroup:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the tokens of all sessions."""
-        return sum(session.session.size_bytes for session in self.sessions)
+        """Memory of the tokens and the metadata of all sessions."""
+        size = len(self.spec.metadata or b"")
+        for session in self.sessions:
+            size += session.session.size_bytes + len(session.metadata or b"")
+        return size
 
     async def wait_for_events(self, after: int, seconds: float) -> None:
         """Wait until there are more than ``after`` events, at most ``seconds`` seconds."""
@@ -292,9 +349,7 @@ class SessionGroup:
             SessionOver: the session is over.
             Conflict: the session has too many running requests.
         """
-        if session.session.is_over:
-            self._observer.session_request_refused()
-            raise self.over_error(session)
+        self.check_turn(session)
         if len(session.running) >= MAX_RUNNING_TURNS:
             raise Conflict(
                 "session",
@@ -304,6 +359,16 @@ class SessionGroup:
         turn = SessionTurn(session, generated, abort)
         session.running[turn] = None
         return turn
+
+    def check_turn(self, session: AgentSession) -> None:
+        """Refuse a request of a session that is over.
+
+        Raises:
+            SessionOver
+        """
+        if session.session.is_over:
+            self._observer.session_request_refused()
+            raise self.over_error(session)
 
     def turn_ended(self, turn: SessionTurn, tokens: int, finished: FinishedTurn | None) -> None:
         """Count the end of a request, with ``tokens`` generated tokens."""
@@ -315,7 +380,7 @@ class SessionGroup:
         is_returned = not inner.is_over or session.candidate.cut
         inner.end_turn(self.clock(), tokens, finished if is_returned else None)
         if not inner.is_over:
-            self._feed(Progress(session.index, session.length(self.clock())))
+            self._feed(Progress(session.index, session.progress(self.clock())))
         elif session.candidate.cut and self.spec.measure is Measure.TOKENS:
             inner.cut(session.candidate.tokens)
 
@@ -327,36 +392,43 @@ class SessionGroup:
         finish_reason: FinishReason = FinishReason.STOP,
         reward: float | None = None,
         correct: bool | None = None,
-        metadata: Any = None,
+        metadata: bytes | None = None,
     ) -> None:
-        """End a session for its harness. A session that the server has stopped only gets the reward and the metadata.
+        """End a session for its harness. A session that is over already only gets the reward and the metadata.
 
-        ``usable``: False for a session whose tool failed. Another session takes its place, if the group needs it.
+        If the session is unusable, another session takes its place, if the group needs it. A second call with the same
+        arguments changes nothing: the harness may have lost the first answer.
+
+        Args:
+            usable: False for a session whose tool failed.
+            metadata: JSON.
 
         Raises:
-            Conflict: the harness has ended the session already.
+            Conflict: the harness has ended the session in another way already.
         """
-        inner = session.session
-        if inner.end_reason in (SessionEnd.FINISHED, SessionEnd.FAILED):
+        report = SessionReport(usable, finish_reason, reward, correct, metadata)
+        if session.report == report:
+            return
+        if session.report is not None:
             raise Conflict("session", f"{session.session_id} has ended already; end each session once")
-        session.metadata = metadata
-        session.reward = reward
-        session.correct = correct
-        if correct is None and reward is not None:
-            session.correct = reward > 0
-        if inner.is_over:
+        session.report = report
+        if session.session.is_over:
             # A session that was cut is in the group, and its reward counts.
             if session.candidate.selected_as is not None:
                 self._report_reward(session)
             return
-        if not usable:
+        if not report.usable:
             self._end_failed(session, SessionEnd.FAILED, SessionFailed(f"session {session.session_id} is unusable"))
             return
 
         now = self.clock()
         self._end(session, SessionEnd.FINISHED, "finished")
-        length = session.length(now)
-        self._feed(Finished(session.index, length, finish_reason), Rewarded(session.index, reward))
+        # The state machine knows no shorter length than 1.
+        length = max(1, session.length(now))
+        self._feed(
+            Finished(session.index, length, report.finish_reason),
+            Rewarded(session.index, report.reward),
+        )
 
     def over_error(self, session: AgentSession) -> SessionOver:
         """Return the error of a request to a session that is over."""
@@ -375,11 +447,10 @@ class SessionGroup:
         session.session.end(end, self.clock())
         is_stopped = end in (SessionEnd.STOPPED, SessionEnd.ABORTED)
         for turn in list(session.running):
-            turn.is_stopped = is_stopped
-            turn.abort()
+            turn.abort(is_stopped=is_stopped)
             if not is_stopped:
                 # The harness has ended the session and waits for no answer, and the session's length is final now.
-                turn.leave(turn.generated())
+                turn.leave(0)
         self._add_event(SessionEvent("stopped" if is_stopped else "ended", session, reason))
         self._observer.session_ended(end, session.session.turns, session.session.tool_seconds)
 
@@ -448,33 +519,8 @@ class SessionGroup:
         weights = selection_weights(self._group)
         signal = advantages(self._group)
         candidates = []
-        for session in self.sessions:
-            candidate = session.candidate
-            is_by_tokens = self.spec.measure is Measure.TOKENS
-            tokens = candidate.tokens if candidate.cut and is_by_tokens else session.tokens
-            spans = session.spans
-            for turn in session.running:
-                spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.generated()))
-            spans = extend_spans(spans, self.weight_version(), tokens)
-            candidates.append(
-                CandidateRecord(
-                    index=session.index,
-                    tokens=tokens,
-                    finish_reason=candidate.finish_reason,
-                    selected_as=candidate.selected_as,
-                    reason=candidate.reason,
-                    cut=candidate.cut,
-                    started_at=session.session.started_at,
-                    ended_at=session.session.ended_at or now,
-                    weight_version_start=spans[0][0] if spans else None,
-                    weight_version_end=spans[-1][0] if spans else None,
-                    weight=weights.get(session.index),
-                    version_spans=spans,
-                    reward=session.reward,
-                    correct=session.correct,
-                    advantage=signal.get(session.index),
-                )
-            )
+        for index in range(len(self.sessions)):
+            candidates.append(self.candidate_record(index, weights.get(index), signal.get(index)))
         return make_group_record(
             self._group,
             candidates,
@@ -491,21 +537,20 @@ class SessionGroup:
 
     def _report_trajectory(self, session: AgentSession) -> None:
         """Report a selected session to the observers that match rewards with trajectories."""
-        prompt: list[int] = []
-        tokens: list[int] = []
+        # Arrays, because a list of a long history takes milliseconds.
+        tokens = array("i")
+        start = 0
         if session.session.rows:
-            row = session.session.rows[0]
-            start = row.mask.find(1)
-            prompt = row.token_ids[:start].tolist()
-            tokens = row.token_ids[start:].tolist()
+            tokens = session.session.rows[0].token_ids
+            start = max(0, session.session.rows[0].mask.find(1))
         self._observer.trajectory_returned(
             TrajectoryRecord(
                 self.spec.group_id,
                 self.spec.prompt_key,
                 self.started_at,
                 session.index,
-                prompt,
-                tokens,
+                tokens[:start],
+                tokens[start:],
                 self.spec.owner,
             )
         )
@@ -525,6 +570,44 @@ class SessionGroup:
         self._changed = asyncio.Event()
 
     # --- what others read -------------------------------------------------------
+
+    def candidate_record(
+        self,
+        index: int,
+        weight: float | None = None,
+        advantage: float | None = None,
+    ) -> CandidateRecord:
+        """Return the present record of a session. ``weight``, ``advantage``: see `weights_of`."""
+        session = self.sessions[index]
+        inner = session.session
+        candidate = session.candidate
+        tokens = session.tokens
+        if candidate.cut and self.spec.measure is Measure.TOKENS:
+            tokens = candidate.tokens
+        spans = session.spans
+        for turn in session.running:
+            spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.generated()))
+        spans = extend_spans(spans, self.weight_version(), tokens)
+        return CandidateRecord(
+            index=index,
+            tokens=tokens,
+            finish_reason=candidate.finish_reason,
+            selected_as=candidate.selected_as,
+            reason=candidate.reason,
+            cut=candidate.cut,
+            started_at=inner.started_at,
+            ended_at=self.ended_at if inner.ended_at is None else inner.ended_at,
+            weight_version_start=spans[0][0] if spans else None,
+            weight_version_end=spans[-1][0] if spans else None,
+            weight=weight,
+            version_spans=spans,
+            reward=session.reward,
+            correct=session.correct,
+            advantage=advantage,
+            turns=inner.turns,
+            tool_seconds=inner.tool_seconds,
+            tool_times=inner.tool_times(),
+        )
 
     def weights_of(self, session: AgentSession) -> tuple[float | None, float | None]:
         """Return the weight and the advantage of a session, each None if it has none or the group is not complete."""

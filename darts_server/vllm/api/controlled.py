@@ -216,13 +216,16 @@ class ControlledLLM(AsyncLLM):
         await self.update_weights(SimpleNamespace(update_info=update_info))
 
     async def finish_weight_update(self, *args: Any, **more: Any) -> None:
+        """Finish the update, and resume the engine unless the trainer has paused it."""
         finish = partial(super().finish_weight_update, *args, **more)
 
-        async def finish_as(version: int) -> None:
+        async def finish_with_version(version: int) -> None:
             await finish()
+            # Both are methods of our worker extension, and return a result for each worker.
             await self.collective_rpc("darts_complete_update")
             if checks_finite.get():
-                names = [name for name in await self.collective_rpc("darts_find_nonfinite") if name is not None]
+                found = await self.collective_rpc("darts_find_nonfinite")
+                names = [name for name in found if name is not None]
                 if names:
                     raise UpdateFailed(
                         f"the model's parameter {names[0]} has NaN or infinity; send finite numbers "
@@ -231,5 +234,6 @@ class ControlledLLM(AsyncLLM):
             self.weight_version = version
 
         await self._coordinate(
-            lambda: finish_as(self.weight_version + 1), lambda updates: updates.external.finish(finish_as)
+            lambda: finish_with_version(self.weight_version + 1),
+            lambda updates: updates.external.finish(finish_with_version),
         )

@@ -80,11 +80,9 @@ class VllmCandidate:
     """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
-        """Return the number of generated tokens, or None after the final output."""
         return self.held.tokens(self.collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
-        """Return the tokens from ``start`` on, or None after the final output."""
         state = self.held.states.get(self.collector.request_id)
         if state is None or state.detokenizer is None:
             return None
@@ -94,7 +92,9 @@ class VllmCandidate:
             self.held.release(self.collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
         values = self.deferred.values
-        return TokenSlice(tokens, None if values is None else values[start:], self.deferred.returns_logprobs)
+        if values is not None:
+            values = values[start:]
+        return TokenSlice(tokens, values, self.deferred.returns_logprobs)
 
     def stop(self) -> int:
         """Abort the candidate, and return its number of tokens."""
@@ -240,7 +240,6 @@ class VllmEngine:
         return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
-        """Return the output of a candidate that was aborted after ``prefix``."""
         return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
@@ -250,14 +249,15 @@ class VllmEngine:
         finish_reason: FinishReason,
         text: str,
     ) -> RequestOutput:
-        """Return the output of a candidate that finished on another engine."""
         deferred = Deferred(self._tokenizer, request.params, tokens)
         return deferred.make_output(request.prompt, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]
         values = sampled_logprobs(completion)
-        return TokenSlice(list(completion.token_ids[start:]), None if values is None else values[start:])
+        if values is not None:
+            values = values[start:]
+        return TokenSlice(list(completion.token_ids[start:]), values)
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids

@@ -218,9 +218,11 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
         call = partial(llm.engine_core._call_utility_async, engine=engine.name)
         # Arguments as in `ControlledLLM.collective_rpc`.
         await call("collective_rpc", "darts_speculate", None, (llm.speculates,), None)
-        # Arguments: mode and clear_cache.
-        pause = ("pause_scheduler", "keep", True) if llm.is_pause_wanted else ("resume_scheduler",)
-        await call(*pause)
+        if llm.is_pause_wanted:
+            # Arguments: mode and clear_cache.
+            await call("pause_scheduler", "keep", True)
+        else:
+            await call("resume_scheduler")
 
         if state == state_of_others() and not must_wait():
             return

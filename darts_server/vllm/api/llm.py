@@ -6,17 +6,26 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from http import HTTPStatus
 from typing import Any
+from uuid import uuid4
 from weakref import finalize
 
 from vllm import SamplingParams
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.caller import caller
-from darts_server.exceptions import DartsError, EngineBusy, EngineDead, EngineRefused, InvalidRequest
+from darts_server.exceptions import (
+    DartsError,
+    EngineBusy,
+    EngineDead,
+    EngineRefused,
+    InvalidRequest,
+    SessionOver,
+)
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
 from darts_server.rollout.counted import Member
 from darts_server.rollout.plan import Plan
@@ -80,6 +89,8 @@ class ShapingLLM(ControlledLLM):
         # Running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
         self._answered_at_stop: list[str] = []
         self._aborts: set[asyncio.Task[None]] = set()
+        # Running requests of sessions, by their ids.
+        self._turns: dict[str, SessionTurn] = {}
         # vLLM's task, which may exist already, must not read outputs before this.
         self.wrap_output_reader()
 
@@ -116,10 +127,9 @@ class ShapingLLM(ControlledLLM):
         route = route_call.get() or RouteCall()
         check_request(self.vllm_config, request)
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
-        if self.sessions is not None:
-            agent = self.sessions.find_named(shaping.session or options.get("session_id") or route.session)
-            if agent is not None:
-                return self._begin_turn(agent, request, route)
+        agent = self._find_session(shaping, route)
+        if agent is not None:
+            return self._begin_turn(agent, request, route)
 
         # Choose the policy, and recognise the trajectory and group of the request.
         rollouts = self.rollouts
@@ -188,8 +198,17 @@ class ShapingLLM(ControlledLLM):
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for wrong options of a request that is not rendered yet."""
         shaping = self.merge_options(options, extra_args)
-        if self.rollouts is not None:
+        agent = self._find_session(shaping, route_call.get() or RouteCall())
+        if agent is not None:
+            agent.group.check_turn(agent)
+        elif self.rollouts is not None:
             self.rollouts.plan(n=1, options=shaping)
+
+    def _find_session(self, options: RequestOptions, route: RouteCall) -> AgentSession | None:
+        """Return the agent's session that a request is a turn of, see `SessionRegistry.find_named`."""
+        if self.sessions is None:
+            return None
+        return self.sessions.find_named(options.session, *route.sessions)
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
         """Add a request with its current LoRA adapter, see `VllmLoras.resolve`."""
@@ -292,29 +311,49 @@ class ShapingLLM(ControlledLLM):
             params = request.params.clone()
             params.logprobs = 0
             request = replace(request, params=params)
-        generated = partial(self._count_tokens, request.request_id)
-        turn = agent.group.begin_turn(agent, generated, lambda: self._abort_turn(turn, request.request_id))
+        route.agent = agent
+        # Some harnesses send one X-Request-Id with all requests. A stop must abort no turn of another session.
+        request_id = request.request_id
+        if request_id in self._turns:
+            request_id = f"{request_id}-{uuid4().hex[:8]}"
+            request = replace(request, request_id=request_id)
+        try:
+            turn = agent.group.begin_turn(
+                agent,
+                partial(self._count_tokens, request_id),
+                lambda: self._abort_turn(turn, request_id),
+            )
+        except SessionOver as error:
+            if error.status != HTTPStatus.OK:
+                raise
+            return _answer_without_tokens(agent, request)
         try:
             ticket = self.admission.admit(1)
         except DartsError:
             turn.leave(0)
             raise
-        route.turn = turn
+        self._turns[request_id] = turn
         generation = Generation(request, route, ticket, Turn(rank=agent.rank))
         outputs = self._serve_turn(generation, turn)
 
         def release() -> None:
             ticket.release()
-            turn.leave(0)
+            self._end_turn(turn, request_id, tokens=0)
 
         _call_at_deletion(outputs, release)
         return outputs
+
+    def _end_turn(self, turn: SessionTurn, request_id: str, tokens: int) -> None:
+        turn.leave(tokens)
+        # A later turn may have the same id.
+        if self._turns.get(request_id) is turn:
+            del self._turns[request_id]
 
     def _abort_turn(self, turn: SessionTurn, request_id: str) -> None:
         """Abort the request of a turn until it has ended: it may be about to reach the engine."""
 
         async def abort() -> None:
-            while turn in turn.session.running:
+            while self._turns.get(request_id) is turn:
                 await self.abort(request_id)
                 await asyncio.sleep(HAND_BACK_POLL_SECONDS)
 
@@ -330,6 +369,7 @@ class ShapingLLM(ControlledLLM):
         logprobs: list[float] = []
         prompt: Sequence[int] = ()
         try:
+            await self._wait_for_gate(turn)
             async with aclosing(self._generate_unshaped(generation)) as outputs:
                 async for output in outputs:
                     prompt = output.prompt_token_ids or prompt
@@ -356,7 +396,27 @@ class ShapingLLM(ControlledLLM):
             raise (error.__cause__ or error) from None
         finally:
             generation.ticket.release()
-            turn.leave(len(tokens))
+            self._end_turn(turn, generation.request.request_id, len(tokens))
+
+    async def _wait_for_gate(self, turn: SessionTurn) -> None:
+        """Wait until the gate is open. A session that ends meanwhile needs no engine.
+
+        Raises:
+            SessionOver
+        """
+        if self.gate.closed:
+            waiting = {asyncio.create_task(self.gate.wait_open()), asyncio.create_task(turn.session_ended.wait())}
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in waiting:
+                    task.cancel()
+        if turn.session_ended.is_set():
+            error = turn.session.group.over_error(turn.session)
+            if error.status == HTTPStatus.OK:
+                # The prompt was not read, so there is no answer without tokens.
+                error.status = HTTPStatus.GONE
+            raise error
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
@@ -530,6 +590,11 @@ class ShapingLLM(ControlledLLM):
             self.rollouts.fail_all(error)
         self.output_processor.propagate_error(error)
 
+    def end_sessions(self, error: DartsError) -> None:
+        """End all groups of sessions with an error: their harnesses may wait for events."""
+        if self.sessions is not None:
+            self.sessions.fail_all(error)
+
     def shutdown(self, timeout: float | None = None) -> None:
         # vLLM calls this even if the constructor failed.
         if self.died is None and hasattr(self, "engine_core"):
@@ -547,3 +612,24 @@ def _call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Cal
             loop.call_soon_threadsafe(release)
 
     finalize(outputs, release_in_loop).atexit = False
+
+
+async def _answer_without_tokens(agent: AgentSession, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
+    """Yield an empty answer for a turn of a session that is over."""
+    is_delta = request.params.output_kind is RequestOutputKind.DELTA
+    choice = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=NoTokens() if is_delta else [],
+        cumulative_logprob=None,
+        logprobs=None if request.params.logprobs is None else [],
+        finish_reason=agent.group.spec.stopped_as.value,
+    )
+    yield RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt_fields.get("prompt"),
+        prompt_token_ids=request.prompt_fields.get("prompt_token_ids"),
+        prompt_logprobs=None,
+        outputs=[choice],
+        finished=True,
+    )

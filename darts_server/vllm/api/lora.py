@@ -43,12 +43,12 @@ class VllmLoras:
         self._raw_names = raw_names
 
     async def layers(self) -> LoraLayers:
-        """Return the layers that LoRA adapters can change."""
         if self._layers is None:
             tensors = await self._checkpoint()
             matrices: dict[str, tuple[int, int]] = {}
             # All workers have the same layers.
-            for name in (await self._llm.collective_rpc("darts_lora_layers"))[0]:
+            names, *_ = await self._llm.collective_rpc("darts_lora_layers")
+            for name in names:
                 weight = name + WEIGHT
                 shape = tensors[weight].tensors[weight].shape if weight in tensors else ()
                 if len(shape) == 2:

@@ -38,7 +38,6 @@ class ProbeReceiver:
         return self._width if self.fault is None else None
 
     def register(self, probe: Probe) -> int:
-        """Register a candidate's probe, and return its number for the engine."""
         self._last_number += 1
         self._probes[self._last_number] = probe
         return self._last_number
@@ -87,7 +86,7 @@ class ProbeReceiver:
             self.disable(f"{ready} of {engines} engines have answered within {READY_SECONDS:.0f} s")
 
     def disable(self, reason: str) -> None:
-        """Note a fault. While there is a fault, `width` is None, so that no probes are registered."""
+        """Set the fault. While there is a fault, `width` is None, so that no probes are registered."""
         if reason != self.fault:
             logger.warning("hidden states of candidates are not received: %s", reason)
         self.fault = reason

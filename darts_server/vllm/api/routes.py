@@ -12,25 +12,25 @@ An error before the answer begins reaches FastAPI's handlers, which include ours
 """
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing, contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from http import HTTPStatus
 from logging import getLogger
 from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from darts_server.caller import caller
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.identifiers import SESSION_HEADERS, check_name
-from darts_server.rollout.sessions.session_group import AgentSession, SessionTurn
+from darts_server.rollout.sessions.session_group import AgentSession
 from darts_server.serving.admission import Ticket
 from darts_server.types import OFF, RequestOptions
 from darts_server.vllm.compat import GENERATION_HANDLERS, find_stream_error
@@ -110,20 +110,25 @@ def extend_routes(
 class RouteCall:
     """A call of a generation route, as ``generate()`` reads it and adds to it.
 
-    ``beams``: beams of a beam search over all its prompts. A beam search calls ``generate()`` for every token of every
-    beam, but is admitted once, with ``ticket``. ``groups``: ids of groups that serve the call. ``named``: keys of
-    prompts that share the caller's prompt key. ``aborted``: whether an answer was aborted. ``turn``: the turn of an
-    agent's session that the call is.
+    ``sessions``: names of its trajectory in `SESSION_HEADERS`. ``beams``: beams of a beam search over all its prompts.
+    A beam search calls ``generate()`` for every token of every beam, but is admitted once, with ``ticket``. ``groups``:
+    ids of groups that serve the call. ``named``: keys of prompts that share the caller's prompt key. ``aborted``:
+    whether an answer was aborted. ``agent``: the session of an agent that the call is a turn of.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
-    session: str | None = None
+    sessions: tuple[str, ...] = ()
     beams: int = 0
     ticket: Ticket | None = None
     groups: list[str] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
     aborted: bool = False
-    turn: SessionTurn | None = None
+    agent: AgentSession | None = None
+
+    @property
+    def session(self) -> str | None:
+        """Name of the trajectory, by the first header."""
+        return self.sessions[0] if self.sessions else None
 
 
 route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
@@ -157,8 +162,6 @@ def _with_options(
         xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
         # The Responses API calls `generate` only while its stream is read, after the status was sent.
         is_responses_api = hasattr(request, "input") and hasattr(request, "previous_response_id")
-        if is_responses_api:
-            check_options(options, xargs)
 
         beams = 0
         if getattr(request, "use_beam_search", False):
@@ -171,17 +174,19 @@ def _with_options(
             prompts = getattr(request, "prompt", None)
             if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
                 beams *= len(prompts)
-        session: str | None = None
+        sessions = []
         for name in SESSION_HEADERS:
-            session = headers.get(name) or None
-            if session is not None:
+            session = headers.get(name)
+            if session:
                 check_name(name, session)
-                break
+                sessions.append(session)
 
         # vLLM's handler calls `generate`, which reads the context variable.
-        call = RouteCall(options, session, beams)
+        call = RouteCall(options, tuple(sessions), beams)
         token = route_call.set(call)
         try:
+            if is_responses_api:
+                check_options(options, xargs)
             answer = await handler(request, raw_request)
         finally:
             route_call.reset(token)
@@ -197,8 +202,8 @@ def _with_options(
             raw_request.state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
         if is_responses_api and isinstance(answer, AsyncGenerator):
             return _stream_in(call, answer)
-        if call.turn is not None and raw_request is not None:
-            return _add_session(call.turn.session, answer, raw_request)
+        if call.agent is not None and raw_request is not None:
+            return _add_session(call.agent, answer, raw_request)
         return answer
 
     return handle
@@ -209,6 +214,8 @@ async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> Asyn
     route_call.set(call)
     async with aclosing(answer):
         async for part in answer:
+            if call.agent is not None and getattr(part, "type", None) in RESPONSE_ENDS:
+                setattr(part, SESSION_FIELD, _describe_session(call.agent))
             yield part
 
 
@@ -217,6 +224,12 @@ async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> Asyn
 SESSION_FIELD = "darts_session"
 FINISHED_CHOICE = '"finish_reason":"'
 """Part of the event of a stream in which a choice ends. Text of an answer has its quotation marks escaped."""
+MESSAGE_END = "event: message_delta\n"
+"""Begin of the event of a stream of ``/v1/messages`` in which the message ends."""
+RESPONSE_ENDS = ("response.completed", "response.incomplete", "response.failed")
+"""Types of the last events of a stream of the Responses API."""
+ANSWERS = ("choices", "output")
+"""Fields that answers have and errors do not have. The second is of the Responses API."""
 
 
 def _describe_session(session: AgentSession) -> dict[str, Any]:
@@ -237,9 +250,32 @@ def _add_session(session: AgentSession, answer: Any, raw_request: Request) -> An
     fields = _describe_session(session)
     raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in fields.items())
     # Errors keep their form.
-    if isinstance(answer, BaseModel) and hasattr(answer, "choices"):
-        setattr(answer, SESSION_FIELD, fields)
+    if isinstance(answer, BaseModel) and any(hasattr(answer, name) for name in ANSWERS):
+        if session.session.is_over:
+            _drop_tool_calls(getattr(answer, "choices", ()), session.group.spec.stopped_as)
+        return _add_field(answer, fields)
     return answer
+
+
+def _add_field(answer: BaseModel, fields: Mapping[str, Any]) -> BaseModel:
+    values = {**dict(answer), SESSION_FIELD: fields}
+    return _with_session_field(type(answer)).model_construct(None, **values)
+
+
+@cache
+def _with_session_field(kind: type[BaseModel]) -> type[BaseModel]:
+    """Return a model of answers that has our field too. Some of vLLM's models accept no other fields."""
+    fields: dict[str, Any] = {SESSION_FIELD: (dict[str, Any], ...)}
+    return create_model(kind.__name__, __base__=kind, **fields)
+
+
+def _drop_tool_calls(choices: Iterable[Any], finish_reason: str) -> None:
+    """Remove the tool calls of a session that is over: an agent would run the tools, and send a further request."""
+    for choice in choices:
+        message = getattr(choice, "message", None)
+        if message is not None and message.tool_calls:
+            message.tool_calls = []
+            choice.finish_reason = finish_reason
 
 
 async def _stream_with_session(session: AgentSession, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -247,9 +283,14 @@ async def _stream_with_session(session: AgentSession, answer: AsyncGenerator[Any
         async for event in answer:
             if isinstance(event, str) and FINISHED_CHOICE in event:
                 # The turn was counted before its last output was read.
-                begin, brace, end = event.rpartition("}")
-                event = f'{begin},"{SESSION_FIELD}":{json.dumps(_describe_session(session))}{brace}{end}'
+                event = _insert_field(event, _describe_session(session))
             yield event
+
+
+def _insert_field(event: str, fields: Mapping[str, Any]) -> str:
+    """Return an event of a stream with our field at the end of its object."""
+    begin, brace, end = event.rpartition("}")
+    return f'{begin},"{SESSION_FIELD}":{json.dumps(fields)}{brace}{end}'
 
 
 async def move_xargs(params: Any, raw_request: Any) -> None:
@@ -455,9 +496,10 @@ def _report_responses_errors(responses: Any) -> None:
 
 
 def _report_messages_errors(messages: Any) -> None:
-    """Answer our errors on ``/v1/messages``. Streams end with Anthropic's error event."""
+    """Answer our errors on ``/v1/messages``, and the state of a session. Streams end with Anthropic's error event."""
     chat = messages.create_chat_completion
     convert = messages.message_stream_converter
+    convert_whole = messages.messages_full_converter
 
     async def answer(*args: Any, **more: Any) -> Any:
         try:
@@ -467,26 +509,38 @@ def _report_messages_errors(messages: Any) -> None:
             caller.get().answered_error = error
             return messages.create_error_response(error)
 
+    def convert_with_session(answer: Any) -> Any:
+        fields = getattr(answer, SESSION_FIELD, None)
+        converted = convert_whole(answer)
+        return converted if fields is None else _add_field(converted, fields)
+
     async def convert_with_errors(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
         errors: list[Mapping[str, Any]] = []
+        session: Mapping[str, Any] | None = None
 
         async def until_error() -> AsyncGenerator[Any, None]:
+            nonlocal session
             async with aclosing(chunks):
                 async for chunk in chunks:
                     error = find_stream_error(chunk)
                     if error is not None:
                         errors.append(error)
                         return
+                    if isinstance(chunk, str) and f'"{SESSION_FIELD}"' in chunk:
+                        session = json.loads(chunk.removeprefix("data: "))[SESSION_FIELD]
                     yield chunk
 
         async with aclosing(until_error()) as whole, aclosing(convert(whole)) as events:
             async for event in events:
+                if session is not None and event.startswith(MESSAGE_END):
+                    event = _insert_field(event, session)
                 yield event
         for error in errors:
             data = {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
             yield f"event: error\ndata: {json.dumps(data)}\n\n"
 
     messages.create_chat_completion = answer
+    messages.messages_full_converter = convert_with_session
     messages.message_stream_converter = convert_with_errors
 
 

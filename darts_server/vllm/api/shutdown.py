@@ -172,6 +172,7 @@ class Shutdown:
             self._llm.fail(reason)
             # Wait until callers have their errors.
             await self._is_busy_after(ANSWER_SECONDS)
+        self._llm.end_sessions(reason)
         exit()
 
     async def _is_busy_after(self, seconds: float) -> bool:

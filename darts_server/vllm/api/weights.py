@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+"""Ending of tensors in old checkpoints that no model loads."""
 WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix", "custom_class")
 """Methods of speculative decoding whose drafter has no weights that an update would have to replace."""
-"""Ending of tensors in old checkpoints that no model loads."""
 
 
 class VllmModel:
@@ -168,7 +168,6 @@ def _encode_plan(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
 
 
 def _raise_first(errors: Sequence[str | None]) -> None:
-    """Raise `UpdateFailed` with the first error that is not None."""
     for error in errors:
         if error is not None:
             raise UpdateFailed(f"the engine could not load the weights: {error}")

@@ -120,24 +120,29 @@ def verify(
     tokens of a draft. ``logits``: [tokens, vocabulary], of the distributions that are sampled from. ``temperature``:
     [requests], 0 for greedy requests, or None if all are greedy.
     """
+    # Request and place in its draft of each drafted token.
     counts = streams.counts
     requests = np.repeat(np.arange(counts.size), counts)
     places = np.arange(requests.size) - np.repeat(np.cumsum(counts) - counts, counts)
     row = torch.from_numpy(requests).to(logits.device)
     column = torch.from_numpy(places).to(logits.device)
 
+    # Sample a token at each drafted position.
     sampled = logits.argmax(-1)
     if temperature is not None:
         keys = keys_of(streams.streams[requests], streams.positions[requests] + places)
         random = race(logits.softmax(-1, dtype=torch.float32), keys)
         sampled = torch.where(temperature[row] == 0, sampled, random)
 
+    # Write the sampled tokens into rows, and the following token behind them.
     shape = (counts.size, longest + 1)
     emitted = torch.full(shape, rejection_sampler.PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=logits.device)
     emitted[row, column] = sampled.int()
     emitted[torch.arange(counts.size, device=logits.device), torch.from_numpy(counts).to(logits.device)] = (
         following.flatten().int()
     )
+
+    # Remove the tokens behind the first token that differs from its draft.
     is_right = torch.zeros(shape, dtype=torch.int32, device=logits.device)
     is_right[row, column] = (sampled == drafted).int()
     accepted = is_right.cumprod(1).sum(1, keepdim=True)
@@ -167,6 +172,7 @@ def bind_sampling() -> None:
     vllms_rejection_sample = rejection_sampler.rejection_sample
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Call vLLM's ``_sample``. If sampling is coupled, pass `Streams` in place of vLLM's random generators."""
         if COUPLED in self.vllm_config.additional_config:
             drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
             self.input_batch.sampling_metadata.generators = streams_of(self, drafts)
@@ -191,6 +197,7 @@ def bind_sampling() -> None:
         sampling_metadata: Any,
         **options: Any,
     ) -> torch.Tensor:
+        # vLLM calls this by position and by name, so the parameters have vLLM's names.
         if isinstance(sampling_metadata.generators, Streams):
             temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature
             return verify(

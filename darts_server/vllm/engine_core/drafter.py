@@ -25,23 +25,25 @@ take so many bytes. 512 requests and a draft of 12 tokens would take 4 GB with 1
 
 @cache
 def _bind_runners() -> None:
-    """Let each runner of this process name itself to its drafter, to which vLLM passes no ids of requests.
+    """Wrap two methods of vLLM's model runner, once in each process.
 
-    Let the outputs of its steps have the drafts.
+    The first gives the runner to its drafter, because vLLM does not pass the ids of requests to a drafter. The second
+    adds the drafts to the output of each step.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    propose = GPUModelRunner.propose_draft_token_ids
-    sample = GPUModelRunner.sample_tokens
+    propose_drafts = GPUModelRunner.propose_draft_token_ids
+    sample_tokens = GPUModelRunner.sample_tokens
 
     def propose_with_runner(self: Any, *args: Any, **more: Any) -> Any:
         if isinstance(self.drafter, Drafter):
             self.drafter.runner = self
-        return propose(self, *args, **more)
+        return propose_drafts(self, *args, **more)
 
     def sample_with_drafts(self: Any, *args: Any) -> Any:
-        output = sample(self, *args)
-        # vLLM shares an empty output among all steps.
+        """Call vLLM's ``sample_tokens``, and add the drafts of the step and the totals so far to its output."""
+        output = sample_tokens(self, *args)
+        # All steps without requests share one empty output of vLLM's, which must not be changed.
         if isinstance(self.drafter, Drafter) and output.req_ids:
             totals = tuple(self.drafter.drafts.totals.ravel().tolist())
             setattr(output, DRAFTS, (self.take_draft_token_ids(), totals))
@@ -92,14 +94,19 @@ class Drafter:
         )
 
     def _prompt_of(self, name: str) -> tuple[object, int, Any]:
+        """Return the key of a request's prompt, its number of tokens, and answers that are not counted yet."""
         request = self.runner.requests[name]
-        params = request.sampling_params
-        extra = (params and params.extra_args) or {}
         if request.prompt_token_ids is None:
             # A prompt of embeddings has no tokens that others could share.
             return name, request.num_prompt_tokens, []
+        params = request.sampling_params
+        extra = {}
+        if params is not None and params.extra_args:
+            extra = params.extra_args
         count = extra.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
         tokens = np.asarray(request.prompt_token_ids[:count], np.int32)
-        adapter = request.lora_request.lora_name if request.lora_request else None
+        adapter = None
+        if request.lora_request is not None:
+            adapter = request.lora_request.lora_name
         # Answers are taken out, so that they are neither kept in memory nor counted again.
         return (adapter, hash(tokens.tobytes())), count, extra.pop(HISTORY, [])

@@ -114,6 +114,7 @@ class Buffer:
         self._nans = 0
 
     def add(self, output: EngineCoreOutput) -> None:
+        """Add the tokens of an output that is not sent, with everything that belongs to the tokens."""
         self.tokens += output.new_token_ids
         logprobs = output.new_logprobs
         if logprobs is not None:
@@ -228,6 +229,7 @@ class HoldingQueue:
             if is_first and not is_joinable(output):
                 buffer.is_held = False
 
+            # The first and the last tokens of a request are sent, and all tokens of a request that is not held.
             if output.finish_reason is not None:
                 del self._buffers[output.request_id]
             elif not buffer.is_held:
@@ -240,6 +242,7 @@ class HoldingQueue:
                 buffer.add(output)
                 self._buffered += tokens
                 continue
+            # The request has ended, or its buffer is full.
             self._buffered -= len(buffer.tokens)
             joined = buffer.join(output)
             if buffer.is_held:
@@ -270,7 +273,7 @@ class HoldingQueue:
         return [self._report(EngineCoreOutputs(outputs=outputs), is_due=False)]
 
     def _report(self, message: EngineCoreOutputs, is_due: bool) -> Report:
-        """Make a report of a message. ``is_due``: with counts and steps."""
+        """Return a message as a report. ``is_due``: whether it also reports counts and steps."""
         report = Report(**structs.asdict(message), buffered=self._buffered)
         self._buffered = 0
         if is_due:
@@ -381,12 +384,14 @@ def hold_outputs(engine: Any) -> None:
 
 
 def _take_drafts_from_outputs(scheduler: Any, executor: Any, held: HoldingQueue) -> None:
-    """Let the engine find the drafts in the output of the step, and count them.
+    """Let the engine take the drafts and their totals from the output of a step.
 
-    vLLM calls the worker again for them. Where the worker is another process, that took a fifth of a small step.
+    vLLM's engine would call the worker again for its drafts. If the worker is another process, this call took a fifth
+    of a small step.
     """
     update = scheduler.update_from_output
     take = executor.take_draft_token_ids
+    # The drafts of the latest step, until the engine takes them.
     found: list[Any] = []
 
     def update_from_output(scheduler_output: Any, output: Any) -> Any:

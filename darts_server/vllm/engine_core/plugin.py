@@ -134,8 +134,8 @@ def _watch_in_forks() -> None:
 
 def end_with_process(*pids: int) -> None:
     """Let this process end when any of the processes ``pids`` ends, which need not be its parents."""
-    # Not by the kernel's ``PR_SET_PDEATHSIG``: that ends a process together with the thread that started it, which need
-    # not be the parent's main thread.
+    # The kernel's ``PR_SET_PDEATHSIG`` would end a process together with the thread that started it, which need not be
+    # the parent's main thread.
     try:
         processes = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:

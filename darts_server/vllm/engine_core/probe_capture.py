@@ -99,7 +99,7 @@ class CapturedRows:
 def copy_to_host(
     tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream | None
 ) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """Return copies, and the event after which they may be read. The tensors must not be written to any more.
+    """Return copies of the tensors, and the event after which the copies may be read. Do not change the tensors later.
 
     On CUDA the worker does not wait: a separate ``stream`` copies to pinned memory after the current stream's work.
     """
@@ -162,6 +162,7 @@ def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
     if captured.tokens is not None:
         return pack_states(numbers, captured.tokens, rows.float().numpy())
 
+    # The device has counted the tokens. Send only the states of requests that have reached a point.
     assert captured.computed is not None
     places = []
     tokens = []
@@ -199,8 +200,8 @@ def install(worker: Any, address: str) -> str | None:
 class Capture:
     """Wraps the model runner's ``execute_model``, and takes states of requests with a probe out of its steps.
 
-    A request is looked at in the first step that can have reached its next point: a step adds a limited number of
-    tokens, however often the request is preempted.
+    A request is checked in the first step that can have reached its next point. A step adds a limited number of tokens,
+    so earlier steps need no check.
 
     ``put``: queues rows or frames, and returns at once. Raises as `check_runner`.
     """
@@ -216,7 +217,7 @@ class Capture:
         # A request stays here until it ends, because vLLM's second model runner receives a preempted request as if it
         # were new, and no request may be probed twice.
         self.requests: dict[str, ProbedRequest] = {}
-        # Requests to look at, by step. Steps are counted while there are requests with a probe.
+        # Requests that are checked in a step, by the step's number. Steps are counted while requests have a probe.
         self._due: dict[int, list[ProbedRequest]] = {}
         self._step = 0
 
@@ -261,7 +262,9 @@ class Capture:
             for request_id in scheduled.finished_req_ids:
                 self.requests.pop(request_id, None)
         for new in scheduled.scheduled_new_reqs:
-            arguments = new.sampling_params and new.sampling_params.extra_args
+            arguments = None
+            if new.sampling_params is not None:
+                arguments = new.sampling_params.extra_args
             if not arguments or ARGUMENT not in arguments or new.req_id in self.requests:
                 continue
             number, *points = arguments[ARGUMENT]
@@ -273,8 +276,9 @@ class Capture:
             self._due.setdefault(self._step + 1, []).append(request)
 
     def _capture_step(self, scheduled: Any) -> None:
-        """Take states of requests that have reached a point, and schedule the next looks."""
+        """Take states of requests that have reached a point, and schedule the next check of each request."""
         self._step += 1
+        # Requests that have ended, or whose id was used again, are not checked.
         due = [
             request
             for request in self._due.pop(self._step, ())
@@ -296,6 +300,7 @@ class Capture:
 
         self._put(self._copy_rows(step, reached))
         for request, computed in reached:
+            # If the host does not know the numbers of tokens, the sender's thread takes the points.
             if step.is_exact:
                 request.take(computed)
             self._reschedule(request, computed)
@@ -323,7 +328,7 @@ class Capture:
         )
 
     def _reschedule(self, request: ProbedRequest, computed: int | None) -> None:
-        """Schedule the next look at a request. ``computed``: its computed tokens after this step, or None."""
+        """Schedule the next check of a request. ``computed``: its computed tokens after this step, or None."""
         if not request.points:
             return
         if request.prompt_step is None and computed is not None and computed >= request.prompt_tokens:

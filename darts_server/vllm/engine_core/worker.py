@@ -125,6 +125,7 @@ class WorkerExtension:
 
     def darts_lora_layers(self) -> list[str]:
         """Return the names of linear layers that LoRA adapters can change, as in checkpoints: q_proj, not qkv_proj."""
+        # vLLM packs several layers of a checkpoint into a single module.
         manager = self.model_runner.lora_manager._adapter_manager
         names = []
         for name, module in manager.modules.items():
@@ -163,6 +164,7 @@ def __getattr__(name: str) -> type:
 
 
 def _read_tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of each tensor in the plan's files, which must not have changed since the plan."""
     for path, stamp, names in plan:
         with open_unchanged(Path(path), Stamp(*stamp)) as opened, safe_open(path_of(opened), "pt") as file:
             for name in names:
@@ -175,7 +177,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() == 1:
         # torch has no reductions of 8-bit formats.
         tensor = tensor.to(torch.bfloat16)
-    # If a number is NaN, both results are. `isfinite` takes fifty times as long on CPU, and memory for a copy.
+    # If a number is NaN, both results are NaN. `isfinite` takes fifty times as long on CPU, and memory for a copy.
     smallest, largest = torch.aminmax(tensor)
     return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 

@@ -101,7 +101,7 @@ class FleetCore(AsyncMPClient):
         engine = Engine(self, hello, connection)
         previous = self.engines.get(engine.name)
         if previous is not None:
-            reason = "another one has come in its place"
+            reason = "another engine of its rank has connected"
             self.lose(previous, reason, is_replaced=True)
             previous.connection.close(reason)
         self.engines[engine.name] = engine
@@ -129,7 +129,7 @@ class FleetCore(AsyncMPClient):
 
     def lose(self, engine: "Engine", reason: str, *, is_replaced: bool = False) -> None:
         """Let other engines run the requests of a lost engine, and have it started again unless it is replaced."""
-        # It was lost or replaced before.
+        # The engine was lost or replaced before.
         if self.engines.get(engine.name) is not engine:
             return
         del self.engines[engine.name]
@@ -146,7 +146,7 @@ class FleetCore(AsyncMPClient):
             self.on_lost(engine.rank)
 
     async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
-        """Give up engines that have requests, but have sent nothing for ``seconds``.
+        """Treat engines as lost that have requests, but have sent nothing for ``seconds``.
 
         Runs until cancelled, or not at all for 0 seconds. ``should_send``: False while engines are paused.
         """
@@ -188,10 +188,12 @@ class FleetCore(AsyncMPClient):
         """Resume the requests of a lost engine on other engines, or end them."""
         ended = []
         for name, request in lost.requests.items():
+            # Requests that vLLM has forgotten need no end.
             state = None if self.processor is None else self.processor.request_states.get(name)
             if state is None:
                 self.moves.pop(name, None)
                 continue
+            # The request that continues on another engine, or None if that is impossible.
             follower = None
             if name not in lost.aborted:
                 follower = resume_request(request, state)
@@ -402,6 +404,8 @@ def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
 
 
 class Engine:
+    """An engine of the fleet, with its running requests. It receives the messages of its connection."""
+
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank = hello.rank
         self.name = hello.rank.to_bytes(2, "little")

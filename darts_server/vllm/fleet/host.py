@@ -62,8 +62,11 @@ class LocalEngine(MPClient):
             self.disconnected.set_result(f"the connection to the coordinator has ended: {reason}")
 
 
-async def run(start: Start, folder: Path) -> str:
-    """Run an engine until it ends, or the coordinator disconnects. Return the reason. ``folder``: for sockets."""
+async def run_host(start: Start, folder: Path) -> str:
+    """Run an engine until it ends or the coordinator disconnects, and return the reason.
+
+    Outputs of the engine and hidden states are passed to the coordinator. ``folder``: folder for sockets.
+    """
     os.environ[RANK] = str(start.rank)
     args = flags.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
@@ -85,8 +88,8 @@ async def run(start: Start, folder: Path) -> str:
         while True:
             connection.send([HIDDEN_STATES, *await hidden_states.recv_multipart()])
 
-    async def watch() -> str:
-        """Return the reason if the engine's process ended without a message."""
+    async def wait_for_process() -> str:
+        """Wait until the engine's process has ended, perhaps without a message, and return the reason."""
         while not manager.finished_procs():
             await asyncio.sleep(WATCH_SECONDS)
         return f"the engine was ended: {manager.finished_procs()}"
@@ -96,12 +99,14 @@ async def run(start: Start, folder: Path) -> str:
             hidden_states.setsockopt(zmq.RCVHWM, 0)
             address = f"ipc://{folder / 'states'}"
             hidden_states.bind(address)
+
+            # Connect to the coordinator, and pass messages until a task or the connection ends.
             hello = Hello(start.token, start.rank, engine.ready, address)
             connection = await connect(start.host, start.port, hello, engine)
             tasks = [
                 asyncio.ensure_future(pass_outputs(connection)),
                 asyncio.ensure_future(pass_hidden_states(connection)),
-                asyncio.ensure_future(watch()),
+                asyncio.ensure_future(wait_for_process()),
                 engine.disconnected,
             ]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -122,7 +127,7 @@ def main() -> int:
     end_with_process(int(sys.argv[1]))
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=Start)
     with tempfile.TemporaryDirectory(prefix="darts-engine-") as folder:
-        reason = asyncio.run(run(start, Path(folder)))
+        reason = asyncio.run(run_host(start, Path(folder)))
     logger.error("engine %d ends: %s", start.rank, reason)
     return 1
 

@@ -62,7 +62,7 @@ class Ranks:
             ranks = list(range(len(self._running)))
         else:
             ranks = [int.from_bytes(name, "little") for name in self._core.core_engines]
-        return min(ranks, key=self._running.__getitem__, default=0)
+        return min(ranks, key=lambda rank: self._running[rank], default=0)
 
     @contextmanager
     def joined(self, request: str, group: str) -> Iterator[None]:

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
-    """Call Ray outside the event loop: a call takes a while, and hangs while the head of the cluster is gone."""
+    """Call Ray in a thread: a call takes a while, and hangs while the head of the cluster is gone."""
     future = Future[T]()
 
     def run() -> None:
@@ -125,7 +125,7 @@ class HostActor:
                 os.killpg(self._child.pid, signal_number)
 
 
-class Placed:
+class PlacedHosts:
     """The hosts of all engines. Implements `darts_server.vllm.api.launch.Places`.
 
     ``is_own``: whether this process started the cluster.
@@ -147,21 +147,22 @@ class Placed:
         self._actors: dict[int, Any] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def keep(self, rank: int, start: bytes) -> None:
-        """Run a host of an engine again and again, until cancelled."""
+    async def keep_running(self, rank: int, start: bytes) -> None:
+        """Run a host of an engine, and start another host whenever it ends, until cancelled."""
         failures = 0
         pause = FIRST_PAUSE
         while True:
             began = time.monotonic()
             try:
-                self._actors[rank], code = await in_thread(partial(self._start, rank, start))
-                reason = f"exit code {await code}; its log says why"
+                self._actors[rank], exit_code = await in_thread(partial(self._start, rank, start))
+                reason = f"exit code {await exit_code}; its log says why"
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
             ended = self._actors.pop(rank, None)
             if ended is not None:
                 in_thread(partial(end_actor, ended))
 
+            # Wait before the next host is started.
             failures += 1
             pause = min(2 * pause, LONGEST_PAUSE)
             if time.monotonic() - began > LASTED_SECONDS:
@@ -199,7 +200,7 @@ class Placed:
         return actor, actor.run.remote(start, self._environment)
 
     def restart(self, rank: int) -> None:
-        """End the host of an engine: `keep` starts another."""
+        """End the host of an engine: `keep_running` starts another."""
         actor = self._actors.get(rank)
         if actor is not None:
             task = asyncio.get_running_loop().create_task(self._end(actor))
@@ -210,7 +211,8 @@ class Placed:
         """Kill a host that hangs, and then its actor, which may hang too."""
         with suppress(Exception):
             async with asyncio.timeout(END_SECONDS):
-                await (await in_thread(partial(actor.end.remote, signal.SIGKILL)))
+                ended = await in_thread(partial(actor.end.remote, signal.SIGKILL))
+                await ended
         await asyncio.sleep(END_SECONDS)
         await in_thread(partial(end_actor, actor))
 
@@ -218,7 +220,9 @@ class Placed:
         """Send SIGTERM to all hosts. Ray ends other actors when this process disconnects."""
 
         async def end(actor: Any) -> None:
-            await (await in_thread(actor.end.remote))
+            # Ray returns a reference to the call at once.
+            ended = await in_thread(actor.end.remote)
+            await ended
 
         with suppress(Exception):
             async with asyncio.timeout(STOP_SECONDS):
@@ -229,8 +233,8 @@ class Placed:
 class Cluster:
     """The place where engines run.
 
-    ``address``: a Ray cluster's, or None for a cluster that ends with the block. ``gpus``: GPUs of each engine, or None
-    for as many as its model is divided over.
+    ``address``: address of a Ray cluster, or None to start a cluster that ends with the block of `place`. ``gpus``:
+    number of GPUs of each engine, or None for the number that its model is divided over.
     """
 
     address: str | None
@@ -244,7 +248,7 @@ class Cluster:
         return str(ray.util.get_node_ip_address())
 
     @asynccontextmanager
-    async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[Placed]:
+    async def place(self, starts: Sequence[bytes], divided_over: int) -> AsyncIterator[PlacedHosts]:
         """Keep a host for each engine running until the block ends. ``divided_over``: GPUs of one engine's model.
 
         Raises:
@@ -269,8 +273,9 @@ class Cluster:
         try:
             gpus = self.gpus
             if gpus is None:
-                has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-                gpus = divided_over * has_gpus
+                gpus = 0
+                if ray.cluster_resources().get("GPU", 0) > 0:
+                    gpus = divided_over
             wanted = {"CPU": CPUS_WITHOUT_GPU}
             if gpus:
                 wanted = {"CPU": CPUS_WITH_GPU, "GPU": gpus}
@@ -282,8 +287,8 @@ class Cluster:
                 )
 
             environment = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
-            placed = Placed(group, wanted, environment, is_own=self.address is None)
-            tasks = [asyncio.create_task(placed.keep(rank, start)) for rank, start in enumerate(starts)]
+            placed = PlacedHosts(group, wanted, environment, is_own=self.address is None)
+            tasks = [asyncio.create_task(placed.keep_running(rank, start)) for rank, start in enumerate(starts)]
             try:
                 yield placed
             finally:

@@ -148,6 +148,8 @@ async def listen(host: str, token: str, create_receiver: CreateReceiver) -> asyn
 
 
 class _Greeting:
+    """Receives the first message of a host. Then the host's own receiver takes its place."""
+
     def __init__(self, token: str, create_receiver: CreateReceiver) -> None:
         self._token = token
         self._create_receiver = create_receiver

@@ -238,7 +238,6 @@ class HeldRequests:
 
 
 def numbered_of(state: RequestState | None) -> NumberedRequest | None:
-    """Return a request's number, or None if it has none."""
     return getattr(state, NUMBER, None)
 
 

@@ -64,7 +64,8 @@ class RequestHistory:
         self._version = version
         self._memories: dict[bytes, Memory] = {}
         self._numbers = count(1)
-        # Siblings come one after the other, with the same object.
+        # The latest prompt with its adapter and key: candidates of a group are sent one after the other, and have the
+        # same list of token ids.
         self._latest: tuple[Any, str | None, bytes] | None = None
 
         self._send = engine_core._send_input
@@ -95,7 +96,8 @@ class RequestHistory:
             self._memories[engine] = Memory(next(self._numbers), memory.incarnation, emptied)
 
     def _memory_of(self, engine: bytes) -> Memory:
-        # Engines of --replicas start again under the same name. vLLM's own do not.
+        """Return what an engine has counted: a new memory if the engine has started again."""
+        # Engines of --replicas start again under the same name. vLLM's own engines do not.
         incarnation = getattr(self._core, "engines", {}).get(engine)
         memory = self._memories.get(engine)
         if memory is None or memory.incarnation is not incarnation:
@@ -111,6 +113,7 @@ class RequestHistory:
         return self._send(request_type, request, engine)
 
     def _add_history(self, request: EngineCoreRequest, engine: bytes) -> EngineCoreRequest:
+        """Return a request with the answers of its prompt that the engine has not counted."""
         params = request.sampling_params
         state = self._states.get(request.request_id)
         # A prompt of embeddings has no tokens that others could share.
@@ -133,6 +136,7 @@ class RequestHistory:
         return changed
 
     def _key_of(self, token_ids: Any, adapter: str | None) -> bytes:
+        """Return the key of a prompt. The key of the latest prompt is not computed again."""
         latest = self._latest
         if latest is not None and latest[0] is token_ids and latest[1] == adapter:
             return latest[2]
@@ -150,6 +154,6 @@ class RequestHistory:
                 self._history.observe(self._version())
                 self._history.add(origin.key, tokens, memory)
             elif origin.brings_answers:
-                # The request was aborted before it ran, and its answers with it.
+                # The request was aborted before it ran, so the engine did not receive the answers.
                 self._history.send_again(origin.key, memory)
         self._finish(state)

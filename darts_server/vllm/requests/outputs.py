@@ -117,10 +117,11 @@ class Deferred:
             assert request.prompt_token_ids is not None
             state.prompt_token_ids = request.prompt_token_ids[: -len(before)]
 
-        # vLLM makes a detokenizer and log-probs from this request. It needs no images, and only embeddings' length.
-        tokens = state.prompt_token_ids
-        if not tokens:
-            tokens = [0] * (0 if request.prompt_embeds is None else len(request.prompt_embeds))
+        # The text and log-probs are made later from this copy of the request. It needs no images. The length of
+        # embeddings is enough.
+        tokens = state.prompt_token_ids or []
+        if not tokens and request.prompt_embeds is not None:
+            tokens = [0] * len(request.prompt_embeds)
         self._request = structs.replace(
             request,
             sampling_params=self._params,
@@ -129,6 +130,7 @@ class Deferred:
             mm_features=None,
         )
 
+        # Without stop strings, text is made when it is read. With stop strings, vLLM needs the text at once.
         if not self._params.stop:
             if not before:
                 self._detokenizer = state.detokenizer
@@ -169,6 +171,7 @@ class Deferred:
             later = [] if self._params.stop else [TEXT]
         if self.values is not None and self.returns_logprobs:
             later = [*later, *LOGPROBS]
+        # Copy the fields without a constructor: a field that is missing in the copy is made when it is read.
         completion = DeferredCompletion.__new__(DeferredCompletion)
         fields = vars(completion)
         fields.update(vars(collected.outputs[0]))
@@ -218,7 +221,10 @@ class Deferred:
             outputs=[completion],
             finished=True,
         )
-        return self.output(output, [TEXT] if text is None and token_ids else [])
+        later = []
+        if text is None and token_ids:
+            later.append(TEXT)
+        return self.output(output, later)
 
     def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
         """Make the missing fields of the candidate's output, truncated or not. Yield after each slice."""
@@ -231,10 +237,13 @@ class Deferred:
                 yield from self._make_logprobs(completion)
 
     def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
-        # In slices, as vLLM does while it generates: decoding all tokens at once can give another text, for example
-        # around special tokens.
+        """Make the text in slices, and yield after each slice.
+
+        vLLM decodes in slices too, while it generates. Decoding all tokens at once can give another text, for example
+        around special tokens.
+        """
         detokenizer = self._detokenizer or self._new_detokenizer()
-        # A used detokenizer keeps its tokens.
+        # A detokenizer keeps the tokens that it was given, so it is used once.
         self._detokenizer = None
         tokens = list(completion.token_ids)
         for start in range(0, len(tokens), SLICE):
@@ -259,12 +268,14 @@ class Deferred:
             text_of = self._tokenizer.text
             incomplete = self._tokenizer.incomplete
 
+        # The tokens before the candidate was resumed have only their own log-probs.
         missing = len(completion.token_ids)
         for token, value in zip(self._prefix.token_ids[:missing], self._prefix.logprobs or (), strict=False):
             logprobs.append({token: Logprob(value)})
             processor.cumulative_logprob += value
         missing -= len(logprobs)
 
+        # The engine's arrays, in slices. ``entries``: number of log-probs since the last pause.
         entries = 0
         for arrays in self._arrays:
             rows = min(missing, len(arrays.logprobs))

@@ -21,7 +21,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from darts_server.engine.port import RequestTokens
-from darts_server.exceptions import InvalidRequest
+from darts_server.exceptions import InvalidRequest, field_name
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat import import_cli_args, load_chat_template, renderer_options
 from darts_server.vllm.requests.outputs import ABORTED, TEXT, make_deferred, sampled_logprobs
@@ -114,8 +114,7 @@ class VllmPromptRenderer:
                 include_input=False,
                 include_context=False,
             )[0]
-            place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
-            raise InvalidRequest(place.lstrip("."), first["msg"]) from error
+            raise InvalidRequest(field_name(first["loc"]), first["msg"]) from error
         except Exception as error:
             # A chat template failed, or vLLM's parser on a message that lacks a field.
             cause = "messages"

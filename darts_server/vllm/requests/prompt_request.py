@@ -120,6 +120,7 @@ class PromptRequest:
         prompt = self.prompt_fields or {"prompt": self.prompt}
         tokens = prompt.get("prompt_token_ids") or ()
         lora = self.options.get("lora_request")
+        # A prompt with tokens is identified by its tokens alone, and not by its text.
         named = [
             None if tokens else prompt.get("prompt"),
             prompt.get("mm_hashes"),
@@ -163,7 +164,9 @@ class PromptRequest:
         prompt = self.prompt_fields
         salt = prompt.get("cache_salt") or prompt.get("decoder_prompt", {}).get("cache_salt")
 
-        return f"{self.prompt_key} {salt!r} {options} {params | SEED_FIELDS | {'extra_args': extra_args}}"
+        # Fields that may differ have the same value in all keys.
+        params |= SEED_FIELDS | {"extra_args": extra_args}
+        return f"{self.prompt_key} {salt!r} {options} {params}"
 
     # --- candidates ---------------------------------------------------------
 
@@ -294,8 +297,8 @@ def make_turn(
     prompt = request.prompt
     params = request.params
     is_greedy = params.temperature == 0
-    # Evaluation has no sessions: trainers name sessions by prompts' numbers in both, so training's first prompts would
-    # look like later turns of evaluation's.
+    # Requests of an evaluation have no session. Trainers use the numbers of prompts as names of sessions, in training
+    # and in evaluation. So a prompt of training would look like a later turn of an evaluation.
     name = None
     if not is_greedy and shaping.policy != OFF:
         name = shaping.session or request.options.get("session_id") or session
@@ -323,6 +326,7 @@ def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
         return len(token_ids)
     match = UNSTABLE_END.search(tokenizer.decode(tail))
     end = "" if match is None else match[0]
+    # Find the most tokens whose text is an end of this text.
     unstable = 0
     for length in range(1, len(tail) + 1):
         text = tokenizer.decode(tail[-length:])

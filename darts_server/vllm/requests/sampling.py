@@ -104,7 +104,7 @@ class SamplingReader:
         given: dict[str, Any] = dict(sampling)
         flag = given.get(LOGPROBS)
         if isinstance(flag, bool):
-            # vLLM's number 0 stands for the sampled token only.
+            # For vLLM 0 means the log-probs of the sampled tokens only.
             given[LOGPROBS] = 0 if flag else None
         try:
             converted = msgspec.convert(given, self._model, str_keys=True)
@@ -142,7 +142,7 @@ class SamplingReader:
                     f"sampling.{LOGPROBS}",
                     f"this engine returns log-probs before {', '.join(changing)} (--logprobs-mode {RAW_LOGPROBS}): "
                     "they are not those of the distribution that is sampled from; start the server with "
-                    f"--logprobs-mode {PROCESSED_LOGPROBS}, or leave out one or the other",
+                    f"--logprobs-mode {PROCESSED_LOGPROBS}, or leave out either parameter",
                 )
         return {
             name: msgspec.to_builtins(value, str_keys=True) for name, value in values.items() if value not in (None, [])

@@ -72,7 +72,7 @@ class Waits:
         self._waited = {name: seconds for name, seconds in waited.items() if seconds > NEGLIGIBLE_SECONDS}
         own = self._waited.get(who, 0.0)
         others = sum(self._waited.values()) - own
-        # Half of what the others leave, so that something is left for the next caller.
+        # A caller may use half of the time that other callers have left, so that the next caller gets time too.
         return max(0.0, min(CHECK_SECONDS, (WAITED_SECONDS - others) / 2 - own))
 
     def add(self, who: str, seconds: float) -> None:
@@ -126,6 +126,7 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
                 raise too_large(FIELD, len(encoded))
             check_depth(content)
 
+        # Start a check that is not cached. The caller's pending checks run first.
         pending = [future for future in list(_checks.of(who).values()) if not future.done()]
         if outcome is None and len(pending) < MAX_PENDING:
             outcome = Future()
@@ -134,7 +135,7 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
             previous = pending[-1] if pending else None
             arguments = (outcome, partial(validate, trial, *args, **options), trial, previous)
             Thread(
-                target=_run,
+                target=_run_check,
                 args=arguments,
                 daemon=True,
             ).start()
@@ -143,11 +144,13 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
             raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
         _checks.put(who, key, outcome)
 
+        # Wait for the check, as long as the caller may block the event loop.
         left = _waits.left(who)
         began = time.monotonic()
         try:
             failure = outcome.exception(left)
         except TimeoutError:
+            # The check goes on, and its result is cached for the caller's next attempt.
             problem = f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it"
             if left < CHECK_SECONDS:
                 problem = "too many different schemas and grammars were sent in the last seconds; use fewer"
@@ -162,22 +165,27 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
     return check
 
 
-def _run(
+def _run_check(
     outcome: Future[Converted],
     validate: Callable[[], None],
     trial: SamplingParams,
     previous: Future[Converted] | None,
 ) -> None:
-    """Run a check after the ``previous`` check of the same caller, and set its ``outcome``."""
-    assert trial.structured_outputs is not None
+    """Run a check after the ``previous`` check of the same caller, and set its ``outcome``.
+
+    ``trial``: copy of the request's sampling parameters, which ``validate`` checks and may convert.
+    """
+    outputs = trial.structured_outputs
+    assert outputs is not None
     if previous is not None:
         wait([previous])
     try:
         validate()
-        outcome.set_result((trial.structured_outputs.choice, trial.structured_outputs.grammar))
+        outcome.set_result((outputs.choice, outputs.grammar))
     except Exception as error:
-        # The frames of the causes refer to the whole request.
-        error.__cause__ = error.__context__ = None
+        # The error is cached, and the frames of its causes refer to the whole request.
+        error.__cause__ = None
+        error.__context__ = None
         outcome.set_exception(error)
     except BaseException as error:
         # A Rust library panicked. Without an outcome, the caller's next checks would wait forever.

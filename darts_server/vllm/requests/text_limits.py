@@ -71,7 +71,6 @@ def limit_texts(renderer: Any) -> None:
 
 
 def count_characters(value: object) -> int:
-    """Count the characters of all texts in a value, except media."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

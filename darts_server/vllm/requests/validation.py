@@ -80,7 +80,9 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
     # vLLM allows token ids that either the tokenizer or the model has, but the model has embeddings only for its own.
     # In other types of prompts, token ids may stand for images or embeddings. The size is 0 if the configuration has
     # none.
-    token_ids = prompt.get("prompt_token_ids") if prompt.get("type", "token") == "token" else None
+    token_ids = None
+    if prompt.get("type", "token") == "token":
+        token_ids = prompt.get("prompt_token_ids")
     size = config.model_config.get_vocab_size()
     if token_ids and size:
         for token_id in (min(token_ids), max(token_ids)):
@@ -89,6 +91,7 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
                     PROMPT, f"token id {token_id} is out of vocabulary: this model has the token ids 0 to {size - 1}"
                 )
 
+    # Encode the request as vLLM does when it sends a candidate, and decode it as the engine does.
     sent = copy(params)
     sent.n = 1
     salt = prompt.get("cache_salt")
@@ -141,8 +144,8 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
         vLLM's own exceptions, see :data:`darts_server.vllm.requests.sampling.REFUSALS`.
     """
     _check_seed(request.params, MAX_CANDIDATES)
+    # A prompt that is not rendered would be tokenized in the event loop.
     is_rendered = "type" in request.prompt_fields
-    # Any other prompt would be tokenized in the event loop.
     if not is_rendered:
         return
     process = partial(

@@ -98,6 +98,19 @@ async def test_the_newest_groups_of_a_caller_are_listed() -> None:
         assert await listed(Caller("third")) == []
 
 
+async def test_sessions_have_their_turns_and_tool_seconds() -> None:
+    session = replace(candidate(0, 5, FinishReason.STOP, SelectedAs.SHORT), turns=3, tool_seconds=1.5)
+    with Store() as store:
+        statistics = Statistics(store)
+        provenance = Provenance()
+        provenance.group_ended(record(session, candidate(1, 5, FinishReason.STOP, SelectedAs.SHORT)))
+        app = FastAPI()
+        add_routes(app.router, provenance, statistics, RewardMatcher(statistics.rewards, Mock(), Mock()))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            [group] = (await client.get("/groups/g")).json()["groups"]
+    assert [(c["turns"], c["tool_seconds"]) for c in group["candidates"]] == [(3, 1.5), (None, None)]
+
+
 async def test_connections_of_a_key_that_read_large_answers_are_limited(app: FastAPI) -> None:
     may_read = asyncio.Event()
 

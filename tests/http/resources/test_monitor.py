@@ -22,7 +22,14 @@ from darts_server.rollout.learned.statistics import Rewards
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Coordinator, State
 from tests.rollout.helpers import Documents, Harness, lengths
-from tests.rollout.observers.test_monitor import EVERYTHING, new_monitor
+from tests.rollout.observers.test_monitor import (
+    EVERYTHING,
+    begin_turn,
+    finish_turn,
+    new_monitor,
+    new_sessions,
+    start_sessions,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +38,8 @@ class Server:
     """Sources of the monitor, set by the test."""
 
     def __init__(self, harness: Harness) -> None:
-        self.live = new_monitor(harness)
+        self.sessions = new_sessions(harness)
+        self.live = new_monitor(harness, self.sessions)
         self.rewards = Rewards(Documents())
         self.updates = Mock(spec=Coordinator, version=3, state=State.SERVING, last=None)
         self.fault: str | None = None
@@ -63,6 +71,22 @@ async def test_the_first_event_has_everything_and_later_ones_the_changes() -> No
         name, answer = read(await anext(stream))
         assert (name, answer["now"]) == ("update", 1)
         assert answer["groups"] == [{"group_id": "g", "candidates": [{"index": i, "tokens": 1} for i in range(3)]}]
+
+
+async def test_sessions_are_sent_with_their_turns_and_tool_time() -> None:
+    harness = Harness(lengths(1))
+    server = Server(harness)
+    group = await start_sessions(server.sessions)
+    async with aclosing(server.events()) as stream:
+        name, answer = read(await anext(stream))
+        assert (name, answer["running"], answer["candidates"]) == ("snapshot", 1, 3)
+        assert [c["turns"] for c in answer["groups"][0]["candidates"]] == [0, 0, 0]
+        harness.engine.now = 2
+        finish_turn(begin_turn(group.sessions[0], generated=5))
+        name, answer = read(await anext(stream))
+        [candidate] = answer["groups"][0]["candidates"]
+        assert (candidate["turns"], candidate["tools"]) == (1, [[2, None]])
+    group.cancel()
 
 
 async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import finalize
 
@@ -17,7 +18,7 @@ from darts_server.exceptions import EngineBusy, EngineDead, ServerStopping
 from darts_server.http import errors
 from darts_server.http.body import BodyLimits
 from darts_server.http.security.access import Access, Keys
-from darts_server.http.security.middleware import SecurityMiddleware
+from darts_server.http.security.middleware import SecurityMiddleware, SessionOfKey
 from darts_server.serving.admission import Admission, AdmissionLimits
 from darts_server.serving.lifecycle import Lifecycle
 
@@ -31,7 +32,12 @@ KEY = {"Authorization": "Bearer one"}
 class App:
     """An app with some of vLLM's paths. ``refused``: reasons of refusals. ``seen``: paths that reached a route."""
 
-    def __init__(self, access: Access | None = None, unfinished: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self,
+        access: Access | None = None,
+        unfinished: Callable[[], int] = lambda: 0,
+        session_of_key: SessionOfKey = lambda _: None,
+    ) -> None:
         self.refused: list[str] = []
         self.seen: list[str] = []
         self.app = FastAPI()
@@ -44,9 +50,10 @@ class App:
             limits=limits,
             on_refusal=self.refused.append,
             lifecycle=self.lifecycle,
+            session_of_key=session_of_key,
         )
         admission = Admission(unfinished, 10, AdmissionLimits(max_waiting=20, max_per_caller=8))
-        for path in ("/pause", "/darts/v1/rewards", "/darts/v1/vote"):
+        for path in ("/pause", "/darts/v1/rewards", "/darts/v1/vote", "/darts/v1/sessions/{session_id}:end"):
             self.app.add_api_route(path, self.record, methods=["POST"])
         for path in ("/health", "/brand_new"):
             self.app.add_api_route(path, self.record, methods=["GET"])
@@ -353,3 +360,34 @@ def test_a_callers_request_id_is_recorded() -> None:
 
     assert app.client().post("/v1/embeddings", headers={"X-Request-Id": "mine"}).json() == "mine"
     assert app.client().post("/v1/embeddings").json() is None
+
+
+def test_the_key_of_a_session_opens_its_own_paths_until_the_key_that_created_it_is_removed(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one")
+    keys = Keys(file=file)
+    owner = keys.find(b"one")
+
+    def session_of_key(key: bytes) -> tuple[str | None, str] | None:
+        return (owner, "ses-1") if key == b"ses-key-1" else None
+
+    client = App(Access(keys), session_of_key=session_of_key).client()
+    headers = {"Authorization": "Bearer ses-key-1"}
+    answer = client.post("/v1/completions", json={"n": 1}, headers=headers)
+    assert (answer.status_code, answer.json()) == (200, owner)
+    assert client.post("/darts/v1/sessions/ses-1:end", headers=headers).status_code == 200
+    for path in ("/darts/v1/sessions/ses-11:end", "/darts/v1/sessions/ses-2:end", "/pause", "/darts/v1/vote"):
+        assert client.post(path, headers=headers).status_code == 403, path
+    file.write_text("two")
+    keys.reload()
+    assert client.post("/v1/completions", json={"n": 1}, headers=headers).status_code == 401
+    assert client.post("/darts/v1/sessions/ses-1:end", headers=headers).status_code == 401
+
+
+def test_a_stopping_server_takes_the_ends_of_sessions_but_no_turns() -> None:
+    app = App()
+    app.lifecycle.stop(ServerStopping("stopping", 30))
+    client = app.client()
+    assert client.post("/darts/v1/sessions/ses-1:end").status_code == 200
+    assert client.post("/v1/completions", json={"n": 1}).status_code == 503
+    assert client.post("/darts/v1/vote").status_code == 503

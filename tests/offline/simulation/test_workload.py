@@ -8,6 +8,7 @@ import pytest
 from darts_server.exceptions import InvalidSetting
 from darts_server.offline.simulation import presets
 from darts_server.offline.simulation.model.batch import Ints
+from darts_server.offline.simulation.model.sessions import Session, Turn
 from darts_server.offline.simulation.presets import PRESETS
 from darts_server.offline.simulation.workload import Format, TracedPrompt, TracedWorkload, describe, read_traces
 
@@ -168,19 +169,32 @@ SAMPLE = {
 }
 
 
-def test_a_line_with_turns_is_a_sample_and_the_samples_of_a_group_are_a_prompt(tmp_path: Path) -> None:
+def test_a_line_with_turns_is_a_session(tmp_path: Path) -> None:
+    tools = [{"seconds": 0.5, "tokens": 7}, {"turn": 0, "seconds": 2, "tokens": 3}, {"turn": 2, "tokens": 9}]
+    turns = [{"generated": 40}, {"generated": 0}, {"generated": 5, "end": "tool_calls"}]
+    path = write(tmp_path, SAMPLE, SAMPLE | {"turns": turns, "tools": tools})
+    found = read_traces([path], Format.JSONL)[0][0].sessions
+    # Two tools of a turn run one after the other. Nobody reads the result of the last.
+    assert found == (
+        Session((Turn(100, 40), Turn(500, 60, 0.1))),
+        Session((Turn(100, 40), Turn(10, 1, 2.5), Turn(0, 5)), valid=False),
+    )
+
+
+def test_the_samples_of_a_group_are_a_prompt(tmp_path: Path) -> None:
     short = SAMPLE | {"sample": 1, "turns": [{"prompt_tokens": 100, "generated": 8, "end": "stop"}], "tools": []}
     alone = {key: value for key, value in short.items() if key != "tools"} | {"group": 4, "cap": 9}
     path = write(tmp_path, SAMPLE, LINE, short, alone, SAMPLE | {"step": 1})
-    assert read_traces([path], Format.JSONL) == (
-        [TracedPrompt(5, (7, 9)), TracedPrompt(350, (100, 8)), TracedPrompt(100, (8,)), TracedPrompt(600, (100,))],
-        100,
-    )
+    prompts, limit = read_traces([path], Format.JSONL)
+    assert [prompt[:2] for prompt in prompts] == [(5, (7, 9)), (350, (100, 8)), (100, (8,)), (600, (100,))]
+    assert [len(prompt.sessions) for prompt in prompts] == [0, 2, 1, 1]
+    assert limit == 100
 
 
 def test_samples_of_a_group_end_at_their_smallest_cap(tmp_path: Path) -> None:
     path = write(tmp_path, SAMPLE | {"cap": 120}, SAMPLE | {"sample": 1, "cap": 100})
-    assert read_traces([path], Format.JSONL) == ([TracedPrompt(600, (100, 100))], 100)
+    prompts, limit = read_traces([path], Format.JSONL)
+    assert (prompts[0][:2], limit) == ((600, (100, 100)), 100)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +207,9 @@ def test_samples_of_a_group_end_at_their_smallest_cap(tmp_path: Path) -> None:
         (LINE | {"lengths": []}, "lengths must be a list of token counts in"),
         (SAMPLE | {"turns": [{"generated": -1}]}, "generated must be a whole number of at least 0"),
         (SAMPLE | {"turns": 3}, "turns must be a list of objects"),
+        (SAMPLE | {"turns": []}, "generated must be a whole number of at least 0"),
+        (SAMPLE | {"tools": [{"tokens": 3, "seconds": "2"}]}, "seconds must be numbers of at least 0"),
+        (SAMPLE | {"tools": [{"tokens": 3, "seconds": -1}]}, "seconds must be numbers of at least 0"),
     ],
 )
 def test_the_error_of_an_invalid_line_names_the_line(tmp_path: Path, line: Any, message: str) -> None:
@@ -221,4 +238,4 @@ def test_polytrace_has_samples_with_several_turns(tmp_path: Path) -> None:
     }
     short = sample | {"turns": [{"completion_tokens": 8}], "tool_calls": []}
     path = write(tmp_path, sample, short)
-    assert read_traces([path], Format.POLYTRACE)[0] == [TracedPrompt(350, (100, 8))]
+    assert [prompt[:2] for prompt in read_traces([path], Format.POLYTRACE)[0]] == [(350, (100, 8))]

@@ -190,7 +190,7 @@ async def test_prompts_whose_rewards_may_differ_get_more_candidates(budget: int 
     counts = [allocation.candidates for allocation in allocations]
     assert counts == allocate_by_signal(posteriors_of(EDGES), 96, 8, 16)
     assert [counts[1], counts[5], max(counts[2], counts[6])] == [16, 16, 9], "edge and even"
-    assert {(a.saturated, a.run_probability) for a in allocations} == {(False, 1.0)}
+    assert {a.saturated for a in allocations} == {False}
     assert allocations[0].cohort is not None
     assert allocations[0].cohort.record.mean_candidates == 12
 

@@ -57,6 +57,7 @@ async def test_skipped_prompts_are_named_and_groups_that_run_have_their_probabil
     done = await server.run(request(*HOPELESS, *EVEN))
     gone = skipped(done)
     assert 0 < len(gone) < len(HOPELESS)
+    assert done.skipped == server.harness.recorder.skipped == len(gone)
     assert {HOPELESS[number] for number in gone} | {key(result) for result in done.results} == {*HOPELESS, *EVEN}
     for result in done.results:
         assert result.error is None
@@ -141,7 +142,21 @@ async def test_the_candidates_of_a_prompt_do_not_depend_on_skipped_prompts() -> 
     assert all(len(different) == 1 for different in counts.values())
 
 
+async def test_single_requests_are_never_skipped() -> None:
+    harness = skipping_server().harness
+    for text in HOPELESS:
+        # The keys of these groups are their texts.
+        harness.store.put("pass_counts", text, {"value": "[0.0, 500.0, 7]"})
+    assert set(harness.rollouts.allocator.run_probabilities(harness.plan(SIZE, "signal"), HOPELESS)) == {FLOOR}
+    runs = await harness.start_cohort(SIZE, "signal", HOPELESS)
+    await harness.engine.run()
+    for run in runs:
+        assert run.record is not None
+        assert (run.record.run_probability, run.record.size) == (1.0, SIZE)
+
+
 async def test_without_a_floor_every_prompt_runs() -> None:
     server = skipping_server(shapings={"signal": Shaping(redundancy=1.5, num_longest=0, adapts_to_signal=True)})
     done = await server.run(request(*HOPELESS, *EVEN))
     assert (len(done.results), done.unfinished) == (10, [])
+    assert server.harness.recorder.skipped == 0

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import Script, settle
 from darts_server.estimates.reward_stats import RewardStats
-from darts_server.exceptions import CandidateFailed, DartsError, GroupAborted, InvalidRequest
+from darts_server.exceptions import CandidateFailed, DartsError, GroupAborted, InvalidRequest, QuotaReached
 from darts_server.group.informative import FLOOR, compute_advantages
 from darts_server.http.resources.rollouts_models import GroupOut
 from darts_server.rollout.batches.batch import BatchRequest
@@ -19,6 +20,7 @@ from darts_server.rollout.batches.carried import Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
+from darts_server.serving.admission import Admission, AdmissionLimits
 from darts_server.types import GONE, DiscardReason, Outcome, PromptSpec
 from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 from tests.rollout.batches.streams import (
@@ -140,7 +142,7 @@ async def test_a_verifier_that_gives_no_reward_ends_no_group() -> None:
     def fail(_: Answer) -> float:
         raise ZeroDivisionError
 
-    for judgement in (lambda _: None, lambda _: float("nan"), lambda _: float("inf"), fail):
+    for judgement in (lambda _: None, fail):
         server, judge = verifying(judgement)
         [result] = (await server.run(request("20"))).results
         assert (result.error, len(result.samples), result.zero_variance) == (None, SIZE, None)
@@ -169,6 +171,34 @@ async def test_a_slow_verdict_delays_its_own_group_alone() -> None:
     slow.set()
     events = [event for _, event in await listening]
     assert [key(event) for event in events if isinstance(event, GroupResult)] == ["20", "5"]
+    assert_idle(server, judge)
+
+
+@pytest.mark.parametrize(("policy", "fields"), [("informative", {}), ("off", {"only": "informative"})])
+async def test_a_group_that_waits_for_verdicts_alone_has_no_share_of_the_engine(
+    policy: str, fields: dict[str, Any]
+) -> None:
+    server, judge = verifying(is_third, policy)
+    rollouts = server.harness.rollouts
+    # Only one batch of the key fits on the engine at the same time.
+    candidates = 2 * SIZE if policy == "informative" else SIZE
+    rollouts.admission = Admission(lambda: server.engine.unfinished, 64, AdmissionLimits(max_per_caller=candidates))
+    caller.set(Caller("trainer"))
+    judge.open.clear()
+    first = await server.begin(0, "20", **fields)
+    assert rollouts.admission.by_caller == {"trainer": candidates}
+    with pytest.raises(QuotaReached):
+        await server.begin(0, "5", **fields)
+    await server.engine.run()
+    await settle()
+    assert first.end is None
+    assert rollouts.admission.by_caller == {}
+    second = await server.begin(0, "5", **fields)
+    judge.open.set()
+    for run in (first, second):
+        [result] = (await finish(server.harness, run)).results
+        assert len(result.samples) == SIZE
+    assert rollouts.admission.by_caller == {}
     assert_idle(server, judge)
 
 
@@ -457,7 +487,28 @@ async def test_streams_of_tokens_and_groups_have_rewards_in_the_group() -> None:
         ends = [candidate.end for candidate in by_candidate(events).values()]
         if answer is not GROUPS:
             assert Counter(map(type, ends)) == {TrajectorySelected: 4, CandidateDiscarded: 4}
+            verdicts = [end.verdict for end in ends if isinstance(end, TrajectorySelected)]
+            assert Counter(verdict.reward for verdict in verdicts) == {0.0: 2, 1.0: 2}
+            assert all(verdict.correct == (verdict.reward == 1) for verdict in verdicts)
         assert_idle(server, judge)
+
+
+async def test_a_streamed_trajectory_does_not_wait_for_its_verdict() -> None:
+    server, judge = verifying(is_third, "off")
+    judge.open.clear()
+    run = await server.registry.open(request("20"), token_stream(1))
+    reading = asyncio.create_task(read_events(run))
+    await settle()
+    await server.engine.run()
+    await settle()
+    assert not reading.done()
+    judge.open.set()
+    events = [event for _, event in await reading]
+    selected = [event for event in events if isinstance(event, TrajectorySelected)]
+    assert {event.verdict for event in selected} == {NO_VERDICT}
+    [result] = [event for event in events if isinstance(event, GroupResult)]
+    assert set(rewards_of(result).values()) == {0.0, 1.0}
+    assert_idle(server, judge)
 
 
 async def test_a_token_stream_discards_the_candidates_of_a_group_that_is_not_returned() -> None:

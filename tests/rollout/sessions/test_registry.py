@@ -9,7 +9,15 @@ import pytest
 
 from darts_server.caller import Caller, caller
 from darts_server.engine.scripted import Script
-from darts_server.exceptions import Conflict, InvalidRequest, NotFound, Overloaded, SessionOver, Unauthorized
+from darts_server.exceptions import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    ServerStopping,
+    SessionOver,
+    Unauthorized,
+)
 from darts_server.group.events import DeadlineSet
 from darts_server.group.informative import Select
 from darts_server.policy.deadline import Deadline
@@ -198,7 +206,12 @@ async def test_sessions_are_compared_by_seconds_if_asked(world: World) -> None:
     turns[order[1]].finish([1], [2] * 100, [-1.0] * 100)
     group.end_session(order[1])
     group.poll()
-    assert [turn.session for turn in world.aborted] == [order[2]], "it takes as many seconds, and runs"
+    # A running session that has taken as many seconds may end now, and the session with the lower index wins a tie.
+    if order[2].index < order[1].index:
+        assert world.aborted == []
+    world.now = 4.01
+    group.poll()
+    assert [turn.session for turn in world.aborted] == [order[2]]
     turns[order[0]].finish([1], [2], [-1.0])
     group.end_session(order[0])
     (record,) = world.recorder.records
@@ -212,9 +225,9 @@ async def test_rewards_come_with_the_end_and_may_follow_for_a_cut_session(world:
     )
     group = await world.create(size=2, extra=0, policy="off")
     world.finish(group.sessions[0], 3, reward=0.5)
-    group.end_session(group.sessions[1], reward=-1.0, metadata={"seen": 1}, finish_reason=FinishReason.LENGTH)
+    group.end_session(group.sessions[1], reward=-1.0, metadata=b'{"seen":1}', finish_reason=FinishReason.LENGTH)
     assert rewards == [(0, 0.5, True), (1, -1.0, False)]
-    assert group.sessions[1].metadata == {"seen": 1}
+    assert group.sessions[1].metadata == b'{"seen":1}'
     with pytest.raises(Conflict, match="ended already"):
         group.end_session(group.sessions[0])
 
@@ -352,7 +365,8 @@ async def test_sessions_belong_to_the_key_that_created_them(world: World) -> Non
         group = await world.create()
     session = group.sessions[0]
     with as_caller(Caller("bob")):
-        assert world.registry.find_named(session.session_id) is None
+        with pytest.raises(NotFound):
+            world.registry.find_named(session.session_id)
         with pytest.raises(NotFound):
             world.registry.find(session.session_id)
         with pytest.raises(NotFound):
@@ -369,7 +383,8 @@ async def test_sessions_belong_to_the_key_that_created_them(world: World) -> Non
         assert world.registry.find_named(None) is session
         assert world.registry.find_named("the harness's own name") is session
         # The key of one session gives no access to another session.
-        assert world.registry.find_named(other.session_id) is session
+        with pytest.raises(Conflict, match="both named"):
+            world.registry.find_named(other.session_id)
         with pytest.raises(NotFound):
             world.registry.find(other.session_id)
 
@@ -435,3 +450,158 @@ async def test_every_session_ends_once_whatever_happens(world: World) -> None:
         if group.outcome is Outcome.COMPLETED:
             assert len(group.record.selected) == 3
         assert group.error is None or "internal" not in str(group.error)
+
+
+async def test_a_url_with_another_keys_session_names_no_session(world: World) -> None:
+    with as_caller(Caller("alice")):
+        group = await world.create()
+    session = group.sessions[0]
+    with as_caller(Caller("bob", session=session.session_id)):
+        with pytest.raises(NotFound):
+            world.registry.find_named()
+        with pytest.raises(NotFound):
+            world.registry.find(session.session_id)
+    with as_caller(Caller("root", is_admin=True, session=session.session_id)):
+        assert world.registry.find_named() is session
+
+
+async def test_names_that_lie_are_refused_and_a_harness_may_have_names_of_its_own(world: World) -> None:
+    with as_caller(Caller("alice")):
+        group = await world.create()
+    first, second = group.sessions[:2]
+    with as_caller(Caller("alice")):
+        assert world.registry.find_named("my name", second.session_id) is second
+        assert world.registry.find_named(first.session_id, first.session_id) is first
+        with pytest.raises(Conflict, match="both named"):
+            world.registry.find_named(first.session_id, second.session_id)
+        # An id of ours that is dropped must not run as a request outside of any session.
+        with pytest.raises(NotFound):
+            world.registry.find_named("ses-" + "0" * 24)
+        assert world.registry.find_named("ses-of-mine") is None
+    with as_caller(Caller("alice", session=first.session_id)), pytest.raises(Conflict, match="both named"):
+        world.registry.find_named(second.session_id)
+    with as_caller(Caller("bob")), pytest.raises(NotFound):
+        world.registry.find_named(first.session_id)
+
+
+async def test_the_same_end_may_come_again_and_another_end_is_refused(world: World) -> None:
+    rewards: list[float] = []
+    world.harness.rollouts.observers.trajectory_verified.add(lambda key, index, reward, correct: rewards.append(reward))
+    group = await world.create(size=1, extra=0, policy="off")
+    session = group.sessions[0]
+    world.answer(session, 3)
+    group.end_session(session, reward=0.5)
+    group.end_session(session, reward=0.5)
+    with pytest.raises(Conflict, match="ended already"):
+        group.end_session(session, reward=1.0)
+    assert (session.reward, session.correct, rewards) == (0.5, True, [0.5])
+    # The same holds for a session that the server has stopped.
+    group = await world.create(size=1, extra=0, policy="off")
+    group.cancel()
+    group.end_session(group.sessions[0], reward=0.0)
+    with pytest.raises(Conflict, match="ended already"):
+        group.end_session(group.sessions[0])
+    assert (group.sessions[0].reward, group.sessions[0].correct) == (0.0, False)
+
+
+async def test_the_tokens_of_a_session_never_decrease(world: World) -> None:
+    # The engine forgets the count of a request that its caller has left, and the group may have acted on the count.
+    group = await world.create(size=2, extra=2)
+    session = group.sessions[0]
+    turn = world.begin(session)
+    world.generated[turn] = 50
+    group.poll()
+    assert session.tokens == 50
+    world.generated[turn] = 0
+    assert session.tokens == 50
+    turn.leave(0)
+    assert session.tokens == 50
+    assert session.session.turns == 0
+    turn = world.begin(session)
+    world.generated[turn] = 4
+    turn.leave(7)
+    assert session.tokens == 57
+    # The engine of this request is lost. Another engine begins it again, and its answer is shorter.
+    turn = world.begin(session)
+    world.generated[turn] = 8
+    assert session.tokens == 65
+    world.generated[turn] = 0
+    turn.finish([1], [2] * 3, [-1.0] * 3)
+    assert session.tokens == 65
+    assert session.session.rows[0].num_generated == 3
+
+
+async def test_a_turn_learns_at_once_that_its_session_has_ended(world: World) -> None:
+    group = await world.create(size=1, extra=0, policy="off")
+    turn = world.begin(group.sessions[0])
+    assert not turn.session_ended.is_set()
+    group.end_session(group.sessions[0])
+    assert turn.session_ended.is_set()
+    assert not turn.is_stopped
+    group = await world.create(size=1, extra=0, policy="off")
+    turn = world.begin(group.sessions[0])
+    group.cancel()
+    assert turn.session_ended.is_set()
+    assert turn.is_stopped
+
+
+async def test_metadata_counts_in_the_memory_of_ended_groups() -> None:
+    world = World(kept_bytes=100)
+    first = await world.create(size=1, extra=0, policy="off")
+    first.end_session(first.sessions[0], metadata=b"a" * 60)
+    assert first.size_bytes == 60
+    second = await world.create(size=1, extra=0, policy="off", metadata=b"a" * 60)
+    second.end_session(second.sessions[0])
+    with pytest.raises(NotFound):
+        world.registry.find(first.sessions[0].session_id)
+
+
+async def test_deadlines_in_tokens_do_not_cut_sessions_by_seconds(world: World) -> None:
+    with pytest.raises(InvalidRequest, match="learned in tokens") as error:
+        await world.create(size=2, extra=None, policy="cap", measure=Measure.SECONDS)
+    assert error.value.field == "measure"
+
+
+async def test_all_groups_end_with_the_error_of_a_server_that_stops(world: World) -> None:
+    groups = [await world.create(), await world.create()]
+    turn = world.begin(groups[0].sessions[0])
+    world.registry.fail_all(ServerStopping("the server is stopping", 30))
+    for group in groups:
+        assert (group.events[-1].kind, group.events[-1].reason) == ("cancelled", "the server is stopping")
+    assert world.aborted == [turn]
+    assert world.registry.num_open == 0
+
+
+async def test_a_session_that_waits_for_its_tool_may_end_with_the_tokens_that_it_has(world: World) -> None:
+    # Two places of three are for the shortest. The session with 4 tokens must count as one of them while it may end.
+    group = await world.create(size=3, extra=1)
+    order = sorted(group.sessions, key=lambda session: session.candidate.tail_draw)
+    lowest, tied, last, first = order
+    world.finish(first, 2)
+    world.answer(tied, 4)
+    world.answer(lowest, 6)
+    world.finish(last, 4 if tied.index < last.index else 5)
+    assert not tied.session.is_over
+    assert not lowest.session.is_over, "it has the lowest draw of those that are not among the shortest"
+    world.finish(tied, 0)
+    world.finish(lowest, 1)
+    assert tied.candidate.selected_as is SelectedAs.SHORT
+    assert {session.index for session in order if session.candidate.selected_as} == {
+        first.index,
+        tied.index,
+        lowest.index,
+    }
+
+
+async def test_a_session_without_a_turn_is_the_shortest(world: World) -> None:
+    group = await world.create(size=2, extra=1)
+    order = sorted(group.sessions, key=lambda session: session.candidate.tail_draw)
+    world.answer(order[0], 5)
+    world.finish(order[2], 0)
+    # If no other session can tie, the shortest is certain, and the session with the lower draw wins the tail.
+    if not order[1].session.is_over:
+        world.finish(order[1], 1)
+    world.finish(order[0], 1)
+    assert group.outcome is Outcome.COMPLETED
+    (record,) = world.recorder.records
+    assert record.candidates[order[2].index].tokens == 0

@@ -42,11 +42,11 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
-def make_loop(url: str, texts: Sequence[str], size: int, tool_calls: int) -> Any:
+def make_loop(url: str, texts: Sequence[str], size: int, tool_calls: int, loop_class: Any = None) -> Any:
     """TRL's loop of the asynchronous trainer: groups of ``size``; every answer but the last calls the tool."""
     value: Any = SimpleNamespace(value=0)
     metrics: Any = SimpleNamespace(put_nowait=lambda _: None)
-    return find(*ROLLOUT_LOOP)(
+    return (loop_class or find(*ROLLOUT_LOOP))(
         model_name="tiny",
         dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),
         reward_funcs=[lambda completions, **_: [0.0] * len(completions)],

@@ -74,6 +74,9 @@ class Messages(Completions):
         async for chunk in chunks:
             yield str(chunk).upper()
 
+    def messages_full_converter(self, answer: Any) -> Any:
+        return answer
+
 
 @pytest.mark.parametrize(
     ("error", "kind", "param", "code"),

@@ -103,6 +103,7 @@ class Work:
     drained: int = 0
     handed_back: list[DartsError] = field(default_factory=list)
     failed: list[DartsError] = field(default_factory=list)
+    ended_sessions: list[DartsError] = field(default_factory=list)
     rollouts: None = None
 
     @property
@@ -126,6 +127,9 @@ class Work:
 
     def fail(self, error: DartsError) -> None:
         self.failed.append(error)
+
+    def end_sessions(self, error: DartsError) -> None:
+        self.ended_sessions.append(error)
 
 
 def shut_down(work: Any, lifecycle: Lifecycle, error: DartsError | None = None) -> float:
@@ -204,6 +208,9 @@ def test_work_may_finish_within_the_grace_time() -> None:
     work = Work(lasts=10, returns=1.0)
     assert shut_down(work, Lifecycle()) == pytest.approx(10 * POLL_SECONDS)
     assert (work.drained, work.handed_back, work.failed) == (1, [], [])
+    assert [str(error) for error in work.ended_sessions] == [
+        "the server is stopping; send this request to another server, or retry later"
+    ]
 
 
 def test_work_that_exceeds_the_grace_time_is_handed_back_and_does_not_fail() -> None:

@@ -1,7 +1,7 @@
 """Prompts of a simulated rollout, with the lengths that their candidates would have."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from darts_server.group.selection import InOrder, SelectionRule
 from darts_server.policy.allocation import allocate_by_std, allocate_evenly
-from darts_server.policy.deadline import MIN_GROUPS, Deadline
+from darts_server.policy.deadline import MIN_GROUPS, Deadline, RecentCompletionLengths
 from darts_server.policy.shaping import Shaping
 
 Ints = NDArray[np.int64]
@@ -93,6 +93,13 @@ class BatchPlan:
         if self.shaping is None or len(self.candidates) < MIN_GROUPS:
             return None
         return self.shaping.deadline
+
+    def with_recent(self, recent: RecentCompletionLengths) -> "BatchPlan":
+        """Return the plan with the deadline of earlier groups, as `rollout.allocation` adds it."""
+        if self.shaping is None or self.deadline is None:
+            return self
+        deadline = replace(self.deadline, recent=recent.quantile(self.deadline))
+        return replace(self, shaping=replace(self.shaping, deadline=deadline))
 
     @property
     def mean_candidates(self) -> float:

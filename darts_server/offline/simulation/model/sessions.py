@@ -1,0 +1,439 @@
+"""Simulate a rollout of sessions: trajectories with several turns, and tools between the turns.
+
+Usage::
+
+    rollout = SessionRollout(sessions, rngs, BatchPlan(8, [12] * len(sessions), shaping), machine)
+    rollout.run()
+    rollout.seconds, rollout.groups[0].runs[0].recomputed
+
+Each prompt has a real `Group`, which gets the events of its sessions and decides which sessions are stopped. A group
+counts the generated tokens of a session over all turns, or the seconds since the rollout began.
+
+An engine schedules as in `engines`, and goes from one event to the next. Between two events the same sequences run. A
+session in a tool leaves its place in the batch. Its next turn is a new request, so it is the last in the queue, as
+vLLM's default scheduling puts it. The KV cache of a session in a tool or in the queue stays until running sequences
+need the space. Then caches are evicted, the least recently used first; caches of sessions that have ended are among
+them. If no cache is left, a sequence is preempted as in `engines`. An evicted session computes its context again before
+its next turn.
+"""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from darts_server.group.events import Complete, Cut, DeadlineSet, Event, Finished, Progress, Started, Stop
+from darts_server.group.group import Group, UniformGenerator
+from darts_server.offline.simulation.model.batch import BatchPlan
+from darts_server.offline.simulation.model.engines import TOLERANCE, Machine, place_groups
+from darts_server.policy.deadline import CohortDeadline, place_of_need
+from darts_server.types import FinishReason
+
+UNITS_PER_SECOND = 1_000_000
+"""A group counts whole numbers, and the shortest decode steps take a millisecond."""
+
+
+class Turn(NamedTuple):
+    """A request of a session."""
+
+    added: int
+    """New tokens of the prompt: the whole prompt in the first turn, and then what the tool has added."""
+    generated: int
+    """At least 1."""
+    tool_seconds: float = 0.0
+    """Seconds in tools before the turn, 0 in the first turn."""
+
+
+class Session(NamedTuple):
+    """What a session does if nothing stops it. All sessions of a group have the same prompt."""
+
+    turns: tuple[Turn, ...]
+    valid: bool = True
+    """Whether the session ends by itself, and not at a limit."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(turn.generated for turn in self.turns)
+
+
+class State(Enum):
+    WAITING = auto()
+    """In the queue of the engine."""
+    RUNNING = auto()
+    IN_TOOL = auto()
+    OVER = auto()
+
+
+@dataclass(slots=True, eq=False)
+class SessionRun:
+    """A session in a rollout. When the rollout is over, it says how much of the session has run."""
+
+    session: Session
+    group: int
+    index: int
+    context: int
+    """Tokens of the context, without the current stay in the batch."""
+    state: State = State.WAITING
+    turns: int = 1
+    """Turns that have begun."""
+    tokens: int = 0
+    """Generated tokens, without the current stay in the batch."""
+    tool_seconds: float = 0.0
+    """Seconds in tools."""
+    recomputed: int = 0
+    """Tokens that were computed again, after an eviction or preemption."""
+    computed: int = 0
+    """Tokens of the context that the engine has computed before."""
+    since: float = 0.0
+    """Step in which the current stay began, or second in which the current tool call began."""
+    wakes_at: float = inf
+    """Step at which the running session ends its turn or must report its progress."""
+
+    @property
+    def turn_end(self) -> int:
+        """Generated tokens at the end of the current turn."""
+        return sum(turn.generated for turn in self.session.turns[: self.turns])
+
+    @property
+    def prompt(self) -> int:
+        return self.session.turns[0].added
+
+
+@dataclass(slots=True, eq=False)
+class SessionGroup:
+    """A group in a rollout."""
+
+    group: Group
+    runs: list[SessionRun]
+    engine: "_Engine"
+    place: int
+    """Rank of the finished session whose length is the group's need, see `place_of_need`."""
+    need: int | None = None
+
+
+# --- an engine --------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Engine:
+    """One engine: its queue, its batch, its KV cache and its clock."""
+
+    machine: Machine
+    by_seconds: bool
+    """Whether groups count time, see `SessionRollout`."""
+    space: float
+    """Tokens that still fit into the KV cache. Caches of sequences that do not run take space, too."""
+    now: float = 0.0
+    """Seconds at which the current step begins."""
+    step: float = 0.0
+    running: dict[SessionRun, None] = field(default_factory=dict)
+    """In the order of admission."""
+    waiting: deque[SessionRun] = field(default_factory=deque)
+    cached: dict[SessionRun, float] = field(default_factory=dict)
+    """Tokens in the KV caches of sequences that do not run, the least recently used first."""
+    holders: Counter[int] = field(default_factory=Counter)
+    """Sessions of each group that are not over and have a KV cache. They share the cache of their prompt."""
+    alarms: list[tuple[float, int, int]] = field(default_factory=lambda: [(inf, 0, -1)])
+    """Heap of seconds, each with a group, and with the index of its session that returns from a tool or with -1."""
+    context: float = 0.0
+    """Tokens of all running sequences."""
+    longer: float = 0.0
+    """Seconds by which the next step takes longer: prefills and starts."""
+    planned: tuple[float, float] = (0.0, 0.0)
+    """Steps until the next event, and the second at which they are done."""
+
+    # --- the KV cache ---------------------------------------------------------
+
+    def shared(self, run: SessionRun) -> int:
+        """Return the tokens in the KV cache that a sequence shares with its group: full blocks of its prompt."""
+        return run.prompt - run.prompt % self.machine.block_size
+
+    def own(self, run: SessionRun) -> float:
+        """Return the other tokens in the KV cache. The last block of a sequence is half empty on average."""
+        return run.context - self.shared(run) + (self.machine.block_size - 1) / 2
+
+    def release(self, run: SessionRun) -> None:
+        """Count one holder less of the group's prompt, which is dropped without holders."""
+        self.holders[run.group] -= 1
+        if not self.holders[run.group]:
+            self.space += self.shared(run)
+
+    def evict(self, kept: SessionRun | None = None) -> bool:
+        """Evict the least recently used cache except that of ``kept``, and return whether there was any."""
+        for run in self.cached:
+            if run is not kept:
+                self.space += self.cached.pop(run)
+                if run.state is not State.OVER:
+                    self.release(run)
+                return True
+        return False
+
+    # --- the batch ------------------------------------------------------------
+
+    def tokens(self, run: SessionRun) -> int:
+        """Return the tokens that a session has generated so far."""
+        if run.state is State.RUNNING:
+            return run.tokens + int(self.step - run.since)
+        return run.tokens
+
+    def measured(self, run: SessionRun) -> int:
+        """Return how long a session is so far."""
+        if self.by_seconds:
+            return int(self.now * UNITS_PER_SECOND * (1 + TOLERANCE))
+        return self.tokens(run)
+
+    def leave(self, run: SessionRun, state: State) -> None:
+        """Take a sequence out of the batch. Its cache stays until the space is needed."""
+        generated = self.tokens(run) - run.tokens
+        run.tokens += generated
+        run.context += generated
+        run.computed = run.context
+        run.state = state
+        self.context -= run.context
+        del self.running[run]
+        self.cached[run] = self.own(run)
+
+    def end(self, run: SessionRun) -> None:
+        """End a session, wherever it is. Its cache becomes one of the caches that no session needs."""
+        if run.state is State.RUNNING:
+            self.leave(run, State.OVER)
+        elif run.state is State.WAITING:
+            self.waiting.remove(run)
+        else:
+            run.tool_seconds += self.now - run.since
+        run.state = State.OVER
+        if run in self.cached:
+            self.release(run)
+
+    def schedule(self) -> list[SessionRun]:
+        """Preempt sequences that do not fit into the KV cache. Admit sequences from the queue, and return them."""
+        while self.space < 0 and (self.cached or len(self.running) > 1):
+            if not self.cached:
+                last = next(reversed(self.running))
+                self.leave(last, State.WAITING)
+                self.waiting.appendleft(last)
+            self.evict()
+
+        admitted = []
+        while self.waiting and len(self.running) < self.machine.max_num_seqs:
+            run = self.waiting[0]
+            kept = self.cached.get(run, 0.0)
+            needed = self.own(run) - kept
+            if not self.holders[run.group]:
+                needed += self.shared(run)
+            if needed > self.space:
+                # Caches are evicted only if that suffices. A sequence that is too large for the KV cache runs alone.
+                if self.running and needed > self.space + sum(self.cached.values()) - kept:
+                    break
+                if self.evict(kept=run):
+                    continue
+            self.waiting.popleft()
+
+            # A sequence with a cache prefills what its tool has added. Others share the prompt of their group.
+            prefilled = run.context - run.computed
+            if self.cached.pop(run, None) is None:
+                prefilled = run.context
+                if self.holders[run.group]:
+                    prefilled -= self.shared(run)
+                self.holders[run.group] += 1
+            run.recomputed += max(0, prefilled - (run.context - run.computed))
+            run.state = State.RUNNING
+            run.since = self.step
+            self.space -= needed
+            self.context += run.context
+            self.longer += self.machine.step_time.per_prefill_token * prefilled + self.machine.step_time.per_start
+            self.running[run] = None
+            admitted.append(run)
+        return admitted
+
+    # --- the clock --------------------------------------------------------------
+
+    def seconds_of(self, steps: float) -> float:
+        """Return the seconds of the next ``steps`` steps: an arithmetic series, because contexts grow."""
+        times = self.machine.step_time
+        linear = times.decode.step_seconds(len(self.running)) + times.per_context_token * self.context
+        square = times.per_context_token * len(self.running)
+        return self.longer + linear * steps + square * steps * (steps - 1) / 2
+
+    def plan(self) -> None:
+        """Set ``planned``."""
+        alarm = self.alarms[0][0]
+        count = len(self.running)
+        if not count:
+            self.planned = (0.0, max(alarm, self.now))
+            return
+        steps = min(run.wakes_at for run in self.running) - self.step
+        if self.space < inf and (self.cached or count > 1):
+            # Then the KV cache is full.
+            steps = min(steps, self.space // count + 1)
+        if alarm < self.now + self.seconds_of(steps):
+            # The first step that ends after the alarm.
+            seconds = alarm * (1 - TOLERANCE) - self.now
+            steps = 1.0 + bisect_left(range(1, int(steps)), seconds, key=self.seconds_of)
+        self.planned = (steps, self.now + self.seconds_of(steps))
+
+
+# --- the rollout --------------------------------------------------------------------
+
+
+class SessionRollout:
+    """A rollout, in which all sessions are submitted at once, and which waits for all groups.
+
+    Args:
+        sessions: sessions of each prompt, at least as many as its candidates.
+        rngs: generator of tail draws of each group.
+        plan: how the prompts are rolled out.
+        by_seconds: whether groups count the time since the rollout began, in units of 1 / `UNITS_PER_SECOND` seconds,
+            instead of generated tokens. Lengths and the deadline of ``plan`` then count in the same units.
+    """
+
+    def __init__(
+        self,
+        sessions: Sequence[Sequence[Session]],
+        rngs: Sequence[UniformGenerator],
+        plan: BatchPlan,
+        machine: Machine,
+        by_seconds: bool = False,
+    ) -> None:
+        self.seconds = 0.0
+        """Seconds until all groups are complete."""
+        self.groups: list[SessionGroup] = []
+        self.completion_lengths: list[int] = []
+        """Completion lengths in the order of completion, for `RecentCompletionLengths`."""
+        self.deadline = plan.deadline
+        self.cohort = CohortDeadline(plan.deadline, len(plan.candidates))
+        self.left = len(plan.candidates)
+        space = (machine.kv_blocks or inf) * machine.block_size
+        self.engines = [_Engine(machine, by_seconds, space) for _ in range(machine.replicas)]
+        for number, replica in enumerate(place_groups(plan.candidates, machine.replicas).tolist()):
+            count = plan.candidates[number]
+            rule = plan.rule(number)
+            group = Group(rng=rngs[number], max_replacements=0)
+            group.open(rule, count)
+            group.handle(*map(Started, range(count)))
+            of_group = enumerate(sessions[number][:count])
+            runs = [SessionRun(session, number, index, session.turns[0].added) for index, session in of_group]
+            place = place_of_need(rule.completion_place, count, plan.mean_candidates)
+            self.groups.append(SessionGroup(group, runs, self.engines[replica], place))
+            self.engines[replica].waiting.extend(runs)
+
+    def run(self) -> None:
+        """Run until all groups are complete."""
+        for engine in self.engines:
+            self._schedule(engine, set())
+        while self.left:
+            engine = min(self.engines, key=lambda each: each.planned[1])
+            steps, engine.now = engine.planned
+            engine.step += steps
+            engine.context += steps * len(engine.running)
+            engine.space -= steps * len(engine.running)
+            engine.longer = 0.0
+
+            due = self._move_sessions(engine)
+            handled = set(due)
+            # Groups decide in their order, as long as there are events.
+            while due:
+                number = min(due)
+                before = (self.cohort.tokens, self.cohort.pending_cut_length)
+                if not self._update(number):
+                    due.remove(number)
+                if before != (self.cohort.tokens, self.cohort.pending_cut_length):
+                    # All engines learn about the deadline or the limit after their current step.
+                    for other, member in enumerate(self.groups):
+                        if member.engine is engine:
+                            due.add(other)
+                        else:
+                            heappush(member.engine.alarms, (engine.now, other, -1))
+                            member.engine.plan()
+                    handled |= due
+            self._schedule(engine, handled)
+            self.seconds = engine.now
+
+    def _move_sessions(self, engine: _Engine) -> set[int]:
+        """Send sessions into tools and back into the queue. Return the groups whose sessions have news."""
+        due = set()
+        for run in [run for run in engine.running if run.wakes_at <= engine.step]:
+            due.add(run.group)
+            if engine.tokens(run) == run.turn_end < run.session.tokens:
+                engine.leave(run, State.IN_TOOL)
+                run.since = engine.now
+                returns_at = engine.now + run.session.turns[run.turns].tool_seconds
+                heappush(engine.alarms, (returns_at, run.group, run.index))
+
+        while engine.alarms[0][0] * (1 - TOLERANCE) <= engine.now:
+            _, number, index = heappop(engine.alarms)
+            due.add(number)
+            run = self.groups[number].runs[index]
+            if index >= 0 and run.state is State.IN_TOOL:
+                turn = run.session.turns[run.turns]
+                run.tool_seconds += turn.tool_seconds
+                run.context += turn.added
+                run.turns += 1
+                run.state = State.WAITING
+                engine.waiting.append(run)
+        return due
+
+    def _update(self, number: int) -> bool:
+        """Give a group the events of its sessions, and do as it decides. Return whether there were events."""
+        member = self.groups[number]
+        group = member.group
+        engine = member.engine
+        if group.outcome is not None:
+            return False
+        events: list[Event] = []
+        checks = group.check_at
+        for run in member.runs:
+            if run.state is State.RUNNING and engine.tokens(run) == run.session.tokens:
+                reason = FinishReason.STOP if run.session.valid else FinishReason.LENGTH
+                events.append(Finished(run.index, engine.measured(run), reason))
+                engine.end(run)
+            elif run.state is not State.OVER and engine.measured(run) >= checks.get(run.index, inf):
+                events.append(Progress(run.index, engine.measured(run)))
+        tokens = self.cohort.tokens
+        if self.deadline is not None and tokens is not None and group.deadline is None:
+            events.append(DeadlineSet(tokens, self.deadline.cut_length_of(tokens)))
+        decisions = group.handle(*events)
+
+        # The cohort learns how long its groups are, or must be.
+        if member.need is None:
+            member.need = group.standings.nth_shortest(member.place)
+            if member.need is not None:
+                self.cohort.report_need(number, member.need)
+            elif self.cohort.pending_cut_length is not None:
+                measured = {run.index: engine.measured(run) for run in member.runs}
+                minimum = group.standings.nth_shortest_minimum(member.place, measured)
+                self.cohort.report_minimum(number, minimum)
+
+        for decision in decisions:
+            match decision:
+                case Stop(index=index) | Cut(index=index) if member.runs[index].state is not State.OVER:
+                    engine.end(member.runs[index])
+                case Complete():
+                    self.left -= 1
+                    self.cohort.remove(number)
+                    # A group without a completion length counts if sessions were cut.
+                    if member.need is not None or any(candidate.cut for candidate in group.candidates):
+                        self.completion_lengths.append(member.need or 0)
+        return bool(events)
+
+    def _schedule(self, engine: _Engine, handled: set[int]) -> None:
+        """Schedule an engine, and set when sessions of the ``handled`` groups and new sessions are looked at next."""
+        handled.update(run.group for run in engine.schedule())
+        for number in handled:
+            member = self.groups[number]
+            checks = member.group.check_at
+            limit = inf
+            if self.cohort.pending_cut_length is not None and member.need is None:
+                limit = self.cohort.pending_cut_length
+            for run in member.runs:
+                later = [mark for mark in (checks.get(run.index, inf), limit) if mark > engine.measured(run)]
+                if engine.by_seconds:
+                    for mark in later:
+                        heappush(engine.alarms, (mark / UNITS_PER_SECOND, number, -1))
+                    later = []
+                run.wakes_at = run.since - run.tokens + min([run.turn_end, *later])
+        engine.plan()
