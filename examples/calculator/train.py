@@ -33,7 +33,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from darts_client import AsyncClient, DartsError
+from darts_client import AsyncClient, DartsError, RunningSession, SessionTrajectory
 from darts_server.offline.demo.server import DARTS, serving
 from examples.calculator.agent import Episode, fast_tool, openai_complete, play, slow_tool
 from examples.calculator.task import Problem, sample_problem
@@ -149,7 +149,7 @@ class Group:
 
     episodes: Sequence[Episode]
     """All sessions, also stopped sessions."""
-    trajectories: Sequence[Any]
+    trajectories: Sequence[SessionTrajectory]
     """The client's trajectories of the sessions that were selected."""
 
     @property
@@ -249,7 +249,7 @@ class Trainer:
         size = self._recipe.group_size
         key = f"{self._method.name} {self._seed}: {problem.prompt}"
 
-        async def agent(session: Any, episode: Episode) -> None:
+        async def agent(session: RunningSession, episode: Episode) -> None:
             wait = slow_tool(f"{self._seed}/{step}/{number}/{session.index}")
             bound = session.openai(http_client=DefaultAsyncHttpxClient(verify=CERTIFICATES))
             await play(episode, openai_complete(bound), wait)
@@ -258,8 +258,7 @@ class Trainer:
                 await session.end(reward=episode.reward, finish_reason=reason)
 
         method = self._method
-        client: Any = self._client
-        async with client.sessions(key, size=size, extra=method.extra, policy=method.policy) as group:
+        async with self._client.sessions(key, size=size, extra=method.extra, policy=method.policy) as group:
             async for session in group:
                 episode = Episode(problem, self._tokenizer)
                 episodes.append(episode)
@@ -295,7 +294,7 @@ def totals(groups: Sequence[Group]) -> tuple[int, int]:
     return sum(episode.turns for episode in episodes), sum(episode.calls for episode in episodes)
 
 
-def graded(trajectories: Sequence[Any]) -> list[Trained]:
+def graded(trajectories: Sequence[SessionTrajectory]) -> list[Trained]:
     """Return the rows of a group's trajectories with GRPO's advantages."""
     values = advantages([trajectory.reward or 0.0 for trajectory in trajectories])
     return [
