@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import TypeVar
 
@@ -29,6 +29,13 @@ class Sample:
 
     tokens: list[int]
     prompt_length: int
+    given: frozenset[int] = field(default=frozenset(), kw_only=True)
+    """Positions of tokens after the prompt that a tool wrote. These tokens have no loss."""
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that have a loss."""
+        return len(self.tokens) - self.prompt_length - len(self.given)
 
 
 SampleT = TypeVar("SampleT", bound=Sample)
@@ -73,6 +80,7 @@ def collate(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
         length = len(sample.tokens)
         tokens[row, :length] = torch.tensor(sample.tokens)
         labels[row, sample.prompt_length : length] = tokens[row, sample.prompt_length : length]
+        labels[row, sorted(sample.given)] = IGNORED
     return tokens, labels
 
 

@@ -39,7 +39,7 @@ class Trained(Sample):
     """A trajectory to train on."""
 
     logprobs: Sequence[float]
-    """Server's log-probs of the response's tokens, in nats."""
+    """Server's log-probs of the response's tokens, in nats, 0 for a token that a tool wrote."""
     advantage: float
     stale: int = 0
     """Number of tokens at the start of the response that older weights sampled."""
@@ -135,7 +135,7 @@ class Learner:
         Raises:
             StaleWeights: other weights sampled tokens that are not stale. The policy is unchanged.
         """
-        total = sum(len(trained.logprobs) for trained in batch)
+        total = sum(trained.num_targets for trained in batch)
         loss = 0.0
         gap = 0.0
         for part in parts_of(sorted(batch, key=lambda trained: len(trained.tokens))):

@@ -54,7 +54,12 @@ def rollouts(
 
 def decode_steps(client: Client) -> int:
     """Return the number of steps that the engine has made since its start."""
-    samples = (sample for family in text_string_to_metric_families(client.metrics()) for sample in family.samples)
+    return decode_steps_of(client.metrics())
+
+
+def decode_steps_of(metrics: str) -> int:
+    """Return the number of the engine's steps from the server's metrics in Prometheus' text format."""
+    samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
     return int(sum(sample.value for sample in samples if sample.name == STEPS_METRIC))
 
 

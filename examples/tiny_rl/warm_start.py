@@ -12,6 +12,7 @@ in this time. On one thread the result depends only on the seed.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -32,7 +33,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from examples.tiny_rl.batches import IGNORED, collate, draw_batch, parts_of
+from examples.tiny_rl.batches import IGNORED, Sample, collate, draw_batch, parts_of
 from examples.tiny_rl.demonstrations import VARIANTS, Variant
 from examples.tiny_rl.tokenizer import EOS_ID, PAD_ID, VOCABULARY_SIZE, build_tokenizer
 
@@ -52,6 +53,10 @@ class Recipe:
     """Share of the steps with easy problems only."""
     clean_until: float = 0.55
     """Share of the steps with clean demonstrations only."""
+
+
+Draw = Callable[[Random, bool, bool], list[Sample]]
+"""Draws a batch, sorted from short to long: only short problems or all, only clean demonstrations or all."""
 
 
 def build_model() -> Qwen3ForCausalLM:
@@ -93,9 +98,18 @@ def summed_loss(model: Qwen3ForCausalLM, tokens: torch.Tensor, labels: torch.Ten
 
 def train(variant: Variant, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
     """Train a new policy on demonstrations of the given variant."""
+    tokenizer = build_tokenizer()
+
+    def draw(rng: Random, short: bool, clean: bool) -> list[Sample]:
+        return draw_batch(rng, tokenizer, variant, recipe.batch_tokens, short=short, clean=clean)
+
+    return train_on(draw, recipe, seed)
+
+
+def train_on(draw: Draw, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
+    """Train a new policy on batches of demonstrations."""
     torch.manual_seed(seed)
     rng = Random(seed)
-    tokenizer = build_tokenizer()
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98))
     schedule = warmup_then_cosine(optimizer, recipe)
@@ -103,8 +117,8 @@ def train(variant: Variant, recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
     for step in progress:
         short = step < recipe.short_until * recipe.steps
         clean = step < recipe.clean_until * recipe.steps
-        samples = draw_batch(rng, tokenizer, variant, recipe.batch_tokens, short=short, clean=clean)
-        targets = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
+        samples = draw(rng, short, clean)
+        targets = sum(sample.num_targets for sample in samples)
         total = 0.0
         for part in parts_of(samples):
             loss = summed_loss(model, *collate(part)) / targets

@@ -97,3 +97,18 @@ def test_samples_of_other_weights_are_rejected_and_change_nothing(learner: Learn
         learner.update([trained(learner, fine, 1.0), trained(learner, stale, -1.0, off_by=1e-3)])
     assert learner.weights() == before
     assert learner.update([trained(learner, fine, 1.0)]).gap < 2e-5, "and the next step has its own gradient"
+
+
+def test_tokens_that_a_tool_wrote_have_no_loss_and_no_gap(learner: Learner) -> None:
+    one = sample("7a-5b*4>", "a-5=2#3")
+    whole = trained(learner, one, 1.0)
+    given = frozenset({one.prompt_length + 4})
+    logprobs = list(whole.logprobs)
+    logprobs[4] = 0.0
+    masked = replace(whole, logprobs=logprobs, given=given)
+    assert masked.num_targets == whole.num_targets - 1
+    loss = Learner(MODEL).update([masked]).loss
+    others = [value for place, value in enumerate(whole.logprobs) if place != 4]
+    assert loss == pytest.approx(-sum(others) / len(others), abs=1e-4)
+    with pytest.raises(StaleWeights):
+        learner.update([replace(whole, given=given)])
