@@ -16,7 +16,8 @@ from darts_client.integrations.trl import WeightTransfer
 pytestmark = pytest.mark.filterwarnings("default")
 ROOT = Path(__file__).parents[2]
 OWN = {
-    "trl": {"clients/darts_client/integrations/_trl_names.py"},
+    # The example extends the loop of TRL's asynchronous trainer, for which TRL has no public way.
+    "trl": {"clients/darts_client/integrations/_trl_names.py", "examples/trl_sessions.py"},
     "verl": {"clients/darts_client/verl", "tests/trainers/verl"},
     "openrlhf": {"clients/darts_client/integrations/openrlhf.py", "tests/trainers/programs/openrlhf.py"},
     "areal": {"tests/trainers/programs/areal.py", "tests/trainers/areal/"},
