@@ -25,7 +25,7 @@ OWN = {
     "responses_api_models": {"tests/trainers/programs/nemo_gym.py"},
     "skyrl": {"tests/trainers/programs/skyrl.py", "tests/trainers/harnesses/skyrl", "examples/skyrl_sessions.py"},
     "swift": {"tests/trainers/ms_swift/"},
-    "verifiers": {"tests/trainers/programs/verifiers.py", "tests/trainers/harnesses/verifiers.py"},
+    "verifiers": {"tests/trainers/programs/verifiers.py", "tests/trainers/harnesses/verifiers"},
 }
 """The files and folders that may import the internals of each trainer."""
 ERROR = r"darts-client works with TRL 1\.16 to 1\.18, and TRL [\d.]+ is installed"
