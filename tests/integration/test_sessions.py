@@ -158,6 +158,8 @@ def test_a_session_is_found_by_its_key_and_by_a_header(server: Server) -> None:
     assert httpx.get(f"{server.url}/darts/v1/groups", headers=key).status_code == 403
     assert httpx.get(f"{server.url}/darts/v1/sessions/{second['id']}", headers=key).status_code == 403
     assert httpx.get(f"{server.url}/darts/v1/sessions/{first['id']}", headers=key).status_code == 200
+    own_end = f"{server.url}/darts/v1/sessions/{first['id']}:end"
+    assert httpx.post(own_end, json={"reward": 1.0}, headers=key).status_code == 403
     wrong = {"Authorization": "Bearer ses-key-unknown"}
     assert httpx.post(url, json=body, headers=wrong).status_code == 401
     # Another name in a header is a session of the harness's own, and no session of ours.

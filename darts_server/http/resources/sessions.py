@@ -9,6 +9,8 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from darts_server.caller import caller
+from darts_server.exceptions import Forbidden
 from darts_server.http.answers import JSON, Readers, encode_json, in_thread, respond
 from darts_server.http.body import Body, parse_body, read_body, while_connected
 from darts_server.http.openapi import json_body
@@ -312,6 +314,12 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
         """End a session. A session that the server has stopped only gets the reward and the metadata."""
         session = registry.find(session_id)
         body = await parse_body(SessionEndIn, await read_body(request, MAX_BODY_BYTES) or b"{}")
+        has_session_key = caller.get().session is not None
+        if has_session_key and (body.reward is not None or body.correct is not None):
+            # The key may be in a sandbox, whose code must not choose its own reward.
+            raise Forbidden(
+                "a reward needs a key of the server; with the key of a session, send no reward and no correct"
+            )
         session.group.end_session(
             session,
             usable=body.usable,
