@@ -39,7 +39,7 @@ from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.engine import FINISH_REASONS, VllmRollouts
 from darts_server.vllm.api.routes import RouteCall, route_call
 from darts_server.vllm.fleet.ranks import RANK, place
-from darts_server.vllm.requests.outputs import ABORTED, NoTokens, logprobs_of, make_deferred, to_choice
+from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, read_logprobs, to_choice
 from darts_server.vllm.requests.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.requests.validation import check_group, check_request
 
@@ -378,7 +378,7 @@ class ShapingLLM(ControlledLLM):
                         tokens = []
                         logprobs = []
                     tokens.extend(choice.token_ids)
-                    logprobs.extend(logprobs_of(choice))
+                    logprobs.extend(await read_logprobs(choice))
                     reason = choice.finish_reason
                     if reason is not None:
                         turn.session.rank = generation.turn.rank

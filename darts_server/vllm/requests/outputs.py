@@ -375,10 +375,17 @@ async def make_deferred(output: RequestOutput, *names: str) -> None:
                     await asyncio.sleep(0)
 
 
-def logprobs_of(completion: CompletionOutput) -> list[float]:
-    """Return the log-prob of each token of an output of vLLM's own that has log-probs."""
-    entries = cast(Iterable[Mapping[int, Logprob]], completion.logprobs or ())
-    return [entry[token].logprob for token, entry in zip(completion.token_ids, entries, strict=True)]
+async def read_logprobs(completion: CompletionOutput) -> list[float]:
+    """Return the log-prob of each token of an output of vLLM's own, and let other tasks run between slices of it."""
+    tokens = completion.token_ids
+    values: list[float] = []
+    for begin in range(0, len(tokens), SLICE):
+        if begin:
+            await asyncio.sleep(0)
+        part = slice(begin, begin + SLICE)
+        entries = cast(Sequence[Mapping[int, Logprob]], completion.logprobs)[part]
+        values += [entry[token].logprob for token, entry in zip(tokens[part], entries, strict=True)]
+    return values
 
 
 def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
