@@ -173,9 +173,11 @@ class AgentSession:
     @property
     def correct(self) -> bool | None:
         report = self.report
-        if report is None or report.correct is not None or report.reward is None:
-            return None if report is None else report.correct
-        return report.reward > 0
+        if report is None:
+            return None
+        if report.correct is None and report.reward is not None:
+            return report.reward > 0
+        return report.correct
 
     @property
     def metadata(self) -> bytes | None:
@@ -309,7 +311,9 @@ class SessionGroup:
                 self._end_failed(session, SessionEnd.SILENT, error)
 
     def cancel(self, error: DartsError | None = None) -> None:
-        """End the group, and stop its sessions."""
+        """End the group, and stop its sessions. A group that has ended stays as it is."""
+        if self.record is not None:
+            return
         self.error = self.error or error or GroupAborted("the group was ended by its caller")
         self._carry_out(self._group.cancel(DiscardReason.ABORTED))
         self._close()

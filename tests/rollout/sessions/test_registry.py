@@ -133,6 +133,14 @@ async def test_a_session_that_is_longer_than_needed_is_stopped_in_its_turn(world
     assert not group.sessions[order[2]].session.rows
 
 
+async def test_a_group_that_is_complete_is_not_cancelled(world: World) -> None:
+    group = await world.create(size=1, extra=0, policy="off")
+    world.finish(group.sessions[0], 3)
+    group.cancel()
+    assert group.outcome is Outcome.COMPLETED
+    assert group.error is None
+
+
 async def test_events_tell_the_harness_of_starts_stops_and_the_end(world: World) -> None:
     group = await world.create(size=1, extra=0, policy="off")
     waiting = asyncio.create_task(group.wait_for_events(1, 10.0))
