@@ -4,8 +4,11 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Self
+
+import httpx
 
 from ._async_sessions import AsyncSessionRequests
 from ._errors import DartsError, GroupFailed, SessionOver
@@ -26,6 +29,9 @@ WAIT = 20.0
 DELETE_TIMEOUT = 30.0
 # Seconds after the group's end to close environments.
 CLEANUP_TIMEOUT = 60.0
+
+# Reading them takes 80 ms, and each session has a client.
+certificates = cache(httpx.create_ssl_context)
 
 
 class RunningSession:
@@ -52,7 +58,8 @@ class RunningSession:
 
         options.setdefault("max_retries", 0)
         if "http_client" not in options:
-            options["http_client"] = DefaultAsyncHttpxClient(event_hooks={"response": [self._hold]})
+            hooks = {"response": [self._hold]}
+            options["http_client"] = DefaultAsyncHttpxClient(verify=certificates(), event_hooks=hooks)
         client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
         self.clients.append(client)
         return client
