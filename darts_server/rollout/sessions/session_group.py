@@ -312,7 +312,7 @@ class SessionGroup:
 
     def cancel(self, error: DartsError | None = None) -> None:
         """End the group, and stop its sessions. A group that has ended stays as it is."""
-        if self.record is not None:
+        if self.ended_at is not None:
             return
         self.error = self.error or error or GroupAborted("the group was ended by its caller")
         self._carry_out(self._group.cancel(DiscardReason.ABORTED))
@@ -385,7 +385,7 @@ class SessionGroup:
         inner.end_turn(self.clock(), tokens, finished if is_returned else None)
         if not inner.is_over:
             self._feed(Progress(session.index, session.progress(self.clock())))
-        elif session.candidate.cut and self.spec.measure is Measure.TOKENS:
+        elif session.candidate.cut:
             inner.cut(session.candidate.tokens)
 
     def end_session(
@@ -491,7 +491,8 @@ class SessionGroup:
                     session = self.sessions[index]
                     if not session.session.is_over:
                         self._end(session, SessionEnd.STOPPED, "cut")
-                    if not session.running and self.spec.measure is Measure.TOKENS:
+                    # Otherwise the running request still brings its last tokens, see `turn_ended`.
+                    if not session.running:
                         session.session.cut(tokens)
                 case Complete():
                     self._close()
@@ -502,7 +503,7 @@ class SessionGroup:
     def _close(self) -> None:
         """Record and report the group's end, once."""
         outcome = self._group.outcome
-        if outcome is None or self.record is not None:
+        if outcome is None or self.ended_at is not None:
             return
         self.ended_at = self.clock()
         try:
@@ -585,9 +586,8 @@ class SessionGroup:
         session = self.sessions[index]
         inner = session.session
         candidate = session.candidate
-        tokens = session.tokens
-        if candidate.cut and self.spec.measure is Measure.TOKENS:
-            tokens = candidate.tokens
+        # Deadlines are in tokens, as they are refused for sessions that are compared by seconds.
+        tokens = candidate.tokens if candidate.cut else session.tokens
         spans = session.spans
         for turn in session.running:
             spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.generated()))

@@ -326,7 +326,7 @@ class ShapingLLM(ControlledLLM):
         except SessionOver as error:
             if error.status != HTTPStatus.OK:
                 raise
-            return _answer_without_tokens(agent, request)
+            return _answer_over(agent, request)
         try:
             ticket = self.admission.admit(1)
         except DartsError:
@@ -370,6 +370,10 @@ class ShapingLLM(ControlledLLM):
         prompt: Sequence[int] = ()
         try:
             await self._wait_for_gate(turn)
+            if turn.session_ended.is_set():
+                async for output in _answer_over(turn.session, generation.request):
+                    yield output
+                return
             async with aclosing(self._generate_unshaped(generation)) as outputs:
                 async for output in outputs:
                     prompt = output.prompt_token_ids or prompt
@@ -399,11 +403,7 @@ class ShapingLLM(ControlledLLM):
             self._end_turn(turn, generation.request.request_id, len(tokens))
 
     async def _wait_for_gate(self, turn: SessionTurn) -> None:
-        """Wait until the gate is open. A session that ends meanwhile needs no engine.
-
-        Raises:
-            SessionOver
-        """
+        """Wait until the gate is open, or the session has ended: then it needs no engine."""
         if self.gate.closed:
             waiting = {asyncio.create_task(self.gate.wait_open()), asyncio.create_task(turn.session_ended.wait())}
             try:
@@ -411,12 +411,6 @@ class ShapingLLM(ControlledLLM):
             finally:
                 for task in waiting:
                     task.cancel()
-        if turn.session_ended.is_set():
-            error = turn.session.group.over_error(turn.session)
-            if error.status == HTTPStatus.OK:
-                # The prompt was not read, so there is no answer without tokens.
-                error.status = HTTPStatus.GONE
-            raise error
 
     async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
@@ -614,8 +608,15 @@ def _call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Cal
     finalize(outputs, release_in_loop).atexit = False
 
 
-async def _answer_without_tokens(agent: AgentSession, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
-    """Yield an empty answer for a turn of a session that is over."""
+async def _answer_over(agent: AgentSession, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
+    """Yield an answer without tokens for a turn of a session that is over, if its harness understands no error.
+
+    Raises:
+        SessionOver: the harness understands the error's status.
+    """
+    error = agent.group.over_error(agent)
+    if error.status != HTTPStatus.OK:
+        raise error
     is_delta = request.params.output_kind is RequestOutputKind.DELTA
     choice = CompletionOutput(
         index=0,
