@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs = Path("out/api_process")
     with (
         serving(PLAIN, logs / "plain.log", *SCHEDULER) as plain,
-        serving(DARTS, logs / "darts.log", *SCHEDULER, "--redundancy", str(REDUNDANCY)) as darts,
+        serving(DARTS, logs / "darts.log", *SCHEDULER, "--policy", "uniform", "--redundancy", str(REDUNDANCY)) as darts,
     ):
         cells: dict[tuple[str, int | None], list[float]] = {}
         for number in range(options.rounds + 1):

@@ -43,7 +43,7 @@ from darts_server.vllm.api.probe_receiver import ProbeReceiver
 from darts_server.vllm.flags import DRAFTER
 from darts_server.vllm.fleet.ranks import BY_PRIORITY, place
 from darts_server.vllm.requests.held import HeldRequests, OncePerTurn, changing_state
-from darts_server.vllm.requests.outputs import CachingTokenizer, Deferred, sampled_logprobs, truncate_output
+from darts_server.vllm.requests.outputs import Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.requests.sampling import REFUSALS
 
@@ -133,7 +133,7 @@ class VllmCandidate:
         reason = FINISH_REASONS.get(completion.finish_reason or "")
         if reason is not None:
             completion.finish_reason = reason.value
-        return CandidateResult(len(completion.token_ids), reason, self.deferred.output(output))
+        return CandidateResult(len(completion.token_ids), reason, output)
 
 
 class VllmEngine:
@@ -144,7 +144,7 @@ class VllmEngine:
         self._probes = ProbeReceiver() if probes is None else probes
         # A completed group stops all of its running candidates in one turn of the event loop: one message for all.
         self._aborts = OncePerTurn(self._abort)
-        self._tokenizer = CachingTokenizer(llm.output_processor.tokenizer)
+        self._tokenizer = llm.held.tokenizer
         config = llm.vllm_config
         self.engines: int = config.parallel_config.data_parallel_size
         self.capacity: int = config.scheduler_config.max_num_seqs * self.engines

@@ -48,6 +48,8 @@ CONTROL_PATHS = frozenset({"/pause", "/resume", "/scale_elastic_ep", ABORT})
 """Control routes whose handlers catch all exceptions."""
 
 Handler = Callable[..., Awaitable[Any]]
+Fragments = dict[bytes, Iterator[str]]
+"""The JSON of log-probs in slices, by the placeholder in the answer, see `darts_server.vllm.api.logprob_answers`."""
 ErrorFields = Callable[[DartsError], Mapping[str, Any]]
 """Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
@@ -113,7 +115,8 @@ class RouteCall:
     ``sessions``: names of its trajectory in `SESSION_HEADERS`. ``beams``: beams of a beam search over all its prompts.
     A beam search calls ``generate()`` for every token of every beam, but is admitted once, with ``ticket``. ``groups``:
     ids of groups that serve the call. ``named``: keys of prompts that share the caller's prompt key. ``aborted``:
-    whether an answer was aborted. ``agent``: the session of an agent that the call is a turn of.
+    whether an answer was aborted. ``agent``: the session of an agent that the call is a turn of. ``fragments``: None if
+    the answer cannot have JSON of ours.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -124,6 +127,7 @@ class RouteCall:
     named: set[str] = field(default_factory=set)
     aborted: bool = False
     agent: AgentSession | None = None
+    fragments: Fragments | None = None
 
     @property
     def session(self) -> str | None:
@@ -183,6 +187,9 @@ def _with_options(
 
         # vLLM's handler calls `generate`, which reads the context variable.
         call = RouteCall(options, tuple(sessions), beams)
+        state = getattr(raw_request, "state", None)
+        if not getattr(request, "stream", False):
+            call.fragments = getattr(state, "darts_fragments", None)
         token = route_call.set(call)
         try:
             if is_responses_api:
@@ -195,7 +202,7 @@ def _with_options(
 
         for extension in extensions:
             extension.after(request, answer)
-        metadata = getattr(getattr(raw_request, "state", None), "request_metadata", None)
+        metadata = getattr(state, "request_metadata", None)
         if call.groups and metadata is not None:
             # The id of the response finds the group, unless several requests share the group.
             is_shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)

@@ -19,6 +19,7 @@ from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
 from vllm.logger import configure_logging_from_args
 
 from darts_server.vllm.api.llm import ShapingLLM
+from darts_server.vllm.api.logprob_answers import write_logprobs_from_arrays
 from darts_server.vllm.api.routes import ErrorFields, Extension, ReadOptions, extend_routes
 from darts_server.vllm.api.shutdown import CONNECTION_SECONDS, Shutdown
 from darts_server.vllm.compat import version_warning, vllm_version
@@ -77,6 +78,7 @@ async def make_app(
     limit_texts(llm.renderer)
     tokenize_in_threads(application.state)
     extend_routes(application, error_fields, read_options, raw_names, llm.check_options, extensions)
+    write_logprobs_from_arrays(application)
     if llm.loras is not None:
         llm.loras.attach(application.state.openai_serving_models, raw_names)
     # vLLM has built the stack already. Starlette builds it again with the middleware that is added later.

@@ -32,6 +32,7 @@ from darts_server.vllm.engine_core.holding import number_of
 from darts_server.vllm.engine_core.probe_capture import INSTALL
 from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.vllm.requests.held import numbered_of
+from darts_server.vllm.requests.outputs import MAKE_COMPLETION
 from darts_server.vllm.requests.prompt_request import depends_on_prompt_end, leave_rest
 
 logger = logging.getLogger(__name__)
@@ -392,6 +393,8 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
     if params.output_kind != RequestOutputKind.FINAL_ONLY:
         return None
     tokenizer = None if state.logprobs_processor is None else state.logprobs_processor.tokenizer
+    # vLLM makes the output itself, without the tokens that were received before.
+    vars(state).pop(MAKE_COMPLETION, None)
     state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
     state.logprobs_processor = LogprobsProcessor.from_new_request(tokenizer, request)
     state.routed_experts_chunks = []

@@ -23,6 +23,7 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.engine_core.holding import NO_DRAFTS, NOT_HELD, NUMBER, RELEASE, Report
+from darts_server.vllm.requests.outputs import CachingTokenizer, Deferred
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class HeldRequests:
         self.steps = 0
         self.drafts = NO_DRAFTS
         self.states = processor.request_states
+        self.tokenizer = CachingTokenizer(processor.tokenizer)
         self._core = engine_core
         self._internal_ids = processor.external_req_ids
         self._numbers = count(1)
@@ -150,6 +152,8 @@ class HeldRequests:
         elif changes:
             changes.pop()(request, state)
             is_candidate = True
+        else:
+            Deferred(self.tokenizer, params).begin(request, state)
 
         number = next(self._numbers)
         prior_tokens = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, cast
+from itertools import chain
+from typing import Any, NamedTuple, cast
 
 import anyio
 import numpy as np
@@ -33,9 +34,16 @@ from darts_server.types import FinishReason
 SLICE = 512
 """Number of tokens or log-probs that are made in one turn of the event loop, in some three milliseconds."""
 TEXT = "text"
-LOGPROBS = ("logprobs", "cumulative_logprob")
+LOGPROBS = "logprobs"
+CUMULATIVE = "cumulative_logprob"
 # In the text of a token that has only a part of a character.
 INCOMPLETE = "\ufffd"
+# vLLM's number of top log-probs that stands for the whole vocabulary.
+ALL_TOKENS = -1
+CONTEXT = 4
+"""Number of earlier tokens by which vLLM corrects the text of an incomplete token."""
+MAKE_COMPLETION = "_new_completion_output"
+"""Method of vLLM's state of a request that makes the output of one choice."""
 ABORTED = "abort"
 """vLLM's finish reason of aborted requests."""
 # vLLM's finish reason of an output whose last token may be no part of its text.
@@ -58,13 +66,13 @@ class CachingTokenizer:
         self.tokenizer = tokenizer
         self.text = cache(self._text)
         self.incomplete: set[int] = set()
-        """Tokens with a part of a character, among the cached ones."""
+        """Cached tokens whose text ends with a part of a character."""
         self._decode_token = cache(lambda token: tokenizer.decode([token]))
 
     def _text(self, token: int) -> str:
         """Return a token's text as vLLM's log-probs have it, before vLLM corrects incomplete texts."""
         (text,) = convert_ids_list_to_tokens(cast(TokenizerLike, self), [token])
-        if INCOMPLETE in text:
+        if text.endswith(INCOMPLETE):
             self.incomplete.add(token)
         return text
 
@@ -148,6 +156,10 @@ class Deferred:
             # Replace the method of this object alone. vLLM still processes the log-probs of the prompt as they arrive.
             state.logprobs_processor._update_sample_logprobs = self._collect  # type: ignore[method-assign]
 
+        # vLLM calls this method for the final output alone, because the request is final-only.
+        make_completion = state._new_completion_output
+        setattr(state, MAKE_COMPLETION, lambda *end: self._defer(make_completion(*end)))
+
     def _new_detokenizer(self) -> IncrementalDetokenizer:
         tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer
         return IncrementalDetokenizer.from_new_request(tokenizer, self._request)
@@ -161,8 +173,8 @@ class Deferred:
         # Column 0 has the sampled tokens.
         self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())
 
-    def output(self, collected: RequestOutput, later: Collection[str] | None = None, **changes: Any) -> RequestOutput:
-        """Return the output of the finished candidate, with ``changes`` of its fields.
+    def _defer(self, made: CompletionOutput, later: Collection[str] | None = None, **changes: Any) -> CompletionOutput:
+        """Return an output of the finished candidate as a deferred one, with ``changes`` of its fields.
 
         ``later``: fields besides log-probs that are made when they are read. None: the text, unless stop strings
         needed it already.
@@ -170,11 +182,11 @@ class Deferred:
         if later is None:
             later = [] if self._params.stop else [TEXT]
         if self.values is not None and self.returns_logprobs:
-            later = [*later, *LOGPROBS]
+            later = [*later, LOGPROBS, CUMULATIVE]
         # Copy the fields without a constructor: a field that is missing in the copy is made when it is read.
         completion = DeferredCompletion.__new__(DeferredCompletion)
         fields = vars(completion)
-        fields.update(vars(collected.outputs[0]))
+        fields.update(vars(made))
         fields.update(
             logprobs=None,
             cumulative_logprob=None,
@@ -183,9 +195,11 @@ class Deferred:
         )
         for name in later:
             fields.pop(name, None)
-        changed = copy(collected)
-        changed.outputs = [completion]
-        return changed
+        return completion
+
+    def truncate(self, whole: CompletionOutput, **changes: Any) -> CompletionOutput:
+        """Return a truncated copy of the candidate's output, with ``changes`` of its fields. Its text is made anew."""
+        return self._defer(whole, [TEXT], **changes)
 
     def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:
         """Make the output of a candidate that has generated only the earlier tokens. ``text``: None to decode them."""
@@ -213,18 +227,17 @@ class Deferred:
             logprobs=None,
             finish_reason=finish_reason,
         )
-        output = RequestOutput(
+        later = []
+        if text is None and token_ids:
+            later.append(TEXT)
+        return RequestOutput(
             request_id="made",
             prompt=inputs.get("prompt"),
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=None,
-            outputs=[completion],
+            outputs=[self._defer(completion, later)],
             finished=True,
         )
-        later = []
-        if text is None and token_ids:
-            later.append(TEXT)
-        return self.output(output, later)
 
     def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
         """Make the missing fields of the candidate's output, truncated or not. Yield after each slice."""
@@ -233,8 +246,10 @@ class Deferred:
                 continue
             if name == TEXT:
                 yield from self._make_text(completion)
-            else:
+            elif name == LOGPROBS:
                 yield from self._make_logprobs(completion)
+            else:
+                completion.cumulative_logprob = sum(sampled_logprobs(completion) or (), 0.0)
 
     def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
         """Make the text in slices, and yield after each slice.
@@ -257,59 +272,89 @@ class Deferred:
 
     def _make_logprobs(self, completion: CompletionOutput) -> Iterator[None]:
         """Make log-probs as vLLM's processor does, but without arrays of single tokens, and each text once."""
-        processor = LogprobsProcessor.from_new_request(cast(TokenizerLike | None, self._tokenizer), self._request)
+        processor = self._new_processor()
         logprobs = processor.logprobs
         assert logprobs is not None
-        assert processor.cumulative_logprob is not None
         assert processor.num_logprobs is not None
-        text_of = None
-        incomplete = set[int]()
-        if self._tokenizer is not None:
-            text_of = self._tokenizer.text
-            incomplete = self._tokenizer.incomplete
-
-        # The tokens before the candidate was resumed have only their own log-probs.
-        missing = len(completion.token_ids)
-        for token, value in zip(self._prefix.token_ids[:missing], self._prefix.logprobs or (), strict=False):
-            logprobs.append({token: Logprob(value)})
-            processor.cumulative_logprob += value
-        missing -= len(logprobs)
-
-        # The engine's arrays, in slices. ``entries``: number of log-probs since the last pause.
-        entries = 0
-        for arrays in self._arrays:
-            rows = min(missing, len(arrays.logprobs))
-            missing -= rows
-            step = max(1, SLICE // arrays.logprobs.shape[1])
-            for start in range(0, rows, step):
-                part = rows_of(arrays, start, min(start + step, rows))
-                ids = part.logprob_token_ids.tolist()
-                values = part.logprobs.tolist()
-                ranks = part.sampled_token_ranks.tolist()
-                for row, (tokens, token_values, rank) in enumerate(zip(ids, values, ranks, strict=True)):
-                    texts: Iterable[str | None] = NONES
-                    if text_of is not None:
-                        texts = [text_of(token) for token in tokens]
-
-                    if not incomplete.isdisjoint(tokens):
-                        # vLLM corrects the texts of incomplete tokens by the tokens before them.
-                        processor._update_sample_logprobs(rows_of(part, row, row + 1))
-                        continue
-                    append_logprobs_for_next_position(
-                        logprobs, tokens, token_values, texts, rank, processor.num_logprobs
-                    )
-                    processor.cumulative_logprob += token_values[0]
-                entries += part.logprobs.size
-                if entries >= SLICE:
-                    entries = 0
-                    yield
+        for rows in self.logprob_rows(completion.token_ids):
+            values = rows.values.tolist()
+            ranks = rows.ranks.tolist()
+            for ids, row, rank, texts in zip(rows.ids, values, ranks, rows.texts, strict=True):
+                append_logprobs_for_next_position(logprobs, ids, row, texts, rank, processor.num_logprobs)
+            yield
         completion.logprobs = logprobs
-        completion.cumulative_logprob = processor.cumulative_logprob
+
+    def _new_processor(self) -> LogprobsProcessor:
+        return LogprobsProcessor.from_new_request(cast(TokenizerLike | None, self._tokenizer), self._request)
+
+    @property
+    def has_texts(self) -> bool:
+        return self._tokenizer is not None
+
+    def logprob_rows(self, token_ids: Sequence[int]) -> Iterator["LogprobRows"]:
+        """Yield the log-probs of the output's tokens ``token_ids``, in slices of `SLICE` numbers."""
+        place = 0
+        for arrays in self._logprob_arrays():
+            count = min(len(arrays.logprobs), len(token_ids) - place)
+            step = max(1, SLICE // arrays.logprobs.shape[1])
+            for start in range(0, count, step):
+                end = min(start + step, count)
+                ids = arrays.logprob_token_ids[start:end].tolist()
+                texts = self._token_texts(ids, token_ids, place)
+                yield LogprobRows(ids, arrays.logprobs[start:end], arrays.sampled_token_ranks[start:end], texts)
+                place += end - start
+
+    def _token_texts(self, ids: list[list[int]], token_ids: Sequence[int], place: int) -> list[Iterable[str | None]]:
+        """Return the texts of ``ids``, which begin at ``place`` in the output's tokens ``token_ids``."""
+        if self._tokenizer is None:
+            return [NONES] * len(ids)
+        text_of = self._tokenizer.text
+        texts = [[text_of(token) for token in row] for row in ids]
+        incomplete = self._tokenizer.incomplete
+        if not incomplete.isdisjoint(chain.from_iterable(ids)):
+            # vLLM corrects the texts of incomplete tokens by the tokens before them.
+            processor = self._new_processor()
+            for row, tokens in enumerate(ids):
+                before = list(token_ids[max(0, place + row - CONTEXT) : place + row])
+                for column, token in enumerate(tokens):
+                    if token in incomplete:
+                        texts[row][column] = processor._correct_decoded_token(token, before)
+        return list(texts)
+
+    def _logprob_arrays(self) -> Iterator[LogprobsLists]:
+        """Yield the log-probs of all tokens. Column 0 has the sampled tokens."""
+        before = self._prefix.logprobs
+        if before:
+            # The tokens before the candidate was resumed have only their own log-probs.
+            ids = np.array(self._prefix.token_ids[: len(before)])
+            yield LogprobsLists(ids[:, None], np.array(before)[:, None], np.full(len(before), None))
+        if self._arrays:
+            # The engine's arrays are as wide as the request of a step that wants most log-probs.
+            width = min(arrays.logprobs.shape[1] for arrays in self._arrays)
+            top = self._params.num_logprobs
+            if top is not None and top != ALL_TOKENS:
+                width = min(width, top + 1)
+            joined = LogprobsLists(
+                np.concatenate([arrays.logprob_token_ids[:, :width] for arrays in self._arrays]),
+                np.concatenate([arrays.logprobs[:, :width] for arrays in self._arrays]),
+                np.concatenate([arrays.sampled_token_ranks for arrays in self._arrays]),
+            )
+            self._arrays = [joined]
+            yield joined
 
 
-def rows_of(arrays: LogprobsLists, start: int, end: int) -> LogprobsLists:
-    token_ids, logprobs, ranks = arrays[:3]
-    return LogprobsLists(token_ids[start:end], logprobs[start:end], ranks[start:end])
+class LogprobRows(NamedTuple):
+    """Log-probs of successive tokens of an output. Column 0 has the sampled tokens.
+
+    ``ids``: token ids, a list for each token. ``values``: array of log-probs of the same shape. ``ranks``: array of the
+    sampled tokens' ranks, which are None before the place where the candidate was resumed. ``texts``: texts of ``ids``,
+    or None for each if the output has no text.
+    """
+
+    ids: list[list[int]]
+    values: Any
+    ranks: Any
+    texts: list[Iterable[str | None]]
 
 
 class DeferredCompletion(CompletionOutput):
@@ -319,8 +364,8 @@ class DeferredCompletion(CompletionOutput):
 
     # These replace fields of the base class. A missing field is made, even if vLLM gives it a default.
     text = cached_property(lambda self: self._read(TEXT))
-    logprobs = cached_property(lambda self: self._read("logprobs"))
-    cumulative_logprob = cached_property(lambda self: self._read("cumulative_logprob"))
+    logprobs = cached_property(lambda self: self._read(LOGPROBS))
+    cumulative_logprob = cached_property(lambda self: self._read(CUMULATIVE))
 
     def _read(self, name: str) -> Any:
         """Make a field without pauses, and return it."""
@@ -348,7 +393,9 @@ def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
     spans = getattr(whole, "weight_versions", None)
     if spans is not None:
         changes["weight_versions"] = [replace(span, end=min(span.end, tokens)) for span in spans if span.start < tokens]
-    return whole.deferred.output(output, [TEXT], **changes)
+    truncated = copy(output)
+    truncated.outputs = [whole.deferred.truncate(whole, **changes)]
+    return truncated
 
 
 def to_choice(
@@ -371,12 +418,14 @@ async def make_deferred(output: RequestOutput, *names: str) -> None:
     for completion in output.outputs:
         if isinstance(completion, DeferredCompletion):
             async with _one_at_a_time:
-                for _ in completion.deferred.make(completion, names or (TEXT, *LOGPROBS)):
+                for _ in completion.deferred.make(completion, names or (TEXT, LOGPROBS, CUMULATIVE)):
                     await asyncio.sleep(0)
 
 
-async def read_logprobs(completion: CompletionOutput) -> list[float]:
-    """Return the log-prob of each token of an output of vLLM's own, and let other tasks run between slices of it."""
+async def read_logprobs(completion: CompletionOutput) -> Sequence[float]:
+    """Return the log-prob of each token of an output, and let other tasks run between slices of it."""
+    if isinstance(completion, DeferredCompletion):
+        return sampled_logprobs(completion) or ()
     tokens = completion.token_ids
     values: list[float] = []
     for begin in range(0, len(tokens), SLICE):

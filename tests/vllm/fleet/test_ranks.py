@@ -82,10 +82,10 @@ class Engines(ShapingLLM):
         """Do nothing."""
 
 
-def generate(llm: Engines, *_: Any, **options: Any) -> AsyncGenerator[str, None]:
-    async def outputs() -> AsyncGenerator[str, None]:
+def generate(llm: Engines, *_: Any, **options: Any) -> AsyncGenerator[Any, None]:
+    async def outputs() -> AsyncGenerator[Any, None]:
         llm.seen.append((options.get(RANK), list(llm.ranks._running)))
-        yield "output"
+        yield SimpleNamespace(finished=False)
 
     return outputs()
 
@@ -105,7 +105,7 @@ async def test_a_later_turn_runs_on_the_engine_that_has_its_prefix(
     options = {} if chosen is None else {RANK: chosen}
     request = PromptRequest({"prompt_token_ids": [1, 2]}, SamplingParams(), "a", options)
     generation = Generation(request, RouteCall(), Admission(lambda: 0, None).admit(1), turn)
-    assert [output async for output in llm._generate_unshaped(generation)] == ["output"]  # type: ignore[comparison-overlap]  # the fake's
+    assert len([output async for output in llm._generate_unshaped(generation)]) == 1
     [(rank, running)] = llm.seen
     assert (rank, turn.rank) == (expected, expected)
     assert running == [int(rank == each) for each in range(count)], "later turns count where they run"

@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from darts_server.engine.port import TokenSlice
 from darts_server.vllm.engine_core.holding import NOT_HELD, NUMBER, RELEASE, Report
 from darts_server.vllm.requests.held import HeldRequests, changing_state, numbered_of
+from darts_server.vllm.requests.outputs import Deferred
 from tests.vllm.engine_core.test_holding import new_holding_queue, new_request, step
 from tests.vllm.requests.test_outputs import ID, encoded
 
@@ -57,13 +60,15 @@ class Process:
         self.logged.append(None if iteration_stats is None else iteration_stats.num_generation_tokens)
 
     async def add(self, request: EngineCoreRequest, before: Sequence[int] = ()) -> RequestOutputCollector:
-        """Add a request. ``before``: tokens that it had when its engine was lost."""
+        """Add a request. ``before``: tokens of a candidate that resumes."""
         collector = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request.request_id)
         self.processor.add_request(request, None, None, 0, collector)
-        detokenizer = self.processor.request_states[request.request_id].detokenizer
-        assert detokenizer is not None
-        detokenizer.update([*before], False)
-        await self.core.add_request_async(request)
+        with ExitStack() as candidate:
+            if before:
+                assert request.sampling_params is not None
+                deferred = Deferred(self.held.tokenizer, request.sampling_params, TokenSlice(before, None))
+                candidate.enter_context(changing_state(deferred.begin))
+            await self.core.add_request_async(request)
         return collector
 
     def receive(self, message: EngineCoreOutputs) -> Report:
