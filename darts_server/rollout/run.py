@@ -90,6 +90,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.interrupted: DartsError | None = None
         """Error that ended the group from outside."""
         self.is_surplus = False
+        self._is_poll_scheduled = False
         """Whether the group was carried over because its batch had enough groups."""
         self.took_place = False
         """Whether the complete group has taken a place of its quota."""
@@ -351,10 +352,23 @@ class GroupRun(Generic[RequestT, OutputT]):
                 # While a group waits for verdicts alone, its caller may use its share of the engine for others.
                 self._ticket.release()
             for event in events:
-                if isinstance(event, Finished) and self._may_verify:
-                    self.verification.start(event.index, self.runner.candidates[event.index].output)
+                if isinstance(event, Finished):
+                    self._poll_soon()
+                    if self._may_verify:
+                        self.verification.start(event.index, self.runner.candidates[event.index].output)
         except Exception as error:
             self._handle_bug(error, *events)
+
+    def _poll_soon(self) -> None:
+        """Poll once after this turn of the event loop. The engine's message with an end has new token counts, too."""
+        if not self._is_poll_scheduled:
+            self._is_poll_scheduled = True
+            asyncio.get_running_loop().call_soon(self._poll_scheduled)
+
+    def _poll_scheduled(self) -> None:
+        self._is_poll_scheduled = False
+        if not self.has_ended:
+            self.poll()
 
     @property
     def _may_verify(self) -> bool:

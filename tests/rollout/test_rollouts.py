@@ -32,6 +32,20 @@ async def test_the_poller_stops_while_no_group_runs_and_restarts_for_the_next_gr
         assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-poller"] == []
 
 
+async def test_the_end_of_a_candidate_stops_its_longer_siblings_without_waiting_for_the_poller() -> None:
+    """The poller's timer would let them generate meanwhile."""
+    stopped = []
+    for poll in (0, 1000):
+        harness = Harness(lengths(3, 9, 4, 30, 5, 50), poll=poll)
+        runs = [harness.run(4, "uniform", group_id=f"g{seed}", tail_seed=seed) for seed in range(8)]
+        waiting = [await harness.begin(run) for run in runs]
+        await harness.engine.run()
+        await asyncio.gather(*waiting)
+        stopped.append([[c.tokens for c in harness.record(f"g{seed}").candidates] for seed in range(8)])
+    assert stopped[0] == stopped[1]
+    assert any(30 not in tokens for tokens in stopped[0]), "candidates were stopped before their end"
+
+
 async def test_the_pass_rate_of_a_group_counts_rewards_from_before_its_start() -> None:
     """So it is a baseline that does not depend on the group, and keeps a gradient exact."""
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))

@@ -26,6 +26,7 @@ from darts_server.vllm.engine_core.holding import (
     NUMBER,
     RELEASE,
     REPORT_SECONDS,
+    STATS_SECONDS,
     Begin,
     HoldingQueue,
     Release,
@@ -131,6 +132,30 @@ def test_counts_are_reported_at_intervals_and_nothing_else_is_sent() -> None:
     (report,) = holding.pass_on(step(("a", 3), more=SchedulerStats()))
     assert (report.outputs, counts(report)) == ([], {1: 5, 2: 2})
     assert holding.pass_on(step(("b", 1))) == []
+
+
+def test_a_message_with_the_end_of_a_request_has_the_counts_of_all_others() -> None:
+    holding = new_holding_queue("a", "b")
+    end = step(("a", 2), ("b", 4))
+    end.outputs[0].finish_reason = FinishReason.STOP
+    (report,) = holding.pass_on(end)
+    assert [output.request_id for output in report.outputs] == ["a"]
+    assert counts(report) == {2: 5}
+
+
+def test_reports_of_counts_alone_seldom_have_statistics() -> None:
+    clock = Clock()
+    holding = new_holding_queue("a", clock=clock)
+    has_statistics = []
+    while clock.now < 2.5 * STATS_SECONDS:
+        clock.now += REPORT_SECONDS
+        (report,) = holding.pass_on(step(("a", 1), more=SchedulerStats()))
+        has_statistics.append(report.scheduler_stats is not None)
+    assert has_statistics.count(True) == 2
+    end = step(("a", 1), more=SchedulerStats())
+    end.outputs[0].finish_reason = FinishReason.STOP
+    (report,) = holding.pass_on(end)
+    assert report.scheduler_stats is not None
 
 
 def test_the_answer_of_a_call_follows_all_counts() -> None:
