@@ -155,7 +155,9 @@ async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
     """Text and log-probs of candidates are made from what was collected (`tests.vllm.requests.test_outputs`)."""
     tokenizer = multi_byte_tokenizer()
     monkeypatch.setattr(engine.llm.output_processor, "tokenizer", tokenizer)
-    monkeypatch.setattr(engine.port, "_tokenizer", CachingTokenizer(tokenizer))
+    caching = CachingTokenizer(tokenizer)
+    monkeypatch.setattr(engine.llm.held, "tokenizer", caching)
+    monkeypatch.setattr(engine.port, "_tokenizer", caching)
 
     async def one(number: int) -> None:
         params: dict[str, Any] = {"seed": number, "logprobs": [None, 0, 3][number % 3], "max_tokens": 60}

@@ -1,5 +1,6 @@
 """With shaping off the server answers as vLLM does."""
 
+import re
 from typing import Any
 
 import httpx
@@ -29,6 +30,39 @@ def test_tokens_and_log_probs_equal_plain_vllm_request_by_request(
     for mine, other in zip(ours, theirs, strict=True):
         assert all(mine[name] == other[name] for name in ("token_ids", "text", "finish_reason"))
         assert mine["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-5)
+
+
+CHAT = {"messages": [{"role": "user", "content": "7a-5b*4>"}], "max_tokens": 60, "logprobs": True}
+SAMPLED = {"max_tokens": 60, "n": 2, "seed": 5, "temperature": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", SAMPLED | {"prompt": "7a-5b*4>", "logprobs": 0}),
+        ("/v1/completions", SAMPLED | {"prompt": ["7a-5b*4>", "1a+5b*4c-3>"], "logprobs": 3, "stop": ["a="]}),
+        ("/v1/completions", {"prompt": "7a-5b*4>", "max_tokens": 60, "logprobs": 1, "echo": True}),
+        ("/v1/completions", {"prompt": "7a-5b*4>", "logprobs": 1, "return_tokens_as_token_ids": True}),
+        ("/v1/chat/completions", CHAT | {"top_logprobs": 0}),
+        ("/v1/chat/completions", CHAT | {"top_logprobs": 3, "return_tokens_as_token_ids": True, "temperature": 0.0}),
+    ],
+)
+def test_an_answer_with_log_probs_has_the_bytes_of_plain_vllm_but_for_its_numbers(
+    server: Server, plain: Server, path: str, body: dict[str, Any]
+) -> None:
+    """Numbers differ from run to run in their last places."""
+    body = {"model": "tiny", "seed": 3} | body
+    ours = httpx.post(f"{server.url}{path}", json=body, headers={"X-Darts-Policy": "off"}, timeout=240)
+    theirs = httpx.post(f"{plain.url}{path}", json=body, timeout=240)
+    assert (ours.status_code, theirs.status_code) == (200, 200), (ours.text, theirs.text)
+    assert "logprob" in theirs.text
+    assert masked(ours.text) == masked(theirs.text)
+
+
+def masked(answer: str) -> str:
+    """Return an answer without its id, its time, the name of its model, and the digits of its log-probs."""
+    answer = re.sub(r'"(id|request_id|model)":"[^"]*"|"created":\d+|"system_fingerprint":"[^"]*"', "", answer)
+    return re.sub(r"-?\d+\.\d+(e-\d+)?", "NUMBER", answer)
 
 
 def test_the_server_has_all_routes_of_vllm(server: Server, plain: Server) -> None:
