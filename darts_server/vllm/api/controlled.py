@@ -18,6 +18,7 @@ from darts_server.vllm.compat import queue_while_paused
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
 from darts_server.vllm.requests.held import HeldRequests
+from darts_server.vllm.requests.receiver import receive_directly
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.lora import check_adapter_numbers
 from darts_server.weights.updates import Updates
@@ -47,6 +48,7 @@ class ControlledLLM(AsyncLLM):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         queue_while_paused(self.engine_core)
+        receive_directly(self.engine_core)
         self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         # The event loop keeps only weak references to tasks.
         self._pauses = set[asyncio.Task[None]]()

@@ -1,0 +1,56 @@
+"""Receive the engine's messages as they come in, without a future and a timer for each of them.
+
+vLLM receives messages with pyzmq's asynchronous socket, which costs the API process .1 ms for each message. An engine
+sends a message in every step. Here the event loop calls back when the socket is readable, and vLLM's task takes all
+messages that have arrived.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+
+class MessageReceiver:
+    """Stands in for two methods of ``socket``, pyzmq's asynchronous socket of vLLM's client: receive, and close."""
+
+    def __init__(self, socket: Any) -> None:
+        # The same socket with pyzmq's synchronous methods. The asynchronous methods of `socket` must not be called,
+        # since they would read the events of the socket that this class waits for.
+        self._socket: Any = zmq.Socket.shadow(socket)
+        self._loop = asyncio.get_running_loop()
+        self._readable: asyncio.Future[None] | None = None
+        self._file = cast(int, self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._file, self._wake)
+        self._close_socket = socket.close
+        socket.recv_multipart = self.receive
+        socket.close = self.close
+
+    async def receive(self, copy: bool = True) -> list[Any]:
+        """Return the parts of the next message."""
+        while True:
+            # The socket becomes readable again only after all messages were taken.
+            with suppress(zmq.Again):
+                parts: list[Any] = self._socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+                return parts
+            self._readable = self._loop.create_future()
+            await self._readable
+
+    def _wake(self) -> None:
+        if self._readable is not None and not self._readable.done():
+            self._readable.set_result(None)
+
+    def close(self, linger: int | None = None) -> None:
+        # Another file may get the number of the socket's file. The loop may be closed already.
+        with suppress(RuntimeError):
+            self._loop.remove_reader(self._file)
+        self._close_socket(linger=linger)
+
+
+def receive_directly(engine_core: Any) -> None:
+    """Let vLLM's client receive its engine's messages by a `MessageReceiver`. Other clients have no such socket."""
+    socket = getattr(engine_core.resources, "output_socket", None)
+    if isinstance(socket, zmq.asyncio.Socket):
+        MessageReceiver(socket)
