@@ -71,6 +71,16 @@ def prepare_environment() -> None:
     cli_env_setup()
 
 
+# --- log-probs ------------------------------------------------------------------
+
+
+def answers_token_ids_as_texts() -> bool:
+    """Return whether the token route answers log-probs in the form of chats. vLLM 0.32 has a form with integers."""
+    import vllm.entrypoints.scale_out.token_in_token_out.protocol as protocol
+
+    return not hasattr(protocol, "GenerateLogProbs")
+
+
 # --- chats ----------------------------------------------------------------------
 
 

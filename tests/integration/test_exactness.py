@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
 
 from darts_server.engine.port import TokenSlice
 from darts_server.exceptions import CandidateFailed, InvalidRequest
@@ -26,6 +27,7 @@ from darts_server.types import FinishReason, Outcome
 from darts_server.vllm.api.engine import VllmEngine
 from darts_server.vllm.requests.outputs import CachingTokenizer
 from darts_server.vllm.requests.prompt_request import PromptRequest
+from darts_server.vllm.requests.siblings import repeating_inputs
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
 from tests.vllm.tokenizers import multi_byte_tokenizer
 
@@ -179,6 +181,29 @@ async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
             assert logprobs == pytest.approx(wanted_logprobs, abs=1e-4)
 
     await asyncio.gather(*map(one, range(12)))
+
+
+@pytest.mark.parametrize("more", [{}, {"seed": 3}, {"stop": ["1"], "logprobs": 2, "logit_bias": {5: 1.0}}])
+async def test_the_request_of_a_sibling_equals_the_request_that_vllm_would_make(
+    engine: TinyEngine, more: dict[str, Any]
+) -> None:
+    processor = engine.llm.input_processor
+    request = PromptRequest(engine.prompt(PROMPTS[0]), final_only(extra_args={"a": 1}, **more), "siblings")
+    tasks = await engine.llm.get_supported_tasks()
+
+    def make(index: int, priority: int) -> EngineCoreRequest:
+        return processor.process_inputs(
+            f"{index}_siblings", request.prompt, request.params_of(index), tasks, arrival_time=1.0, priority=priority
+        )
+
+    with repeating_inputs(request.made):
+        first = make(0, 5)
+        processor.assign_request_id(first)
+        repeated = make(3, 7)
+    own = make(3, 7)
+    assert repr(repeated) == repr(own)
+    assert repeated.sampling_params is not first.sampling_params
+    assert (first.priority, repeated.priority, own.external_req_id) == (5, 7, None)
 
 
 async def test_token_counts_rise_until_a_candidate_is_stopped_which_returns_its_tokens(engine: TinyEngine) -> None:

@@ -19,6 +19,7 @@ from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
 from darts_server.vllm.requests.held import HeldRequests
 from darts_server.vllm.requests.receiver import receive_directly
+from darts_server.vllm.requests.siblings import repeat_inputs
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.lora import check_adapter_numbers
 from darts_server.weights.updates import Updates
@@ -49,6 +50,7 @@ class ControlledLLM(AsyncLLM):
         super().__init__(*args, **more)
         queue_while_paused(self.engine_core)
         receive_directly(self.engine_core)
+        repeat_inputs(self.input_processor)
         self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         # The event loop keeps only weak references to tasks.
         self._pauses = set[asyncio.Task[None]]()

@@ -46,6 +46,7 @@ from darts_server.vllm.requests.held import HeldRequests, OncePerTurn, changing_
 from darts_server.vllm.requests.outputs import Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.requests.sampling import REFUSALS
+from darts_server.vllm.requests.siblings import repeating_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,11 @@ class VllmEngine:
             # The form of ids that vLLM gives to the children of a request with n > 1.
             request_id = f"{index}_{request.request_id}"
             try:
-                with changing_state(deferred.begin):
+                with ExitStack() as adding:
+                    adding.enter_context(changing_state(deferred.begin))
+                    # Candidates with a probe or a prefix have other parameters or another prompt.
+                    if probe is None and prefix is None:
+                        adding.enter_context(repeating_inputs(request.made))
                     collector = await self._llm.add_request(request_id, prompt, params, **options)
             except Exception as error:
                 raise translate(error) from error

@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogPr
 from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
 
 from darts_server.vllm.api.routes import Fragments, route_call
+from darts_server.vllm.compat import answers_token_ids_as_texts
 from darts_server.vllm.requests.logprob_json import (
     ArrayLogprobs,
     ChatForm,
@@ -29,7 +30,12 @@ from darts_server.vllm.requests.logprob_json import (
     TokensForm,
     write_slices,
 )
+from darts_server.vllm.requests.outputs import ALL_TOKENS
 
+MakeForm = Callable[[Any, Mapping[str, Any]], Form]
+"""Makes a form from vLLM's object of a route, and the options of its method that makes log-probs."""
+MakeModel = Callable[[str], BaseModel]
+"""Makes log-probs of one token with this text."""
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 
 
@@ -39,14 +45,17 @@ def write_logprobs_from_arrays(application: FastAPI) -> None:
         if isinstance(route, APIRoute) and route.path in PATHS and route.dependant.call is not None:
             route.dependant.call = _with_fragments(route.dependant.call)
 
-    for attribute, method, make_form, make_model in (
+    changes: list[tuple[str, str, MakeForm, MakeModel]] = [
         ("openai_serving_completion", "_create_completion_logprobs", make_completion_form, _completion_model),
         ("openai_serving_chat", "_create_chat_logprobs", make_chat_form, _chat_model),
-        ("serving_tokens", "_create_tokens_logprobs", make_tokens_form, _chat_model),
-    ):
+    ]
+    if answers_token_ids_as_texts():
+        changes.append(("serving_tokens", "_create_tokens_logprobs", make_tokens_form, _chat_model))
+    for attribute, method, make_form, make_model in changes:
         serving = getattr(application.state, attribute, None)
         if serving is not None:
-            setattr(serving, method, _deferring(serving, getattr(serving, method), make_form, make_model))
+            make = getattr(serving, method)
+            setattr(serving, method, _deferring(serving, make, make_form, make_model))
 
 
 def _with_fragments(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -83,25 +92,26 @@ async def _insert(body: bytes, fragments: Fragments) -> bytes:
 def _deferring(
     serving: Any,
     make: Callable[..., Any],
-    make_form: Callable[[Any, Mapping[str, Any]], Form],
-    make_model: Callable[[str], BaseModel],
+    make_form: MakeForm,
+    make_model: MakeModel,
 ) -> Callable[..., Any]:
     """Return a stand-in for the method ``make``, which makes the log-probs of one choice."""
 
-    def create(token_ids: Any, top_logprobs: Any, **options: Any) -> Any:
+    def create(**options: Any) -> Any:
         call = route_call.get()
+        logprobs = options["top_logprobs"]
+        if call is None or call.fragments is None or not isinstance(logprobs, ArrayLogprobs):
+            return make(**options)
+        # Log-probs of the whole vocabulary are rare, and versions of vLLM answer them differently.
+        if options["num_output_top_logprobs"] == ALL_TOKENS:
+            return make(**options)
         form = make_form(serving, options)
-        if (
-            call is None
-            or call.fragments is None
-            or not isinstance(top_logprobs, ArrayLogprobs)
-            or (form.needs_texts and not top_logprobs.has_texts)
-        ):
-            return make(token_ids=token_ids, top_logprobs=top_logprobs, **options)
+        if form.needs_texts and not logprobs.has_texts:
+            return make(**options)
         # No text of the model can contain a name that is made only now.
         model = make_model(uuid4().hex)
         placeholder = json.dumps(model.model_dump(), separators=(",", ":")).encode()
-        call.fragments[placeholder] = write_slices(top_logprobs, form)
+        call.fragments[placeholder] = write_slices(logprobs, form)
         return model
 
     return create
@@ -125,7 +135,7 @@ def make_tokens_form(serving: Any, options: Mapping[str, Any]) -> Form:
 def _count(options: Mapping[str, Any], least: int, returns_all: Any = None) -> int | None:
     """Return the number of top log-probs of a token that vLLM's route would answer, or None for all."""
     top = options.get("num_output_top_logprobs")
-    if returns_all or top == -1:
+    if returns_all:
         return None
     return 0 if top is None else max(top, least)
 

@@ -115,7 +115,7 @@ class CompletionForm(Form):
 
         tokens = [quote(row[0]) for row in names]
         values = [row[0] for row in numbers]
-        if rows.values.shape[1] == 1 and self.top != -1:
+        if rows.values.shape[1] == 1:
             tops = [f"{{{token}:{value}}}" for token, value in zip(tokens, values, strict=True)]
         else:
             tops = []

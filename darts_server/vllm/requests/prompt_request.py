@@ -14,6 +14,7 @@ import torch
 from msgspec import structs
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
 
 from darts_server.engine.port import Probe, RequestTokens
 from darts_server.exceptions import InvalidRequest
@@ -100,6 +101,13 @@ class PromptRequest:
         compare=False,
     )
     """Empty, or the seed of streams that the prompt had before, see `VllmPromptRenderer.reuse_streams`."""
+    made: list[EngineCoreRequest] = field(
+        default_factory=list,
+        init=False,
+        repr=False,
+        compare=False,
+    )
+    """Empty, or the request that vLLM has made for the first candidate, see `repeating_inputs`."""
     _shared: list[SamplingParams] = field(
         default_factory=list,
         init=False,
