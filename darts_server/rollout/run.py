@@ -360,7 +360,10 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_bug(error, *events)
 
     def _poll_soon(self) -> None:
-        """Poll once after this turn of the event loop. The engine's message with an end has new token counts, too."""
+        """Poll once after this turn of the event loop.
+
+        The message that ends a candidate also brings its siblings' token counts.
+        """
         if not self._is_poll_scheduled:
             self._is_poll_scheduled = True
             asyncio.get_running_loop().call_soon(self._poll_scheduled)

@@ -39,7 +39,7 @@ from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.engine import FINISH_REASONS, VllmRollouts
 from darts_server.vllm.api.routes import RouteCall, route_call
 from darts_server.vllm.fleet.ranks import RANK, place
-from darts_server.vllm.requests.logprob_json import make_for_arrays
+from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
 from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, read_logprobs, to_choice
 from darts_server.vllm.requests.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.requests.validation import check_group, check_request
@@ -437,7 +437,7 @@ class ShapingLLM(ControlledLLM):
                 try:
                     async for output in outputs:
                         if output.finished:
-                            await _make_answer(output, generation.route)
+                            await _prepare_output(output, generation.route)
                         yield output
                 except Exception as error:
                     # vLLM wraps the error of `fail` in an exception of its own.
@@ -476,7 +476,7 @@ class ShapingLLM(ControlledLLM):
                 indices = random.Random(repr(seed) if seed else None).sample(range(plan.size), plan.size)
                 selected: dict[int, RequestOutput] = {}
                 async for trajectory in run.trajectories():
-                    await _make_answer(trajectory.output, generation.route)
+                    await _prepare_output(trajectory.output, generation.route)
                     generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
                     if not streaming:
                         selected[trajectory.index] = trajectory.output
@@ -513,7 +513,7 @@ class ShapingLLM(ControlledLLM):
             async with self.gate.enter(skip_wait=joiner.expects(joining.join_key)):
                 output = await joiner.join(joining, on_join)
             generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
-            await _make_answer(output, generation.route)
+            await _prepare_output(output, generation.route)
         yield to_choice(request.request_id, output, 0, last=True)
 
     def _make_join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
@@ -599,12 +599,12 @@ class ShapingLLM(ControlledLLM):
         super().shutdown(timeout=timeout)
 
 
-async def _make_answer(output: RequestOutput, route: RouteCall) -> None:
+async def _prepare_output(output: RequestOutput, route: RouteCall) -> None:
     """Make what the route reads of a final output, and let other tasks run meanwhile."""
     if route.fragments is None:
         await make_deferred(output)
     else:
-        await make_for_arrays(output)
+        await make_text_and_keep_arrays(output)
 
 
 def _call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from darts_server.vllm.requests.logprob_json import (
     TokensForm,
     write_slices,
 )
-from darts_server.vllm.requests.outputs import ALL_TOKENS
+from darts_server.vllm.requests.outputs import ALL_TOKENS, one_at_a_time
 
 MakeForm = Callable[[Any, Mapping[str, Any]], Form]
 """Makes a form from vLLM's object of a route, and the options of its method that makes log-probs."""
@@ -75,17 +75,21 @@ def _with_fragments(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
 
 
 async def _insert(body: bytes, fragments: Fragments) -> bytes:
-    """Replace each placeholder by its JSON, which is written in slices."""
+    """Replace each placeholder in an answer by its JSON, which is written in slices."""
     parts = []
-    for placeholder, slices in fragments.items():
-        before, found, body = body.partition(placeholder)
+    for name, (placeholder, slices) in fragments.items():
+        before, found, after = body.partition(placeholder)
         if not found:
-            raise RuntimeError("vLLM has changed the place of log-probs in its answers")
+            if name.encode() in body:
+                raise RuntimeError(f"this version of vLLM writes log-probs in another form than {placeholder!r}")
+            # vLLM leaves out the log-probs of an answer whose reasoning is hidden.
+            continue
         parts.append(before)
-        for text in slices:
-            if text:
+        async with one_at_a_time:
+            for text in slices:
                 parts.append(text.encode())
-            await asyncio.sleep(0)
+                await asyncio.sleep(0)
+        body = after
     return b"".join([*parts, body])
 
 
@@ -109,35 +113,29 @@ def _deferring(
         if form.needs_texts and not logprobs.has_texts:
             return make(**options)
         # No text of the model can contain a name that is made only now.
-        model = make_model(uuid4().hex)
+        name = uuid4().hex
+        model = make_model(name)
         placeholder = json.dumps(model.model_dump(), separators=(",", ":")).encode()
-        call.fragments[placeholder] = write_slices(logprobs, form)
+        call.fragments[name] = placeholder, write_slices(logprobs, form)
         return model
 
     return create
 
 
 def make_completion_form(serving: Any, options: Mapping[str, Any]) -> Form:
-    top = None if options.get("logprob_token_ids") else options["num_output_top_logprobs"]
-    return CompletionForm(top, _names_ids(serving, options))
+    # The sampled token comes in addition.
+    count = None if options.get("logprob_token_ids") else options["num_output_top_logprobs"] + 1
+    return CompletionForm(count, _names_ids(serving, options))
 
 
 def make_chat_form(serving: Any, options: Mapping[str, Any]) -> Form:
-    return ChatForm(
-        _count(options, least=0, returns_all=options.get("logprob_token_ids")), _names_ids(serving, options)
-    )
+    count = None if options.get("logprob_token_ids") else options["num_output_top_logprobs"] or 0
+    return ChatForm(count, _names_ids(serving, options))
 
 
-def make_tokens_form(serving: Any, options: Mapping[str, Any]) -> Form:
-    return TokensForm(_count(options, least=1))
-
-
-def _count(options: Mapping[str, Any], least: int, returns_all: Any = None) -> int | None:
-    """Return the number of top log-probs of a token that vLLM's route would answer, or None for all."""
-    top = options.get("num_output_top_logprobs")
-    if returns_all:
-        return None
-    return 0 if top is None else max(top, least)
+def make_tokens_form(_: Any, options: Mapping[str, Any]) -> Form:
+    top = options["num_output_top_logprobs"]
+    return TokensForm(0 if top is None else max(top, 1))
 
 
 def _names_ids(serving: Any, options: Mapping[str, Any]) -> bool:

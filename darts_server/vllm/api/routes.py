@@ -48,8 +48,9 @@ CONTROL_PATHS = frozenset({"/pause", "/resume", "/scale_elastic_ep", ABORT})
 """Control routes whose handlers catch all exceptions."""
 
 Handler = Callable[..., Awaitable[Any]]
-Fragments = dict[bytes, Iterator[str]]
-"""The JSON of log-probs in slices, by the placeholder in the answer, see `darts_server.vllm.api.logprob_answers`."""
+Fragments = dict[str, tuple[bytes, Iterator[str]]]
+"""Placeholders in an answer, and the parts of the JSON that replaces each, by the unique name that is in the
+placeholder. See `darts_server.vllm.api.logprob_answers`."""
 ErrorFields = Callable[[DartsError], Mapping[str, Any]]
 """Returns OpenAI's error object: ``message``, ``type``, ``param`` and ``code``."""
 ReadOptions = Callable[[Mapping[str, str]], RequestOptions]
@@ -115,8 +116,8 @@ class RouteCall:
     ``sessions``: names of its trajectory in `SESSION_HEADERS`. ``beams``: beams of a beam search over all its prompts.
     A beam search calls ``generate()`` for every token of every beam, but is admitted once, with ``ticket``. ``groups``:
     ids of groups that serve the call. ``named``: keys of prompts that share the caller's prompt key. ``aborted``:
-    whether an answer was aborted. ``agent``: the session of an agent that the call is a turn of. ``fragments``: None if
-    the answer cannot have JSON of ours.
+    whether an answer was aborted. ``agent``: the session of an agent that the call is a turn of. ``fragments``: None
+    if vLLM writes the whole answer.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -188,7 +189,8 @@ def _with_options(
         # vLLM's handler calls `generate`, which reads the context variable.
         call = RouteCall(options, tuple(sessions), beams)
         state = getattr(raw_request, "state", None)
-        if not getattr(request, "stream", False):
+        # An echo joins the log-probs of the prompt and of the answer.
+        if not getattr(request, "stream", False) and not getattr(request, "echo", False):
             call.fragments = getattr(state, "darts_fragments", None)
         token = route_call.set(call)
         try:

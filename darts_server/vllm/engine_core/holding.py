@@ -208,14 +208,14 @@ class HoldingQueue:
         # The end of a candidate often decides which of its siblings are stopped, by their counts.
         has_end = any(output.finish_reason is not None for output in message.outputs)
         is_due = has_end or now >= self._reported_at + REPORT_SECONDS
+        if not (is_due or message.outputs or must_be_sent):
+            return []
         if message.outputs or must_be_sent or now >= self._stats_at + STATS_SECONDS:
             self._stats_at = now
         else:
             # The rest are gauges, which the next message replaces.
             message.scheduler_stats = None
-        if is_due or message.outputs or must_be_sent:
-            return [self._report(message, is_due)]
-        return []
+        return [self._report(message, is_due)]
 
     def _hold(self, message: EngineCoreOutputs) -> list[EngineCoreOutput]:
         """Put outputs of held requests into buffers, and return the outputs that are sent now."""

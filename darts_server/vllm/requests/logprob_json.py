@@ -20,7 +20,6 @@ from vllm.outputs import RequestOutput
 from darts_server.vllm.requests.outputs import (
     LOGPROBS,
     TEXT,
-    Deferred,
     DeferredCompletion,
     LogprobRows,
     make_deferred,
@@ -36,16 +35,22 @@ class ArrayLogprobs(Sequence[dict[int, Logprob]]):
     """Log-probs of an output as the engine's arrays. vLLM's objects are made when an entry is read."""
 
     def __init__(self, completion: DeferredCompletion) -> None:
-        self._completion = completion
-        self._made: Sequence[dict[int, Logprob]] | None = None
+        # Not the output, which refers to this object.
+        self._deferred = completion.deferred
+        self._token_ids = completion.token_ids
+        self._made: Any = None
 
     def __len__(self) -> int:
-        return len(self._completion.token_ids)
+        return len(self._token_ids)
 
     def __getitem__(self, index: Any) -> Any:
         if self._made is None:
-            vars(self._completion).pop(LOGPROBS, None)
-            self._made = cast(Sequence[dict[int, Logprob]], self._completion.logprobs)
+            building = self._deferred.build_logprobs(self._token_ids)
+            try:
+                while True:
+                    next(building)
+            except StopIteration as end:
+                self._made = end.value
         return self._made[index]
 
     @property
@@ -53,15 +58,11 @@ class ArrayLogprobs(Sequence[dict[int, Logprob]]):
         """Whether the tokens have texts: the request was detokenized."""
         return self._deferred.has_texts
 
-    @property
-    def _deferred(self) -> Deferred:
-        return self._completion.deferred
-
     def rows(self) -> Iterator[LogprobRows]:
-        return self._deferred.logprob_rows(self._completion.token_ids)
+        return self._deferred.logprob_rows(self._token_ids)
 
 
-async def make_for_arrays(output: RequestOutput) -> None:
+async def make_text_and_keep_arrays(output: RequestOutput) -> None:
     """Make the text of a deferred output. The log-probs stay arrays, for a route that writes them as JSON."""
     await make_deferred(output, TEXT)
     for completion in output.outputs:
@@ -98,11 +99,11 @@ def write_slices(logprobs: ArrayLogprobs, form: Form) -> Iterator[str]:
 class CompletionForm(Form):
     """Log-probs of ``/v1/completions``.
 
-    ``top``: number of log-probs of each token besides the sampled token's, or None for all. ``as_token_ids``: whether
-    tokens are named by their ids.
+    ``count``: number of top log-probs of each token, of which the sampled token's is the first, or None for all.
+    ``as_token_ids``: whether tokens are named by their ids.
     """
 
-    top: int | None
+    count: int | None
     as_token_ids: bool
     fields = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
     _offset: int = 0
@@ -120,7 +121,7 @@ class CompletionForm(Form):
         else:
             tops = []
             for ids, texts, row in zip(rows.ids, names, numbers, strict=True):
-                chosen = take(ids, zip(texts, row, strict=True), None if self.top is None else self.top + 1)
+                chosen = take(ids, zip(texts, row, strict=True), self.count)
                 # Several tokens may have the same text. The last token's log-prob counts.
                 tops.append("{" + ",".join(f"{quote(text)}:{value}" for text, value in dict(chosen).items()) + "}")
         return ",".join(map(str, offsets)), ",".join(values), ",".join(tokens), ",".join(tops)
@@ -128,16 +129,16 @@ class CompletionForm(Form):
 
 @dataclass
 class ChatForm(Form):
-    """Log-probs of ``/v1/chat/completions``, with the fields of `CompletionForm`. ``top`` counts the sampled token."""
+    """Log-probs of ``/v1/chat/completions``, with the fields of `CompletionForm`."""
 
-    top: int | None
+    count: int | None
     as_token_ids: bool
 
     def write(self, rows: LogprobRows) -> tuple[str, ...]:
         names = name_tokens(rows, as_token_ids=self.as_token_ids)
         entries = []
         for ids, texts, token_names, row in zip(rows.ids, rows.texts, names, write_numbers(rows.values), strict=True):
-            chosen = take(ids, zip(token_names, row, strict=True), self.top)
+            chosen = take(ids, zip(token_names, row, strict=True), self.count)
             tops = ",".join(
                 f'{{"token":{quote(name)},"logprob":{value},"bytes":{write_bytes(name)}}}' for name, value in chosen
             )
@@ -152,16 +153,16 @@ class ChatForm(Form):
 
 @dataclass
 class TokensForm(Form):
-    """Log-probs of ``/inference/v1/generate``, which names tokens by their ids. ``top``: as in `ChatForm`."""
+    """Log-probs of ``/inference/v1/generate``, which names tokens by their ids. ``count``: as in `CompletionForm`."""
 
-    top: int | None
+    count: int | None
     needs_texts = False
 
     def write(self, rows: LogprobRows) -> tuple[str, ...]:
         names = name_tokens(rows, as_token_ids=True)
         entries = []
         for ids, row_names, row in zip(rows.ids, names, write_numbers(rows.values), strict=True):
-            chosen = take(ids, zip(row_names, row, strict=True), self.top)
+            chosen = take(ids, zip(row_names, row, strict=True), self.count)
             tops = ",".join(f'{{"token":"{name}","logprob":{value},"bytes":null}}' for name, value in chosen)
             entries.append(f'{{"token":"{row_names[0]}","logprob":{row[0]},"bytes":null,"top_logprobs":[{tops}]}}')
         return (",".join(entries),)

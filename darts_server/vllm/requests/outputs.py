@@ -7,18 +7,19 @@ searched for stop strings is made while it grows.
 
 import asyncio
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 import anyio
 import numpy as np
 from msgspec import structs
 from vllm import SamplingParams
-from vllm.logprobs import Logprob, append_logprobs_for_next_position
+from vllm.logprobs import Logprob, SampleLogprobs, append_logprobs_for_next_position
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.tokenizers import TokenizerLike
 from vllm.tokenizers.detokenizer_utils import convert_ids_list_to_tokens
@@ -48,8 +49,8 @@ ABORTED = "abort"
 """vLLM's finish reason of aborted requests."""
 # vLLM's finish reason of an output whose last token may be no part of its text.
 STOP = "stop"
-# Several tasks would each make a slice in every turn of the event loop.
-_one_at_a_time = anyio.CapacityLimiter(1)
+one_at_a_time = anyio.CapacityLimiter(1)
+"""Held by the task that makes slices. Several tasks would each make a slice in every turn of the event loop."""
 
 
 class NoTokens(list[int]):
@@ -156,9 +157,17 @@ class Deferred:
             # Replace the method of this object alone. vLLM still processes the log-probs of the prompt as they arrive.
             state.logprobs_processor._update_sample_logprobs = self._collect  # type: ignore[method-assign]
 
-        # vLLM calls this method for the final output alone, because the request is final-only.
-        make_completion = state._new_completion_output
-        setattr(state, MAKE_COMPLETION, lambda *end: self._defer(make_completion(*end)))
+        # vLLM calls this method for the final output alone, because the request is final-only. The state must not refer
+        # to itself: it has the arrays, which the next full garbage collection may be late for.
+        weak_state = ref(state)
+
+        def complete(*end: Any) -> CompletionOutput:
+            state = weak_state()
+            assert state is not None
+            vars(state).pop(MAKE_COMPLETION, None)
+            return self._defer(state._new_completion_output(*end))
+
+        setattr(state, MAKE_COMPLETION, complete)
 
     def _new_detokenizer(self) -> IncrementalDetokenizer:
         tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer
@@ -167,8 +176,11 @@ class Deferred:
     def _collect(self, logprobs_lists: LogprobsLists) -> None:
         """Stand in for vLLM's ``_update_sample_logprobs``, but only collect the arrays."""
         token_ids, logprobs, ranks = logprobs_lists[:3]
+        # The engine's arrays are as wide as the request of the step that wants most log-probs.
+        top = self._params.num_logprobs
+        width = None if top is None or top == ALL_TOKENS else top + 1
         # Copies do not keep the whole message in memory.
-        self._arrays.append(LogprobsLists(token_ids.copy(), logprobs.copy(), ranks.copy()))
+        self._arrays.append(LogprobsLists(token_ids[:, :width].copy(), logprobs[:, :width].copy(), ranks.copy()))
         assert self.values is not None
         # Column 0 has the sampled tokens.
         self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())
@@ -247,9 +259,12 @@ class Deferred:
             if name == TEXT:
                 yield from self._make_text(completion)
             elif name == LOGPROBS:
-                yield from self._make_logprobs(completion)
+                completion.logprobs = yield from self.build_logprobs(completion.token_ids)
             else:
-                completion.cumulative_logprob = sum(sampled_logprobs(completion) or (), 0.0)
+                completion.cumulative_logprob = 0.0
+                # Unlike `sum`, vLLM does not compensate rounding.
+                for value in sampled_logprobs(completion) or ():
+                    completion.cumulative_logprob += value
 
     def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
         """Make the text in slices, and yield after each slice.
@@ -270,19 +285,19 @@ class Deferred:
             yield
         completion.text = detokenizer.get_next_output_text(finished=True, delta=False)
 
-    def _make_logprobs(self, completion: CompletionOutput) -> Iterator[None]:
-        """Make log-probs as vLLM's processor does, but without arrays of single tokens, and each text once."""
+    def build_logprobs(self, token_ids: Sequence[int]) -> Generator[None, None, SampleLogprobs]:
+        """Return the log-probs of the output's tokens ``token_ids`` as vLLM's objects. Yield after each slice."""
         processor = self._new_processor()
         logprobs = processor.logprobs
         assert logprobs is not None
         assert processor.num_logprobs is not None
-        for rows in self.logprob_rows(completion.token_ids):
+        for rows in self.logprob_rows(token_ids):
             values = rows.values.tolist()
             ranks = rows.ranks.tolist()
             for ids, row, rank, texts in zip(rows.ids, values, ranks, rows.texts, strict=True):
                 append_logprobs_for_next_position(logprobs, ids, row, texts, rank, processor.num_logprobs)
             yield
-        completion.logprobs = logprobs
+        return logprobs
 
     def _new_processor(self) -> LogprobsProcessor:
         return LogprobsProcessor.from_new_request(cast(TokenizerLike | None, self._tokenizer), self._request)
@@ -329,11 +344,7 @@ class Deferred:
             ids = np.array(self._prefix.token_ids[: len(before)])
             yield LogprobsLists(ids[:, None], np.array(before)[:, None], np.full(len(before), None))
         if self._arrays:
-            # The engine's arrays are as wide as the request of a step that wants most log-probs.
             width = min(arrays.logprobs.shape[1] for arrays in self._arrays)
-            top = self._params.num_logprobs
-            if top is not None and top != ALL_TOKENS:
-                width = min(width, top + 1)
             joined = LogprobsLists(
                 np.concatenate([arrays.logprob_token_ids[:, :width] for arrays in self._arrays]),
                 np.concatenate([arrays.logprobs[:, :width] for arrays in self._arrays]),
@@ -417,7 +428,7 @@ async def make_deferred(output: RequestOutput, *names: str) -> None:
     """Make the missing fields ``names`` of an output, or all if none is named. Other tasks run between slices."""
     for completion in output.outputs:
         if isinstance(completion, DeferredCompletion):
-            async with _one_at_a_time:
+            async with one_at_a_time:
                 for _ in completion.deferred.make(completion, names or (TEXT, LOGPROBS, CUMULATIVE)):
                     await asyncio.sleep(0)
 

@@ -24,6 +24,7 @@ class MessageReceiver:
         self._readable: asyncio.Future[None] | None = None
         self._file = cast(int, self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._file, self._wake)
+        self._is_closed = False
         self._close_socket = socket.close
         socket.recv_multipart = self.receive
         socket.close = self.close
@@ -41,8 +42,16 @@ class MessageReceiver:
     def _wake(self) -> None:
         if self._readable is not None and not self._readable.done():
             self._readable.set_result(None)
+        else:
+            # This ends the call-backs until something else happens. `receive` looks for messages before it waits.
+            self._socket.getsockopt(zmq.EVENTS)
 
     def close(self, linger: int | None = None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._readable is not None:
+            self._readable.cancel()
         # Another file may get the number of the socket's file. The loop may be closed already.
         with suppress(RuntimeError):
             self._loop.remove_reader(self._file)

@@ -147,11 +147,12 @@ def test_reports_of_counts_alone_seldom_have_statistics() -> None:
     clock = Clock()
     holding = new_holding_queue("a", clock=clock)
     has_statistics = []
-    while clock.now < 2.5 * STATS_SECONDS:
-        clock.now += REPORT_SECONDS
-        (report,) = holding.pass_on(step(("a", 1), more=SchedulerStats()))
-        has_statistics.append(report.scheduler_stats is not None)
-    assert has_statistics.count(True) == 2
+    for _ in range(100):
+        # Some steps are not reported at all.
+        clock.now += 0.4 * REPORT_SECONDS
+        for report in holding.pass_on(step(("a", 1), more=SchedulerStats())):
+            has_statistics.append(report.scheduler_stats is not None)
+    assert 2 <= has_statistics.count(True) <= clock.now / STATS_SECONDS + 1 < len(has_statistics) / 4
     end = step(("a", 1), more=SchedulerStats())
     end.outputs[0].finish_reason = FinishReason.STOP
     (report,) = holding.pass_on(end)

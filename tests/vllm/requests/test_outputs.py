@@ -1,6 +1,8 @@
 """Deferred outputs equal vLLM's own field by field, made from the same messages of the engine."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -23,6 +25,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.offline.demo.server import MODEL
+from darts_server.vllm.requests.logprob_json import ArrayLogprobs
 from darts_server.vllm.requests.outputs import (
     SLICE,
     CachingTokenizer,
@@ -376,3 +379,38 @@ def test_a_pause_follows_every_slice_of_log_probs_however_they_were_sent() -> No
     completion = run(DeferringFrontend(Case(params, messages, "tiny", aborted=False))).outputs[0]
     assert isinstance(completion, DeferredCompletion)
     assert 1 < sum(1 for _ in completion.deferred.make(completion, ["logprobs"])) <= 64 * 153 / SLICE
+
+
+def test_a_finished_request_is_freed_at_once_with_its_arrays() -> None:
+    """The garbage collector counts objects, and a few arrays can be many megabytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        frontend = DeferringFrontend(long_case())
+        frontend.add()
+        state = weakref.ref(frontend.processor.request_states[ID])
+        output = frontend.run()
+        (completion,) = output.outputs
+        assert isinstance(completion, DeferredCompletion)
+        completion.logprobs = ArrayLogprobs(completion)
+        kept = weakref.ref(completion)
+        deferred = weakref.ref(frontend.deferred)
+        assert state() is None
+        del frontend, output, completion
+        assert (kept(), deferred()) == (None, None)
+    finally:
+        gc.enable()
+
+
+def test_only_the_log_probs_that_the_request_wants_are_kept() -> None:
+    random = Random(7)
+    params = SamplingParams(logprobs=2, output_kind=RequestOutputKind.FINAL_ONLY, max_tokens=2)
+    wide = SamplingParams(logprobs=20)
+    message = draw_message(random, params, 2, first=False, last=True)
+    outputs = MsgpackDecoder(EngineCoreOutputs).decode(message).outputs
+    for each in outputs:
+        each.new_logprobs = draw_logprobs(random, wide, each.new_token_ids)
+    frontend = DeferringFrontend(Case(params, [encoded(EngineCoreOutputs(outputs=outputs))], "tiny", aborted=False))
+    completion = run(frontend).outputs[0]
+    assert [len(entry or ()) <= 3 for entry in completion.logprobs or ()] == [True, True]
+    assert {arrays.logprobs.shape[1] for arrays in frontend.deferred._arrays} == {3}

@@ -1,6 +1,7 @@
 """Messages of the engine arrive whole, in order and without loss, and a closed socket is no longer waited for."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from random import Random
@@ -67,11 +68,30 @@ async def test_a_receiver_that_is_cancelled_loses_nothing(
     assert await asyncio.wait_for(receiver.recv_multipart(), SECONDS) == [b"a"]
 
 
+async def test_messages_that_nobody_receives_do_not_wake_the_loop_again_and_again(
+    sender: zmq.Socket[bytes], receiver: zmq.asyncio.Socket
+) -> None:
+    receive_directly(SimpleNamespace(resources=SimpleNamespace(output_socket=receiver)))
+    sender.send_multipart([b"a"])
+    await asyncio.wait_for(receiver.recv_multipart(), SECONDS)
+    sender.send_multipart([b"b"])
+    sender.close(linger=0)
+    await asyncio.sleep(0.1)
+    before = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - before < 0.3
+
+
 async def test_a_closed_socket_is_not_waited_for(receiver: zmq.asyncio.Socket) -> None:
     receive_directly(SimpleNamespace(resources=SimpleNamespace(output_socket=receiver)))
     file = cast(int, receiver.getsockopt(zmq.FD))
+    waiting: asyncio.Future[list[bytes]] = asyncio.ensure_future(receiver.recv_multipart())
+    await asyncio.sleep(0)
+    receiver.close(linger=0)
     receiver.close(linger=0)
     assert receiver.closed
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
     assert not asyncio.get_running_loop().remove_reader(file)
 
 
