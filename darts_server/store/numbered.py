@@ -32,6 +32,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
         """Why the last write failed, or None if it succeeded."""
         self._path = Path(name) if folder is None else folder / name
         self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._unwritten: dict[int, bytes | None] = {}
         self._connection: sqlite3.Connection | None = None
         self._stop = threading.Event()
@@ -64,6 +65,11 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
 
     def flush(self) -> None:
         """Write all changes now. A failure is logged, and the changes stay in memory for the next attempt."""
+        # The thread may be writing earlier changes, which must be in the file when this returns.
+        with self._writing:
+            self._write()
+
+    def _write(self) -> None:
         if self._connection is None:
             return
         with self._lock:

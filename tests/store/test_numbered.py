@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from darts_server.store import numbered
+from darts_server.store.database import checksum
 from darts_server.store.numbered import NumberedFile
 
 NAME = "values.db"
@@ -32,7 +33,12 @@ def test_values_survive_a_restart_in_the_order_of_their_numbers(tmp_path: Path) 
 
 
 def test_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_slowly(kind: str, key: str, value: bytes) -> int:
+        time.sleep(0.1)
+        return checksum(kind, key, value)
+
     monkeypatch.setattr(numbered, "WRITE_SECONDS", 0.01)
+    monkeypatch.setattr(numbered, "checksum", check_slowly)
     with NumberedFile(tmp_path, NAME) as file:
         file.put(1, b"x")
         end = time.monotonic() + 30
