@@ -2,6 +2,7 @@
 
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ def test_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         while file._unwritten and time.monotonic() < end:
             time.sleep(0.01)
         file.flush()
-        assert values(tmp_path) == {1: b"x"}
+        with closing(sqlite3.connect(tmp_path / NAME)) as connection:
+            assert connection.execute("SELECT number, value FROM numbered").fetchall() == [(1, b"x")]
 
 
 def test_nothing_is_kept_without_a_folder() -> None:
