@@ -358,7 +358,9 @@ async def test_a_trajectory_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
 ) -> None:
     """Greedy, with the same weights: the same tokens, text, end and log-probs, also with stop strings at the cut."""
     if multi_byte:
-        monkeypatch.setattr(engine.llm.output_processor, "tokenizer", multi_byte_tokenizer())
+        tokenizer = multi_byte_tokenizer()
+        monkeypatch.setattr(engine.llm.output_processor, "tokenizer", tokenizer)
+        monkeypatch.setattr(engine.llm.held, "tokenizer", CachingTokenizer(tokenizer))
     adapter = VllmEngine(engine.llm)
     reasons: set[str | None] = set()
     across = cuts = 0
