@@ -90,10 +90,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.interrupted: DartsError | None = None
         """Error that ended the group from outside."""
         self.is_surplus = False
-        self._is_poll_scheduled = False
         """Whether the group was carried over because its batch had enough groups."""
         self.took_place = False
         """Whether the complete group has taken a place of its quota."""
+        self._is_poll_scheduled = False
         self._observer = context.observer
         self._clock = context.clock
         self._ticket = ticket

@@ -67,35 +67,32 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
         """Write all changes now. A failure is logged, and the changes stay in memory for the next attempt."""
         # The thread may be writing earlier changes, which must be in the file when this returns.
         with self._writing:
-            self._write()
-
-    def _write(self) -> None:
-        if self._connection is None:
-            return
-        with self._lock:
-            changes = self._unwritten
-            self._unwritten = {}
-        if not changes:
-            return
-        kept = [(number, value) for number, value in changes.items() if value is not None]
-        removed = [(number,) for number, value in changes.items() if value is None]
-        try:
-            with self._connection as connection:
-                connection.execute("BEGIN IMMEDIATE")
-                rows = ((number, value, checksum("numbered", str(number), value)) for number, value in kept)
-                connection.executemany("INSERT OR REPLACE INTO numbered VALUES (?, ?, ?)", rows)
-                connection.executemany("DELETE FROM numbered WHERE number = ?", removed)
-        except sqlite3.Error as error:
-            if self.fault is None:
-                logger.error("%s cannot be written, and is kept in memory until it can: %s", self._path, error)
-            self.fault = str(error)
+            if self._connection is None:
+                return
             with self._lock:
-                # Changes that were made during the write are newer.
-                self._unwritten = {**changes, **self._unwritten}
-            return
-        if self.fault is not None:
-            logger.warning("%s is written again", self._path)
-        self.fault = None
+                changes = self._unwritten
+                self._unwritten = {}
+            if not changes:
+                return
+            kept = [(number, value) for number, value in changes.items() if value is not None]
+            removed = [(number,) for number, value in changes.items() if value is None]
+            try:
+                with self._connection as connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    rows = ((number, value, checksum("numbered", str(number), value)) for number, value in kept)
+                    connection.executemany("INSERT OR REPLACE INTO numbered VALUES (?, ?, ?)", rows)
+                    connection.executemany("DELETE FROM numbered WHERE number = ?", removed)
+            except sqlite3.Error as error:
+                if self.fault is None:
+                    logger.error("%s cannot be written, and is kept in memory until it can: %s", self._path, error)
+                self.fault = str(error)
+                with self._lock:
+                    # Changes that were made during the write are newer.
+                    self._unwritten = {**changes, **self._unwritten}
+                return
+            if self.fault is not None:
+                logger.warning("%s is written again", self._path)
+            self.fault = None
 
     def close(self) -> None:
         if self._connection is None:

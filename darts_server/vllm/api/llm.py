@@ -2,17 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import ExitStack, aclosing, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from http import HTTPStatus
 from typing import Any
-from uuid import uuid4
-from weakref import finalize
 
 from vllm import SamplingParams
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -24,23 +21,17 @@ from darts_server.exceptions import (
     EngineDead,
     EngineRefused,
     InvalidRequest,
-    SessionOver,
 )
 from darts_server.identifiers import REQUEST_ID_CHARS, check_name
-from darts_server.rollout.counted import Member
 from darts_server.rollout.plan import Plan
-from darts_server.rollout.sessions.registry import SessionRegistry
-from darts_server.rollout.sessions.session_group import AgentSession, SessionTurn, StoppedAs
+from darts_server.rollout.sessions.session_group import AgentSession
 from darts_server.rollout.spec import GroupSpec, JoinRequest, OnAbort
-from darts_server.rollout.turns import Turn, Turns
-from darts_server.serving.admission import Admission, Ticket
+from darts_server.rollout.turns import Turn
 from darts_server.types import OFF, DiscardReason, FinishReason, RequestOptions
-from darts_server.vllm.api.controlled import ControlledLLM
-from darts_server.vllm.api.engine import FINISH_REASONS, VllmRollouts
+from darts_server.vllm.api.engine import FINISH_REASONS
 from darts_server.vllm.api.routes import RouteCall, route_call
-from darts_server.vllm.fleet.ranks import RANK, place
-from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
-from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, read_logprobs, to_choice
+from darts_server.vllm.api.unshaped import Generation, UnshapedLLM, call_at_deletion, prepare_output
+from darts_server.vllm.requests.outputs import ABORTED, NoTokens, to_choice
 from darts_server.vllm.requests.prompt_request import PromptRequest, make_turn
 from darts_server.vllm.requests.validation import check_group, check_request
 
@@ -51,34 +42,9 @@ MergeOptions = Callable[[RequestOptions, Mapping[str, Any]], RequestOptions]
 """Merges options of headers and model alias with ``vllm_xargs``. Raises `InvalidRequest`."""
 
 
-@dataclass(slots=True, eq=False)
-class Generation:
-    """One call of ``generate()``, passed on until its last output.
-
-    ``turn``: gets the rank of the engine before the first output. ``turns``: remembers the answers. ``plan``: None if
-    vLLM serves the request alone. ``prompt_key``: key of learned lengths, or empty. ``group_name``: the
-    caller's name for a group of single requests. ``answers_at_stop``: whether the caller gets a partial answer instead
-    of an error if the server stops. ``member``: place in a group that is only counted.
-    """
-
-    request: PromptRequest
-    route: RouteCall
-    ticket: Ticket
-    turn: Turn = field(default_factory=Turn)
-    turns: Turns | None = None
-    plan: Plan | None = None
-    prompt_key: str = ""
-    group_name: str | None = None
-    answers_at_stop: bool = False
-    member: Member | None = None
-
-
-class ShapingLLM(ControlledLLM):
+class ShapingLLM(UnshapedLLM):
     """Serves requests as groups of ``rollouts``, and as vLLM does until ``rollouts`` is set."""
 
-    rollouts: VllmRollouts | None = None
-    sessions: SessionRegistry | None = None
-    """Sessions of agents, whose turns are no groups."""
     merge_options: MergeOptions = staticmethod(lambda options, _: options)
     died: bool | None = None
     """Whether the engine was dead at the first call of `shutdown`, or None before that call."""
@@ -89,9 +55,6 @@ class ShapingLLM(ControlledLLM):
         super().__init__(*args, **more)
         # Running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
         self._answered_at_stop: list[str] = []
-        self._aborts: set[asyncio.Task[None]] = set()
-        # Running requests of sessions, by their ids.
-        self._turns: dict[str, SessionTurn] = {}
         # vLLM's task, which may exist already, must not read outputs before this.
         self.wrap_output_reader()
 
@@ -99,13 +62,6 @@ class ShapingLLM(ControlledLLM):
     def should_respond(self) -> bool:
         """Whether the engine should send something: it has requests, and is neither paused nor asleep."""
         return bool(self.output_processor.request_states) and not self.gate.closed
-
-    @property
-    def admission(self) -> Admission:
-        """Admission of ``rollouts``, or without limits."""
-        if self.rollouts is None:
-            return Admission(lambda: 0, None)
-        return self.rollouts.admission
 
     def generate(
         self,
@@ -193,7 +149,7 @@ class ShapingLLM(ControlledLLM):
             if member is not None:
                 member.leave(DiscardReason.CANCELLED)
 
-        _call_at_deletion(outputs, release)
+        call_at_deletion(outputs, release)
         return outputs
 
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
@@ -293,158 +249,6 @@ class ShapingLLM(ControlledLLM):
             lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
             self.rollouts.learn_unshaped(generation.prompt_key, lengths, request.tokens)
 
-    # --- turns of sessions ------------------------------------------------------
-
-    def _begin_turn(
-        self, agent: AgentSession, request: PromptRequest, route: RouteCall
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Serve a turn of a session. It runs at once, on the engine that has its prefix.
-
-        Raises:
-            InvalidRequest: the request asks for several answers.
-            SessionOver
-            Overloaded
-        """
-        if request.params.n > 1 or route.beams:
-            raise InvalidRequest("n", "must be 1 for a turn of a session; leave out n and use_beam_search")
-        # Training needs log-probs, whether the harness asks for them or not.
-        if request.params.logprobs is None:
-            params = request.params.clone()
-            params.logprobs = 0
-            request = replace(request, params=params)
-        route.agent = agent
-        # Some harnesses send one X-Request-Id with all requests. A stop must abort no turn of another session.
-        request_id = request.request_id
-        if request_id in self._turns:
-            request_id = f"{request_id}-{uuid4().hex[:8]}"
-            request = replace(request, request_id=request_id)
-        try:
-            turn = agent.group.begin_turn(
-                agent,
-                partial(self._count_tokens, request_id),
-                lambda: self._abort_turn(turn, request_id),
-            )
-        except SessionOver as error:
-            if error.status != HTTPStatus.OK:
-                raise
-            return _answer_over(agent, request)
-        try:
-            ticket = self.admission.admit(1)
-        except DartsError:
-            turn.leave(0)
-            raise
-        self._turns[request_id] = turn
-        generation = Generation(request, route, ticket, Turn(rank=agent.rank))
-        outputs = self._serve_turn(generation, turn)
-
-        def release() -> None:
-            ticket.release()
-            self._end_turn(turn, request_id, tokens=0)
-
-        _call_at_deletion(outputs, release)
-        return outputs
-
-    def _end_turn(self, turn: SessionTurn, request_id: str, tokens: int) -> None:
-        turn.leave(tokens)
-        # A later turn may have the same id.
-        if self._turns.get(request_id) is turn:
-            del self._turns[request_id]
-
-    def _abort_turn(self, turn: SessionTurn, request_id: str) -> None:
-        """Abort the request of a turn until it has ended: it may be about to reach the engine."""
-
-        async def abort() -> None:
-            while self._turns.get(request_id) is turn:
-                await self.abort(request_id)
-                await asyncio.sleep(HAND_BACK_POLL_SECONDS)
-
-        task = asyncio.create_task(abort(), name="darts-session-abort")
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
-
-    async def _serve_turn(self, generation: Generation, turn: SessionTurn) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs. Count the turn before its last output is read."""
-        params = generation.request.params
-        is_delta = params.output_kind is RequestOutputKind.DELTA
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        prompt: Sequence[int] = ()
-        try:
-            await self._wait_for_gate(turn)
-            if turn.session_ended.is_set():
-                async for output in _answer_over(turn.session, generation.request):
-                    yield output
-                return
-            async with aclosing(self._generate_unshaped(generation)) as outputs:
-                async for output in outputs:
-                    prompt = output.prompt_token_ids or prompt
-                    choice = output.outputs[0]
-                    if not is_delta:
-                        tokens = []
-                        logprobs = []
-                    tokens.extend(choice.token_ids)
-                    logprobs.extend(await read_logprobs(choice))
-                    reason = choice.finish_reason
-                    if reason is not None:
-                        turn.session.rank = generation.turn.rank
-                        is_aborted = reason == ABORTED
-                        if turn.is_stopped or not is_aborted:
-                            turn.finish(prompt, tokens, logprobs)
-                        if is_aborted and turn.is_stopped and turn.session.group.spec.stopped_as is StoppedAs.LENGTH:
-                            choice.finish_reason = FinishReason.LENGTH.value
-                        if is_delta and not choice.token_ids:
-                            choice.token_ids = NoTokens()
-                        generation.route.aborted |= choice.finish_reason == ABORTED
-                    yield output
-        except (EngineRefused, EngineBusy, EngineDead) as error:
-            # vLLM's routes map vLLM's own exception to its HTTP status.
-            raise (error.__cause__ or error) from None
-        finally:
-            generation.ticket.release()
-            self._end_turn(turn, generation.request.request_id, len(tokens))
-
-    async def _wait_for_gate(self, turn: SessionTurn) -> None:
-        """Wait until the gate is open, or the session has ended: then it needs no engine."""
-        if self.gate.closed:
-            waiting = {asyncio.create_task(self.gate.wait_open()), asyncio.create_task(turn.session_ended.wait())}
-            try:
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in waiting:
-                    task.cancel()
-
-    async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Generate as vLLM does. A later turn runs on the engine that has its prefix."""
-        request = generation.request
-        turn = generation.turn
-        member = generation.member
-        # With priorities, the request waits in line with the candidates of groups.
-        order = None if self.rollouts is None else self.rollouts.starting_order(prompt_key=None)(0)
-        with ExitStack() as placed:
-            if member is not None:
-                placed.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
-                turn.rank = placed.enter_context(self.ranks.candidate(request.request_id))
-            options = place(self.vllm_config, request.options, turn.rank, order)
-            turn.rank = options.get(RANK)
-            if member is None and turn.rank is not None:
-                placed.enter_context(self.ranks.running_on(turn.rank))
-
-            outputs = super().generate(request.prompt, request.params, request.request_id, **options)
-            async with self.gate.enter(unshaped=True), aclosing(outputs):
-                generation.ticket.mark_started()
-                if member is not None:
-                    member.start()
-                try:
-                    async for output in outputs:
-                        if output.finished:
-                            await _prepare_output(output, generation.route)
-                        yield output
-                except Exception as error:
-                    # vLLM wraps the error of `fail` in an exception of its own.
-                    if isinstance(error.__cause__, DartsError):
-                        raise error.__cause__ from None
-                    raise
-
     async def _generate_group(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
         """Generate a group. A stream gets each trajectory whole, once it is certain to be in the group."""
         request = generation.request
@@ -476,7 +280,7 @@ class ShapingLLM(ControlledLLM):
                 indices = random.Random(repr(seed) if seed else None).sample(range(plan.size), plan.size)
                 selected: dict[int, RequestOutput] = {}
                 async for trajectory in run.trajectories():
-                    await _prepare_output(trajectory.output, generation.route)
+                    await prepare_output(trajectory.output, generation.route)
                     generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
                     if not streaming:
                         selected[trajectory.index] = trajectory.output
@@ -513,7 +317,7 @@ class ShapingLLM(ControlledLLM):
             async with self.gate.enter(skip_wait=joiner.expects(joining.join_key)):
                 output = await joiner.join(joining, on_join)
             generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
-            await _prepare_output(output, generation.route)
+            await prepare_output(output, generation.route)
         yield to_choice(request.request_id, output, 0, last=True)
 
     def _make_join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
@@ -530,12 +334,6 @@ class ShapingLLM(ControlledLLM):
             generation.group_name,
             request.tokens,
         )
-
-    def _count_tokens(self, request_id: str) -> int:
-        """Return how many tokens a running request has generated."""
-        # Several requests may have this id.
-        internal_ids = self.output_processor.external_req_ids.get(request_id, ())
-        return max((self.held.tokens(internal_id) or 0 for internal_id in internal_ids), default=0)
 
     def wrap_output_reader(self) -> None:
         """Report the engine's death, and let other tasks run between two outputs of the engine.
@@ -597,51 +395,3 @@ class ShapingLLM(ControlledLLM):
         if self.died is None and hasattr(self, "engine_core"):
             self.died = self.errored
         super().shutdown(timeout=timeout)
-
-
-async def _prepare_output(output: RequestOutput, route: RouteCall) -> None:
-    """Make what the route reads of a final output, and let other tasks run meanwhile."""
-    if route.fragments is None:
-        await make_deferred(output)
-    else:
-        await make_text_and_keep_arrays(output)
-
-
-def _call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Callable[[], None]) -> None:
-    """Call ``release`` when a generator is deleted. A generator that is never iterated does not run its ``finally``."""
-    loop = asyncio.get_running_loop()
-
-    def release_in_loop() -> None:
-        # The garbage collector may run in any thread, and after the loop was closed.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(release)
-
-    finalize(outputs, release_in_loop).atexit = False
-
-
-async def _answer_over(agent: AgentSession, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
-    """Yield an answer without tokens for a turn of a session that is over, if its harness understands no error.
-
-    Raises:
-        SessionOver: the harness understands the error's status.
-    """
-    error = agent.group.over_error(agent)
-    if error.status != HTTPStatus.OK:
-        raise error
-    is_delta = request.params.output_kind is RequestOutputKind.DELTA
-    choice = CompletionOutput(
-        index=0,
-        text="",
-        token_ids=NoTokens() if is_delta else [],
-        cumulative_logprob=None,
-        logprobs=None if request.params.logprobs is None else [],
-        finish_reason=agent.group.spec.stopped_as.value,
-    )
-    yield RequestOutput(
-        request_id=request.request_id,
-        prompt=request.prompt_fields.get("prompt"),
-        prompt_token_ids=request.prompt_fields.get("prompt_token_ids"),
-        prompt_logprobs=None,
-        outputs=[choice],
-        finished=True,
-    )

@@ -1,8 +1,9 @@
-"""Make text and log-probs of candidates' outputs when something reads them. Most are never read.
+"""Make text and log-probs of outputs when something reads them. Those of discarded candidates are never read.
 
-While a candidate runs, its state in vLLM only collects token ids and the engine's log-probs. vLLM's own code makes text
-or log-probs of them when either is read, so discarded candidates and truncated ends cost nothing. Only text that is
-searched for stop strings is made while it grows.
+While a request runs whose answer is sent whole, its state in vLLM only collects token ids and the engine's log-probs.
+vLLM's own code makes text or log-probs of them when either is read, so discarded candidates and truncated ends cost
+nothing. Only text that is searched for stop strings is made while it grows. `darts_server.vllm.requests.logprob_json`
+writes log-probs that nothing but an answer needs.
 """
 
 import asyncio
@@ -88,10 +89,10 @@ class CachingTokenizer:
 
 
 class Deferred:
-    """The parts from which the output of one candidate is made.
+    """The parts from which the output of one request is made. It may be a candidate.
 
     Args:
-        params: sampling parameters, as if the candidate had not been stopped.
+        params: sampling parameters, as if a candidate had not been stopped.
         prefix: tokens that the candidate had generated before. They end the engine's prompt, and begin the output.
         returns_logprobs: whether the output has the engine's log-probs.
     """
@@ -210,7 +211,7 @@ class Deferred:
         return completion
 
     def truncate(self, whole: CompletionOutput, **changes: Any) -> CompletionOutput:
-        """Return a truncated copy of the candidate's output, with ``changes`` of its fields. Its text is made anew."""
+        """Return a truncated copy of the candidate's output, with ``changes`` of its fields. Its text is made again."""
         return self._defer(whole, [TEXT], **changes)
 
     def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:

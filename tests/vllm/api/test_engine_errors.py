@@ -11,8 +11,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused
 from darts_server.serving.admission import Admission
 from darts_server.vllm.api.engine import translate
-from darts_server.vllm.api.llm import Generation, ShapingLLM
+from darts_server.vllm.api.llm import ShapingLLM
 from darts_server.vllm.api.routes import RouteCall
+from darts_server.vllm.api.unshaped import Generation
 from darts_server.vllm.requests.prompt_request import PromptRequest
 
 

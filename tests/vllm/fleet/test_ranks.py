@@ -13,8 +13,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.rollout.turns import Turn
 from darts_server.serving.admission import Admission
 from darts_server.serving.gate import Gate
-from darts_server.vllm.api.llm import Generation, ShapingLLM
+from darts_server.vllm.api.llm import ShapingLLM
 from darts_server.vllm.api.routes import RouteCall
+from darts_server.vllm.api.unshaped import Generation
 from darts_server.vllm.fleet.ranks import LEVEL, RANK, Ranks, combine_priority
 from darts_server.vllm.requests.prompt_request import PromptRequest
 
