@@ -32,6 +32,7 @@ from darts_server.engine.scripted import Script, ScriptedEngine, slice_from
 from darts_server.estimates.calibration import BUFFER, Calibration
 from darts_server.estimates.score_metrics import WINDOW
 from darts_server.exceptions import CandidateFailed, DartsError, EngineRefused, InvalidRequest
+from darts_server.group.informative import Select
 from darts_server.metrics.quality import QualityMetrics
 from darts_server.metrics.rollouts import RolloutMetrics
 from darts_server.policy.allocation import Brownout
@@ -313,7 +314,9 @@ class Callers:
         self.longest_wait = 0.0
         self._stack = stack
         self._rng = Random(seed)
-        self._policies = [name for name in stack.control.planner.names() if name not in (OFF, AUTO)]
+        # The server of the soak has no verifier, which `informative` needs.
+        others = (OFF, AUTO, Select.INFORMATIVE)
+        self._policies = [name for name in stack.control.planner.names() if name not in others]
         self._background: set[asyncio.Task[None]] = set()
 
     async def work(self, numbers: Iterator[int]) -> None:
