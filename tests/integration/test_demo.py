@@ -46,6 +46,6 @@ def test_demo_runs_from_a_wheel_and_leaves_a_table_and_a_picture(installed: Path
     assert run.returncode == 0, run.stderr + (log.read_text() if log.exists() else "")
     assert "16 groups, 64 trajectories returned by each run" in run.stdout
     assert "seconds, all steps" in run.stdout
-    assert all(f"{policy} takes" in run.stdout for policy in ("auto", "darts_cut"))
+    assert all(f"{policy} takes" in run.stdout for policy in ("auto", "darts_cut", "auto, speculation"))
     assert (tmp_path / "darts-demo" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert str(installed) in log.read_text(), "the server ran from the wheel"

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -14,8 +15,8 @@ from darts_server.offline.demo.runs import RAW, TIMEOUT_SECONDS, Batches, Method
 from darts_server.offline.demo.server import DARTS, serving
 
 DESCRIPTION = """\
-See what a rollout server saves, in about a minute on two CPU cores. The demo starts a server with real vLLM on a tiny
-model that comes with the package. It requests the same prompts in four ways, and compares times, right answers and
+See what a rollout server saves, in some two minutes on two CPU cores. The demo starts servers with real vLLM on a tiny
+model that comes with the package. It requests the same prompts in five ways, and compares times, right answers and
 lengths.
 """
 
@@ -28,6 +29,10 @@ requests one batch as a trainer does, with a group for every prompt, and takes a
   auto         starts 50 % more prompts than a step needs, and returns the first groups that are complete. The other
                groups continue in the next step. The last step waits for all groups.
   others       start more candidates of a prompt than are returned, and stop or cut the slowest candidates
+  ..., speculation
+               the same on a second server with --speculate auto, which drafts tokens from the other answers to a
+               prompt. This changes no distribution. Each prompt is new here; prompts that come again, as in a later
+               epoch, have better drafts, and gain more.
 
 All methods get the same prompts, and take turns.
 
@@ -35,13 +40,16 @@ examples:
   darts-server demo                                the defaults
   darts-server demo --steps 30                     more batches, steadier figures
   darts-server demo --policies darts cap           other policies
+  darts-server demo --policies off+speculation     drafts alone
   darts-server demo --caps 32 64 128               other values of max_tokens; no values: --caps
 
 Afterwards, the folder --out has the picture (if matplotlib is installed) and the server's log. To serve a model of your
 own to a trainer of your own: darts-server serve --help
 """
 
-POLICIES = ("auto", "darts_cut")
+POLICIES = ("auto", "darts_cut", "auto+speculation")
+SPECULATION = "+speculation"
+"""Ends the name of a policy that runs on the server with drafts."""
 # vLLM's sampler is as fast on so small a model, and starts sooner.
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 AHEAD = 0.5
@@ -57,18 +65,16 @@ NO_VLLM = 'vLLM is not installed: pip install "darts-server[cpu]", or "darts-ser
 def main(argv: Sequence[str]) -> int:
     """Run the demo, and return the exit code."""
     options = parse_arguments(argv)
-    log = options.out / "server.log"
     can_draw = find_spec("matplotlib") is not None
     try:
         if find_spec("vllm") is None:
             raise RuntimeError(NO_VLLM)
         if not can_draw:
             print("matplotlib is not installed, so there will be no picture. To get one: pip install matplotlib")
-        print(f"Starting a server. Importing vLLM takes about half a minute. Log: {log}", flush=True)
-        with serving(DARTS, log, port=options.port, env=UNCOMPILED) as server:
-            raw, *others = measure(server.url, options)
+        with ExitStack() as stack:
+            raw, *others = measure(start_servers(stack, options), options)
     except httpx.HTTPError as error:
-        return _fail(f"{error}\nThe server's log is {log}")
+        return _fail(f"{error}\nThe server's log is in {options.out}")
     except (RuntimeError, OSError) as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -110,7 +116,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompts", type=int, default=16, metavar="N", help="prompts in a batch (default: %(default)s)")
     size_help = "trajectories in a group, at least 2 (default: %(default)s)"
     add("--group-size", type=int, default=8, metavar="N", help=size_help)
-    policies_help = "policies to compare with raw (default: auto darts_cut)"
+    policies_help = f"policies to compare with raw, also NAME{SPECULATION} (default: {' '.join(POLICIES)})"
     add("--policies", nargs="+", default=POLICIES, metavar="NAME", help=policies_help)
     caps_help = "values of max_tokens for further raw runs (default: 64)"
     add("--caps", nargs="*", type=int, default=CAPS, metavar="N", help=caps_help)
@@ -134,20 +140,42 @@ def list_methods(options: argparse.Namespace) -> dict[str, Method]:
         found[f"{RAW}, max {cap}"] = Method("off", cap)
     for name in options.policies:
         if name != RAW:
-            found[name] = Method(name, ahead=AHEAD if name == "auto" else 0.0)
+            policy = name.removesuffix(SPECULATION)
+            ahead = AHEAD if policy == "auto" else 0.0
+            found[name.replace("+", ", ")] = Method(policy, ahead=ahead, drafts=policy != name)
     return found
 
 
-def measure(url: str, options: argparse.Namespace) -> list[Run]:
-    """Request every batch by every method, and return the runs, raw first."""
+def start_servers(stack: ExitStack, options: argparse.Namespace) -> dict[bool, str]:
+    """Start the server, and a server with drafts if a method needs it. Return their URLs by whether they draft.
+
+    One server would draft for a method what the other methods have answered to the same prompts.
+    """
+    log = options.out / "server.log"
+    print(f"Starting a server. Importing vLLM takes about half a minute. Log: {log}", flush=True)
+    urls = {False: stack.enter_context(serving(DARTS, log, port=options.port, env=UNCOMPILED)).url}
+    if any(method.drafts for method in list_methods(options).values()):
+        log = options.out / "server-with-drafts.log"
+        print(f"Starting a server with --speculate auto. Log: {log}", flush=True)
+        server = stack.enter_context(serving(DARTS, log, "--speculate", "auto", env=UNCOMPILED))
+        urls[True] = server.url
+    return urls
+
+
+def measure(urls: Mapping[bool, str], options: argparse.Namespace) -> list[Run]:
+    """Request every batch by every method, and return the runs, raw first. ``urls``: see `start_servers`."""
     rng = Random(PROMPT_SEED)
     compared = list_methods(options)
     names = list(compared)
     steps: dict[str, list[Step]] = {name: [] for name in names}
-    with httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS) as client:
+    with ExitStack() as stack:
+        clients = {
+            drafts: stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS))
+            for drafts, url in urls.items()
+        }
         few = [sample_problem(rng) for _ in range(WARM_UP_PROMPTS)]
         for method in compared.values():
-            Batches(few, len(few), options.group_size, method).request(client)
+            Batches(few, len(few), options.group_size, method).request(clients[method.drafts])
 
         problems = [sample_problem(rng) for _ in range(options.steps * options.prompts)]
         batches = {
@@ -157,7 +185,7 @@ def measure(url: str, options: argparse.Namespace) -> list[Run]:
             # Methods take turns and change places, so that none has the quieter machine or the warmer prefix cache.
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                steps[name].append(batches[name].request(client))
+                steps[name].append(batches[name].request(clients[compared[name].drafts]))
             times = ", ".join(f"{name} {steps[name][-1].seconds:.2f} s" for name in names)
             print(f"step {number + 1} of {options.steps}: {times}", flush=True)
     return [Run(name, steps[name]) for name in names]

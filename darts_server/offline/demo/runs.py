@@ -31,6 +31,8 @@ class Method:
     max_tokens: int = MAX_RESPONSE_TOKENS
     ahead: float = 0.0
     """Prompts that are started ahead of their step, as a share of the prompts that a step needs."""
+    drafts: bool = False
+    """Whether the server drafts tokens."""
 
 
 @dataclass(frozen=True)

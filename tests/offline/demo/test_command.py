@@ -21,6 +21,7 @@ def test_raw_is_compared_with_a_smaller_limit_and_with_policies() -> None:
     limits = {"raw, max 32": Method("off", 32), "raw, max 48": Method("off", 48)}
     assert compared == {"raw": Method("off"), **limits, "uniform": Method("uniform")}
     assert "raw, max 64" in list_methods(parse_arguments([]))
+    assert list_methods(parse_arguments([]))["auto, speculation"] == Method("auto", ahead=0.5, drafts=True)
     assert list(list_methods(parse_arguments(["--caps", "--policies", "raw"]))) == ["raw"]
 
 
