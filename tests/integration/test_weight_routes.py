@@ -216,6 +216,30 @@ async def test_groups_across_a_pause_with_keep_record_both_versions(server: Serv
     assert max_difference(server, perturbed(3)) < 1e-5
 
 
+async def test_after_a_pause_that_keeps_caches_later_requests_use_none_of_the_old_weights(
+    server: Server, trainer: Trainer
+) -> None:
+    # Longer than a block of the cache.
+    body = {"model": "tiny:raw", "prompt": [5, 6, 7, 8, 9] * 40, "max_tokens": 4, "temperature": 0, "logprobs": 0}
+
+    def first_logprobs() -> list[float]:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=240).json()
+        logprobs: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
+        return logprobs
+
+    def update() -> None:
+        # The cache has blocks of this request, which has ended, and the blocks of the group, which are in use.
+        first_logprobs()
+        trainer.pause("keep&clear_cache=false")
+        trainer.update(60)
+        trainer.resume()
+
+    await run_during_group(server, update)
+    after = first_logprobs()
+    trainer.post("/reset_prefix_cache")
+    assert after == pytest.approx(first_logprobs(), abs=1e-5)
+
+
 @pytest.mark.nightly
 def test_skyrls_full_weights_are_served(server: Server, trainer: Trainer, folder: Path) -> None:
     version = status(server)["version"]

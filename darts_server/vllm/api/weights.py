@@ -115,7 +115,9 @@ class VllmModel:
 
     async def clear_caches(self) -> None:
         if not await self._llm.reset_prefix_cache():
+            # vLLM clears nothing while paused requests have blocks.
             logger.warning("paused requests keep caches of the old weights, because POST /pause kept them")
+            self._llm.held.leave_cached_blocks()
 
     async def set_version(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))

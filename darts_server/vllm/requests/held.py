@@ -79,6 +79,9 @@ class HeldRequests:
         # Buffered tokens of each engine that vLLM's loggers have not counted yet.
         self._buffered = Counter[int]()
         self._releases = OncePerTurn(self._send_releases)
+        # Beginning of every later request's cache salt. vLLM shares cached blocks among requests of the same salt.
+        self._salt = ""
+        self._salt_numbers = count(1)
 
         # Replace methods of objects, not of classes. vLLM's task that receives outputs refers to the decoder already.
         decoder: Any = engine_core.decoder
@@ -112,6 +115,10 @@ class HeldRequests:
         """Let the engine send the tokens of a request as they are generated."""
         self._releases.add(request_id)
 
+    def leave_cached_blocks(self) -> None:
+        """Let later requests use no block that is in the engines' prefix caches now."""
+        self._salt = f"darts-caches-{next(self._salt_numbers)}/"
+
     async def _send_releases(self, request_ids: list[str]) -> None:
         """Release requests on all engines, which ignore each other's requests."""
         call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, request_ids)
@@ -136,6 +143,9 @@ class HeldRequests:
 
     async def _add_numbered(self, request: EngineCoreRequest) -> None:
         """Stand in for vLLM's ``add_request_async``: number requests that need only a final output."""
+        salt = request.cache_salt or ""
+        if not salt.startswith(self._salt):
+            request.cache_salt = self._salt + salt
         params = request.sampling_params
         state = self.states.get(request.request_id)
         is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY

@@ -241,3 +241,22 @@ async def test_latencies_are_means_and_a_request_without_tokens_has_none() -> No
     process.processor.process_outputs([EngineCoreOutput("another", [], finish_reason=FinishReason.ABORT)], 9.0, stats)
     ended = stats.finished_requests[-1]
     assert (ended.prefill_time, ended.inference_time, len(stats.time_to_first_tokens_iter)) == (0, 0, 1)
+
+
+@pytest.mark.anyio
+async def test_after_new_weights_no_request_uses_older_cached_blocks() -> None:
+    process = Process()
+    for place, salt in enumerate((None, None, "user", "user")):
+        if place % 2:
+            process.held.leave_cached_blocks()
+        request = new_request(f"request {place}")
+        request.cache_salt = salt
+        await process.add(request)
+        if place == 3:
+            # The request is sent again, because its engine was lost.
+            await process.core.add_request_async(request)
+    salts = [request.cache_salt for request in process.core.added]
+    assert salts[0] is None
+    assert len(set(salts)) == 4
+    assert salts[3] == salts[4]
+    assert all(salt.endswith("user") for salt in salts[2:])
