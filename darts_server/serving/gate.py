@@ -50,8 +50,8 @@ class Gate:
 
     async def wait_open(self) -> None:
         """Wait until the gate is open."""
-        # The gate may have been closed again before this task runs.
-        while not self._opened.is_set():
+        # The gate may have been closed again before this task runs. After `fail` nobody waits.
+        while self._error is None and not self._opened.is_set():
             await self._opened.wait()
 
     def let_in(self) -> None:

@@ -288,6 +288,7 @@ class Coordinator:
         Raises:
             UpdateFailed: groups did not end, or the engine was resumed meanwhile.
         """
+        self._check_not_lost()
         # While the update has paused groups, a wait for them would not end.
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
             raise self._running_error()

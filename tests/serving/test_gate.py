@@ -98,6 +98,10 @@ async def test_a_failed_gate_raises_in_waiting_and_new_work() -> None:
             await work.task
     with pytest.raises(LookupError):
         gate.check()
+    # A later pause makes nobody wait.
+    gate.close()
+    with pytest.raises(LookupError):
+        await Work(gate).task
 
 
 async def test_the_error_of_a_failed_gate_keeps_no_frames() -> None:

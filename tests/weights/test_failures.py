@@ -1,6 +1,7 @@
 """After any failure the old weights are served, or nothing is."""
 
 import asyncio
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -53,7 +54,7 @@ async def test_weights_that_cannot_be_restored_are_lost_and_every_request_fails(
     with pytest.raises(WeightsLost):
         await harness.push(6)
     trainer = harness.trainer
-    for call in (trainer.start, trainer.sleep, trainer.wake_up, trainer.abort):
+    for call in (trainer.start, trainer.sleep, trainer.wake_up, trainer.abort, partial(trainer.pause, "keep")):
         with pytest.raises(WeightsLost, match="broken too"):
             await call()
 
