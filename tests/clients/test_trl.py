@@ -408,6 +408,17 @@ def test_the_asynchronous_trainers_weights_are_sent_whole_in_each_update(server:
     assert transfer.version == 3
 
 
+def test_tensors_that_change_when_their_iterator_ends_are_sent_as_they_were(server: FakeVllm) -> None:
+    def merged() -> Iterator[tuple[str, torch.Tensor]]:
+        tensors = weights(1.0)
+        yield from tensors.items()
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    WeightTransfer(server.url).send_weights(merged())
+    assert equal(server.pushed[0], weights(1.0))
+
+
 def test_a_transfer_waits_until_the_server_is_healthy(server: FakeVllm) -> None:
     server.failing = ("/health",)
     with pytest.raises(TimedOut, match="not healthy after"):

@@ -81,7 +81,8 @@ class WeightTransfer:
             return TensorStream(self._specs, iterator)
         # Number and shapes of the weights are not known before, so the first update is in memory at once. Later updates
         # are sent while they are gathered.
-        gathered = [(name, tensor.detach().cpu()) for name, tensor in iterator]
+        # Copies: TRL may change its tensors in place when its iterator ends, as it does with merged LoRA weights.
+        gathered = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in iterator]
         specs = [specify(name, tensor) for name, tensor in gathered]
         stream = TensorStream(specs, iter(gathered))
         self._specs = specs
