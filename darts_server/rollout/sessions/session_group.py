@@ -513,7 +513,7 @@ class SessionGroup:
                 if session.candidate.selected_as is not None:
                     self._report_trajectory(session)
                 else:
-                    session.session.rows.clear()
+                    session.session.drop_rows()
         finally:
             self._add_event(SessionEvent(outcome.value, reason=None if self.error is None else str(self.error)))
             self._on_end(self)
