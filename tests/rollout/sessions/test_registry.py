@@ -14,6 +14,7 @@ from darts_server.exceptions import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    QuotaReached,
     ServerStopping,
     SessionOver,
     Unauthorized,
@@ -358,6 +359,41 @@ async def test_the_number_of_open_sessions_is_limited(world: World, monkeypatch:
     group.cancel()
     assert world.registry.num_open == 0
     await world.create(size=2, extra=1)
+
+
+async def test_a_key_leaves_as_many_open_sessions_to_other_keys_as_it_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "MAX_OPEN_SESSIONS", 12)
+    alice = Caller("alice")
+    bob = Caller("bob")
+    with as_caller(alice):
+        groups = [await world.create(size=2, extra=1), await world.create(size=2, extra=1)]
+        with pytest.raises(QuotaReached, match="this key has 6 open sessions, and 3 more would leave only 3") as error:
+            await world.create(size=2, extra=1)
+    assert error.value.retry_after is not None
+    with as_caller(bob):
+        groups.append(await world.create(size=2, extra=1))
+        with pytest.raises(QuotaReached, match="this key has 3 open sessions"):
+            await world.create(size=2, extra=1)
+    # Alice has more than her share since Bob came, and loses no session.
+    assert world.registry.num_open == 9
+    with as_caller(alice):
+        with pytest.raises(QuotaReached):
+            await world.create(size=1, extra=0, policy="off")
+        groups[0].cancel()
+        groups.append(await world.create(size=1, extra=0, policy="off"))
+    # Callers without a key are not told apart, and admins have no share.
+    groups.append(await world.create(size=2, extra=0, policy="off"))
+    with as_caller(Caller("root", is_admin=True)):
+        groups.append(await world.create(size=2, extra=0, policy="off"))
+    with pytest.raises(Overloaded, match="11 sessions are open"):
+        await world.create(size=2, extra=0, policy="off")
+    for group in groups:
+        group.cancel()
+    assert world.registry.num_open == world.registry._num_running.total() == 0
+    with as_caller(alice):
+        await world.create(size=4, extra=2)
 
 
 async def test_a_session_runs_a_limited_number_of_requests_at_a_time(world: World) -> None:
