@@ -31,6 +31,9 @@ IDLE_SECONDS = 1800.0
 """Seconds without a request after which a session is silent: most tools take seconds, and test runs take minutes."""
 MAX_OPEN_SESSIONS = 65_536
 """Sessions of running groups. An eight-GPU node runs some thousand at a time."""
+MAX_RUNNING_BYTES = 8 << 30
+"""Memory of the sessions of running groups: 8,192 sessions of 131,072 generated tokens. Beyond it, sessions that have
+more than an even share fail."""
 KEPT_GROUPS = 8192
 """Ended groups that can be read. A step has 256 to 1,024."""
 IDLE_CHECK_SECONDS = 1.0
@@ -85,6 +88,8 @@ class SessionRegistry:
         self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
         # Number of sessions of running groups, by owner.
         self._num_running: Counter[str | None] = Counter()
+        # Memory of the sessions of running groups at the latest check.
+        self._running_bytes = 0
         self._sessions: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -124,6 +129,7 @@ class SessionRegistry:
                 lambda: rollouts.engine.weight_version,
                 self._new_session,
                 self._group_ended,
+                has_memory=self._has_memory,
             )
         except BaseException:
             allocation.drop()
@@ -274,6 +280,15 @@ class SessionRegistry:
                 RETRY_SECONDS,
             )
 
+    def _has_memory(self, session: AgentSession) -> bool:
+        share = MAX_RUNNING_BYTES / self._num_running.total()
+        size = session.session.size_bytes
+        if self._running_bytes <= MAX_RUNNING_BYTES or size <= share:
+            return True
+        # The session ends now. Otherwise, further sessions would fail until the next check counts the memory again.
+        self._running_bytes -= size
+        return False
+
     def _new_session(self, group: SessionGroup, index: int) -> AgentSession:
         # The id is a part of URLs and logs, so it gives no access by itself where the server has keys.
         session = AgentSession(
@@ -312,4 +327,6 @@ class SessionRegistry:
                 next_idle_check = self._clock() + IDLE_CHECK_SECONDS
                 for group in list(self._running.values()):
                     group.end_silent(self._idle_seconds)
+                self._running_bytes = sum(group.size_bytes for group in self._running.values())
+        self._running_bytes = 0
         self._polling = None
