@@ -1,6 +1,7 @@
 """Sessions of agents: turns, rows to train on, and the end."""
 
 import tracemalloc
+from array import array
 from random import Random
 
 import pytest
@@ -155,6 +156,15 @@ def test_a_cut_keeps_the_first_generated_tokens(tokens: int, expected: list[tupl
         assert len(row.logprobs) == len(row.token_ids)
 
 
+def test_a_session_that_is_not_returned_frees_its_rows() -> None:
+    session = Session(0)
+    run(session, turn(list(range(1000)), [2]), turn([3], [4]))
+    assert session.size_bytes > 4 * 1000
+    session.drop_rows()
+    assert (session.rows, session.row_tokens, session.tokens) == ([], 0, 2)
+    assert session.size_bytes == 16, "the interval of tool time is left"
+
+
 def test_spans_of_later_tokens_are_appended() -> None:
     assert join_spans((), ((1, 2),)) == ((1, 2),)
     assert join_spans(((1, 2),), ((1, 1), (3, 4))) == ((1, 3), (3, 4))
@@ -234,8 +244,8 @@ def test_rows_that_share_blocks_are_the_rows_that_share_nothing(data: st.DataObj
 def test_a_rewriting_session_takes_few_bytes_per_token_and_counts_them(keeps_history: bool, limit: float) -> None:
     rng = Random(1)
 
-    def some(count: int) -> list[int]:
-        return [rng.randrange(150_000) for _ in range(count)]
+    def some(count: int) -> "array[int]":
+        return array("i", rng.randbytes(4 * count))
 
     session = Session(0)
     tracemalloc.start()
@@ -243,9 +253,9 @@ def test_a_rewriting_session_takes_few_bytes_per_token_and_counts_them(keeps_his
         history = some(10_000)
         for _ in range(60):
             answer = some(500)
-            run(session, turn(history, answer))
+            run(session, FinishedTurn(history, answer, [-1.0] * len(answer), ((0, len(answer)),)))
             # Some templates drop the reasoning of the last answer, and others summarise the whole history.
-            history = [*history, *answer[250:], *some(150)] if keeps_history else some(10_000)
+            history = history + answer[250:] + some(150) if keeps_history else some(10_000)
         del history, answer
         used, _ = tracemalloc.get_traced_memory()
     finally:
