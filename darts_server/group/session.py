@@ -4,23 +4,26 @@ A session is a candidate of its group, so it has a length: its generated tokens 
 group's rule acts on the length so far, and may stop the session in any turn.
 
 A session keeps what training needs in rows. A turn whose prompt begins with all tokens of a row extends this row. A
-turn with another history, which the harness has rewritten or forked, begins a row of its own.
+turn with another history, which the harness has rewritten or forked, begins a row of its own. Such a history mostly
+begins as an earlier row does, so the rows share blocks of tokens, as prompts do in vLLM's prefix cache.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from darts_server.exceptions import IllegalMove
 from darts_server.records import VersionSpans, extend_spans, join_spans
 from darts_server.types import SessionEnd
 
-BYTES_PER_TOKEN = 9
-"""Memory of a token of a row: its id, its log-prob and its mask."""
-LAST_TOKENS = 64
-"""Tokens at the end of a row that are compared first."""
-NO_LOGPROB = 0.0
-"""Log-prob of a token that the policy did not generate."""
+BLOCK_TOKENS = 256
+"""Tokens of a block that rows share. Smaller blocks cost more for each token, larger blocks share less of a history."""
+TOKEN_BYTES = 4
+"""Memory of a token id, and of a log-prob."""
+BLOCK_BYTES = TOKEN_BYTES * BLOCK_TOKENS + 150
+"""Memory of a block: its token ids, the object, and its entry in the dictionary of blocks."""
+ROW_BYTES = 700
+"""Memory of the objects of a row."""
 MAX_TOOL_INTERVALS = 64
 """Intervals of tool time that a session keeps, in 1 KB. The monitor encodes these of 2,048 sessions in 0.2 s."""
 
@@ -29,49 +32,79 @@ MAX_TOOL_INTERVALS = 64
 class Row:
     """Tokens to train on, in the order of the model's context.
 
-    ``mask``: 1 for tokens that the policy has generated, 0 for prompts and tool results. ``logprobs``: of each token;
-    `NO_LOGPROB` where the mask is 0. ``spans``: weight versions of the generated tokens.
+    ``blocks``, ``rest``: the token ids, as full blocks and what follows them. ``parts``: number of tokens that a turn's
+    prompt adds and number of tokens that the turn generates, for each turn. ``generated_logprobs``: of each generated
+    token. ``spans``: weight versions of the generated tokens.
     """
 
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    mask: bytearray = field(default_factory=bytearray)
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    blocks: list[bytes] = field(default_factory=list)
+    rest: "array[int]" = field(default_factory=lambda: array("i"))
+    parts: "array[int]" = field(default_factory=lambda: array("i"))
+    generated_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     spans: VersionSpans = ()
+
+    def __len__(self) -> int:
+        return BLOCK_TOKENS * len(self.blocks) + len(self.rest)
 
     @property
     def num_generated(self) -> int:
-        return sum(self.mask)
+        return sum(self.parts[1::2])
 
-    def is_prefix_of(self, prompt: "array[int]") -> bool:
-        length = len(self.token_ids)
-        # The last tokens first: a session that rewrites its history has many rows, and to compare a row copies it.
-        last = max(0, length - LAST_TOKENS)
-        if length > len(prompt) or prompt[last:length] != self.token_ids[last:]:
-            return False
-        return prompt[:last] == self.token_ids[:last]
+    @property
+    def token_ids(self) -> "array[int]":
+        return array("i", b"".join(self.blocks)) + self.rest
 
-    def extend(self, prompt: "array[int]", turn: "FinishedTurn") -> None:
-        """Add what a prompt has beyond this row, and then the answer."""
-        more = len(prompt) - len(self.token_ids)
-        answer = len(turn.token_ids)
-        self.token_ids += prompt[len(self.token_ids) :]
-        self.token_ids.extend(turn.token_ids)
-        self.mask += bytes(more) + b"\1" * answer
-        self.logprobs.extend([NO_LOGPROB] * more)
-        self.logprobs.extend(turn.logprobs)
-        self.spans = join_spans(self.spans, turn.spans)
+    @property
+    def mask(self) -> bytes:
+        """1 for each token that the policy has generated, 0 for tokens of prompts and tool results."""
+        return b"".join(bytes(added) + b"\1" * generated for added, generated in self._turns())
+
+    @property
+    def logprobs(self) -> "array[float]":
+        """Log-prob of each token, 0 where the mask is 0."""
+        logprobs = array("f")
+        start = 0
+        for added, generated in self._turns():
+            logprobs.frombytes(bytes(TOKEN_BYTES * added))
+            logprobs += self.generated_logprobs[start : start + generated]
+            start += generated
+        return logprobs
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the row without its blocks."""
+        numbers = len(self.rest) + len(self.parts) + len(self.generated_logprobs)
+        # A list has 8 bytes for each of its blocks.
+        return ROW_BYTES + TOKEN_BYTES * numbers + 8 * len(self.blocks)
+
+    def is_prefix_of(self, tokens: "array[int]", blocks: list[bytes]) -> bool:
+        """Return whether ``tokens``, whose full blocks are ``blocks``, begin with this row."""
+        # The last tokens first: a session that rewrites its history has many rows.
+        begin = BLOCK_TOKENS * len(self.blocks)
+        return tokens[begin : len(self)] == self.rest and blocks[: len(self.blocks)] == self.blocks
 
     def cut(self, generated: int) -> None:
         """Keep the tokens up to generated token number ``generated``, and drop all later tokens."""
         if self.num_generated <= generated:
             return
-        end = 0
-        for _ in range(generated):
-            end = self.mask.index(1, end) + 1
-        del self.token_ids[end:]
-        del self.mask[end:]
-        del self.logprobs[end:]
+        left = generated
+        parts = array("i")
+        for added, answered in self._turns():
+            if left:
+                kept = min(answered, left)
+                parts.extend((added, kept))
+                left -= kept
+
+        end = sum(parts)
+        full = end // BLOCK_TOKENS
+        self.rest = self.token_ids[BLOCK_TOKENS * full : end]
+        self.parts = parts
+        del self.blocks[full:]
+        del self.generated_logprobs[generated:]
         self.spans = extend_spans(self.spans, 0, generated)
+
+    def _turns(self) -> Iterator[tuple[int, int]]:
+        return zip(self.parts[::2], self.parts[1::2], strict=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +130,12 @@ class Session:
         self.index = index
         """Index among the sessions of its group."""
         self.rows: list[Row] = []
+        self.row_tokens = 0
+        """Tokens of all rows, as they are read."""
+        self._blocks: dict[bytes, bytes] = {}
+        """The blocks of all rows, by their content."""
+        self._row_bytes = 0
+        """Memory of the rows without their blocks."""
         self.turns = 0
         """Number of answered turns."""
         self.running_turns = 0
@@ -122,8 +161,8 @@ class Session:
     @property
     def size_bytes(self) -> int:
         """Memory of the rows and of the intervals of tool time."""
-        tokens = sum(len(row.token_ids) for row in self.rows)
-        return BYTES_PER_TOKEN * tokens + self._tool_times.itemsize * len(self._tool_times)
+        tool_bytes = self._tool_times.itemsize * len(self._tool_times)
+        return self._row_bytes + BLOCK_BYTES * len(self._blocks) + tool_bytes
 
     @property
     def tool_since(self) -> float | None:
@@ -204,7 +243,17 @@ class Session:
             row.cut(left)
             left -= row.num_generated
             kept.append(row)
-        self.rows = kept
+        self._set_rows(kept)
+
+    def drop_rows(self) -> None:
+        """Free the memory of a session that is not returned."""
+        self._set_rows([])
+
+    def _set_rows(self, rows: list[Row]) -> None:
+        self.rows = rows
+        self.row_tokens = sum(len(row) for row in rows)
+        self._blocks = {block: block for row in rows for block in row.blocks}
+        self._row_bytes = sum(row.size_bytes for row in rows)
 
     def _add_tool_interval(self, begin: float, end: float) -> None:
         if len(self._tool_times) < 2 * MAX_TOOL_INTERVALS:
@@ -212,11 +261,28 @@ class Session:
 
     def _add_to_rows(self, turn: FinishedTurn) -> None:
         prompt = array("i", turn.prompt_token_ids)
+        tokens = prompt + array("i", turn.token_ids)
+        full = len(tokens) // BLOCK_TOKENS
+        packed = tokens.tobytes()
+        blocks = []
+        for start in range(0, full * BLOCK_TOKENS * TOKEN_BYTES, BLOCK_TOKENS * TOKEN_BYTES):
+            block = packed[start : start + BLOCK_TOKENS * TOKEN_BYTES]
+            blocks.append(self._blocks.setdefault(block, block))
+
         # The newest row first: histories mostly grow at their end.
         for row in reversed(self.rows):
-            if row.is_prefix_of(prompt):
-                row.extend(prompt, turn)
-                return
-        row = Row()
-        row.extend(prompt, turn)
-        self.rows.append(row)
+            if len(row) <= len(prompt) and row.is_prefix_of(tokens, blocks):
+                self._row_bytes -= row.size_bytes
+                break
+        else:
+            row = Row()
+            self.rows.append(row)
+
+        added = len(prompt) - len(row)
+        self.row_tokens += len(tokens) - len(row)
+        row.blocks = blocks
+        row.rest = tokens[full * BLOCK_TOKENS :]
+        row.parts.extend((added, len(turn.token_ids)))
+        row.generated_logprobs.extend(turn.logprobs)
+        row.spans = join_spans(row.spans, turn.spans)
+        self._row_bytes += row.size_bytes

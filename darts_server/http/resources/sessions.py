@@ -1,6 +1,7 @@
 """``/darts/v1/sessions`` and ``/darts/v1/session-groups``: groups of sessions of agents that others run."""
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, Literal, Self
@@ -224,9 +225,9 @@ def _rows_of(session: AgentSession) -> list[dict[str, Any]]:
     """Return the rows as values that `encode_json` encodes. They are copied, as turns may extend a row."""
     return [
         {
-            "token_ids": row.token_ids[:],
-            "mask": list(row.mask),
-            "logprobs": row.logprobs[:],
+            "token_ids": row.token_ids,
+            "mask": array("B", row.mask),
+            "logprobs": row.logprobs,
             "version_spans": row.spans,
         }
         for row in session.session.rows

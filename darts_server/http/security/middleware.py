@@ -169,7 +169,11 @@ class SecurityMiddleware:
         sender = Sender(address, text_of(b"host"), text_of(b"origin"), is_forwarded)
 
         session = scope.get("state", {}).get(SESSION_KEY)
-        owned = None if key is None else self.session_of_key(key)
+        session_key = key
+        if b"authorization" not in headers:
+            # Anthropic's clients send their key in this header.
+            session_key = headers.get(b"x-api-key")
+        owned = None if session_key is None else self.session_of_key(session_key)
         if owned is None:
             who = self.access.check(access, f"{method} {path}", key, sender)
             who.session = session

@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from darts_server.exceptions import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    QuotaReached,
     Unauthorized,
 )
 from darts_server.rollout.plan import UNSHAPED, Plan
@@ -29,6 +31,9 @@ IDLE_SECONDS = 1800.0
 """Seconds without a request after which a session is silent: most tools take seconds, and test runs take minutes."""
 MAX_OPEN_SESSIONS = 65_536
 """Sessions of running groups. An eight-GPU node runs some thousand at a time."""
+MAX_RUNNING_BYTES = 8 << 30
+"""Memory of the sessions of running groups: 8,192 sessions of 131,072 generated tokens. Beyond it, sessions that have
+more than an even share fail."""
 KEPT_GROUPS = 8192
 """Ended groups that can be read. A step has 256 to 1,024."""
 IDLE_CHECK_SECONDS = 1.0
@@ -81,8 +86,10 @@ class SessionRegistry:
         self._clock = clock
         self._running: dict[str, SessionGroup] = {}
         self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
-        # Sessions of running groups.
-        self._num_running = 0
+        # Number of sessions of running groups, by owner.
+        self._num_running: Counter[str | None] = Counter()
+        # Memory of the sessions of running groups at the latest check.
+        self._running_bytes = 0
         self._sessions: dict[str, AgentSession] = {}
         self._by_key: dict[str, AgentSession] = {}
         self._polling: asyncio.Task[None] | None = None
@@ -96,6 +103,7 @@ class SessionRegistry:
         Raises:
             InvalidRequest: a field is wrong, or the policy cannot act on sessions.
             Overloaded: too many sessions are open.
+            QuotaReached: the caller has too many open sessions.
         """
         rollouts = self._rollouts
         plan = self._plan(request)
@@ -103,13 +111,7 @@ class SessionRegistry:
         if request.extra is not None:
             allocation = replace(allocation, candidates=request.size + request.extra)
         try:
-            free = MAX_OPEN_SESSIONS - self._num_running
-            if allocation.candidates > free:
-                raise Overloaded(
-                    f"{MAX_OPEN_SESSIONS - free} sessions are open, and at most {MAX_OPEN_SESSIONS} may be; "
-                    "retry when some groups have ended",
-                    RETRY_SECONDS,
-                )
+            self._check_open(allocation.candidates)
             spec = SessionGroupSpec(
                 group_id=f"sessions-{uuid4().hex}",
                 plan=plan,
@@ -127,6 +129,7 @@ class SessionRegistry:
                 lambda: rollouts.engine.weight_version,
                 self._new_session,
                 self._group_ended,
+                has_memory=self._has_memory,
             )
         except BaseException:
             allocation.drop()
@@ -255,6 +258,37 @@ class SessionRegistry:
         # Deadlines and losses are learned by policy, and sessions are longer than the answers of other groups.
         return replace(plan, policy=f"{plan.policy}:{LEARNED_AS[request.measure]}")
 
+    def _check_open(self, sessions: int) -> None:
+        """Raise an error of `create` unless the caller may open ``sessions`` more sessions.
+
+        A key may have as many open sessions as stay free for other keys: half of all if it is alone, a third if another
+        key has as many. So a new key always finds free sessions. Admins have no share, as in `Admission`.
+        """
+        total = self._num_running.total()
+        free = MAX_OPEN_SESSIONS - total - sessions
+        if free < 0:
+            raise Overloaded(
+                f"{total} sessions are open, and at most {MAX_OPEN_SESSIONS} may be; retry when some groups have ended",
+                RETRY_SECONDS,
+            )
+        who = caller.get()
+        own = self._num_running[who.name]
+        if who.name is not None and not who.is_admin and own + sessions > free:
+            raise QuotaReached(
+                f"this key has {own} open sessions, and {sessions} more would leave only {free} for other keys, which "
+                "is less than this key would have; retry when some of its groups have ended",
+                RETRY_SECONDS,
+            )
+
+    def _has_memory(self, session: AgentSession) -> bool:
+        share = MAX_RUNNING_BYTES / self._num_running.total()
+        size = session.session.size_bytes
+        if self._running_bytes <= MAX_RUNNING_BYTES or size <= share:
+            return True
+        # The session ends now. Otherwise, further sessions would fail until the next check counts the memory again.
+        self._running_bytes -= size
+        return False
+
     def _new_session(self, group: SessionGroup, index: int) -> AgentSession:
         # The id is a part of URLs and logs, so it gives no access by itself where the server has keys.
         session = AgentSession(
@@ -265,13 +299,14 @@ class SessionRegistry:
         )
         self._sessions[session.session_id] = session
         self._by_key[session.api_key] = session
-        self._num_running += 1
+        self._num_running[group.spec.owner] += 1
         return session
 
     def _group_ended(self, group: SessionGroup) -> None:
         del self._running[group.spec.group_id]
-        self._num_running -= len(group.sessions)
-        dropped = self._ended.put(group.spec.owner, group.spec.group_id, group, group.size_bytes)
+        owner = group.spec.owner
+        self._num_running[owner] -= len(group.sessions)
+        dropped = self._ended.put(owner, group.spec.group_id, group, group.size_bytes)
         for _, old in dropped:
             for session in old.sessions:
                 del self._sessions[session.session_id]
@@ -292,4 +327,6 @@ class SessionRegistry:
                 next_idle_check = self._clock() + IDLE_CHECK_SECONDS
                 for group in list(self._running.values()):
                     group.end_silent(self._idle_seconds)
+                self._running_bytes = sum(group.size_bytes for group in self._running.values())
+        self._running_bytes = 0
         self._polling = None

@@ -10,10 +10,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from http import HTTPStatus
 
 import numpy as np
 
-from darts_server.exceptions import Conflict, DartsError, GroupAborted, SessionFailed, SessionOver
+from darts_server.exceptions import Conflict, DartsError, GroupAborted, SessionFailed, SessionOver, TooLarge
 from darts_server.group.candidate import Candidate
 from darts_server.group.events import (
     Complete,
@@ -45,6 +46,8 @@ MILLISECONDS = 1000
 """Length units of a second, where sessions are compared by seconds."""
 MAX_RUNNING_TURNS = 64
 """Requests of one session at a time. A harness with a few subagents needs some of them; more are a mistake."""
+MAX_ROW_TOKENS = 1 << 24
+"""Tokens of all rows of a session: enough for 256 turns that each rewrite 65,536 tokens. They are 200 MB of JSON."""
 SETTLE_SECONDS = 10.0
 """Time for the aborted requests of a session to return their tokens: one decode step, on a busy engine some seconds."""
 
@@ -235,6 +238,7 @@ class SessionGroup:
         new_session: called with the group and the index of a session; returns the session with its id and key.
         on_end: called once when the group has its outcome.
         tail_seed: seed of the sampled tail.
+        has_memory: returns whether a session may have a further turn, or ends because it takes too much memory.
     """
 
     def __init__(
@@ -246,6 +250,7 @@ class SessionGroup:
         new_session: Callable[["SessionGroup", int], AgentSession],
         on_end: Callable[["SessionGroup"], None],
         tail_seed: Sequence[int] | None = None,
+        has_memory: Callable[[AgentSession], bool] = lambda _: True,
     ) -> None:
         self.spec = spec
         self.owner = spec.owner
@@ -261,6 +266,7 @@ class SessionGroup:
         self.clock = clock
         self._new_session = new_session
         self._on_end = on_end
+        self._has_memory = has_memory
         self._changed = asyncio.Event()
         self._group = Group(rng=np.random.default_rng(tail_seed))
         self.candidates: Sequence[Candidate] = self._group.candidates
@@ -350,7 +356,7 @@ class SessionGroup:
         """Count a request of a session. See `SessionTurn`.
 
         Raises:
-            SessionOver: the session is over.
+            SessionOver, TooLarge: see `check_turn`.
             Conflict: the session has too many running requests.
         """
         self.check_turn(session)
@@ -365,14 +371,32 @@ class SessionGroup:
         return turn
 
     def check_turn(self, session: AgentSession) -> None:
-        """Refuse a request of a session that is over.
+        """Refuse a request of a session that is over. End a session that has too many tokens for a further turn.
 
         Raises:
-            SessionOver
+            SessionOver: the session is over, or ends now and its harness understands no error.
+            TooLarge: the session ends now, because it has too many tokens.
         """
-        if session.session.is_over:
+        inner = session.session
+        if inner.is_over:
             self._observer.session_request_refused()
             raise self.over_error(session)
+        if inner.row_tokens >= MAX_ROW_TOKENS:
+            reason = f"its rows have {inner.row_tokens} tokens, and the limit is {MAX_ROW_TOKENS}"
+        elif not self._has_memory(session):
+            reason = f"it takes {inner.size_bytes} bytes, more than its share of the memory for running sessions"
+        else:
+            return
+
+        error = TooLarge(
+            "session",
+            f"{session.session_id} has failed: {reason}; let turns extend the history instead of rewriting it, or run "
+            "fewer turns or sessions",
+        )
+        self._end_failed(session, SessionEnd.FAILED, error)
+        if self.spec.over_status == HTTPStatus.OK:
+            raise self.over_error(session)
+        raise error
 
     def turn_ended(self, turn: SessionTurn, tokens: int, finished: FinishedTurn | None) -> None:
         """Count the end of a request, with ``tokens`` generated tokens."""
@@ -458,8 +482,9 @@ class SessionGroup:
         self._add_event(SessionEvent("stopped" if is_stopped else "ended", session, reason))
         self._observer.session_ended(end, session.session.turns, session.session.tool_seconds)
 
-    def _end_failed(self, session: AgentSession, end: SessionEnd, error: SessionFailed) -> None:
+    def _end_failed(self, session: AgentSession, end: SessionEnd, error: DartsError) -> None:
         self._end(session, end, str(error))
+        session.session.drop_rows()
         self._feed(Failed(session.index, error))
 
     def _feed(self, *events: Event) -> None:
@@ -487,6 +512,7 @@ class SessionGroup:
                     is_aborted = reason in (DiscardReason.ABORTED, DiscardReason.CANCELLED)
                     end = SessionEnd.ABORTED if is_aborted else SessionEnd.STOPPED
                     self._end(self.sessions[index], end, reason.value)
+                    self.sessions[index].session.drop_rows()
                 case Cut(index=index, tokens=tokens):
                     session = self.sessions[index]
                     if not session.session.is_over:
@@ -513,7 +539,7 @@ class SessionGroup:
                 if session.candidate.selected_as is not None:
                     self._report_trajectory(session)
                 else:
-                    session.session.rows.clear()
+                    session.session.drop_rows()
         finally:
             self._add_event(SessionEvent(outcome.value, reason=None if self.error is None else str(self.error)))
             self._on_end(self)

@@ -384,6 +384,25 @@ def test_the_key_of_a_session_opens_its_own_paths_until_the_key_that_created_it_
     assert client.post("/darts/v1/sessions/ses-1:end", headers=headers).status_code == 401
 
 
+def test_the_key_of_a_session_may_be_in_anthropics_header_and_other_keys_may_not() -> None:
+    keys = Keys(["one"])
+    owner = keys.find(b"one")
+    client = App(Access(keys), session_of_key=lambda key: (owner, "ses-1") if key == b"ses-key-1" else None).client()
+
+    def status(path: str = "/v1/completions", **headers: str) -> int:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return client.post(path, json={"n": 1}, headers=named).status_code
+
+    assert status(x_api_key="ses-key-1") == 200
+    assert status("/darts/v1/vote", x_api_key="ses-key-1") == 403
+    assert status(x_api_key="one") == 401
+    assert status(x_api_key="ses-key-2") == 401
+    # The header Authorization decides if it is sent.
+    assert status(x_api_key="ses-key-1", authorization="Bearer two") == 401
+    assert status(x_api_key="ses-key-1", authorization="Basic two") == 401
+    assert status(x_api_key="ses-key-2", authorization="Bearer ses-key-1") == 200
+
+
 def test_a_stopping_server_takes_the_ends_of_sessions_but_no_turns() -> None:
     app = App()
     app.lifecycle.stop(ServerStopping("stopping", 30))

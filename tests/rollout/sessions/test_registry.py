@@ -14,8 +14,10 @@ from darts_server.exceptions import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    QuotaReached,
     ServerStopping,
     SessionOver,
+    TooLarge,
     Unauthorized,
 )
 from darts_server.group.events import DeadlineSet
@@ -23,6 +25,7 @@ from darts_server.group.informative import Select
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, build_policies
 from darts_server.rollout.sessions import registry as registry_module
+from darts_server.rollout.sessions import session_group as session_group_module
 from darts_server.rollout.sessions.registry import SessionGroupRequest, SessionRegistry
 from darts_server.rollout.sessions.session_group import (
     MAX_RUNNING_TURNS,
@@ -358,6 +361,144 @@ async def test_the_number_of_open_sessions_is_limited(world: World, monkeypatch:
     group.cancel()
     assert world.registry.num_open == 0
     await world.create(size=2, extra=1)
+
+
+async def test_a_key_leaves_as_many_open_sessions_to_other_keys_as_it_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_module, "MAX_OPEN_SESSIONS", 12)
+    alice = Caller("alice")
+    bob = Caller("bob")
+    with as_caller(alice):
+        groups = [await world.create(size=2, extra=1), await world.create(size=2, extra=1)]
+        with pytest.raises(QuotaReached, match="this key has 6 open sessions, and 3 more would leave only 3") as error:
+            await world.create(size=2, extra=1)
+    assert error.value.retry_after is not None
+    with as_caller(bob):
+        groups.append(await world.create(size=2, extra=1))
+        with pytest.raises(QuotaReached, match="this key has 3 open sessions"):
+            await world.create(size=2, extra=1)
+    # Alice has more than her share since Bob came, and loses no session.
+    assert world.registry.num_open == 9
+    with as_caller(alice):
+        with pytest.raises(QuotaReached):
+            await world.create(size=1, extra=0, policy="off")
+        groups[0].cancel()
+        groups.append(await world.create(size=1, extra=0, policy="off"))
+    # Callers without a key are not told apart, and admins have no share.
+    groups.append(await world.create(size=2, extra=0, policy="off"))
+    with as_caller(Caller("root", is_admin=True)):
+        groups.append(await world.create(size=2, extra=0, policy="off"))
+    with pytest.raises(Overloaded, match="11 sessions are open"):
+        await world.create(size=2, extra=0, policy="off")
+    for group in groups:
+        group.cancel()
+    assert world.registry.num_open == world.registry._num_running.total() == 0
+    with as_caller(alice):
+        await world.create(size=4, extra=2)
+
+
+def rewrite(world: World, session: AgentSession, tokens: int) -> None:
+    """Answer a turn whose prompt of ``tokens`` tokens shares nothing with earlier turns."""
+    turn = world.begin(session)
+    turn.finish([1000 * session.session.turns + place for place in range(tokens)], [2], [-1.0])
+
+
+@pytest.mark.parametrize("over_status", [410, 200])
+async def test_a_session_that_rewrites_its_history_too_often_fails_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, over_status: int
+) -> None:
+    monkeypatch.setattr(session_group_module, "MAX_ROW_TOKENS", 100)
+    group = await world.create(size=2, extra=0, policy="off", over_status=over_status)
+    other_group = await world.create(size=1, extra=0, policy="off")
+    rewriting, extending = group.sessions
+    for session in (extending, other_group.sessions[0]):
+        world.answer(session, 3)
+    for _ in range(10):
+        rewrite(world, rewriting, 9)
+    running = [rewriting, extending]
+    assert [session.session.row_tokens for session in running] == [100, 4]
+    if over_status == 200:
+        with pytest.raises(SessionOver, match="is failed"):
+            world.begin(rewriting)
+    else:
+        with pytest.raises(TooLarge, match="its rows have 100 tokens, and the limit is 100; let turns extend") as error:
+            world.begin(rewriting)
+        assert error.value.field == "session"
+    assert world.refused == 0
+    with pytest.raises(SessionOver, match="is failed"):
+        world.begin(rewriting)
+    assert world.refused == 1
+
+    # Another session takes the place of the failed session, and all others run on.
+    assert rewriting.session.end_reason is SessionEnd.FAILED
+    assert "its rows have 100 tokens" in (group.events[2].reason or "")
+    assert (rewriting.session.rows, rewriting.session.row_tokens) == ([], 0)
+    assert world.ends == [SessionEnd.FAILED]
+    world.finish(extending, 4)
+    world.finish(group.sessions[2], 4)
+    world.finish(other_group.sessions[0], 4)
+    assert group.outcome is Outcome.COMPLETED
+    assert [record.outcome for record in world.recorder.records] == [Outcome.COMPLETED] * 2
+    assert [candidate.reason for candidate in group.candidates] == [DiscardReason.FAILED, None, None]
+    assert world.registry.num_open == 0
+
+
+async def test_the_running_turns_of_a_session_with_too_many_tokens_are_aborted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_group_module, "MAX_ROW_TOKENS", 10)
+    group = await world.create(size=1, extra=0, policy="off")
+    session = group.sessions[0]
+    running = world.begin(session)
+    world.generated[running] = 5
+    rewrite(world, session, 9)
+    with pytest.raises(TooLarge):
+        group.check_turn(session)
+    assert world.aborted == [running]
+    assert not running.is_stopped
+    running.finish([1], [2] * 5, [-1.0] * 5)
+    assert (session.tokens, session.session.rows, session.running) == (6, [], {})
+
+
+async def test_at_the_memory_limit_only_sessions_with_more_than_an_even_share_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry_module, "IDLE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(registry_module, "MAX_RUNNING_BYTES", 40_000)
+    world = World(idle_seconds=1e9)
+    with as_caller(Caller("alice")):
+        group = await world.create(size=2, extra=0, policy="off")
+    with as_caller(Caller("bob")):
+        other_group = await world.create(size=2, extra=0, policy="off")
+    large, larger = group.sessions
+    for session in other_group.sessions:
+        rewrite(world, session, 250)
+    for session in group.sessions:
+        for _ in range(3 * (1 + session.index)):
+            rewrite(world, session, 1000)
+    assert group.size_bytes + other_group.size_bytes > 40_000
+    world.begin(large).leave(0)
+    async with asyncio.timeout(30):
+        while not world.registry._running_bytes:
+            world.now += 1.0
+            await asyncio.sleep(0.01)
+
+    # Sessions of other groups go on, and so does the second large session, because the memory is enough now.
+    for session in other_group.sessions:
+        rewrite(world, session, 250)
+    with pytest.raises(TooLarge, match="more than its share of the memory") as error:
+        world.begin(larger)
+    assert error.value.field == "session"
+    assert world.ends == [SessionEnd.FAILED]
+    rewrite(world, large, 250)
+    assert group.size_bytes + other_group.size_bytes < 40_000
+    for each in (group, other_group):
+        each.cancel()
+    async with asyncio.timeout(30):
+        while world.registry._polling is not None:
+            await asyncio.sleep(0.01)
+    assert world.registry._running_bytes == 0
 
 
 async def test_a_session_runs_a_limited_number_of_requests_at_a_time(world: World) -> None:
