@@ -17,9 +17,9 @@ from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_fin
 from darts_server.vllm.compat import queue_while_paused
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
+from darts_server.vllm.requests.adding import share_inputs
 from darts_server.vllm.requests.held import HeldRequests
 from darts_server.vllm.requests.receiver import receive_directly
-from darts_server.vllm.requests.siblings import repeat_inputs
 from darts_server.weights.coordinator import KV_CACHE
 from darts_server.weights.lora import check_adapter_numbers
 from darts_server.weights.updates import Updates
@@ -50,7 +50,7 @@ class ControlledLLM(AsyncLLM):
         super().__init__(*args, **more)
         queue_while_paused(self.engine_core)
         receive_directly(self.engine_core)
-        repeat_inputs(self.input_processor)
+        share_inputs(self.input_processor)
         self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         # The event loop keeps only weak references to tasks.
         self._pauses = set[asyncio.Task[None]]()
@@ -86,7 +86,7 @@ class ControlledLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def speculate(self, is_on: bool) -> None:
-        """Let the drafters of all engines draft, or only learn. Engines that start later do the same."""
+        """Let the drafters of all present and later engines draft, or only learn."""
         self.speculates = is_on
         await self.collective_rpc("darts_speculate", args=(is_on,))
 
@@ -126,7 +126,7 @@ class ControlledLLM(AsyncLLM):
         await asyncio.shield(task)
 
     async def resume_engine(self) -> None:
-        """Resume the engine. Pending pauses are undone."""
+        """Resume the engine, and undo pending pauses."""
         self.is_pause_wanted = False
         await AsyncLLM.resume_generation(self)
 

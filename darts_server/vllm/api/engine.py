@@ -42,11 +42,11 @@ from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.probe_receiver import ProbeReceiver
 from darts_server.vllm.flags import DRAFTER
 from darts_server.vllm.fleet.ranks import BY_PRIORITY, place
-from darts_server.vllm.requests.held import HeldRequests, OncePerTurn, changing_state
+from darts_server.vllm.requests.adding import adding_candidate
+from darts_server.vllm.requests.held import HeldRequests, OncePerTurn
 from darts_server.vllm.requests.outputs import Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.requests.sampling import REFUSALS
-from darts_server.vllm.requests.siblings import repeating_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 @dataclass(slots=True, eq=False)
 class VllmCandidate:
-    """Implements :class:`darts_server.engine.port.RunningCandidate`."""
+    """Implements :class:`darts_server.engine.port.RunningCandidate`. ``constrained``: by a schema or grammar."""
 
     held: HeldRequests
     collector: RequestOutputCollector
@@ -76,9 +76,7 @@ class VllmCandidate:
     on_end: Callable[[], None]
     deferred: Deferred
     constrained: bool
-    """Whether a schema or grammar constrains the candidate."""
     is_released: bool = False
-    """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
         return self.held.tokens(self.collector.request_id)
@@ -98,7 +96,6 @@ class VllmCandidate:
         return TokenSlice(tokens, values, self.deferred.returns_logprobs)
 
     def stop(self) -> int:
-        """Abort the candidate, and return its number of tokens."""
         self.aborts.add(self.collector)
         tokens = self.tokens()
         if tokens is not None:
@@ -108,7 +105,6 @@ class VllmCandidate:
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
     async def result(self) -> CandidateResult[RequestOutput]:
-        """Wait for the final output, or raise an `EngineError`."""
         try:
             output = await self.collector.get()
         except Exception as error:
@@ -138,11 +134,11 @@ class VllmCandidate:
 
 
 class VllmEngine:
-    """Implements :class:`darts_server.engine.port.Engine` on an ``AsyncLLM``."""
+    """Implements :class:`darts_server.engine.port.Engine`."""
 
-    def __init__(self, llm: ControlledLLM, probes: ProbeReceiver | None = None) -> None:
+    def __init__(self, llm: ControlledLLM, probes: ProbeReceiver) -> None:
         self._llm = llm
-        self._probes = ProbeReceiver() if probes is None else probes
+        self._probes = probes
         # A completed group stops all of its running candidates in one turn of the event loop: one message for all.
         self._aborts = OncePerTurn(self._abort)
         self._tokenizer = llm.held.tokenizer
@@ -159,7 +155,6 @@ class VllmEngine:
 
     @property
     def unfinished(self) -> int:
-        """Number of requests in vLLM."""
         return len(self._llm.output_processor.request_states)
 
     @property
@@ -199,12 +194,10 @@ class VllmEngine:
             options = place(self._llm.vllm_config, request.options, rank, order)
             # The form of ids that vLLM gives to the children of a request with n > 1.
             request_id = f"{index}_{request.request_id}"
+            # Candidates with a probe or a prefix have other parameters or another prompt.
+            shared = request if probe is None and prefix is None else None
             try:
-                with ExitStack() as adding:
-                    adding.enter_context(changing_state(deferred.begin))
-                    # Candidates with a probe or a prefix have other parameters or another prompt.
-                    if probe is None and prefix is None:
-                        adding.enter_context(repeating_inputs(request.made))
+                with adding_candidate(deferred.begin, shared):
                     collector = await self._llm.add_request(request_id, prompt, params, **options)
             except Exception as error:
                 raise translate(error) from error
@@ -269,7 +262,7 @@ class VllmEngine:
 
 
 def translate(error: Exception) -> EngineError:
-    """Return the `EngineError` that stands for an exception of vLLM."""
+    """Translate an exception of vLLM."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, EngineDeadError):
