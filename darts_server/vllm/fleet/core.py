@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
@@ -37,6 +37,7 @@ from darts_server.vllm.requests.prompt_request import depends_on_prompt_end, lea
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_MOVES = 3
 """How often a request may lose its engine. After that, the request may be the reason."""
 RPC = "collective_rpc"
@@ -91,7 +92,7 @@ class FleetCore(AsyncMPClient):
     # --- engines join and are lost ----------------------------------------------
 
     def add_engine(self, hello: Hello, connection: Connection) -> Receiver:
-        """Add an engine, and return its receiver. It gets requests once it has the state of the other engines."""
+        """Add an engine, which gets requests once it has the state of the other engines."""
         if hello.rank not in self.engine_ranks_managed:
             raise ValueError(f"rank {hello.rank} of an engine, of {len(self.engine_ranks_managed)}")
         # Once for each rank, because vLLM adds up the KV blocks in these messages.
@@ -110,7 +111,7 @@ class FleetCore(AsyncMPClient):
         return engine
 
     async def _join(self, engine: "Engine") -> None:
-        """Give an engine the state of the others and then requests, or close its connection."""
+        """Give an engine the state of the others, and then requests."""
         try:
             if self.on_hidden_states is not None:
                 for fault in await self.install_probe(engine):
@@ -281,15 +282,9 @@ class FleetCore(AsyncMPClient):
                 self._transfer = engines
             elif args[0] in TRANSFERS and self._transfer not in (None, engines):
                 raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
-        calls = [self._call_utility_async(method, *args, engine=name) for name in self.core_engines]
-        answers = []
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, EngineLost):
-                continue
-            if isinstance(answer, BaseException):
-                raise answer
-            answers.append(answer)
-
+        answers = await gather_answers(
+            self._call_utility_async(method, *args, engine=name) for name in self.core_engines
+        )
         if method == RPC:
             return [worker_answer for answer in answers for worker_answer in answer]
         if len(answers) > 1 and all(isinstance(answer, bool) for answer in answers):
@@ -298,17 +293,17 @@ class FleetCore(AsyncMPClient):
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         """Call an engine. `Engine.received` or `lose` completes the future."""
+        called = self._find_engine(engine)
         if method == RPC:
-            args = for_engine(self.vllm_config, self._find_engine(engine).rank, *args)
-        calls = self._find_engine(engine).calls
+            args = for_engine(self.vllm_config, called.rank, *args)
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
-        calls[call_id] = future
+        called.calls[call_id] = future
         try:
             await self._send_input(EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args), engine)
             return await future
         finally:
-            calls.pop(call_id, None)
+            called.calls.pop(call_id, None)
 
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
         """Install the probe in all engines, and in engines that join later. Return their workers' answers.
@@ -316,16 +311,9 @@ class FleetCore(AsyncMPClient):
         ``receive``: called with each message of a probe.
         """
         self.on_hidden_states = receive
-        installed = [self.install_probe(self.engines[name]) for name in self.core_engines]
-        answers: list[str | None] = []
-        for result in await asyncio.gather(*installed, return_exceptions=True):
-            # A lost engine gets the probe when it has started again.
-            if isinstance(result, EngineLost):
-                continue
-            if isinstance(result, BaseException):
-                raise result
-            answers += result
-        return answers
+        # A lost engine gets the probe when it has started again.
+        answers = await gather_answers(self.install_probe(self.engines[name]) for name in self.core_engines)
+        return [worker_answer for answer in answers for worker_answer in answer]
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
         """Install the probe. Return the workers' answers: None, or the error's text."""
@@ -338,6 +326,18 @@ class FleetCore(AsyncMPClient):
         for engine in list(self.engines.values()):
             engine.connection.close("the coordinator stops")
             engine.joining.cancel()
+
+
+async def gather_answers(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the answers of the engines that were not lost meanwhile, or raise the first other error."""
+    answers = []
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, EngineLost):
+            continue
+        if isinstance(answer, BaseException):
+            raise answer
+        answers.append(answer)
+    return answers
 
 
 def for_engine(
@@ -407,7 +407,7 @@ def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
 
 
 class Engine:
-    """An engine of the fleet, with its running requests. It receives the messages of its connection."""
+    """An engine of the fleet. It receives the messages of its connection."""
 
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank = hello.rank

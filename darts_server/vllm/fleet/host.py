@@ -42,10 +42,7 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LocalEngine(MPClient):
-    """vLLM's client of a local engine, without tasks that read the engine's messages.
-
-    It passes the coordinator's messages to the engine.
-    """
+    """vLLM's client of a local engine. It reads no messages of the engine, and passes the coordinator's on."""
 
     ready = b""
     disconnected: asyncio.Future[str]
