@@ -98,7 +98,7 @@ class ShapingLLM(UnshapedLLM):
         prompt_key = ""
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns = rollouts.turns
-            turn = make_turn(request, shaping, route.session, caller.get().name, self.tokenizer)
+            turn = make_turn(request, shaping, next(iter(route.sessions), None), caller.get().name, self.tokenizer)
             group_name = shaping.group_id or rollouts.planner.limits.group_name(turn.session)
             turn.names_group = group_name is not None
             plan = rollouts.plan(sampling_params.n, shaping, turn)
@@ -162,7 +162,7 @@ class ShapingLLM(UnshapedLLM):
             self.rollouts.plan(n=1, options=shaping)
 
     def _find_session(self, options: RequestOptions, route: RouteCall) -> AgentSession | None:
-        """Return the agent's session that a request is a turn of, see `SessionRegistry.find_named`."""
+        """Return the session that a request is a turn of."""
         if self.sessions is None:
             return None
         return self.sessions.find_named(options.session, *route.sessions)
@@ -174,7 +174,7 @@ class ShapingLLM(UnshapedLLM):
         return await super().add_request(*args, **more)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """Send a request, and forget it if that fails. vLLM does so only for n > 1."""
+        """Send a request. If that fails, forget it: vLLM does so only for n > 1."""
         try:
             await super()._add_request(request, *args)
         except BaseException:
@@ -379,7 +379,7 @@ class ShapingLLM(UnshapedLLM):
                     await asyncio.sleep(HAND_BACK_POLL_SECONDS)
 
     def fail(self, error: DartsError) -> None:
-        """End all running requests and refuse all new requests, with this error."""
+        """End running requests, and refuse new requests, with this error."""
         self.gate.fail(error)
         if self.rollouts is not None:
             self.rollouts.fail_all(error)

@@ -59,7 +59,7 @@ def write_logprobs_from_arrays(application: FastAPI) -> None:
 
 
 def _with_fragments(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return a route's handler that puts the JSON of log-probs into the answer of ``handler``."""
+    """Return a handler that replaces the placeholders in the answer of ``handler``."""
 
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
@@ -75,7 +75,7 @@ def _with_fragments(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
 
 
 async def _insert(body: bytes, fragments: Fragments) -> bytes:
-    """Replace each placeholder in an answer by its JSON, which is written in slices."""
+    """Replace each placeholder in an answer by its JSON."""
     parts = []
     for name, (placeholder, slices) in fragments.items():
         before, found, after = body.partition(placeholder)
@@ -110,7 +110,7 @@ def _deferring(
         if options["num_output_top_logprobs"] == ALL_TOKENS:
             return make(**options)
         form = make_form(serving, options)
-        if form.needs_texts and not logprobs.has_texts:
+        if form.needs_texts and not logprobs.deferred.has_texts:
             return make(**options)
         # No text of the model can contain a name that is made only now.
         name = uuid4().hex
