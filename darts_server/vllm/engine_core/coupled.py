@@ -151,7 +151,7 @@ def verify(
 
 
 def streams_of(runner: Any, drafts: Sequence[int] | None) -> Streams:
-    """Return the streams of the requests in a runner's step. ``drafts``: their numbers of drafted tokens."""
+    """Return the streams of a runner's step. ``drafts``: number of drafted tokens of each request."""
     batch = runner.input_batch
     count = batch.num_reqs
     streams = np.zeros(count, np.uint64)

@@ -133,7 +133,6 @@ class Sender(threading.Thread):
         self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
 
     def run(self) -> None:
-        """Send the items of the queue forever."""
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)

@@ -28,8 +28,8 @@ Plan = Sequence[tuple[str, Sequence[Any], Sequence[str]]]
 class WorkerExtension:
     """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
 
-    Methods that change weights return an error message, or None. If one worker raised, vLLM's ``MultiprocExecutor``
-    would take the other workers' answers for answers to its next call.
+    Methods that may fail return an error message or None. If one worker raised, vLLM's ``MultiprocExecutor`` would take
+    the other workers' answers for answers to its next call.
     """
 
     # Attributes of vLLM's worker.
@@ -39,10 +39,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def darts_load_weights(self, plan: Plan) -> str | None:
-        """Load all tensors of the model. Return None, or the error's text.
-
-        After an error the model can still run a step, but its weights are undefined.
-        """
+        """Load all tensors of the model. After an error it can still run a step, but its weights are undefined."""
         model = self.model_runner.get_model()
         try:
             self.reload_weights(weights_iterator=_read_tensors(plan))
@@ -94,10 +91,7 @@ class WorkerExtension:
         return 0 if drafter is None else drafter.drafts.emptied
 
     def darts_abandon_update(self) -> str | None:
-        """End an update through vLLM's own routes. Return None, or the error's text.
-
-        Incomplete layers keep their old tensors.
-        """
+        """End an update through vLLM's own routes. Incomplete layers keep their old tensors."""
         model = self.model_runner.get_model()
         try:
             for layer in model.modules():
@@ -144,7 +138,7 @@ class WorkerExtension:
         return isinstance(self.model_runner, GPUModelRunner)
 
     def darts_install_probe(self, address: str) -> str | None:
-        """Send hidden states to ``address``. Return None, or the error's text."""
+        """Send hidden states to ``address``."""
         return install(self, address)
 
     def darts_complete_update(self) -> None:

@@ -83,7 +83,7 @@ _waits = Waits()
 
 
 def limit_checks() -> None:
-    """Limit the checks of vLLM's backends. Calling this again changes nothing."""
+    """Limit the checks of vLLM's backends, once."""
     # vLLM imports these functions again for each request.
     for module, name in (
         (backend_xgrammar, "validate_xgrammar_grammar"),

@@ -35,7 +35,7 @@ DECODER = MsgpackDecoder(EngineCoreRequest)
 
 
 def check_request(config: VllmConfig, request: PromptRequest) -> None:
-    """Check that the engine can decode a request and survives it. Cheap, and never blocks.
+    """Check that the engine can decode a request and survives it.
 
     Raises:
         InvalidRequest: ``field`` is `PROMPT`, a sampling parameter, or an option of ``generate()``.
