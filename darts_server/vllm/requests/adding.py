@@ -12,7 +12,6 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import RequestState
 
@@ -56,37 +55,27 @@ def adding_candidate(change: StateChange, shared: PromptRequest | None = None) -
 
 
 def share_inputs(input_processor: Any) -> None:
-    """Let vLLM's ``input_processor`` copy requests that were made for a sibling."""
+    """Let vLLM's ``input_processor`` make one request for the candidates that share it."""
     process = input_processor.process_inputs
 
-    def process_inputs(request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> EngineCoreRequest:
+    def process_inputs(request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
         candidate = added_candidate.get()
         shared = None if candidate is None else candidate.shared
-        if shared is not None and shared.made is not None:
-            return copy_request(shared.made, request_id, params, options)
-        request: EngineCoreRequest = process(request_id, prompt, params, *args, **options)
-        if shared is not None:
-            # vLLM changes the request itself.
-            shared.made = copy(request)
+        if shared is None:
+            return process(request_id, prompt, params, *args, **options)
+        if shared.made is None:
+            shared.made = process(request_id, prompt, params, *args, **options)
+
+        # A copy with what is the candidate's own.
+        request = copy(shared.made)
+        request.request_id = request_id
+        request.sampling_params = copy(request.sampling_params)
+        assert request.sampling_params is not None
+        request.sampling_params.seed = params.seed
+        request.sampling_params.extra_args = params.extra_args
+        for name in OWN_OPTIONS:
+            if name in options:
+                setattr(request, name, options[name])
         return request
 
     input_processor.process_inputs = process_inputs
-
-
-def copy_request(
-    made: EngineCoreRequest,
-    request_id: str,
-    params: SamplingParams,
-    options: dict[str, Any],
-) -> EngineCoreRequest:
-    """Return a copy of a request with its own id, seed, extra arguments and `OWN_OPTIONS`."""
-    request = copy(made)
-    request.request_id = request_id
-    request.sampling_params = copy(made.sampling_params)
-    assert request.sampling_params is not None
-    request.sampling_params.seed = params.seed
-    request.sampling_params.extra_args = params.extra_args
-    for name in OWN_OPTIONS:
-        if name in options:
-            setattr(request, name, options[name])
-    return request
