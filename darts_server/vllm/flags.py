@@ -92,7 +92,7 @@ def prepare(args: Namespace) -> None:
         raise InvalidSetting(
             "darts-server is imported but not installed, so vLLM finds no plugin of it: pip install it"
         )
-    args.worker_extension_cls = extension(args.worker_extension_cls)
+    args.worker_extension_cls = worker_extension(args.worker_extension_cls)
     end_engine_with_server()
     if PLUGINS in os.environ:
         os.environ[PLUGINS] = ",".join(filter(None, (os.environ[PLUGINS], OUR_PLUGIN)))
@@ -125,7 +125,7 @@ def can_compile() -> bool:
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
-def extension(users: str | None) -> str:
+def worker_extension(users: str | None) -> str:
     """Return the name of our worker extension, combined with the user's extension, see `COMBINED`."""
     if not users:
         return f"{WORKER}.{EXTENSION}"
@@ -133,7 +133,7 @@ def extension(users: str | None) -> str:
 
 
 def sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) -> list[str]:
-    """Add flags of our drafter and of coupled sampling to vLLM's flags.
+    """Return vLLM's flags with flags of our drafter and of coupled sampling.
 
     Raises:
         InvalidSetting: the user has set vLLM's flags for the same.

@@ -41,7 +41,7 @@ from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.probe_receiver import ProbeReceiver
 from darts_server.vllm.flags import DRAFTER
-from darts_server.vllm.fleet.ranks import BY_PRIORITY, place
+from darts_server.vllm.fleet.ranks import BY_PRIORITY, placed_options
 from darts_server.vllm.requests.adding import adding_candidate
 from darts_server.vllm.requests.held import HeldRequests, OncePerTurn
 from darts_server.vllm.requests.outputs import Deferred, sampled_logprobs, truncate_output
@@ -108,7 +108,7 @@ class VllmCandidate:
         try:
             output = await self.collector.get()
         except Exception as error:
-            raise translate(error) from error
+            raise translate_error(error) from error
         finally:
             self.on_end()
 
@@ -118,7 +118,7 @@ class VllmCandidate:
             # With no token the grammar was not compiled. With one token the grammar allows no first token.
             if self.constrained and len(completion.token_ids) <= 1:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
-                raise translate(refusal) from refusal
+                raise translate_error(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self.collector.request_id} while generating")
         if self.deferred.values is not None and np.isnan(self.deferred.values).any():
             raise CandidateFailed(
@@ -169,7 +169,7 @@ class VllmEngine:
         order: float = 0.0,
         prefix: TokenSlice | None = None,
     ) -> VllmCandidate:
-        """Start a candidate. ``order``: see `place`. ``prefix``: tokens that the candidate continues."""
+        """Start a candidate. ``order``: see `placed_options`. ``prefix``: tokens that the candidate continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
             params = request.params_of(index)
@@ -191,7 +191,7 @@ class VllmEngine:
             # Groups that were admitted before the engine died must not start on it.
             self._llm.gate.check()
             rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
-            options = place(self._llm.vllm_config, request.options, rank, order)
+            options = placed_options(self._llm.vllm_config, request.options, rank, order)
             # The form of ids that vLLM gives to the children of a request with n > 1.
             request_id = f"{index}_{request.request_id}"
             # Candidates with a probe or a prefix have other parameters or another prompt.
@@ -200,7 +200,7 @@ class VllmEngine:
                 with adding_candidate(deferred.begin, shared):
                     collector = await self._llm.add_request(request_id, prompt, params, **options)
             except Exception as error:
-                raise translate(error) from error
+                raise translate_error(error) from error
 
             return VllmCandidate(
                 self._llm.held,
@@ -261,7 +261,7 @@ class VllmEngine:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 
-def translate(error: Exception) -> EngineError:
+def translate_error(error: Exception) -> EngineError:
     """Translate an exception of vLLM."""
     if isinstance(error, EngineError):
         return error

@@ -102,7 +102,7 @@ class Places(Protocol):
 
 
 Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[Places]]
-"""Runs hosts until the block ends. Takes an encoded `Start` for each engine, and the number of GPUs of an engine."""
+"""Runs hosts in a block. Takes an encoded `Start` for each engine, and the number of GPUs of an engine."""
 
 
 @asynccontextmanager

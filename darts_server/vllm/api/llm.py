@@ -134,7 +134,17 @@ class ShapingLLM(UnshapedLLM):
             ticket = route.ticket.split(candidates=0)
 
         answers_at_stop = shaping.on_stop == "answer" and not route.beams
-        generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
+        generation = Generation(
+            request,
+            route,
+            ticket,
+            turn,
+            turns,
+            plan,
+            prompt_key,
+            group_name,
+            answers_at_stop,
+        )
         member = None
         if rollouts is not None and plan is not None and is_counted:
             generated = partial(self._count_tokens, request_id)
@@ -338,8 +348,8 @@ class ShapingLLM(UnshapedLLM):
     def wrap_output_reader(self) -> None:
         """Report the engine's death, and let other tasks run between two outputs of the engine.
 
-        Reading from a queue that is not empty does not yield to the event loop. An API process that is slower than its
-        engine would do nothing but process the growing queue.
+        Reading from a queue that is not empty does not yield to the event loop. If the engine is faster than this
+        process, no other task would run.
         """
         engine_core: Any = self.engine_core
         get_output = engine_core.get_output_async

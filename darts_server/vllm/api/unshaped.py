@@ -24,7 +24,7 @@ from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.engine import VllmRollouts
 from darts_server.vllm.api.routes import RouteCall
-from darts_server.vllm.fleet.ranks import RANK, place
+from darts_server.vllm.fleet.ranks import RANK, placed_options
 from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
 from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, read_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
@@ -85,7 +85,7 @@ class UnshapedLLM(ControlledLLM):
             if member is not None:
                 placed.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
                 turn.rank = placed.enter_context(self.ranks.candidate(request.request_id))
-            options = place(self.vllm_config, request.options, turn.rank, order)
+            options = placed_options(self.vllm_config, request.options, turn.rank, order)
             turn.rank = options.get(RANK)
             if member is None and turn.rank is not None:
                 placed.enter_context(self.ranks.running_on(turn.rank))

@@ -33,7 +33,7 @@ from darts_server.vllm.engine_core.probe_capture import INSTALL
 from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.vllm.requests.held import numbered_of
 from darts_server.vllm.requests.outputs import MAKE_COMPLETION
-from darts_server.vllm.requests.prompt_request import depends_on_prompt_end, leave_rest
+from darts_server.vllm.requests.prompt_request import continue_after, depends_on_prompt_end
 
 logger = logging.getLogger(__name__)
 
@@ -295,7 +295,7 @@ class FleetCore(AsyncMPClient):
         """Call an engine. `Engine.received` or `lose` completes the future."""
         called = self._find_engine(engine)
         if method == RPC:
-            args = for_engine(self.vllm_config, called.rank, *args)
+            args = rpc_arguments(self.vllm_config, called.rank, *args)
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
         called.calls[call_id] = future
@@ -340,7 +340,7 @@ async def gather_answers(calls: Iterable[Awaitable[T]]) -> list[T]:
     return answers
 
 
-def for_engine(
+def rpc_arguments(
     config: VllmConfig,
     rank: int,
     method: str,
@@ -362,10 +362,9 @@ def for_engine(
 
 
 def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
-    """Return a request that continues from the received tokens of a lost request, or restarts it.
+    """Return a request that continues a lost request, or that restarts it and empties ``state``.
 
-    Its outputs are added to ``state``, which a restart empties. Return None if neither is possible, and for
-    candidates: a group may have counted more tokens than were received.
+    Return None if neither is possible, and for candidates: a group may have counted more tokens than were received.
     """
     numbered = numbered_of(state)
     if request.resumable or (numbered is not None and numbered.is_candidate):
@@ -386,7 +385,7 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
     if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = copy(params)
-        leave_rest(follower.sampling_params, len(tokens))
+        continue_after(follower.sampling_params, len(tokens))
         return follower
 
     # A caller of a stream has some tokens already, so its request cannot restart.

@@ -60,10 +60,7 @@ class LocalEngine(MPClient):
 
 
 async def run_host(start: Start, folder: Path) -> str:
-    """Run an engine until it ends or the coordinator disconnects, and return the reason.
-
-    Outputs of the engine and hidden states are passed to the coordinator. ``folder``: folder for sockets.
-    """
+    """Run an engine until it ends or the coordinator disconnects, and return the reason. ``folder``: for sockets."""
     os.environ[RANK] = str(start.rank)
     args = flags.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()

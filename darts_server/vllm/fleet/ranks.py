@@ -93,7 +93,7 @@ class Ranks:
             self._running[rank] -= 1
 
 
-def place(
+def placed_options(
     config: VllmConfig,
     options: Mapping[str, Any],
     rank: int | None,

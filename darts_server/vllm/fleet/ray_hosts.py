@@ -76,7 +76,7 @@ def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 def private_folder() -> Path:
-    """Return the folder for files and sockets of this user's clusters, which no other user can enter.
+    """Return the folder of this user's clusters, which no other user can enter.
 
     Raises:
         OSError: the folder cannot be created, or belongs to another user.

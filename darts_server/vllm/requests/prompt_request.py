@@ -205,7 +205,7 @@ class PromptRequest:
         child.extra_args = (child.extra_args or {}) | {PROMPT_TOKENS: len(self.prompt["prompt_token_ids"])}
         if child.seed is not None:
             child.extra_args[SEED] = child.seed
-        leave_rest(child, len(prefix))
+        continue_after(child, len(prefix))
         tokens = [*self.prompt["prompt_token_ids"], *prefix]
         return {**self.prompt, "prompt_token_ids": tokens}, child
 
@@ -230,7 +230,7 @@ def describe(value: object) -> str:
     return str(uuid4())
 
 
-def leave_rest(params: SamplingParams, tokens: int) -> None:
+def continue_after(params: SamplingParams, tokens: int) -> None:
     """Change sampling parameters for the rest of an answer after ``tokens`` tokens."""
     if params.max_tokens is not None:
         params.max_tokens -= tokens
