@@ -181,7 +181,12 @@ def bind_sampling() -> None:
             sampler.forward = sampler.forward_native
         return vllms_sample(self, logits, spec_decode_metadata)
 
-    def random_sample(probs: torch.Tensor, generators: Any, *more: Any, **options: Any) -> torch.Tensor:
+    def random_sample(
+        probs: torch.Tensor,
+        generators: Any,
+        *more: Any,
+        **options: Any,
+    ) -> torch.Tensor:
         if isinstance(generators, Streams):
             return sample_next(probs, generators)
         return vllms_random_sample(probs, generators, *more, **options)

@@ -56,8 +56,7 @@ class WorkerExtension:
     def darts_clean_caches(self) -> None:
         """Forget the old weights: replace NaN and infinity in the KV caches, and count old samples less in drafts.
 
-        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN. So sequences that get
-        such a block would be garbage under good weights, too.
+        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN.
         """
         drafter = self._drafter
         if drafter is not None:
@@ -179,8 +178,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _pack_heads(model: torch.nn.Module) -> None:
     """Pack the output heads again.
 
-    On CPU vLLM computes the logits with a packed copy of the head. The layerwise reload skips a head that is tied to
-    the embeddings, because it has no tensors of its own. So the copy would keep the old weights.
+    On CPU vLLM computes the logits with a packed copy of the head. A reload skips a head that is tied to the
+    embeddings, so the copy would keep the old weights.
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):

@@ -58,7 +58,13 @@ def share_inputs(input_processor: Any) -> None:
     """Let vLLM's ``input_processor`` make one request for the candidates that share it."""
     process = input_processor.process_inputs
 
-    def process_inputs(request_id: str, prompt: Any, params: Any, *args: Any, **options: Any) -> Any:
+    def process_inputs(
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
         candidate = added_candidate.get()
         shared = None if candidate is None else candidate.shared
         if shared is None:
@@ -66,7 +72,7 @@ def share_inputs(input_processor: Any) -> None:
         if shared.made is None:
             shared.made = process(request_id, prompt, params, *args, **options)
 
-        # A copy with what is the candidate's own.
+        # A copy with the candidate's own values.
         request = copy(shared.made)
         request.request_id = request_id
         request.sampling_params = copy(request.sampling_params)

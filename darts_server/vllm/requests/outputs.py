@@ -126,8 +126,7 @@ class Deferred:
             assert request.prompt_token_ids is not None
             state.prompt_token_ids = request.prompt_token_ids[: -len(before)]
 
-        # The text and log-probs are made later from this copy of the request. It needs no images. The length of
-        # embeddings is enough.
+        # Text and log-probs are made later from this copy, which needs no images, and only the length of embeddings.
         tokens = state.prompt_token_ids or []
         if not tokens and request.prompt_embeds is not None:
             tokens = [0] * len(request.prompt_embeds)
@@ -353,9 +352,9 @@ class Deferred:
 class LogprobRows(NamedTuple):
     """Log-probs of successive tokens of an output. Column 0 has the sampled tokens.
 
-    ``ids``: token ids, a list for each token. ``values``: array of log-probs of the same shape. ``ranks``: array of the
-    sampled tokens' ranks, which are None before the place where the candidate was resumed. ``texts``: texts of ``ids``,
-    or None for each if the output has no text.
+    ``ids``: token ids, a list for each token. ``values``: log-probs of the same shape. ``ranks``: ranks of the sampled
+    tokens, None before the place where the candidate was resumed. ``texts``: texts of ``ids``, or None for each if the
+    output has no text.
     """
 
     ids: list[list[int]]
