@@ -1,7 +1,4 @@
-"""Start-up checks of vLLM's devices and model, without loading the model.
-
-Each check returns a description and, if something is wrong, an error message with the remedy.
-"""
+"""Start-up checks of vLLM's devices and model. A check returns a description, and an error message or None."""
 
 import os
 from argparse import Namespace
@@ -17,7 +14,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def check_devices() -> tuple[str, str | None]:
-    """Describe the devices that models run on, and return an error message if there is none."""
+    """Describe the devices that models run on."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
         description = f"{built}, CPU"
@@ -44,7 +41,7 @@ def probe_fault(args: Namespace) -> str | None:
 
 
 def check_model(args: Namespace) -> tuple[str, str | None]:
-    """Describe the model, and return an error message if its files cannot be found."""
+    """Describe the model, without loading it."""
     name = str(args.model)
     path = Path(name)
     # vLLM streams models from object stores.
@@ -76,7 +73,7 @@ def check_model(args: Namespace) -> tuple[str, str | None]:
 
 
 def model_bytes(args: Namespace) -> int | None:
-    """Return the size of the model's weights in bytes, or None unless the model is a folder."""
+    """Return the size of the model's weights, or None unless the model is a folder."""
     folder = Path(str(args.model))
     if not folder.is_dir():
         return None

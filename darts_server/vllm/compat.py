@@ -40,12 +40,11 @@ def vllm_version() -> str | None:
 
 
 def version_warning(installed: str | None) -> str | None:
-    if (installed or "").startswith(tuple(f"{series}." for series in TESTED_SERIES)):
+    series = ".".join((installed or "").split(".")[:2])
+    if series in TESTED_SERIES:
         return None
-    tested = f"{' and '.join(TESTED_SERIES)} are"
-    if (installed or "").startswith(f"{COMPARED_SERIES}."):
-        return f"vLLM {installed} is not tested with darts-server, only its source was compared; {tested}"
-    return f"vLLM {installed} is not tested with darts-server; {tested}"
+    compared = ", only its source was compared" if series == COMPARED_SERIES else ""
+    return f"vLLM {installed} is not tested with darts-server{compared}; {' and '.join(TESTED_SERIES)} are"
 
 
 # --- flags ----------------------------------------------------------------------
@@ -75,7 +74,7 @@ def prepare_environment() -> None:
 
 
 def answers_token_ids_as_texts() -> bool:
-    """Return whether the token route answers log-probs in the form of chats. vLLM 0.32 has a form with integers."""
+    """Return whether the token route answers log-probs in the form of chats. Since vLLM 0.32 its form has integers."""
     import vllm.entrypoints.scale_out.token_in_token_out.protocol as protocol
 
     return not hasattr(protocol, "GenerateLogProbs")

@@ -92,7 +92,7 @@ def prepare(args: Namespace) -> None:
         raise InvalidSetting(
             "darts-server is imported but not installed, so vLLM finds no plugin of it: pip install it"
         )
-    args.worker_extension_cls = extension(args.worker_extension_cls)
+    args.worker_extension_cls = worker_extension(args.worker_extension_cls)
     end_engine_with_server()
     if PLUGINS in os.environ:
         os.environ[PLUGINS] = ",".join(filter(None, (os.environ[PLUGINS], OUR_PLUGIN)))
@@ -120,33 +120,34 @@ def prepare(args: Namespace) -> None:
 
 
 def can_compile() -> bool:
-    """Whether there are a C++ compiler and Python's headers, so that torch can compile CPU kernels."""
+    """Whether torch finds a C++ compiler and Python's headers, for its CPU kernels."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
-def extension(users: str | None) -> str:
-    """Return the qualified name of our worker extension, combined with the user's extension."""
+def worker_extension(users: str | None) -> str:
+    """Return the name of our worker extension, combined with the user's extension, see `COMBINED`."""
     if not users:
         return f"{WORKER}.{EXTENSION}"
     return f"{WORKER}.{COMBINED}{users.replace('.', ':')}"
 
 
 def sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) -> list[str]:
-    """Return vLLM's flags, with our drafter if ``speculate``, and with coupled sampling if ``couple``.
+    """Return vLLM's flags with flags of our drafter and of coupled sampling.
 
     Raises:
         InvalidSetting: the user has set vLLM's flags for the same.
     """
     flags = list(argv)
     names = {word.partition("=")[0].replace("_", "-") for word in argv}
+    has_drafter = not names.isdisjoint(OTHER_DRAFTERS)
     if speculate:
-        if names & {*OTHER_DRAFTERS}:
+        if has_drafter:
             raise InvalidSetting("--speculate auto has a drafter of its own; omit it, or vLLM's --speculative-config")
         config = {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": MAX_DRAFT_TOKENS}
         flags += ["--speculative-config", json.dumps(config)]
     if couple:
-        if not speculate and names & {*OTHER_DRAFTERS}:
+        if has_drafter:
             raise InvalidSetting(
                 "--sampling coupled verifies no drafts of vLLM's own methods; omit it, or replace vLLM's "
                 "--speculative-config by --speculate auto"

@@ -141,8 +141,8 @@ async def test_states_are_right_across_a_pause_that_clears_the_cache(engine: Tin
     ]
     for _ in range(4):
         await asyncio.sleep(0.1)  # at some point while they generate
-        await engine.llm.pause_generation(mode="keep", clear_cache=True)
-        await engine.llm.resume_generation()
+        await engine.llm.pause_engine("keep")
+        await engine.llm.resume_engine()
     trajectories = await asyncio.gather(*tasks)
     await check_probed(trajectories)
     assert worst_error(trajectories) < RELATIVE_ERROR

@@ -22,10 +22,10 @@ from darts_server.vllm.flags import (
     NO_COMPILER,
     PLUGINS,
     can_compile,
-    extension,
     parse,
     prepare,
     sampling_flags,
+    worker_extension,
 )
 
 
@@ -56,11 +56,11 @@ def resolved(name: str) -> type:
 
 
 def test_the_worker_extension_combines_our_class_with_the_users() -> None:
-    assert resolved(extension(None)) is resolved(extension("")) is worker.WorkerExtension
-    both = resolved(extension(f"{__name__}.Users"))
+    assert resolved(worker_extension(None)) is resolved(worker_extension("")) is worker.WorkerExtension
+    both = resolved(worker_extension(f"{__name__}.Users"))
     assert issubclass(both, Users)
     assert issubclass(both, worker.WorkerExtension)
-    assert resolved(extension(f"{__name__}.Users")) is both
+    assert resolved(worker_extension(f"{__name__}.Users")) is both
     with pytest.raises(AttributeError):
         resolved(f"{worker.__name__}.Other")
 

@@ -1,11 +1,11 @@
 """vLLM's control calls: trainers pause the engine and write its weights."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from anyio.to_thread import run_sync
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -17,20 +17,19 @@ from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_fin
 from darts_server.vllm.compat import queue_while_paused
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
+from darts_server.vllm.requests.adding import share_inputs
 from darts_server.vllm.requests.held import HeldRequests
 from darts_server.vllm.requests.receiver import receive_directly
-from darts_server.vllm.requests.siblings import repeat_inputs
-from darts_server.weights.coordinator import KV_CACHE
+from darts_server.weights.coordinator import KV_CACHE, Coordinator
+from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.lora import check_adapter_numbers
 from darts_server.weights.updates import Updates
-
-T = TypeVar("T")
 
 
 class ControlledLLM(AsyncLLM):
     """Coordinates vLLM's control calls with groups, and with updates through our own routes.
 
-    Results and errors are vLLM's. With ``updates``, calls also raise `UpdateRunning`, `UpdateFailed` and `WeightsLost`.
+    Results and errors are vLLM's. Calls also raise `UpdateRunning`, `UpdateFailed` and `WeightsLost`.
     """
 
     gate: Gate
@@ -50,7 +49,7 @@ class ControlledLLM(AsyncLLM):
         super().__init__(*args, **more)
         queue_while_paused(self.engine_core)
         receive_directly(self.engine_core)
-        repeat_inputs(self.input_processor)
+        share_inputs(self.input_processor)
         self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         # The event loop keeps only weak references to tasks.
         self._pauses = set[asyncio.Task[None]]()
@@ -86,7 +85,7 @@ class ControlledLLM(AsyncLLM):
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
     async def speculate(self, is_on: bool) -> None:
-        """Let the drafters of all engines draft, or only learn. Engines that start later do the same."""
+        """Let the drafters of all present and later engines draft, or only learn."""
         self.speculates = is_on
         await self.collective_rpc("darts_speculate", args=(is_on,))
 
@@ -126,18 +125,21 @@ class ControlledLLM(AsyncLLM):
         await asyncio.shield(task)
 
     async def resume_engine(self) -> None:
-        """Resume the engine. Pending pauses are undone."""
+        """Resume the engine, and undo pending pauses."""
         self.is_pause_wanted = False
         await AsyncLLM.resume_generation(self)
 
     # --- control calls of trainers -------------------------------------------------
 
-    async def _coordinate(self, plain: Callable[[], Awaitable[T]], coordinated: Callable[[Updates], Awaitable[T]]) -> T:
-        """Return the result of ``coordinated``, or of ``plain`` if there are no ``updates``."""
-        with note_own_error():
-            if self.updates is None:
-                return await plain()
-            return await coordinated(self.updates)
+    @property
+    def _coordinator(self) -> Coordinator:
+        assert self.updates is not None
+        return self.updates.coordinator
+
+    @property
+    def _external(self) -> ExternalUpdates:
+        assert self.updates is not None
+        return self.updates.external
 
     async def pause_generation(
         self,
@@ -151,12 +153,13 @@ class ControlledLLM(AsyncLLM):
         if wait_for_inflight_requests:
             mode = "wait"
         pause = partial(self.pause_engine, mode, clear_cache)
-        await self._coordinate(pause, lambda updates: updates.coordinator.pause_by_trainer(mode, pause))
+        with note_own_error():
+            await self._coordinator.pause_by_trainer(mode, pause)
 
     async def resume_generation(self) -> None:
         """Resume the engine, now or after an update. `Conflict`: the engine is asleep."""
-        resume = self.resume_engine
-        await self._coordinate(resume, lambda updates: updates.coordinator.resume_by_trainer(resume))
+        with note_own_error():
+            await self._coordinator.resume_by_trainer(self.resume_engine)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests, and all groups if ``/abort_requests`` names no requests."""
@@ -165,23 +168,24 @@ class ControlledLLM(AsyncLLM):
             await abort()
             return
         # The route passes internal ids if its caller named no requests.
-        await self._coordinate(abort, lambda updates: updates.coordinator.abort_by_trainer(abort, everything=internal))
+        with note_own_error():
+            await self._coordinator.abort_by_trainer(abort, everything=internal)
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         """Wait for whole groups or abort them, and sleep. New requests wait for the wake-up."""
         sleep = partial(super().sleep, level, mode)
-        await self._coordinate(
-            sleep, lambda updates: updates.coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
-        )
+        with note_own_error():
+            await self._coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
 
     async def release_kv_cache_memory(self) -> None:
-        free = super().release_kv_cache_memory
-        await self._coordinate(free, lambda updates: updates.coordinator.free_by_trainer(KV_CACHE, free))
+        with note_own_error():
+            await self._coordinator.free_by_trainer(KV_CACHE, super().release_kv_cache_memory)
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up the parts in ``tags``, or all. Since vLLM 0.32 the result is whether all are awake."""
-        wake_up: Callable[[], Awaitable[Any]] = partial(super().wake_up, tags)
-        return await self._coordinate(wake_up, lambda updates: updates.coordinator.wake_up_by_trainer(wake_up, tags))
+        wake_up = partial(super().wake_up, tags)
+        with note_own_error():
+            return await self._coordinator.wake_up_by_trainer(wake_up, tags)
 
     async def scale_elastic_ep(self, *args: Any, **more: Any) -> None:
         # The engines of --replicas are not ranks of one engine.
@@ -192,12 +196,12 @@ class ControlledLLM(AsyncLLM):
 
     async def start_weight_update(self) -> None:
         """Pause the engine, unless the trainer has paused it, and start an update."""
-        start = super().start_weight_update
-        await self._coordinate(start, lambda updates: updates.external.start(start))
+        with note_own_error():
+            await self._external.start(super().start_weight_update)
 
     async def start_draft_weight_update(self) -> None:
-        start = super().start_draft_weight_update
-        await self._coordinate(start, lambda updates: updates.external.start(start))
+        with note_own_error():
+            await self._external.start(super().start_draft_weight_update)
 
     async def update_weights(self, request: Any) -> None:
         update = partial(super().update_weights, request)
@@ -213,7 +217,8 @@ class ControlledLLM(AsyncLLM):
         names: list[str] = []
         if isinstance(info, dict) and isinstance(info.get("names"), list):
             names = [name for name in info["names"] if isinstance(name, str)]
-        await self._coordinate(write, lambda updates: updates.external.write(write, names))
+        with note_own_error():
+            await self._external.write(write, names)
 
     async def write_weights(self, update_info: dict[str, Any]) -> None:
         """Call `update_weights` with the ``update_info`` of a request to vLLM's route."""
@@ -237,7 +242,5 @@ class ControlledLLM(AsyncLLM):
                     )
             self.weight_version = version
 
-        await self._coordinate(
-            lambda: finish_with_version(self.weight_version + 1),
-            lambda updates: updates.external.finish(finish_with_version),
-        )
+        with note_own_error():
+            await self._external.finish(finish_with_version)

@@ -41,12 +41,12 @@ from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.probe_receiver import ProbeReceiver
 from darts_server.vllm.flags import DRAFTER
-from darts_server.vllm.fleet.ranks import BY_PRIORITY, place
-from darts_server.vllm.requests.held import HeldRequests, OncePerTurn, changing_state
+from darts_server.vllm.fleet.ranks import BY_PRIORITY, placed_options
+from darts_server.vllm.requests.adding import adding_candidate
+from darts_server.vllm.requests.held import HeldRequests, OncePerTurn
 from darts_server.vllm.requests.outputs import Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.requests.sampling import REFUSALS
-from darts_server.vllm.requests.siblings import repeating_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 @dataclass(slots=True, eq=False)
 class VllmCandidate:
-    """Implements :class:`darts_server.engine.port.RunningCandidate`."""
+    """Implements :class:`darts_server.engine.port.RunningCandidate`. ``constrained``: by a schema or grammar."""
 
     held: HeldRequests
     collector: RequestOutputCollector
@@ -76,9 +76,7 @@ class VllmCandidate:
     on_end: Callable[[], None]
     deferred: Deferred
     constrained: bool
-    """Whether a schema or grammar constrains the candidate."""
     is_released: bool = False
-    """Whether the engine sends the tokens as it generates them."""
 
     def tokens(self) -> int | None:
         return self.held.tokens(self.collector.request_id)
@@ -98,7 +96,6 @@ class VllmCandidate:
         return TokenSlice(tokens, values, self.deferred.returns_logprobs)
 
     def stop(self) -> int:
-        """Abort the candidate, and return its number of tokens."""
         self.aborts.add(self.collector)
         tokens = self.tokens()
         if tokens is not None:
@@ -108,11 +105,10 @@ class VllmCandidate:
         return len(output.outputs[0].token_ids) if isinstance(output, RequestOutput) else 0
 
     async def result(self) -> CandidateResult[RequestOutput]:
-        """Wait for the final output, or raise an `EngineError`."""
         try:
             output = await self.collector.get()
         except Exception as error:
-            raise translate(error) from error
+            raise translate_error(error) from error
         finally:
             self.on_end()
 
@@ -122,7 +118,7 @@ class VllmCandidate:
             # With no token the grammar was not compiled. With one token the grammar allows no first token.
             if self.constrained and len(completion.token_ids) <= 1:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
-                raise translate(refusal) from refusal
+                raise translate_error(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self.collector.request_id} while generating")
         if self.deferred.values is not None and np.isnan(self.deferred.values).any():
             raise CandidateFailed(
@@ -138,11 +134,11 @@ class VllmCandidate:
 
 
 class VllmEngine:
-    """Implements :class:`darts_server.engine.port.Engine` on an ``AsyncLLM``."""
+    """Implements :class:`darts_server.engine.port.Engine`."""
 
-    def __init__(self, llm: ControlledLLM, probes: ProbeReceiver | None = None) -> None:
+    def __init__(self, llm: ControlledLLM, probes: ProbeReceiver) -> None:
         self._llm = llm
-        self._probes = ProbeReceiver() if probes is None else probes
+        self._probes = probes
         # A completed group stops all of its running candidates in one turn of the event loop: one message for all.
         self._aborts = OncePerTurn(self._abort)
         self._tokenizer = llm.held.tokenizer
@@ -159,7 +155,6 @@ class VllmEngine:
 
     @property
     def unfinished(self) -> int:
-        """Number of requests in vLLM."""
         return len(self._llm.output_processor.request_states)
 
     @property
@@ -174,7 +169,7 @@ class VllmEngine:
         order: float = 0.0,
         prefix: TokenSlice | None = None,
     ) -> VllmCandidate:
-        """Start a candidate. ``order``: see `place`. ``prefix``: tokens that the candidate continues."""
+        """Start a candidate. ``order``: see `placed_options`. ``prefix``: tokens that the candidate continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
             params = request.params_of(index)
@@ -196,18 +191,16 @@ class VllmEngine:
             # Groups that were admitted before the engine died must not start on it.
             self._llm.gate.check()
             rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
-            options = place(self._llm.vllm_config, request.options, rank, order)
+            options = placed_options(self._llm.vllm_config, request.options, rank, order)
             # The form of ids that vLLM gives to the children of a request with n > 1.
             request_id = f"{index}_{request.request_id}"
+            # Candidates with a probe or a prefix have other parameters or another prompt.
+            shared = request if probe is None and prefix is None else None
             try:
-                with ExitStack() as adding:
-                    adding.enter_context(changing_state(deferred.begin))
-                    # Candidates with a probe or a prefix have other parameters or another prompt.
-                    if probe is None and prefix is None:
-                        adding.enter_context(repeating_inputs(request.made))
+                with adding_candidate(deferred.begin, shared):
                     collector = await self._llm.add_request(request_id, prompt, params, **options)
             except Exception as error:
-                raise translate(error) from error
+                raise translate_error(error) from error
 
             return VllmCandidate(
                 self._llm.held,
@@ -268,8 +261,8 @@ class VllmEngine:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 
-def translate(error: Exception) -> EngineError:
-    """Return the `EngineError` that stands for an exception of vLLM."""
+def translate_error(error: Exception) -> EngineError:
+    """Translate an exception of vLLM."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, EngineDeadError):

@@ -51,7 +51,7 @@ class RunningEngine:
     fingerprint: str
 
     def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
-        """Serve requests as groups of ``rollouts``, and vLLM's own weight routes through ``updates``."""
+        """Serve requests as groups of ``rollouts``, and vLLM's weight routes through ``updates``."""
         self.llm.held.on_step = rollouts.statistics.latency.observe
         self.llm.rollouts = rollouts
         self.llm.merge_options = merge_options
@@ -59,7 +59,7 @@ class RunningEngine:
 
     @asynccontextmanager
     async def keeping(self, history: History) -> AsyncIterator[None]:
-        """Keep the answers of all requests in ``history``, and send them to engines, until the block ends."""
+        """Keep answers in ``history``, and send them to engines, until the block ends."""
         llm = self.llm
         adapters = self.model.loras
         keeper = RequestHistory(
@@ -102,7 +102,7 @@ class Places(Protocol):
 
 
 Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[Places]]
-"""Runs hosts until the block ends. Takes an encoded `Start` for each engine, and the number of GPUs of an engine."""
+"""Runs hosts in a block. Takes an encoded `Start` for each engine, and the number of GPUs of an engine."""
 
 
 @asynccontextmanager
@@ -162,7 +162,7 @@ async def start_fleet(
 
 @contextmanager
 def engine_client(core: FleetCore) -> Iterator[None]:
-    """Let an `AsyncLLM` that is created in the block use ``core`` as its client of the engine core."""
+    """Let an `AsyncLLM` that is created in the block use ``core`` as its client."""
     # AsyncLLM.__init__ calls this factory by name, and takes no client as an argument.
     factory = "make_async_mp_client"
     original = EngineCoreClient.__dict__[factory]
@@ -230,7 +230,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
 
 @asynccontextmanager
 async def start_engine(args: Namespace, config: VllmConfig | None = None) -> AsyncIterator[RunningEngine]:
-    """Run the engine until the block ends. ``config``: overrides the configuration that ``args`` describe."""
+    """Run the engine until the block ends. ``config``: None for the configuration that ``args`` describe."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -274,7 +274,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
 
 
 def fingerprint_of(config: VllmConfig) -> str:
-    """Return a hash of a model's name, version and precision, and of size and time of its files if it is in a folder.
+    """Return a hash of a model's configuration, and of size and time of its files if it is in a folder.
 
     Call it before the weights are loaded: if files are replaced later, the next start must get another hash.
     """

@@ -98,7 +98,7 @@ class ShapingLLM(UnshapedLLM):
         prompt_key = ""
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns = rollouts.turns
-            turn = make_turn(request, shaping, route.session, caller.get().name, self.tokenizer)
+            turn = make_turn(request, shaping, next(iter(route.sessions), None), caller.get().name, self.tokenizer)
             group_name = shaping.group_id or rollouts.planner.limits.group_name(turn.session)
             turn.names_group = group_name is not None
             plan = rollouts.plan(sampling_params.n, shaping, turn)
@@ -134,7 +134,17 @@ class ShapingLLM(UnshapedLLM):
             ticket = route.ticket.split(candidates=0)
 
         answers_at_stop = shaping.on_stop == "answer" and not route.beams
-        generation = Generation(request, route, ticket, turn, turns, plan, prompt_key, group_name, answers_at_stop)
+        generation = Generation(
+            request,
+            route,
+            ticket,
+            turn,
+            turns,
+            plan,
+            prompt_key,
+            group_name,
+            answers_at_stop,
+        )
         member = None
         if rollouts is not None and plan is not None and is_counted:
             generated = partial(self._count_tokens, request_id)
@@ -162,7 +172,7 @@ class ShapingLLM(UnshapedLLM):
             self.rollouts.plan(n=1, options=shaping)
 
     def _find_session(self, options: RequestOptions, route: RouteCall) -> AgentSession | None:
-        """Return the agent's session that a request is a turn of, see `SessionRegistry.find_named`."""
+        """Return the session that a request is a turn of."""
         if self.sessions is None:
             return None
         return self.sessions.find_named(options.session, *route.sessions)
@@ -174,7 +184,7 @@ class ShapingLLM(UnshapedLLM):
         return await super().add_request(*args, **more)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """Send a request, and forget it if that fails. vLLM does so only for n > 1."""
+        """Send a request. If that fails, forget it: vLLM does so only for n > 1."""
         try:
             await super()._add_request(request, *args)
         except BaseException:
@@ -338,8 +348,8 @@ class ShapingLLM(UnshapedLLM):
     def wrap_output_reader(self) -> None:
         """Report the engine's death, and let other tasks run between two outputs of the engine.
 
-        Reading from a queue that is not empty does not yield to the event loop. An API process that is slower than its
-        engine would do nothing but process the growing queue.
+        Reading from a queue that is not empty does not yield to the event loop. If the engine is faster than this
+        process, no other task would run.
         """
         engine_core: Any = self.engine_core
         get_output = engine_core.get_output_async
@@ -379,7 +389,7 @@ class ShapingLLM(UnshapedLLM):
                     await asyncio.sleep(HAND_BACK_POLL_SECONDS)
 
     def fail(self, error: DartsError) -> None:
-        """End all running requests and refuse all new requests, with this error."""
+        """End running requests, and refuse new requests, with this error."""
         self.gate.fail(error)
         if self.rollouts is not None:
             self.rollouts.fail_all(error)

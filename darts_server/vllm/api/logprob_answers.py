@@ -8,7 +8,7 @@ that need more than the arrays, are made as before.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -55,11 +55,11 @@ def write_logprobs_from_arrays(application: FastAPI) -> None:
         serving = getattr(application.state, attribute, None)
         if serving is not None:
             make = getattr(serving, method)
-            setattr(serving, method, _deferring(serving, make, make_form, make_model))
+            setattr(serving, method, partial(_make_placeholder, serving, make, make_form, make_model))
 
 
 def _with_fragments(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Return a route's handler that puts the JSON of log-probs into the answer of ``handler``."""
+    """Return a handler that replaces the placeholders in the answer of ``handler``."""
 
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
@@ -75,7 +75,7 @@ def _with_fragments(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
 
 
 async def _insert(body: bytes, fragments: Fragments) -> bytes:
-    """Replace each placeholder in an answer by its JSON, which is written in slices."""
+    """Replace each placeholder in an answer by its JSON."""
     parts = []
     for name, (placeholder, slices) in fragments.items():
         before, found, after = body.partition(placeholder)
@@ -93,33 +93,30 @@ async def _insert(body: bytes, fragments: Fragments) -> bytes:
     return b"".join([*parts, body])
 
 
-def _deferring(
+def _make_placeholder(
     serving: Any,
     make: Callable[..., Any],
     make_form: MakeForm,
     make_model: MakeModel,
-) -> Callable[..., Any]:
-    """Return a stand-in for the method ``make``, which makes the log-probs of one choice."""
-
-    def create(**options: Any) -> Any:
-        call = route_call.get()
-        logprobs = options["top_logprobs"]
-        if call is None or call.fragments is None or not isinstance(logprobs, ArrayLogprobs):
-            return make(**options)
-        # Log-probs of the whole vocabulary are rare, and versions of vLLM answer them differently.
-        if options["num_output_top_logprobs"] == ALL_TOKENS:
-            return make(**options)
-        form = make_form(serving, options)
-        if form.needs_texts and not logprobs.has_texts:
-            return make(**options)
-        # No text of the model can contain a name that is made only now.
-        name = uuid4().hex
-        model = make_model(name)
-        placeholder = json.dumps(model.model_dump(), separators=(",", ":")).encode()
-        call.fragments[name] = placeholder, write_slices(logprobs, form)
-        return model
-
-    return create
+    **options: Any,
+) -> Any:
+    """Stand in for vLLM's method ``make``, which makes the log-probs of one choice."""
+    call = route_call.get()
+    logprobs = options["top_logprobs"]
+    if call is None or call.fragments is None or not isinstance(logprobs, ArrayLogprobs):
+        return make(**options)
+    # Log-probs of the whole vocabulary are rare, and versions of vLLM answer them differently.
+    if options["num_output_top_logprobs"] == ALL_TOKENS:
+        return make(**options)
+    form = make_form(serving, options)
+    if form.needs_texts and not logprobs.deferred.has_texts:
+        return make(**options)
+    # No text of the model can contain a name that is made only now.
+    name = uuid4().hex
+    model = make_model(name)
+    placeholder = json.dumps(model.model_dump(), separators=(",", ":")).encode()
+    call.fragments[name] = placeholder, write_slices(logprobs, form)
+    return model
 
 
 def make_completion_form(serving: Any, options: Mapping[str, Any]) -> Form:

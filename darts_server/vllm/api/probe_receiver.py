@@ -22,7 +22,7 @@ LINGER_SECONDS = 5.0
 
 
 class ProbeReceiver:
-    """Passes hidden states on to the probes of candidates, in the event loop."""
+    """Passes hidden states on to the probes of candidates."""
 
     def __init__(self) -> None:
         self.fault: str | None = "no probe was installed"
@@ -48,7 +48,7 @@ class ProbeReceiver:
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._probes.pop, number, None)
 
     def receive(self, frames: Sequence[bytes]) -> None:
-        """Handle a message of a worker. A message that cannot be read disables the receiver."""
+        """Handle a message of a worker. An unreadable message disables the receiver."""
         kind, *rest = frames
         try:
             if kind == STATES:
@@ -86,7 +86,7 @@ class ProbeReceiver:
             self.disable(f"{ready} of {engines} engines have answered within {READY_SECONDS:.0f} s")
 
     def disable(self, reason: str) -> None:
-        """Set the fault. While there is a fault, `width` is None, so that no probes are registered."""
+        """Set the fault: `width` is None, so that no probes are registered."""
         if reason != self.fault:
             logger.warning("hidden states of candidates are not received: %s", reason)
         self.fault = reason
@@ -94,7 +94,7 @@ class ProbeReceiver:
 
 @asynccontextmanager
 async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
-    """Install the probe in the engine's workers, and yield its receiver. If that fails, ``fault`` says why."""
+    """Install the probe in workers, and yield its receiver. If that fails, ``fault`` says why."""
     probes = ProbeReceiver()
 
     async def receive_all() -> None:

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial, wraps
 from http import HTTPStatus
 from logging import getLogger
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
+from openai.types.responses import ResponseErrorEvent
 from pydantic import BaseModel, create_model
 from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -92,7 +93,15 @@ def extend_routes(
         serving = getattr(state, attribute, None)
         if serving is not None:
             handler = getattr(serving, method)
-            setattr(serving, method, _with_options(handler, read_options, raw_names, check_options, extensions))
+            call = partial(
+                _call_with_options,
+                handler,
+                read_options,
+                raw_names,
+                check_options,
+                extensions,
+            )
+            setattr(serving, method, call)
             serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
 
     changes = {
@@ -113,11 +122,11 @@ def extend_routes(
 class RouteCall:
     """A call of a generation route, as ``generate()`` reads it and adds to it.
 
-    ``sessions``: names of its trajectory in `SESSION_HEADERS`. ``beams``: beams of a beam search over all its prompts.
-    A beam search calls ``generate()`` for every token of every beam, but is admitted once, with ``ticket``. ``groups``:
-    ids of groups that serve the call. ``named``: keys of prompts that share the caller's prompt key. ``aborted``:
-    whether an answer was aborted. ``agent``: the session of an agent that the call is a turn of. ``fragments``: None
-    if vLLM writes the whole answer.
+    ``sessions``: names of its trajectory, in the order of `SESSION_HEADERS`. ``beams``: beams of a beam search over
+    all its prompts. A beam search calls ``generate()`` for every token of every beam, but is admitted once, with
+    ``ticket``. ``groups``: ids of groups that serve the call. ``named``: keys of prompts that share the caller's prompt
+    key. ``aborted``: whether an answer was aborted. ``agent``: the session that the call is a turn of. ``fragments``:
+    None if vLLM writes the whole answer.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
@@ -130,92 +139,82 @@ class RouteCall:
     agent: AgentSession | None = None
     fragments: Fragments | None = None
 
-    @property
-    def session(self) -> str | None:
-        """Name of the trajectory, by the first header."""
-        return self.sessions[0] if self.sessions else None
-
 
 route_call: ContextVar[RouteCall | None] = ContextVar("darts_request", default=None)
 
 
-def _with_options(
+async def _call_with_options(
     handler: Handler,
     read_options: ReadOptions,
     raw_names: Set[str],
     check_options: CheckOptions,
     extensions: Sequence[Extension],
-) -> Handler:
-    """Return a handler that reads our options, and sets `route_call` for ``handler``."""
+    request: Any,
+    raw_request: Request,
+) -> Any:
+    """Read the options of a request, call vLLM's ``handler`` with `route_call` set, and return its answer."""
+    headers = raw_request.headers
+    # vLLM's handler logs the id, so check it first.
+    check_name("request_id", str(getattr(request, "request_id", None) or ""))
+    check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
+    for extension in extensions:
+        extension.before(request)
 
-    @wraps(handler)
-    async def handle(request: Any, raw_request: Any = None) -> Any:
-        headers: Mapping[str, str] = {} if raw_request is None else raw_request.headers
-        # vLLM's handler logs the id, so check it first.
-        check_name("request_id", str(getattr(request, "request_id", None) or ""))
-        check_name(REQUEST_ID_HEADER, headers.get(REQUEST_ID_HEADER.lower(), ""))
-        for extension in extensions:
-            extension.before(request)
+    # Options come from headers, the model's name and extra arguments.
+    options = read_options(headers)
+    if getattr(request, "model", None) in raw_names:
+        options = replace(options, policy=OFF)
+    params = getattr(request, SAMPLING_PARAMS, None)
+    if params is not None:
+        await move_xargs(params, raw_request)
+    xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
+    # The Responses API calls `generate` only while its stream is read, after the status was sent.
+    is_responses_api = hasattr(request, "input") and hasattr(request, "previous_response_id")
 
-        # Options come from headers, the model's name and extra arguments.
-        options = read_options(headers)
-        if getattr(request, "model", None) in raw_names:
-            options = replace(options, policy=OFF)
-        params = getattr(request, SAMPLING_PARAMS, None)
-        if params is not None and raw_request is not None:
-            await move_xargs(params, raw_request)
-        xargs: Mapping[str, Any] = getattr(request, XARGS, None) or getattr(params, "extra_args", None) or {}
-        # The Responses API calls `generate` only while its stream is read, after the status was sent.
-        is_responses_api = hasattr(request, "input") and hasattr(request, "previous_response_id")
+    beams = 0
+    if getattr(request, "use_beam_search", False):
+        policy = xargs.get("darts_policy", options.policy)
+        if policy not in (None, OFF):
+            raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; omit the policy or use_beam_search")
+        beams = getattr(request, "n", None) or 1
+        prompts = getattr(request, "prompt", None)
+        if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+            beams *= len(prompts)
+    sessions = []
+    for name in SESSION_HEADERS:
+        session = headers.get(name)
+        if session:
+            check_name(name, session)
+            sessions.append(session)
 
-        beams = 0
-        if getattr(request, "use_beam_search", False):
-            policy = xargs.get("darts_policy", options.policy)
-            if policy not in (None, OFF):
-                raise InvalidRequest(
-                    "policy", f"{policy!r} cannot shape a beam search; omit the policy or use_beam_search"
-                )
-            beams = getattr(request, "n", None) or 1
-            prompts = getattr(request, "prompt", None)
-            if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
-                beams *= len(prompts)
-        sessions = []
-        for name in SESSION_HEADERS:
-            session = headers.get(name)
-            if session:
-                check_name(name, session)
-                sessions.append(session)
+    # vLLM's handler calls `generate`, which reads the context variable.
+    call = RouteCall(options, tuple(sessions), beams)
+    state = raw_request.state
+    # An echo joins the log-probs of the prompt and of the answer.
+    if not getattr(request, "stream", False) and not getattr(request, "echo", False):
+        call.fragments = getattr(state, "darts_fragments", None)
+    token = route_call.set(call)
+    try:
+        if is_responses_api:
+            check_options(options, xargs)
+        answer = await handler(request, raw_request)
+    finally:
+        route_call.reset(token)
+        if call.ticket is not None:
+            call.ticket.release()
 
-        # vLLM's handler calls `generate`, which reads the context variable.
-        call = RouteCall(options, tuple(sessions), beams)
-        state = getattr(raw_request, "state", None)
-        # An echo joins the log-probs of the prompt and of the answer.
-        if not getattr(request, "stream", False) and not getattr(request, "echo", False):
-            call.fragments = getattr(state, "darts_fragments", None)
-        token = route_call.set(call)
-        try:
-            if is_responses_api:
-                check_options(options, xargs)
-            answer = await handler(request, raw_request)
-        finally:
-            route_call.reset(token)
-            if call.ticket is not None:
-                call.ticket.release()
-
-        for extension in extensions:
-            extension.after(request, answer)
-        metadata = getattr(state, "request_metadata", None)
-        if call.groups and metadata is not None:
-            # The id of the response finds the group, unless several requests share the group.
-            is_shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
-            raw_request.state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
-        if is_responses_api and isinstance(answer, AsyncGenerator):
-            return _stream_in(call, answer)
-        if call.agent is not None and raw_request is not None:
-            return _add_session(call.agent, answer, raw_request)
-        return answer
-
-    return handle
+    for extension in extensions:
+        extension.after(request, answer)
+    metadata = getattr(state, "request_metadata", None)
+    if call.groups and metadata is not None:
+        # The id of the response finds the group, unless several requests share the group.
+        is_shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
+        state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
+    if is_responses_api and isinstance(answer, AsyncGenerator):
+        return _stream_in(call, answer)
+    if call.agent is not None:
+        return _add_session(call.agent, answer, raw_request)
+    return answer
 
 
 async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -279,7 +278,7 @@ def _with_session_field(kind: type[BaseModel]) -> type[BaseModel]:
 
 
 def _drop_tool_calls(choices: Iterable[Any], finish_reason: str) -> None:
-    """Remove the tool calls of a session that is over: an agent would run the tools, and send a further request."""
+    """Remove the tool calls of a session that is over: an agent would run them, and send a further request."""
     for choice in choices:
         message = getattr(choice, "message", None)
         if message is not None and message.tool_calls:
@@ -302,7 +301,7 @@ def _insert_field(event: str, fields: Mapping[str, Any]) -> str:
     return f'{begin},"{SESSION_FIELD}":{json.dumps(fields)}{brace}{end}'
 
 
-async def move_xargs(params: Any, raw_request: Any) -> None:
+async def move_xargs(params: Any, raw_request: Request) -> None:
     """Move extra arguments of the token route to ``extra_args`` of its sampling parameters.
 
     The route's models have no ``vllm_xargs`` and drop them.
@@ -409,16 +408,6 @@ def _with_finite_check(handler: Handler) -> Handler:
 # --- errors of generation routes --------------------------------------------------
 
 
-class ErrorEvent(BaseModel):
-    """OpenAI's event for an error in a stream of the Responses API."""
-
-    type: Literal["error"] = "error"
-    code: str
-    message: str
-    param: str | None
-    sequence_number: int
-
-
 def _make_error(
     make: Callable[..., Any],
     fields_of: ErrorFields,
@@ -471,7 +460,8 @@ def _report_responses_errors(responses: Any) -> None:
                 logger.exception("a stream of the Responses API failed")
             await mark_failed(request.request_id)
             fields = responses.create_error_response(error).error
-            yield ErrorEvent(
+            yield ResponseErrorEvent(
+                type="error",
                 code=str(fields.code),
                 message=fields.message,
                 param=fields.param,
@@ -483,7 +473,7 @@ def _report_responses_errors(responses: Any) -> None:
         async with aclosing(stream_stored(*args, **more)) as events:
             async for event in events:
                 yield event
-                if isinstance(event, ErrorEvent):
+                if isinstance(event, ResponseErrorEvent):
                     return
 
     async def run_and_mark(request: Any, *args: Any, **more: Any) -> None:

@@ -34,7 +34,7 @@ ROUTE_LINES = ("Available routes", "Route: ")
 def take_api_keys(args: Namespace) -> list[str]:
     """Remove the API keys from vLLM's flag and environment variable, and return them.
 
-    vLLM would refuse the keys of a key file, and its processes must not inherit keys.
+    vLLM would refuse the keys of a key file. Its processes must not inherit keys.
     """
     given: list[str] = args.api_key or [os.environ.get(KEY_VARIABLE, "")]
     args.api_key = None
@@ -43,7 +43,7 @@ def take_api_keys(args: Namespace) -> list[str]:
 
 
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Set up logging, run ``main`` in vLLM's kind of event loop, and return its exit code."""
+    """Set up logging, run ``main`` in vLLM's event loop, and return its exit code."""
     configure_logging_from_args(args)
     # A library that vLLM uses raises the root logger's level to ERROR when the app is made.
     ours = getLogger("darts_server")
@@ -68,7 +68,7 @@ async def make_app(
     error_fields: ErrorFields,
     extensions: Sequence[Extension],
 ) -> FastAPI:
-    """Build vLLM's app on this engine. Its generation routes read our options from headers and model names."""
+    """Build vLLM's app, whose generation routes read our options."""
     tasks = await llm.get_supported_tasks()
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
@@ -87,7 +87,6 @@ async def make_app(
 
 
 def url_of(args: Namespace, sock: socket.socket) -> str:
-    """Return the address of a server that listens on this socket."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port, *_ = sock.getsockname()

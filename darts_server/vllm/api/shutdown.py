@@ -10,6 +10,7 @@ import signal
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -84,34 +85,27 @@ def exit_at_once(number: int, _: object = None) -> None:
     os._exit(128 + number)
 
 
+@dataclass(slots=True, eq=False)
 class Shutdown:
     """Lets running work finish within ``grace`` seconds, hands back or fails the rest, and exits.
 
     ``watchdog``: seconds that an engine with requests may send nothing; 0 for no limit.
     """
 
-    def __init__(
-        self,
-        lifecycle: Lifecycle,
-        llm: ShapingLLM,
-        batches: VllmBatches,
-        grace: float,
-        watchdog: float = 0.0,
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._llm = llm
-        self._batches = batches
-        self._grace = grace
-        self._watchdog = watchdog
+    lifecycle: Lifecycle
+    llm: ShapingLLM
+    batches: VllmBatches
+    grace: float
+    watchdog: float = 0.0
 
     @asynccontextmanager
     async def watch(self, exit: Callable[[], None]) -> AsyncIterator[None]:
-        """Watch the engine, and call ``exit`` to stop the HTTP server when work has ended."""
-        self._llm.on_death = lambda: self._lifecycle.stop(
-            EngineDead(f"the engine died: {cause_of_death(self._llm.engine_core)}")
+        """Watch the engine in the block. ``exit``: called when all work has ended, to stop the HTTP server."""
+        self.llm.on_death = lambda: self.lifecycle.stop(
+            EngineDead(f"the engine died: {cause_of_death(self.llm.engine_core)}")
         )
         tasks = [asyncio.create_task(self.run(exit))]
-        if self._watchdog:
+        if self.watchdog:
             tasks.append(asyncio.create_task(self.watch_engine()))
         try:
             yield
@@ -121,19 +115,19 @@ class Shutdown:
 
     async def watch_engine(self) -> None:
         """Stop the server when the engine should send something and is silent."""
-        interval = min(MAX_WATCH_SECONDS, self._watchdog / MIN_WATCHES)
+        interval = min(MAX_WATCH_SECONDS, self.watchdog / MIN_WATCHES)
         # Polls are counted, not seconds: while this process is stopped or starved, no time counts.
         silent = 0.0
-        while silent < self._watchdog:
-            messages = self._llm.held.messages
+        while silent < self.watchdog:
+            messages = self.llm.held.messages
             await asyncio.sleep(interval)
-            if self._llm.should_respond and self._llm.held.messages == messages:
+            if self.llm.should_respond and self.llm.held.messages == messages:
                 silent += interval
             else:
                 silent = 0.0
-        self._lifecycle.stop(
+        self.lifecycle.stop(
             EngineDead(
-                f"the engine is hung: it has requests, and sent nothing for {self._watchdog:g} s (--engine-watchdog)"
+                f"the engine is hung: it has requests, and sent nothing for {self.watchdog:g} s (--engine-watchdog)"
             )
         )
 
@@ -145,40 +139,40 @@ class Shutdown:
     def handle_signal(self, number: int) -> None:
         """Begin the shutdown, or exit at once if it has begun."""
         name = signal.Signals(number).name
-        if self._lifecycle.stop_reason is not None:
+        if self.lifecycle.stop_reason is not None:
             logger.warning("%s again: exiting at once", name)
             exit_at_once(number)
         logger.warning("%s: shutting down; running requests may take the grace time, another signal ends them", name)
-        self._lifecycle.stop(
+        self.lifecycle.stop(
             ServerStopping("the server is stopping; send this request to another server, or retry later", RETRY_SECONDS)
         )
-        self._batches.drain()
-        if self._llm.rollouts is not None:
-            self._llm.rollouts.joiner.drain()
+        self.batches.drain()
+        if self.llm.rollouts is not None:
+            self.llm.rollouts.joiner.drain()
 
     async def run(self, exit: Callable[[], None]) -> None:
         """Wait for a reason to stop, end all work, and call ``exit``."""
-        reason = await self._lifecycle.wait_for_stop()
+        reason = await self.lifecycle.wait_for_stop()
         # A dead engine finishes nothing.
-        if isinstance(reason, ServerStopping) and await self._is_busy_after(self._grace):
+        if isinstance(reason, ServerStopping) and await self._is_busy_after(self.grace):
             try:
                 async with asyncio.timeout(HAND_BACK_SECONDS):
-                    await asyncio.gather(self._llm.hand_back(), self._batches.hand_back(reason))
+                    await asyncio.gather(self.llm.hand_back(), self.batches.hand_back(reason))
             except Exception:
                 # The work fails below, like all other work.
                 logger.exception("running work could not be handed back")
         if await self._is_busy_after(seconds=0.0):
-            self._batches.fail(reason)
-            self._llm.fail(reason)
+            self.batches.fail(reason)
+            self.llm.fail(reason)
             # Wait until callers have their errors.
             await self._is_busy_after(ANSWER_SECONDS)
-        self._llm.end_sessions(reason)
+        self.llm.end_sessions(reason)
         exit()
 
     async def _is_busy_after(self, seconds: float) -> bool:
         """Wait until no caller waits for work, for ``seconds`` at most, and return whether a caller still waits."""
         # Time is counted in polls, as in `watch_engine`.
-        while self._llm.admission.requests > 0 or self._lifecycle.requests > 0:
+        while self.llm.admission.requests > 0 or self.lifecycle.requests > 0:
             if seconds <= 0:
                 return True
             await asyncio.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The part of the engine's client that serves requests which are no groups: alone, or as turns of agents' sessions."""
+"""The part of the engine's client for requests that are no groups: single requests, and turns of agents' sessions."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -13,14 +13,7 @@ from weakref import finalize
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from darts_server.exceptions import (
-    DartsError,
-    EngineBusy,
-    EngineDead,
-    EngineRefused,
-    InvalidRequest,
-    SessionOver,
-)
+from darts_server.exceptions import DartsError, InvalidRequest, SessionOver
 from darts_server.rollout.counted import Member
 from darts_server.rollout.plan import Plan
 from darts_server.rollout.sessions.registry import SessionRegistry
@@ -31,13 +24,12 @@ from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.engine import VllmRollouts
 from darts_server.vllm.api.routes import RouteCall
-from darts_server.vllm.fleet.ranks import RANK, place
+from darts_server.vllm.fleet.ranks import RANK, placed_options
 from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
 from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, read_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
 
 ABORT_POLL_SECONDS = 0.02
-"""Interval at which the abort of a turn is repeated until the turn has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +85,7 @@ class UnshapedLLM(ControlledLLM):
             if member is not None:
                 placed.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
                 turn.rank = placed.enter_context(self.ranks.candidate(request.request_id))
-            options = place(self.vllm_config, request.options, turn.rank, order)
+            options = placed_options(self.vllm_config, request.options, turn.rank, order)
             turn.rank = options.get(RANK)
             if member is None and turn.rank is not None:
                 placed.enter_context(self.ranks.running_on(turn.rank))
@@ -178,7 +170,7 @@ class UnshapedLLM(ControlledLLM):
             del self._turns[request_id]
 
     def _abort_turn(self, turn: SessionTurn, request_id: str) -> None:
-        """Abort the request of a turn until it has ended: it may be about to reach the engine."""
+        """Abort a turn's request until it has ended: it may be about to reach the engine."""
 
         async def abort() -> None:
             while self._turns.get(request_id) is turn:
@@ -223,9 +215,6 @@ class UnshapedLLM(ControlledLLM):
                             choice.token_ids = NoTokens()
                         generation.route.aborted |= choice.finish_reason == ABORTED
                     yield output
-        except (EngineRefused, EngineBusy, EngineDead) as error:
-            # vLLM's routes map vLLM's own exception to its HTTP status.
-            raise (error.__cause__ or error) from None
         finally:
             generation.ticket.release()
             self._end_turn(turn, generation.request.request_id, len(tokens))
@@ -242,7 +231,7 @@ class UnshapedLLM(ControlledLLM):
 
 
 async def prepare_output(output: RequestOutput, route: RouteCall) -> None:
-    """Make what the route reads of a final output, and let other tasks run meanwhile."""
+    """Make what the route reads of a final output. Other tasks run meanwhile."""
     if route.fragments is None:
         await make_deferred(output)
     else:
@@ -250,7 +239,7 @@ async def prepare_output(output: RequestOutput, route: RouteCall) -> None:
 
 
 def call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Callable[[], None]) -> None:
-    """Call ``release`` when a generator is deleted. A generator that is never iterated does not run its ``finally``."""
+    """Call ``release`` when a generator is deleted: if it is never iterated, its ``finally`` does not run."""
     loop = asyncio.get_running_loop()
 
     def release_in_loop() -> None:

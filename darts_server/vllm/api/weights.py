@@ -53,7 +53,6 @@ class VllmModel:
         return ExpectedTensors(tensors, tied)
 
     async def checkpoint_tensors(self) -> TensorSet:
-        """Return the checkpoint's tensors, if weights can be replaced."""
         if self.loras is not None:
             raise UpdateUnsupported(
                 "weights of a model that takes LoRA adapters cannot be replaced here; push LoRA adapters only, or "
@@ -62,7 +61,7 @@ class VllmModel:
         return await self._tensors()
 
     async def _tensors(self) -> TensorSet:
-        """Return the tensors of the checkpoint that vLLM loaded, or raise `UpdateUnsupported`."""
+        """Read the headers of the checkpoint that vLLM loaded, or raise `UpdateUnsupported`."""
         if self._checkpoint is None:
             self._check_supported()
             self._checkpoint = await run_sync(self._read_checkpoint)

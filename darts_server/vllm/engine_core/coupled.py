@@ -151,7 +151,7 @@ def verify(
 
 
 def streams_of(runner: Any, drafts: Sequence[int] | None) -> Streams:
-    """Return the streams of the requests in a runner's step. ``drafts``: their numbers of drafted tokens."""
+    """Return the streams of a runner's step. ``drafts``: number of drafted tokens of each request."""
     batch = runner.input_batch
     count = batch.num_reqs
     streams = np.zeros(count, np.uint64)
@@ -181,7 +181,12 @@ def bind_sampling() -> None:
             sampler.forward = sampler.forward_native
         return vllms_sample(self, logits, spec_decode_metadata)
 
-    def random_sample(probs: torch.Tensor, generators: Any, *more: Any, **options: Any) -> torch.Tensor:
+    def random_sample(
+        probs: torch.Tensor,
+        generators: Any,
+        *more: Any,
+        **options: Any,
+    ) -> torch.Tensor:
         if isinstance(generators, Streams):
             return sample_next(probs, generators)
         return vllms_random_sample(probs, generators, *more, **options)

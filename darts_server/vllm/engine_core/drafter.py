@@ -25,11 +25,7 @@ take so many bytes. 512 requests and a draft of 12 tokens would take 4 GB with 1
 
 @cache
 def _bind_runners() -> None:
-    """Wrap two methods of vLLM's model runner, once in each process.
-
-    The first gives the runner to its drafter, because vLLM does not pass the ids of requests to a drafter. The second
-    adds the drafts to the output of each step.
-    """
+    """Let vLLM's model runner give itself to its drafter, which needs the ids of requests, and return the drafts."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     propose_drafts = GPUModelRunner.propose_draft_token_ids
@@ -41,7 +37,7 @@ def _bind_runners() -> None:
         return propose_drafts(self, *args, **more)
 
     def sample_with_drafts(self: Any, *args: Any) -> Any:
-        """Call vLLM's ``sample_tokens``, and add the drafts of the step and the totals so far to its output."""
+        """Add the drafts of the step and the totals so far to the output of vLLM's ``sample_tokens``."""
         output = sample_tokens(self, *args)
         # All steps without requests share one empty output of vLLM's, which must not be changed.
         if isinstance(self.drafter, Drafter) and output.req_ids:
@@ -78,7 +74,11 @@ class Drafter:
         """Load nothing. vLLM calls it for every proposer."""
 
     def propose(
-        self, sampled: list[list[int]], ends: Any, token_ids: Any, slot_mappings: Any = None
+        self,
+        sampled: list[list[int]],
+        ends: Any,
+        token_ids: Any,
+        slot_mappings: Any = None,
     ) -> list[list[int]]:
         """Return drafts of all requests, whose sampled tokens are at the ends of their token ids already."""
         count = len(sampled)

@@ -2,9 +2,8 @@
 
 vLLM sends every token to the API process as soon as it is sampled, which costs that process 25 to 40 us. So a request
 whose caller reads only its final output is *held*. Its first token is sent at once, with the log-probs of its prompt
-and vLLM's times. Its other tokens stay in a buffer. They are sent when the request ends, or in parts of some hundred
-tokens: a part is little work for a turn of the event loop, and a lost engine loses at most one part of each request. In
-between, the engine reports token counts.
+and vLLM's times. Its other tokens stay in a buffer until the request ends, or some hundred have gathered: they are
+little work for a turn of the event loop, and a lost engine loses no more. In between, the engine reports token counts.
 
 This code runs in the engine's thread that sends outputs. In the API process, `darts_server.vllm.requests.held` numbers
 the requests. The engine answers an abort of a numbered request with all of its tokens. When a caller starts to read a
@@ -116,7 +115,7 @@ class Buffer:
         self._nans = 0
 
     def add(self, output: EngineCoreOutput) -> None:
-        """Add the tokens of an output that is not sent, with everything that belongs to the tokens."""
+        """Add the tokens of an output, with everything that belongs to the tokens."""
         self.tokens += output.new_token_ids
         logprobs = output.new_logprobs
         if logprobs is not None:
@@ -218,7 +217,7 @@ class HoldingQueue:
         return [self._report(message, is_due)]
 
     def _hold(self, message: EngineCoreOutputs) -> list[EngineCoreOutput]:
-        """Put outputs of held requests into buffers, and return the outputs that are sent now."""
+        """Buffer outputs of held requests, and return the outputs that are sent now."""
         decoded = 0
         started = 0
         step_tokens = 0
@@ -237,7 +236,7 @@ class HoldingQueue:
 
             is_first = buffer.generated == 0
             buffer.generated += tokens
-            if is_first and not is_joinable(output):
+            if is_first and any(getattr(output, name) is not None for name in UNJOINABLE):
                 buffer.is_held = False
 
             # The first and the last tokens of a request are sent, and all tokens of a request that is not held.
@@ -329,11 +328,6 @@ def split_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
     return [*parts[:-1], last]
 
 
-def is_joinable(output: EngineCoreOutput) -> bool:
-    """Return whether a request with this first output can be held."""
-    return all(getattr(output, name) is None for name in UNJOINABLE)
-
-
 def has_more_than_outputs(message: EngineCoreOutputs) -> bool:
     """Return whether a message has more than outputs, and more than gauges that the next message replaces."""
     # Without outputs, all requests were aborted: this may be the last message for a long time.
@@ -353,10 +347,7 @@ def has_more_than_outputs(message: EngineCoreOutputs) -> bool:
 
 
 def hold_outputs(engine: Any) -> None:
-    """Change vLLM's class ``EngineCoreProc``: it holds outputs, answers aborts, and has the method `RELEASE`.
-
-    Calling this again changes nothing.
-    """
+    """Change vLLM's class ``EngineCoreProc``, once: it holds outputs, answers aborts, and has the method `RELEASE`."""
     if hasattr(engine, RELEASE):
         return
     add = engine.preprocess_add_request

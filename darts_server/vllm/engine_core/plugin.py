@@ -1,4 +1,4 @@
-"""A vLLM plugin, loaded into each process of the engine: this package's entry point ``vllm.general_plugins``.
+"""A vLLM plugin, which vLLM loads into each process of the engine.
 
 It makes the engine hold outputs (see `holding`), lets the engine's processes share cores, and ends them with the
 server. vLLM stops its engine when the API process stops in order, but after SIGKILL the engine would run on and keep
@@ -110,10 +110,7 @@ def end_engine_with_server() -> None:
 
 
 def end_with_server() -> None:
-    """Let a process of the engine end with the server, and with its own parent.
-
-    A worker must not keep the device's memory when the engine was killed.
-    """
+    """Let a process of the engine end with the server, and a worker also with its engine."""
     server = os.environ.get(SERVER_PID)
     parent = multiprocessing.parent_process()
     if server and int(server) != os.getpid() and parent is not None and parent.pid is not None:

@@ -133,7 +133,6 @@ class Sender(threading.Thread):
         self.queue: SimpleQueue[CapturedRows | Sequence[bytes]] = SimpleQueue()
 
     def run(self) -> None:
-        """Send the items of the queue forever."""
         with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, 0)
@@ -181,7 +180,7 @@ def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
 
 
 def install(worker: Any, address: str) -> str | None:
-    """Send states of this worker's requests to ``address``. Return the reason if that is impossible. Never raises.
+    """Send states of this worker's requests to ``address``. Return an error message or None.
 
     Only the first worker with the model's last layer sends states.
     """

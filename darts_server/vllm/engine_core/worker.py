@@ -28,8 +28,8 @@ Plan = Sequence[tuple[str, Sequence[Any], Sequence[str]]]
 class WorkerExtension:
     """Methods for ``collective_rpc``, run between two steps of the engine. vLLM mixes this class into its worker.
 
-    Methods that change weights return an error message, or None. If one worker raised, vLLM's ``MultiprocExecutor``
-    would take the other workers' answers for answers to its next call.
+    Methods that may fail return an error message or None. If one worker raised, vLLM's ``MultiprocExecutor`` would take
+    the other workers' answers for answers to its next call.
     """
 
     # Attributes of vLLM's worker.
@@ -39,10 +39,7 @@ class WorkerExtension:
     _weight_update_active: bool
 
     def darts_load_weights(self, plan: Plan) -> str | None:
-        """Load all tensors of the model. Return None, or the error's text.
-
-        After an error the model can still run a step, but its weights are undefined.
-        """
+        """Load all tensors of the model. After an error it can still run a step, but its weights are undefined."""
         model = self.model_runner.get_model()
         try:
             self.reload_weights(weights_iterator=_read_tensors(plan))
@@ -59,8 +56,7 @@ class WorkerExtension:
     def darts_clean_caches(self) -> None:
         """Forget the old weights: replace NaN and infinity in the KV caches, and count old samples less in drafts.
 
-        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN. So sequences that get
-        such a block would be garbage under good weights, too.
+        vLLM's attention on CPU multiplies the unused rest of a block by 0, and 0 * NaN is NaN.
         """
         drafter = self._drafter
         if drafter is not None:
@@ -94,10 +90,7 @@ class WorkerExtension:
         return 0 if drafter is None else drafter.drafts.emptied
 
     def darts_abandon_update(self) -> str | None:
-        """End an update through vLLM's own routes. Return None, or the error's text.
-
-        Incomplete layers keep their old tensors.
-        """
+        """End an update through vLLM's own routes. Incomplete layers keep their old tensors."""
         model = self.model_runner.get_model()
         try:
             for layer in model.modules():
@@ -144,7 +137,7 @@ class WorkerExtension:
         return isinstance(self.model_runner, GPUModelRunner)
 
     def darts_install_probe(self, address: str) -> str | None:
-        """Send hidden states to ``address``. Return None, or the error's text."""
+        """Send hidden states to ``address``."""
         return install(self, address)
 
     def darts_complete_update(self) -> None:
@@ -185,8 +178,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def _pack_heads(model: torch.nn.Module) -> None:
     """Pack the output heads again.
 
-    On CPU vLLM computes the logits with a packed copy of the head. The layerwise reload skips a head that is tied to
-    the embeddings, because it has no tensors of its own. So the copy would keep the old weights.
+    On CPU vLLM computes the logits with a packed copy of the head. A reload skips a head that is tied to the
+    embeddings, so the copy would keep the old weights.
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from copy import copy
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm.config import VllmConfig
 from vllm.sampling_params import RequestOutputKind
@@ -33,10 +33,11 @@ from darts_server.vllm.engine_core.probe_capture import INSTALL
 from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.vllm.requests.held import numbered_of
 from darts_server.vllm.requests.outputs import MAKE_COMPLETION
-from darts_server.vllm.requests.prompt_request import depends_on_prompt_end, leave_rest
+from darts_server.vllm.requests.prompt_request import continue_after, depends_on_prompt_end
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MAX_MOVES = 3
 """How often a request may lose its engine. After that, the request may be the reason."""
 RPC = "collective_rpc"
@@ -91,7 +92,7 @@ class FleetCore(AsyncMPClient):
     # --- engines join and are lost ----------------------------------------------
 
     def add_engine(self, hello: Hello, connection: Connection) -> Receiver:
-        """Add an engine, and return its receiver. It gets requests once it has the state of the other engines."""
+        """Add an engine, which gets requests once it has the state of the other engines."""
         if hello.rank not in self.engine_ranks_managed:
             raise ValueError(f"rank {hello.rank} of an engine, of {len(self.engine_ranks_managed)}")
         # Once for each rank, because vLLM adds up the KV blocks in these messages.
@@ -110,7 +111,7 @@ class FleetCore(AsyncMPClient):
         return engine
 
     async def _join(self, engine: "Engine") -> None:
-        """Give an engine the state of the others and then requests, or close its connection."""
+        """Give an engine the state of the others, and then requests."""
         try:
             if self.on_hidden_states is not None:
                 for fault in await self.install_probe(engine):
@@ -281,15 +282,9 @@ class FleetCore(AsyncMPClient):
                 self._transfer = engines
             elif args[0] in TRANSFERS and self._transfer not in (None, engines):
                 raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
-        calls = [self._call_utility_async(method, *args, engine=name) for name in self.core_engines]
-        answers = []
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(answer, EngineLost):
-                continue
-            if isinstance(answer, BaseException):
-                raise answer
-            answers.append(answer)
-
+        answers = await gather_answers(
+            self._call_utility_async(method, *args, engine=name) for name in self.core_engines
+        )
         if method == RPC:
             return [worker_answer for answer in answers for worker_answer in answer]
         if len(answers) > 1 and all(isinstance(answer, bool) for answer in answers):
@@ -298,17 +293,17 @@ class FleetCore(AsyncMPClient):
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
         """Call an engine. `Engine.received` or `lose` completes the future."""
+        called = self._find_engine(engine)
         if method == RPC:
-            args = for_engine(self.vllm_config, self._find_engine(engine).rank, *args)
-        calls = self._find_engine(engine).calls
+            args = rpc_arguments(self.vllm_config, called.rank, *args)
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
-        calls[call_id] = future
+        called.calls[call_id] = future
         try:
             await self._send_input(EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args), engine)
             return await future
         finally:
-            calls.pop(call_id, None)
+            called.calls.pop(call_id, None)
 
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
         """Install the probe in all engines, and in engines that join later. Return their workers' answers.
@@ -316,16 +311,9 @@ class FleetCore(AsyncMPClient):
         ``receive``: called with each message of a probe.
         """
         self.on_hidden_states = receive
-        installed = [self.install_probe(self.engines[name]) for name in self.core_engines]
-        answers: list[str | None] = []
-        for result in await asyncio.gather(*installed, return_exceptions=True):
-            # A lost engine gets the probe when it has started again.
-            if isinstance(result, EngineLost):
-                continue
-            if isinstance(result, BaseException):
-                raise result
-            answers += result
-        return answers
+        # A lost engine gets the probe when it has started again.
+        answers = await gather_answers(self.install_probe(self.engines[name]) for name in self.core_engines)
+        return [worker_answer for answer in answers for worker_answer in answer]
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
         """Install the probe. Return the workers' answers: None, or the error's text."""
@@ -340,7 +328,19 @@ class FleetCore(AsyncMPClient):
             engine.joining.cancel()
 
 
-def for_engine(
+async def gather_answers(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the answers of the engines that were not lost meanwhile, or raise the first other error."""
+    answers = []
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, EngineLost):
+            continue
+        if isinstance(answer, BaseException):
+            raise answer
+        answers.append(answer)
+    return answers
+
+
+def rpc_arguments(
     config: VllmConfig,
     rank: int,
     method: str,
@@ -362,10 +362,9 @@ def for_engine(
 
 
 def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
-    """Return a request that continues from the received tokens of a lost request, or restarts it.
+    """Return a request that continues a lost request, or that restarts it and empties ``state``.
 
-    Its outputs are added to ``state``, which a restart empties. Return None if neither is possible, and for
-    candidates: a group may have counted more tokens than were received.
+    Return None if neither is possible, and for candidates: a group may have counted more tokens than were received.
     """
     numbered = numbered_of(state)
     if request.resumable or (numbered is not None and numbered.is_candidate):
@@ -386,7 +385,7 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
     if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = copy(params)
-        leave_rest(follower.sampling_params, len(tokens))
+        continue_after(follower.sampling_params, len(tokens))
         return follower
 
     # A caller of a stream has some tokens already, so its request cannot restart.
@@ -407,7 +406,7 @@ def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
 
 
 class Engine:
-    """An engine of the fleet, with its running requests. It receives the messages of its connection."""
+    """An engine of the fleet. It receives the messages of its connection."""
 
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank = hello.rank

@@ -42,10 +42,7 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LocalEngine(MPClient):
-    """vLLM's client of a local engine, without tasks that read the engine's messages.
-
-    It passes the coordinator's messages to the engine.
-    """
+    """vLLM's client of a local engine. It reads no messages of the engine, and passes the coordinator's on."""
 
     ready = b""
     disconnected: asyncio.Future[str]
@@ -63,10 +60,7 @@ class LocalEngine(MPClient):
 
 
 async def run_host(start: Start, folder: Path) -> str:
-    """Run an engine until it ends or the coordinator disconnects, and return the reason.
-
-    Outputs of the engine and hidden states are passed to the coordinator. ``folder``: folder for sockets.
-    """
+    """Run an engine until it ends or the coordinator disconnects, and return the reason. ``folder``: for sockets."""
     os.environ[RANK] = str(start.rank)
     args = flags.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()

@@ -23,11 +23,11 @@ MAX_PRIORITY = (1 << 22) - 1
 class Ranks:
     """Keeps the candidates of a group on one engine, where they share the KV blocks of their prompt.
 
-    A new group gets the engine that is up with the fewest running requests. ``engine_core``: client that names the
-    engines that are up by their ranks, or None if all are up.
+    A new group gets the engine that is up with the fewest running requests. ``engine_core``: vLLM's client, whose
+    ``core_engines`` are the engines that are up.
     """
 
-    def __init__(self, count: int, engine_core: Any = None) -> None:
+    def __init__(self, count: int, engine_core: Any) -> None:
         self._core = engine_core
         self._running = [0] * count
         self._ranks: dict[str, int] = {}
@@ -58,10 +58,7 @@ class Ranks:
 
     def _least_loaded(self) -> int:
         """Return the rank with the fewest requests, or 0 if no engine is up."""
-        if self._core is None:
-            ranks = list(range(len(self._running)))
-        else:
-            ranks = [int.from_bytes(name, "little") for name in self._core.core_engines]
+        ranks = [int.from_bytes(name, "little") for name in self._core.core_engines]
         return min(ranks, key=lambda rank: self._running[rank], default=0)
 
     @contextmanager
@@ -96,7 +93,7 @@ class Ranks:
             self._running[rank] -= 1
 
 
-def place(
+def placed_options(
     config: VllmConfig,
     options: Mapping[str, Any],
     rank: int | None,

@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,7 +76,7 @@ def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 def private_folder() -> Path:
-    """Return the folder for files and sockets of this user's clusters, which no other user can enter.
+    """Return the folder of this user's clusters, which no other user can enter.
 
     Raises:
         OSError: the folder cannot be created, or belongs to another user.
@@ -125,27 +125,20 @@ class HostActor:
                 os.killpg(self._child.pid, signal_number)
 
 
+@dataclass(slots=True, eq=False)
 class PlacedHosts:
     """The hosts of all engines. Implements `darts_server.vllm.api.launch.Places`.
 
-    ``is_own``: whether this process started the cluster.
+    ``wanted``: CPUs and GPUs of each host. ``is_own``: whether this process started the cluster.
     """
 
-    def __init__(
-        self,
-        group: Any,
-        wanted: dict[str, float],
-        environment: dict[str, str],
-        *,
-        is_own: bool,
-    ) -> None:
-        self.failure: InvalidSetting | None = None
-        self._is_own = is_own
-        self._group = group
-        self._wanted = wanted
-        self._environment = environment
-        self._actors: dict[int, Any] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+    group: Any
+    wanted: dict[str, float]
+    environment: dict[str, str]
+    is_own: bool
+    failure: InvalidSetting | None = None
+    _actors: dict[int, Any] = field(default_factory=dict)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def keep_running(self, rank: int, start: bytes) -> None:
         """Run a host of an engine, and start another host whenever it ends, until cancelled."""
@@ -180,7 +173,7 @@ class PlacedHosts:
         await asyncio.wait([answer], timeout=HEAD_SECONDS)
         if not answer.done():
             remedy = "see its cluster's log"
-            if self._is_own:
+            if self.is_own:
                 remedy = "it ended, and does not come back: restart the server"
             logger.error("engine %d is not started again until the head of Ray's cluster answers; %s", rank, remedy)
         # The next start reports an error.
@@ -190,14 +183,14 @@ class PlacedHosts:
     def _start(self, rank: int, start: bytes) -> tuple[Any, Any]:
         """Return an actor that runs a host, and Ray's reference to the host's exit code."""
         remote_class = ray.remote(HostActor).options(
-            num_cpus=self._wanted["CPU"],
-            num_gpus=self._wanted.get("GPU", 0.0),
+            num_cpus=self.wanted["CPU"],
+            num_gpus=self.wanted.get("GPU", 0.0),
             # `end` is called while `run` runs.
             max_concurrency=2,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank),
         )
         actor = remote_class.remote()
-        return actor, actor.run.remote(start, self._environment)
+        return actor, actor.run.remote(start, self.environment)
 
     def restart(self, rank: int) -> None:
         """End the host of an engine: `keep_running` starts another."""

@@ -148,7 +148,7 @@ async def listen(host: str, token: str, create_receiver: CreateReceiver) -> asyn
 
 
 class _Greeting:
-    """Receives the first message of a host. Then the host's own receiver takes its place."""
+    """Receives the `Hello` of a host. Then the host's own receiver takes its place."""
 
     def __init__(self, token: str, create_receiver: CreateReceiver) -> None:
         self._token = token
@@ -158,7 +158,6 @@ class _Greeting:
         self._timer = loop.call_later(HELLO_SECONDS, self.connection.close, "it did not say who it is")
 
     def received(self, parts: list[bytes]) -> None:
-        """Check a host's `Hello`, and let ``create_receiver`` replace this receiver."""
         hello = msgspec.msgpack.decode(parts[0], type=Hello)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             raise Malformed("the token is not that of this coordinator")

@@ -8,9 +8,7 @@ import asyncio
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine, Iterable
 from copy import copy
 from functools import partial
 from itertools import count
@@ -23,6 +21,7 @@ from vllm.v1.metrics.stats import IterationStats
 from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.engine_core.holding import NO_DRAFTS, NOT_HELD, NUMBER, RELEASE, Report
+from darts_server.vllm.requests.adding import added_candidate
 from darts_server.vllm.requests.outputs import CachingTokenizer, Deferred
 
 logger = logging.getLogger(__name__)
@@ -31,31 +30,9 @@ T = TypeVar("T")
 StepListener = Callable[[int, float, int], None]
 """Called with each decode step: number of sequences that got a token, seconds, and number of first tokens."""
 
-StateChange = Callable[[EngineCoreRequest, RequestState], None]
-_changes: ContextVar[list[StateChange] | None] = ContextVar("changes", default=None)
-
-
-@contextmanager
-def changing_state(change: StateChange) -> Iterator[None]:
-    """Call ``change`` with the request of the candidate that this task adds in the block, and its new state in vLLM.
-
-    Raises:
-        RuntimeError: ``change`` was not called, because this version of vLLM sends requests in another way.
-    """
-    # `_add_numbered` makes the call, because the first output may arrive before `AsyncLLM.add_request` returns. It
-    # empties the list, because tasks of vLLM that start in the block keep this context.
-    changes = [change]
-    token = _changes.set(changes)
-    try:
-        yield
-    finally:
-        _changes.reset(token)
-    if changes:
-        raise RuntimeError("vLLM has sent a candidate without EngineCoreClient.add_request_async")
-
 
 class NumberedRequest(NamedTuple):
-    """The number of a request. ``prior_tokens``: tokens before it was sent, which its engine does not count."""
+    """The number of a request. ``prior_tokens``: generated before it was sent, so its engine does not count them."""
 
     number: int
     prior_tokens: int
@@ -63,7 +40,7 @@ class NumberedRequest(NamedTuple):
 
 
 class HeldRequests:
-    """Changes vLLM's client, output processor and statistics loggers so that engines hold requests."""
+    """Changes vLLM's client, output processor and loggers so that engines hold requests."""
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
@@ -100,11 +77,11 @@ class HeldRequests:
             loggers.record = self._record_buffered
 
     def tokens(self, request_id: str) -> int | None:
-        """Return how many tokens a request has generated, or None once its final output has arrived."""
+        """Return a request's number of generated tokens, or None once its final output has arrived."""
         state = self.states.get(request_id)
         if state is None or state.detokenizer is None:
             return None
-        received = int(state.detokenizer.num_output_tokens())
+        received = state.detokenizer.num_output_tokens()
         numbered = numbered_of(state)
         if numbered is None:
             return received
@@ -120,7 +97,7 @@ class HeldRequests:
         self._salt = f"darts-caches-{next(self._salt_numbers)}/"
 
     async def _send_releases(self, request_ids: list[str]) -> None:
-        """Release requests on all engines, which ignore each other's requests."""
+        """Call all engines, which ignore each other's requests."""
         call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, request_ids)
         calls = [call(engine=engine) for engine in self._core.core_engines]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
@@ -155,12 +132,15 @@ class HeldRequests:
 
         is_candidate = False
         numbered = numbered_of(state)
-        changes = _changes.get()
+        candidate = added_candidate.get()
         if numbered is not None:
             # The request is sent again, because its engine was lost.
             self._counts.pop(numbered.number, None)
-        elif changes:
-            changes.pop()(request, state)
+        elif candidate is not None and candidate.change is not None:
+            # Before the request is sent, because the first output may arrive before `AsyncLLM.add_request` returns.
+            # Once, because tasks of vLLM that start meanwhile keep this context.
+            candidate.change(request, state)
+            candidate.change = None
             is_candidate = True
         else:
             Deferred(self.tokenizer, params).begin(request, state)
@@ -235,7 +215,7 @@ class HeldRequests:
         engine_idx: int = 0,
         **options: Any,
     ) -> None:
-        """Stand in for vLLM's ``record``: tokens count when they are generated, although they arrive later."""
+        """Stand in for vLLM's ``record``: count tokens when they are generated, although they arrive later."""
         buffered = self._buffered[engine_idx]
         if buffered:
             if iteration_stats is None:
@@ -256,7 +236,7 @@ def numbered_of(state: RequestState | None) -> NumberedRequest | None:
 
 
 class OncePerTurn(Generic[T]):
-    """Sends everything that is added in one turn of the event loop at once: engines get one message."""
+    """Sends everything that is added in one turn of the event loop at once."""
 
     def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, None]]) -> None:
         self._send = send

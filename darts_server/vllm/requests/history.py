@@ -96,7 +96,7 @@ class RequestHistory:
             self._memories[engine] = Memory(next(self._numbers), memory.incarnation, emptied)
 
     def _memory_of(self, engine: bytes) -> Memory:
-        """Return what an engine has counted: a new memory if the engine has started again."""
+        """Return what an engine has counted since it started."""
         # Engines of --replicas start again under the same name. vLLM's own engines do not.
         incarnation = getattr(self._core, "engines", {}).get(engine)
         memory = self._memories.get(engine)
@@ -136,7 +136,6 @@ class RequestHistory:
         return changed
 
     def _key_of(self, token_ids: Any, adapter: str | None) -> bytes:
-        """Return the key of a prompt. The key of the latest prompt is not computed again."""
         latest = self._latest
         if latest is not None and latest[0] is token_ids and latest[1] == adapter:
             return latest[2]

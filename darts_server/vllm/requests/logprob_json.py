@@ -36,30 +36,22 @@ class ArrayLogprobs(Sequence[dict[int, Logprob]]):
 
     def __init__(self, completion: DeferredCompletion) -> None:
         # Not the output, which refers to this object.
-        self._deferred = completion.deferred
-        self._token_ids = completion.token_ids
+        self.deferred = completion.deferred
+        self.token_ids = completion.token_ids
         self._made: Any = None
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return len(self.token_ids)
 
     def __getitem__(self, index: Any) -> Any:
         if self._made is None:
-            building = self._deferred.build_logprobs(self._token_ids)
+            building = self.deferred.build_logprobs(self.token_ids)
             try:
                 while True:
                     next(building)
             except StopIteration as end:
                 self._made = end.value
         return self._made[index]
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether the tokens have texts: the request was detokenized."""
-        return self._deferred.has_texts
-
-    def rows(self) -> Iterator[LogprobRows]:
-        return self._deferred.logprob_rows(self._token_ids)
 
 
 async def make_text_and_keep_arrays(output: RequestOutput) -> None:
@@ -88,7 +80,7 @@ def write_slices(logprobs: ArrayLogprobs, form: Form) -> Iterator[str]:
         ValueError: a log-prob is NaN.
     """
     slices = []
-    for rows in logprobs.rows():
+    for rows in logprobs.deferred.logprob_rows(logprobs.token_ids):
         slices.append(form.write(rows))
         yield ""
     lists = zip(*slices, strict=True) if slices else [()] * len(form.fields)

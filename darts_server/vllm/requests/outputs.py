@@ -1,9 +1,8 @@
-"""Make text and log-probs of outputs when something reads them. Those of discarded candidates are never read.
+"""Make text and log-probs of outputs when they are read: discarded candidates and truncated ends cost nothing.
 
 While a request runs whose answer is sent whole, its state in vLLM only collects token ids and the engine's log-probs.
-vLLM's own code makes text or log-probs of them when either is read, so discarded candidates and truncated ends cost
-nothing. Only text that is searched for stop strings is made while it grows. `darts_server.vllm.requests.logprob_json`
-writes log-probs that nothing but an answer needs.
+vLLM's own code makes text or log-probs of them when either is read. Only text that is searched for stop strings is made
+while it grows. `darts_server.vllm.requests.logprob_json` writes log-probs that only an answer needs.
 """
 
 import asyncio
@@ -89,7 +88,7 @@ class CachingTokenizer:
 
 
 class Deferred:
-    """The parts from which the output of one request is made. It may be a candidate.
+    """The parts from which the output of one request is made.
 
     Args:
         params: sampling parameters, as if a candidate had not been stopped.
@@ -127,8 +126,7 @@ class Deferred:
             assert request.prompt_token_ids is not None
             state.prompt_token_ids = request.prompt_token_ids[: -len(before)]
 
-        # The text and log-probs are made later from this copy of the request. It needs no images. The length of
-        # embeddings is enough.
+        # Text and log-probs are made later from this copy, which needs no images, and only the length of embeddings.
         tokens = state.prompt_token_ids or []
         if not tokens and request.prompt_embeds is not None:
             tokens = [0] * len(request.prompt_embeds)
@@ -166,7 +164,7 @@ class Deferred:
             state = weak_state()
             assert state is not None
             vars(state).pop(MAKE_COMPLETION, None)
-            return self._defer(state._new_completion_output(*end))
+            return self.defer(state._new_completion_output(*end))
 
         setattr(state, MAKE_COMPLETION, complete)
 
@@ -186,8 +184,8 @@ class Deferred:
         # Column 0 has the sampled tokens.
         self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())
 
-    def _defer(self, made: CompletionOutput, later: Collection[str] | None = None, **changes: Any) -> CompletionOutput:
-        """Return an output of the finished candidate as a deferred one, with ``changes`` of its fields.
+    def defer(self, made: CompletionOutput, later: Collection[str] | None = None, **changes: Any) -> CompletionOutput:
+        """Return a deferred copy of an output, with ``changes`` of its fields.
 
         ``later``: fields besides log-probs that are made when they are read. None: the text, unless stop strings
         needed it already.
@@ -209,10 +207,6 @@ class Deferred:
         for name in later:
             fields.pop(name, None)
         return completion
-
-    def truncate(self, whole: CompletionOutput, **changes: Any) -> CompletionOutput:
-        """Return a truncated copy of the candidate's output, with ``changes`` of its fields. Its text is made again."""
-        return self._defer(whole, [TEXT], **changes)
 
     def make_output(self, prompt: Any, finish_reason: str = ABORTED, text: str | None = None) -> RequestOutput:
         """Make the output of a candidate that has generated only the earlier tokens. ``text``: None to decode them."""
@@ -248,12 +242,12 @@ class Deferred:
             prompt=inputs.get("prompt"),
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=None,
-            outputs=[self._defer(completion, later)],
+            outputs=[self.defer(completion, later)],
             finished=True,
         )
 
     def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
-        """Make the missing fields of the candidate's output, truncated or not. Yield after each slice."""
+        """Make missing fields of an output. Yield after each slice."""
         for name in names:
             if name in vars(completion):
                 continue
@@ -270,8 +264,7 @@ class Deferred:
     def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
         """Make the text in slices, and yield after each slice.
 
-        vLLM decodes in slices too, while it generates. Decoding all tokens at once can give another text, for example
-        around special tokens.
+        vLLM decodes in slices too. Decoding all tokens at once can give another text, such as around special tokens.
         """
         detokenizer = self._detokenizer or self._new_detokenizer()
         # A detokenizer keeps the tokens that it was given, so it is used once.
@@ -287,7 +280,7 @@ class Deferred:
         completion.text = detokenizer.get_next_output_text(finished=True, delta=False)
 
     def build_logprobs(self, token_ids: Sequence[int]) -> Generator[None, None, SampleLogprobs]:
-        """Return the log-probs of the output's tokens ``token_ids`` as vLLM's objects. Yield after each slice."""
+        """Return the log-probs of an output as vLLM's objects. Yield after each slice."""
         processor = self._new_processor()
         logprobs = processor.logprobs
         assert logprobs is not None
@@ -305,10 +298,11 @@ class Deferred:
 
     @property
     def has_texts(self) -> bool:
+        """Whether tokens have texts: the request was detokenized."""
         return self._tokenizer is not None
 
     def logprob_rows(self, token_ids: Sequence[int]) -> Iterator["LogprobRows"]:
-        """Yield the log-probs of the output's tokens ``token_ids``, in slices of `SLICE` numbers."""
+        """Yield the log-probs of an output in slices of `SLICE` numbers."""
         place = 0
         for arrays in self._logprob_arrays():
             count = min(len(arrays.logprobs), len(token_ids) - place)
@@ -321,14 +315,14 @@ class Deferred:
                 place += end - start
 
     def _token_texts(self, ids: list[list[int]], token_ids: Sequence[int], place: int) -> list[Iterable[str | None]]:
-        """Return the texts of ``ids``, which begin at ``place`` in the output's tokens ``token_ids``."""
+        """Return the texts of ``ids``, which begin at ``place`` in the output."""
         if self._tokenizer is None:
             return [NONES] * len(ids)
         text_of = self._tokenizer.text
         texts = [[text_of(token) for token in row] for row in ids]
         incomplete = self._tokenizer.incomplete
         if not incomplete.isdisjoint(chain.from_iterable(ids)):
-            # vLLM corrects the texts of incomplete tokens by the tokens before them.
+            # vLLM corrects them by the tokens before them.
             processor = self._new_processor()
             for row, tokens in enumerate(ids):
                 before = list(token_ids[max(0, place + row - CONTEXT) : place + row])
@@ -358,9 +352,9 @@ class Deferred:
 class LogprobRows(NamedTuple):
     """Log-probs of successive tokens of an output. Column 0 has the sampled tokens.
 
-    ``ids``: token ids, a list for each token. ``values``: array of log-probs of the same shape. ``ranks``: array of the
-    sampled tokens' ranks, which are None before the place where the candidate was resumed. ``texts``: texts of ``ids``,
-    or None for each if the output has no text.
+    ``ids``: token ids, a list for each token. ``values``: log-probs of the same shape. ``ranks``: ranks of the sampled
+    tokens, None before the place where the candidate was resumed. ``texts``: texts of ``ids``, or None for each if the
+    output has no text.
     """
 
     ids: list[list[int]]
@@ -387,7 +381,7 @@ class DeferredCompletion(CompletionOutput):
 
 
 def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
-    """Truncate an output as if ``tokens`` had been its ``max_tokens``: ids, log-probs, text and finish reason."""
+    """Truncate an output as if ``tokens`` had been its ``max_tokens``."""
     (whole,) = output.outputs
     assert isinstance(whole, DeferredCompletion)
     changes: dict[str, Any] = {
@@ -406,7 +400,7 @@ def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
     if spans is not None:
         changes["weight_versions"] = [replace(span, end=min(span.end, tokens)) for span in spans if span.start < tokens]
     truncated = copy(output)
-    truncated.outputs = [whole.deferred.truncate(whole, **changes)]
+    truncated.outputs = [whole.deferred.defer(whole, [TEXT], **changes)]
     return truncated
 
 
@@ -426,7 +420,7 @@ def to_choice(
 
 
 async def make_deferred(output: RequestOutput, *names: str) -> None:
-    """Make the missing fields ``names`` of an output, or all if none is named. Other tasks run between slices."""
+    """Make missing fields of an output, all unless ``names`` are given. Other tasks run between slices."""
     for completion in output.outputs:
         if isinstance(completion, DeferredCompletion):
             async with one_at_a_time:
@@ -435,7 +429,7 @@ async def make_deferred(output: RequestOutput, *names: str) -> None:
 
 
 async def read_logprobs(completion: CompletionOutput) -> Sequence[float]:
-    """Return the log-prob of each token of an output, and let other tasks run between slices of it."""
+    """Return the log-prob of each token of an output. Other tasks run between slices."""
     if isinstance(completion, DeferredCompletion):
         return sampled_logprobs(completion) or ()
     tokens = completion.token_ids
@@ -450,7 +444,7 @@ async def read_logprobs(completion: CompletionOutput) -> Sequence[float]:
 
 
 def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
-    """Return the log-prob of each token of a candidate's output without making fields, or None if it has none."""
+    """Return the log-prob of each token of a deferred output without making fields, or None if it has none."""
     assert isinstance(completion, DeferredCompletion)
     deferred = completion.deferred
     if deferred.values is None or not deferred.returns_logprobs:

@@ -6,7 +6,7 @@ from argparse import Namespace
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -64,7 +64,6 @@ class VllmPromptRenderer:
         size: int,
         request_id: str,
     ) -> PromptRequest:
-        """Render a prompt, and check its request. ``size``: number of trajectories."""
         params = self._sampling.read(sampling, size)
         # Render the prompt as vLLM's routes do: a chat by its template, token ids and text as they are.
         rendered: Any
@@ -121,20 +120,13 @@ class VllmPromptRenderer:
             if not _is_too_long(error):
                 for name in options:
                     others = {other: value for other, value in options.items() if other != name}
-                    if await self._is_renderable(messages, others):
+                    with suppress(Exception):
+                        await self._apply_template(messages, others)
                         cause = name
                         break
             raise self._render_error(cause, error) from error
 
-    async def _is_renderable(self, messages: bytes, options: Mapping[str, Any]) -> bool:
-        try:
-            await self._apply_template(messages, options)
-        except Exception:
-            return False
-        return True
-
     async def _apply_template(self, messages: bytes, options: Mapping[str, Any]) -> Any:
-        """Return the rendered prompt of a chat."""
         # vLLM's route refuses tools without a parser unless this is null. A batch needs no parser.
         request = ChatCompletionRequest(
             messages=[],
@@ -156,7 +148,7 @@ class VllmPromptRenderer:
         return prompts[0]
 
     def _render_error(self, field: str, error: Exception) -> InvalidRequest:
-        """Return our error, on ``field``, for a prompt that vLLM could not render."""
+        """Return our error for a prompt that vLLM could not render."""
         if _is_too_long(error):
             # vLLM stops counting at the limit, and its message speaks of an answer of 0 tokens.
             limit = self._llm.model_config.max_model_len
@@ -187,8 +179,7 @@ class VllmPromptRenderer:
         numbers = self._running[request.prompt_key]
         number = next(number for number in count() if number not in numbers)
         name = f"{self._secret} {number} {request.prompt_key}"
-        seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
-        request.reused_seed[:] = [seed]
+        request.reused_seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
         numbers.add(number)
         try:
             yield
@@ -201,7 +192,6 @@ class VllmPromptRenderer:
         return self.reuses_streams or request.params.seed is not None
 
     async def to_sample(self, output: RequestOutput) -> Sample:
-        """Convert a final output. An aborted trajectory has no finish reason."""
         await make_deferred(output, TEXT)
         completion = output.outputs[0]
         tokens = array("i", completion.token_ids)

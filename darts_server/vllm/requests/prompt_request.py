@@ -83,7 +83,7 @@ DERIVED = frozenset(
 """Fields of a prompt that change nothing that the model sees. All others are a part of the prompt's key."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PromptRequest:
     """The arguments of ``generate()`` for one prompt.
 
@@ -94,26 +94,11 @@ class PromptRequest:
     params: SamplingParams
     request_id: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    reused_seed: list[int] = field(
-        default_factory=list,
-        init=False,
-        repr=False,
-        compare=False,
-    )
-    """Empty, or the seed of streams that the prompt had before, see `VllmPromptRenderer.reuse_streams`."""
-    made: list[EngineCoreRequest] = field(
-        default_factory=list,
-        init=False,
-        repr=False,
-        compare=False,
-    )
-    """Empty, or the request that vLLM has made for the first candidate, see `repeating_inputs`."""
-    _shared: list[SamplingParams] = field(
-        default_factory=list,
-        init=False,
-        repr=False,
-        compare=False,
-    )
+    reused_seed: int | None = field(default=None, init=False)
+    """Seed of streams that the prompt had before, see `VllmPromptRenderer.reuse_streams`."""
+    made: EngineCoreRequest | None = field(default=None, init=False)
+    """The request that vLLM has made for the first candidate, see `adding_candidate`."""
+    _shared_params: SamplingParams | None = field(default=None, init=False)
 
     @property
     def prompt_fields(self) -> Mapping[str, Any]:
@@ -124,7 +109,7 @@ class PromptRequest:
 
     @cached_property
     def prompt_key(self) -> str:
-        """Key of the prompt's statistics, derived from what the model sees: the same for a text as for its tokens."""
+        """Key of the prompt's statistics, made of what the model sees: the same for a text as for its tokens."""
         prompt = self.prompt_fields or {"prompt": self.prompt}
         tokens = prompt.get("prompt_token_ids") or ()
         lora = self.options.get("lora_request")
@@ -158,7 +143,7 @@ class PromptRequest:
 
     @cached_property
     def join_key(self) -> str:
-        """Key of requests that may share a group: equal for the same prompt and sampling, except the seed."""
+        """Key of requests that may share a group. Their seeds may differ."""
         params = structs.asdict(self.params)
         extra_args = {
             name: value
@@ -183,18 +168,18 @@ class PromptRequest:
 
         Without any seed all candidates have the same object. ``is_own``: return an object that may be changed.
         """
-        if self._shared and not is_own:
-            return self._shared[0]
+        if self._shared_params is not None and not is_own:
+            return self._shared_params
         child = self.params.clone()
         child.n = 1
         child.seed = None if child.seed is None else child.seed + index
         child.output_kind = RequestOutputKind.FINAL_ONLY
         # vLLM would clone it once more for each candidate.
         child.skip_clone = True
-        if self.reused_seed:
-            child.extra_args = (child.extra_args or {}) | {SEED: self.reused_seed[0] + index}
+        if self.reused_seed is not None:
+            child.extra_args = (child.extra_args or {}) | {SEED: self.reused_seed + index}
         elif child.seed is None and not is_own:
-            self._shared.append(child)
+            self._shared_params = child
         return child
 
     def probed_params_of(self, index: int, probe: Probe, number: int | None) -> SamplingParams:
@@ -220,7 +205,7 @@ class PromptRequest:
         child.extra_args = (child.extra_args or {}) | {PROMPT_TOKENS: len(self.prompt["prompt_token_ids"])}
         if child.seed is not None:
             child.extra_args[SEED] = child.seed
-        leave_rest(child, len(prefix))
+        continue_after(child, len(prefix))
         tokens = [*self.prompt["prompt_token_ids"], *prefix]
         return {**self.prompt, "prompt_token_ids": tokens}, child
 
@@ -245,7 +230,7 @@ def describe(value: object) -> str:
     return str(uuid4())
 
 
-def leave_rest(params: SamplingParams, tokens: int) -> None:
+def continue_after(params: SamplingParams, tokens: int) -> None:
     """Change sampling parameters for the rest of an answer after ``tokens`` tokens."""
     if params.max_tokens is not None:
         params.max_tokens -= tokens
@@ -278,7 +263,7 @@ def check_resumable(params: SamplingParams) -> None:
 
 
 def depends_on_prompt_end(params: SamplingParams) -> str | None:
-    """Return the name of the first parameter that depends on where the prompt ends, or None."""
+    """Return the first parameter that depends on where the prompt ends, or None."""
     neutral = SamplingParams()
     for name in params.__struct_fields__:
         if name.startswith("_") or name in RESUMABLE:
@@ -327,7 +312,7 @@ def make_turn(
 
 
 def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
-    """Count the tokens of a prompt that also begin a later turn: all but white space and reasoning tags at its end."""
+    """Count a prompt's tokens without white space and reasoning tags at its end, which a later turn may not have."""
     tail = list(token_ids[-MAX_END_TOKENS:])
     # Negative numbers stand for images.
     if not tail or min(tail) < 0:

@@ -1,8 +1,8 @@
-"""Receive the engine's messages as they come in, without a future and a timer for each of them.
+"""Receive the engine's messages without a future and a timer for each of them.
 
-vLLM receives messages with pyzmq's asynchronous socket, which costs the API process .1 ms for each message. An engine
-sends a message in every step. Here the event loop calls back when the socket is readable, and vLLM's task takes all
-messages that have arrived.
+pyzmq's asynchronous socket, which vLLM uses, costs the API process .1 ms for each message. An engine sends a message in
+every step. Here the event loop calls back when the socket is readable, and vLLM's task takes all messages that have
+arrived.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ class MessageReceiver:
     """Stands in for two methods of ``socket``, pyzmq's asynchronous socket of vLLM's client: receive, and close."""
 
     def __init__(self, socket: Any) -> None:
-        # The same socket with pyzmq's synchronous methods. The asynchronous methods of `socket` must not be called,
-        # since they would read the events of the socket that this class waits for.
+        # The same socket with pyzmq's synchronous methods. The asynchronous methods of `socket` would read the events
+        # that this class waits for, so they must not be called.
         self._socket: Any = zmq.Socket.shadow(socket)
         self._loop = asyncio.get_running_loop()
         self._readable: asyncio.Future[None] | None = None

@@ -1,4 +1,4 @@
-"""Limit what checking a schema, grammar or regular expression of a request may cost, and check each only once.
+"""Limit what checking a schema, grammar or regular expression may cost, and check each only once.
 
 vLLM checks them in this process, again for each prompt and candidate, by libraries without limits: 30,000 nested
 parentheses end the process by a stack overflow in xgrammar, whose time grows with the cube of a schema's depth.
@@ -83,7 +83,7 @@ _waits = Waits()
 
 
 def limit_checks() -> None:
-    """Limit the checks of vLLM's backends. Calling this again changes nothing."""
+    """Limit the checks of vLLM's backends, once."""
     # vLLM imports these functions again for each request.
     for module, name in (
         (backend_xgrammar, "validate_xgrammar_grammar"),

@@ -1,7 +1,7 @@
 """Limit texts before they are tokenized, and token ids before they become text.
 
-vLLM does both in many places: prompts, chats, tools, scores and ``/tokenize``. It limits the characters of a prompt
-only if the prompt is neither truncated nor tokenized by a chat template.
+vLLM does both in many places. It limits the characters of a prompt only if the prompt is neither truncated nor
+tokenized by a chat template.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
-"""Validate a request as the engine will decode it, before any candidate starts.
+"""Validate a request before any candidate starts.
 
 The thread of vLLM's engine that receives requests ends at the first request that it cannot decode, and the engine's
-process at the first token id that its model does not have. So every request is encoded and decoded here once, as on its
-way to the engine.
+process at the first token id that its model does not have. So every request is encoded and decoded here once.
 """
 
 from copy import copy
@@ -35,7 +34,7 @@ DECODER = MsgpackDecoder(EngineCoreRequest)
 
 
 def check_request(config: VllmConfig, request: PromptRequest) -> None:
-    """Check that the engine can decode a request and survives it. Cheap, and never blocks.
+    """Check that the engine can decode a request and survives it.
 
     Raises:
         InvalidRequest: ``field`` is `PROMPT`, a sampling parameter, or an option of ``generate()``.
@@ -134,7 +133,7 @@ def _encoded_size(value: object) -> int:
 
 
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
-    """Check a request of a group further: process its prompt once, and drop the result.
+    """Process the prompt of a group once, and drop the result.
 
     Otherwise vLLM would refuse the second prompt of a request after the first was started, and the prompt of a stream
     after the status was sent.

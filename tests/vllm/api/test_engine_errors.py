@@ -10,7 +10,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from darts_server.exceptions import CandidateFailed, EngineBusy, EngineDead, EngineRefused
 from darts_server.serving.admission import Admission
-from darts_server.vllm.api.engine import translate
+from darts_server.vllm.api.engine import translate_error
 from darts_server.vllm.api.llm import ShapingLLM
 from darts_server.vllm.api.routes import RouteCall
 from darts_server.vllm.api.unshaped import Generation
@@ -31,7 +31,7 @@ from darts_server.vllm.requests.prompt_request import PromptRequest
     ],
 )
 def test_refusals_and_full_queues_are_not_failures_of_a_candidate(error: Exception, expected: type[Exception]) -> None:
-    assert type(translate(error)) is expected
+    assert type(translate_error(error)) is expected
 
 
 @pytest.mark.anyio
@@ -43,7 +43,7 @@ async def test_vllms_routes_get_vllms_own_exception() -> None:
             pass
 
         async def _generate_unshaped(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-            raise translate(full) from full
+            raise translate_error(full) from full
             yield
 
     admission = Admission(lambda: 0, None)

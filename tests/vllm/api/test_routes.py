@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from starlette.datastructures import State
+from starlette.requests import Request
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
@@ -23,6 +24,11 @@ pytestmark = pytest.mark.anyio
 def attach_to(check_options: Callable[..., Any] = lambda *_: None, **handlers: Any) -> None:
     application: Any = SimpleNamespace(routes=[], state=State(handlers))
     extend_routes(application, fields_of, read_options, frozenset({"tiny:raw"}), check_options, [])
+
+
+def raw(**headers: str) -> SimpleNamespace:
+    """Return a request like FastAPI's."""
+    return SimpleNamespace(headers=headers, state=State())
 
 
 # --- errors -----------------------------------------------------------------------
@@ -97,7 +103,7 @@ async def test_an_error_event_has_the_fields_of_an_error_answer(
     expected = {"message": str(error), "type": kind, "param": param, "code": code}
     caller.set(Caller())
     assert completions.create_error_response(error).error.model_dump() == expected
-    assert (await messages.create_chat_completion(SimpleNamespace(error=error))).error.model_dump() == expected
+    assert (await messages.create_chat_completion(SimpleNamespace(error=error), raw())).error.model_dump() == expected
     assert caller.get().answered_error is error, "the middleware adds its headers"
     *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
     event = event.model_dump()
@@ -153,7 +159,7 @@ async def test_errors_of_vllm_stay_as_they_are() -> None:
     assert completions.create_error_response(error) == create_error_response(error)
     assert completions.create_error_response("no", param="n") == create_error_response("no", param="n")
     with pytest.raises(ValueError, match="no"):
-        await messages.create_chat_completion(SimpleNamespace(error=error))
+        await messages.create_chat_completion(SimpleNamespace(error=error), raw())
     *_, event = [event async for event in responses.responses_stream_generator(SimpleNamespace(request_id="r"))]
     assert (event.code, event.message) == ("400", "no")
 
@@ -199,12 +205,11 @@ class Serving(Completions):
 async def test_a_handler_sees_only_the_options_of_its_own_request() -> None:
     serving = Serving()
     attach_to(openai_serving_completion=serving)
-    request = SimpleNamespace(headers={"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
-    plain = SimpleNamespace(headers={})
+    request = raw(**{"X-Darts-Policy": "uniform", "X-Darts-Prompt-Key": "p"})
     assert await serving.create_completion(SimpleNamespace(model="tiny"), request) == "answer"
-    await serving.create_completion(SimpleNamespace(model="tiny"), plain)
+    await serving.create_completion(SimpleNamespace(model="tiny"), raw())
     await serving.create_completion(SimpleNamespace(model="tiny:raw"), request)
-    await serving.create_completion(SimpleNamespace(model=None))
+    await serving.create_completion(SimpleNamespace(model=None), raw())
     assert [options.policy for options in serving.seen] == ["uniform", None, "off", None]
     assert [options.prompt_key for options in serving.seen] == ["p", None, "p", None]
     assert route_call.get() is None
@@ -226,7 +231,7 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
     serving = Beams()
     attach_to(openai_serving_completion=serving)
     request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
-    assert await serving.create_completion(request) == beams
+    assert await serving.create_completion(request, raw()) == beams
     assert (admission.ahead, admission.requests, route_call.get()) == (0, 0, None)
 
 
@@ -248,25 +253,19 @@ async def test_a_refused_request_never_reaches_the_handler(
     serving = Serving()
     attach_to(openai_serving_completion=serving)
     with pytest.raises(InvalidRequest, match=message):
-        await serving.create_completion(SimpleNamespace(model="tiny", **sent), SimpleNamespace(headers=headers))
+        await serving.create_completion(SimpleNamespace(model="tiny", **sent), raw(**headers))
     assert serving.seen == []
     for name in ("日本/ä'\"<script>", ""):
-        await serving.create_completion(SimpleNamespace(model="tiny", request_id=name))
+        await serving.create_completion(SimpleNamespace(model="tiny", request_id=name), raw())
     assert len(serving.seen) == 2
 
 
-class Body:
-    """A request of Starlette's."""
+class Body(Request):
+    """A request with a body."""
 
     def __init__(self, body: dict[str, Any]) -> None:
-        self.headers: dict[str, str] = {}
+        super().__init__({"type": "http"})
         self._body = json.dumps(body).encode()
-
-    async def body(self) -> bytes:
-        return self._body
-
-    async def json(self) -> Any:
-        return json.loads(self._body)
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -300,7 +299,7 @@ async def test_a_stream_that_generates_while_it_is_read_has_the_options_of_its_r
     checked: list[Any] = []
     attach_to(lambda options, xargs: checked.append((options.policy, xargs)), openai_serving_responses=serving)
     request = SimpleNamespace(model="tiny:raw", input="hi", previous_response_id=None, vllm_xargs={"a": 1})
-    stream = await serving.create_responses(request)
+    stream = await serving.create_responses(request, raw())
     assert route_call.get() is None
     assert await asyncio.create_task(collect(stream)) == ["off", "off"]
     assert checked == [("off", {"a": 1})]

@@ -19,7 +19,7 @@ from darts_server.offline.demo.server import ENVIRONMENT
 from darts_server.vllm import flags
 from darts_server.vllm.api.launch import start_fleet
 from darts_server.vllm.api.llm import ShapingLLM
-from darts_server.vllm.fleet.core import MAX_MOVES, FleetCore, for_engine
+from darts_server.vllm.fleet.core import MAX_MOVES, FleetCore, rpc_arguments
 from darts_server.vllm.fleet.host import Start
 from darts_server.vllm.requests.prompt_request import PromptRequest
 
@@ -307,9 +307,11 @@ def test_each_engine_gets_ranks_of_its_own_for_transfers_of_weights() -> None:
         parallel_config=SimpleNamespace(world_size=2), weight_transfer_config=SimpleNamespace(backend="nccl")
     )
     info = {"rank_offset": 1, "world_size": 7}
-    sent = [for_engine(config, rank, "init_weight_transfer_engine", None, (), {"init_info": info}) for rank in range(3)]
+    sent = [
+        rpc_arguments(config, rank, "init_weight_transfer_engine", None, (), {"init_info": info}) for rank in range(3)
+    ]
     assert [args[3]["init_info"]["rank_offset"] for args in sent] == [1, 3, 5]
-    parts = for_engine(config, 1, "update_weights", None, (), {"update_info": [*"abcdef"]})
+    parts = rpc_arguments(config, 1, "update_weights", None, (), {"update_info": [*"abcdef"]})
     assert parts[3]["update_info"] == ["c", "d"]
-    assert for_engine(config, 1, "start_weight_update", None, (), None) == ("start_weight_update", None, (), None)
+    assert rpc_arguments(config, 1, "start_weight_update", None, (), None) == ("start_weight_update", None, (), None)
     assert info["rank_offset"] == 1

@@ -20,9 +20,14 @@ from darts_server.vllm.fleet.ranks import LEVEL, RANK, Ranks, combine_priority
 from darts_server.vllm.requests.prompt_request import PromptRequest
 
 
+def engines(*ranks: int) -> SimpleNamespace:
+    """Return vLLM's client of engines that are up."""
+    return SimpleNamespace(core_engines=[rank.to_bytes(2, "little") for rank in ranks])
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=200))
 def test_a_group_stays_on_the_engine_that_had_fewest_candidates(moves: list[tuple[int, bool]]) -> None:
-    ranks = Ranks(3)
+    ranks = Ranks(3, engines(0, 1, 2))
     running = dict[str, list[tuple[int, ExitStack]]]()
     first = dict[str, int]()
     for number, starts in moves:
@@ -38,7 +43,7 @@ def test_a_group_stays_on_the_engine_that_had_fewest_candidates(moves: list[tupl
 
 
 def test_single_requests_of_a_group_share_its_engine() -> None:
-    ranks = Ranks(2)
+    ranks = Ranks(2, engines(0, 1))
     with ExitStack() as running:
         assert running.enter_context(ranks.candidate("other")) == 0
         with ranks.joined("request 1", "group"), ranks.joined("request 2", "group"):
@@ -52,14 +57,14 @@ def test_single_requests_of_a_group_share_its_engine() -> None:
 
 
 def test_a_new_group_runs_on_an_engine_that_is_up() -> None:
-    ranks = Ranks(3, SimpleNamespace(core_engines=[rank.to_bytes(2, "little") for rank in (2, 1)]))
+    ranks = Ranks(3, engines(2, 1))
     with ranks.candidate("first") as first, ranks.candidate("second") as second:
         assert (first, second) == (2, 1)
 
 
 def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("darts_server.vllm.fleet.ranks.KEPT_GROUPS", 2)
-    ranks = Ranks(2)
+    ranks = Ranks(2, engines(0, 1))
     running = ExitStack()
     for number in range(4):
         running.enter_context(ranks.candidate("running"))

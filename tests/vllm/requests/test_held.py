@@ -17,7 +17,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.engine.port import TokenSlice
 from darts_server.vllm.engine_core.holding import NOT_HELD, NUMBER, RELEASE, Report
-from darts_server.vllm.requests.held import HeldRequests, changing_state, numbered_of
+from darts_server.vllm.requests.adding import adding_candidate
+from darts_server.vllm.requests.held import HeldRequests, numbered_of
 from darts_server.vllm.requests.outputs import Deferred
 from tests.vllm.engine_core.test_holding import new_holding_queue, new_request, step
 from tests.vllm.requests.test_outputs import ID, encoded
@@ -67,7 +68,7 @@ class Process:
             if before:
                 assert request.sampling_params is not None
                 deferred = Deferred(self.held.tokenizer, request.sampling_params, TokenSlice(before, None))
-                candidate.enter_context(changing_state(deferred.begin))
+                candidate.enter_context(adding_candidate(deferred.begin))
             await self.core.add_request_async(request)
         return collector
 
@@ -107,7 +108,7 @@ async def test_only_the_first_request_that_is_added_in_a_block_is_its_candidate(
     process = Process()
     changed: list[str] = []
     await process.add(new_request("before"))
-    with changing_state(lambda request, state: changed.append(f"{request.request_id} {state.request_id}")):
+    with adding_candidate(lambda request, state: changed.append(f"{request.request_id} {state.request_id}")):
         # Sent again, because its engine was lost.
         await process.core.add_request_async(process.core.added[0])
         for name in ("one", "another"):

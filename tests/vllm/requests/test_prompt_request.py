@@ -251,7 +251,7 @@ def test_a_resumed_candidate_has_another_seed_and_keeps_its_first_seed_for_coupl
 
 def test_candidates_with_reused_streams_have_consecutive_seeds_also_after_a_resumption() -> None:
     request = PromptRequest(RENDERED, SamplingParams(max_tokens=9), "r")
-    request.reused_seed[:] = [700]
+    request.reused_seed = 700
     first, second = (request.params_of(index) for index in range(2))
     assert (first.extra_args, second.extra_args) == ({SEED: 700}, {SEED: 701})
     assert first.seed is second.seed is None
