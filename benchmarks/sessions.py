@@ -1,25 +1,29 @@
 """Replay traced sessions of an agent on the real engine, under session groups and their controls; print a table.
 
     python -m benchmarks.sessions TRACE
-    python -m benchmarks.sessions TRACE --steps 4 --policies off uniform
+    python -m benchmarks.sessions TRACE --token-scale 0.5 --policies off cap "tokens 487" "turns 4" "tail batching"
 
-``TRACE`` has one session a line, with its turns and tools: the form of ``multiturn_workload`` of PolyTrace, as in
-``darts-server simulate --trace``. Lengths are imposed, and tools sleep for their traced seconds, both scaled, because
-the model is tiny. A step runs the groups of `GROUPS` prompts at once, and ends when each has `SIZE` sessions.
+``TRACE`` is a trace of ``darts-server simulate`` with one session a line. Lengths are imposed, and tools sleep for
+their traced seconds, both scaled, because the model is tiny. With a larger ``--token-scale`` decoding outweighs HTTP. A
+step runs the groups of `GROUPS` prompts at once, and ends when each has `SIZE` sessions.
 
 * ``off``: `SIZE` sessions of each prompt, all of them run to their end.
 * ``first``: all traced sessions of each prompt; the `SIZE` that finish first are kept, as other servers do. Biased.
 * ``uniform``: the same sessions as ``first``; the server selects, and gives weights.
 * ``cap``: the sessions of ``off``, cut at the deadline.
+* ``tail batching``: the sessions of ``off``, with `STARTED` times as many prompts. The first `GROUPS` complete groups
+  end the step. The other prompts start again in the next step, with other sessions of the prompt.
+* ``turns N``, ``tokens N``: the sessions of ``off`` with a limit of the agent. Tokens count before they are scaled.
+  ``darts-server simulate`` prints the best limits in hindsight.
 
-All policies get the same sessions, in the same order. The bias is that of the mean length in generated tokens of all
-traced sessions of a prompt, estimated from the kept sessions with their weights.
+All policies get the same prompts in the same order. The bias is that of the mean length in generated tokens of all
+traced sessions of a prompt, estimated from the kept sessions with their weights, as if nothing had cut them.
 """
 
 import argparse
 import asyncio
-import json
 import random
+import re
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -34,36 +38,27 @@ from tqdm import tqdm
 
 from benchmarks.tables import markdown
 from darts_server.offline.demo.server import DARTS, Server, serving
+from darts_server.offline.simulation.model.sessions import Session, Turn
+from darts_server.offline.simulation.sessions import limited
+from darts_server.offline.simulation.workload import Format, read_traces
 
 SIZE = 5
 """Kept sessions of a prompt. The trace has eight sessions of each prompt."""
 GROUPS = 16
+STARTED = 1.5
 TOKEN_SCALE = 1 / 8
+"""The tiny model generates an eighth of the tokens, in steps of some half the time of an 8B model on an H200."""
 PROMPT_SCALE = 1 / 64
 TOOL_SCALE = 1 / 4
-"""The tiny model generates an eighth of the tokens, in steps of some half the time of an 8B model on an H200."""
-CONTEXT = 1024
-POLICIES = ("off", "first", "uniform", "cap")
-FLAGS = ("--policy", "off", "--max-model-len", str(CONTEXT), "--max-num-seqs", "256")
+TAIL = "tail batching"
+POLICIES = ("off", "first", "uniform", "cap", TAIL)
 ENVIRONMENT = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
 DIGIT = 3
 """Any token of the tiny model."""
 
 
-@dataclass(frozen=True, slots=True)
-class TracedSession:
-    """A session. ``turns``: new prompt tokens and generated tokens of each turn. ``tools``: seconds after each turn."""
-
-    turns: tuple[tuple[int, int], ...]
-    tools: tuple[float, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(generated for _, generated in self.turns)
-
-
-Step = Sequence[tuple[str, Sequence[TracedSession]]]
-"""The prompts of a step, each with its sessions."""
+Prompts = Sequence[tuple[str, Sequence[Session]]]
+"""Prompts with their key, each with its sessions."""
 
 
 @dataclass(slots=True)
@@ -78,43 +73,77 @@ class Counts:
     differences: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """Differences of weighted means from the means of all traced sessions, group by group."""
     failed: int = 0
+    kept: int = 0
+    """Sessions that were kept."""
+    cut: int = 0
+    """Kept sessions that were cut."""
+    tokens: int = 0
+    """Tokens of the kept sessions, as if nothing had cut them."""
+    lost: int = 0
+    """Tokens of them that are missing."""
 
 
-def load(trace: Path, seed: int) -> list[list[TracedSession]]:
-    """Read the sessions of each prompt, in random order."""
-    groups: dict[tuple[int, int], list[TracedSession]] = defaultdict(list)
-    for line in trace.read_text().splitlines():
-        row = json.loads(line)
-        turns = []
-        before = 0
-        for turn in row["turns"]:
-            new = max(1, round((turn["prompt_tokens"] - before) * PROMPT_SCALE))
-            turns.append((new, max(1, round(turn["generated"] * TOKEN_SCALE))))
-            before = turn["prompt_tokens"] + turn["generated"]
-        seconds = {tool["turn"]: tool["seconds"] * TOOL_SCALE for tool in row["tools"]}
-        tools = tuple(seconds.get(number, 0.0) for number in range(len(turns)))
-        groups[row["step"], row["group"]].append(TracedSession(tuple(turns), tools))
+def load(trace: Path, seed: int, token_scale: float) -> list[list[Session]]:
+    """Read the sessions of each prompt with scaled lengths, in random order."""
     rng = random.Random(seed)
-    shuffled = [rng.sample(sessions, len(sessions)) for sessions in groups.values()]
-    return [sessions for sessions in shuffled if all(sum(n + g for n, g in s.turns) < CONTEXT for s in sessions)]
+    prompts, _ = read_traces([trace], Format.JSONL)
+    found = []
+    for prompt in prompts:
+        sessions = []
+        for session in prompt.sessions:
+            turns = []
+            for turn in session.turns:
+                added = max(1, round(turn.added * PROMPT_SCALE))
+                generated = max(1, round(turn.generated * token_scale))
+                turns.append(Turn(added, generated, turn.tool_seconds * TOOL_SCALE))
+            sessions.append(Session(tuple(turns), session.valid))
+        found.append(rng.sample(sessions, len(sessions)))
+    return found
 
 
-async def run_session(
-    client: httpx.AsyncClient, session: Mapping[str, Any], traced: TracedSession, counts: Counts
-) -> None:
+def context_of(prompts: Sequence[Sequence[Session]]) -> int:
+    """Return the tokens of the longest session, with its prompt and what its tools add."""
+    return max(sum(turn.added + turn.generated for turn in each.turns) for sessions in prompts for each in sessions)
+
+
+def parse_policy(text: str) -> str:
+    """Check the name of a policy."""
+    if text not in POLICIES and not re.fullmatch(r"(turns|tokens) [1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(POLICIES)}, turns N and tokens N")
+    return text
+
+
+def with_limit(policy: str, session: Session, token_scale: float) -> Session:
+    """Return the session as an agent runs it under the policy's limit, or as it is if the policy has no limit."""
+    unit, _, most = policy.partition(" ")
+    if unit == "turns":
+        return limited(session, turns=int(most))
+    if unit == "tokens":
+        return limited(session, tokens=max(1, round(int(most) * token_scale)))
+    return session
+
+
+async def run_session(client: httpx.AsyncClient, made: Mapping[str, Any], traced: Session, counts: Counts) -> None:
     """Run one session as an agent does, until its end or until the server stops it."""
     history: list[int] = []
-    for (new, generated), seconds in zip(traced.turns, traced.tools, strict=True):
-        history += [DIGIT] * new
+    for turn in traced.turns:
+        if turn.tool_seconds:
+            begin = time.monotonic()
+            try:
+                await asyncio.sleep(turn.tool_seconds)
+            finally:
+                # A busy machine wakes later than it should.
+                counts.tool_seconds += min(turn.tool_seconds, time.monotonic() - begin)
+        history += [DIGIT] * turn.added
         body = {
             "model": "tiny",
             "prompt": history,
-            "max_tokens": generated,
-            "min_tokens": generated,
+            "max_tokens": turn.generated,
+            "min_tokens": turn.generated,
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        answer = await client.post(f"{session['base_url']}/completions", json=body)
+        answer = await client.post(f"{made['base_url']}/completions", json=body)
         if answer.status_code == httpx.codes.GONE:
             counts.after_stop += 1
             return
@@ -123,48 +152,49 @@ async def run_session(
             return
         counts.turns += 1
         history += answer.json()["choices"][0]["token_ids"]
-        if seconds:
-            begin = time.monotonic()
-            try:
-                await asyncio.sleep(seconds)
-            finally:
-                # A busy machine wakes later than it should.
-                counts.tool_seconds += min(seconds, time.monotonic() - begin)
-    ended = await client.post(f"/darts/v1/sessions/{session['id']}:end", json={})
+    ended = await client.post(f"/darts/v1/sessions/{made['id']}:end", json={})
     ended.raise_for_status()
 
 
 async def run_group(
-    client: httpx.AsyncClient, key: str, sessions: Sequence[TracedSession], policy: str, counts: Counts
+    client: httpx.AsyncClient, key: str, sessions: Sequence[Session], policy: str, counts: Counts
 ) -> None:
     """Run a group until it has `SIZE` sessions, and compare their means with those of all traced sessions."""
     runs_all = policy in ("first", "uniform")
     request = {
         "prompt_key": key,
-        "policy": "off" if policy == "first" else policy,
+        "policy": policy if policy in ("uniform", "cap") else "off",
         "size": len(sessions) if policy == "first" else SIZE,
         "extra": len(sessions) - SIZE if policy == "uniform" else 0,
     }
     made = (await client.post("/darts/v1/sessions", json=request)).raise_for_status().json()
     url = f"/darts/v1/session-groups/{made['group_id']}"
-    tasks = {
-        session["id"]: asyncio.create_task(run_session(client, session, sessions[session["index"]], counts))
-        for session in made["sessions"]
-    }
+    tasks = {}
+    for session in made["sessions"]:
+        traced = with_limit(policy, sessions[session["index"]], OPTIONS.token_scale)
+        tasks[session["id"]] = asyncio.create_task(run_session(client, session, traced, counts))
     finished = 0
     after = 0
     is_over = False
-    while not is_over:
-        answer = (await client.get(f"{url}/events", params={"after": after})).json()
-        after = answer["next"]
-        for event in answer["events"]:
-            # The agent's environment is ended with its session, in the middle of a tool, too.
-            if event["type"] == "stopped":
-                tasks[event["session"]].cancel()
-            finished += event["type"] == "ended"
-            is_over |= event["type"] in ("completed", "failed", "cancelled")
-        if policy == "first" and finished >= SIZE and not is_over:
-            await client.delete(url)
+    try:
+        while not is_over:
+            answer = (await client.get(f"{url}/events", params={"after": after})).json()
+            after = answer["next"]
+            for event in answer["events"]:
+                # The agent's environment is ended with its session, in the middle of a tool, too.
+                if event["type"] == "stopped":
+                    tasks[event["session"]].cancel()
+                finished += event["type"] == "ended"
+                is_over |= event["type"] in ("completed", "failed", "cancelled")
+            if policy == "first" and finished >= SIZE and not is_over:
+                await client.delete(url)
+    except asyncio.CancelledError:
+        # The step has ended without this group.
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await client.delete(url)
+        raise
     results = await asyncio.gather(*tasks.values(), return_exceptions=True)
     for result in results:
         if isinstance(result, Exception):
@@ -175,34 +205,54 @@ async def run_group(
     if policy == "first":
         kept = [s for s in state["sessions"] if s["end"] == "finished"][:SIZE]
     counts.failed += len(kept) != SIZE
+    for session in kept:
+        whole = sessions[session["index"]].tokens
+        counts.kept += 1
+        counts.cut += session["cut"] or session["tokens"] < whole
+        counts.tokens += whole
+        counts.lost += max(0, whole - session["tokens"])
     for name, value in (("tokens", lambda s: s.tokens), ("turns", lambda s: len(s.turns))):
         weights = [1.0 if s["weight"] is None or not runs_all else s["weight"] for s in kept]
         mean = sum(w * value(sessions[s["index"]]) for w, s in zip(weights, kept, strict=True)) / sum(weights)
         counts.differences[name].append(mean - fmean(value(session) for session in sessions))
 
 
-async def run_step(
-    url: str, groups: Sequence[tuple[str, Sequence[TracedSession]]], policy: str, counts: Counts
-) -> None:
+async def run_step(url: str, prompts: Prompts, policy: str, counts: Counts, enough: int) -> Prompts:
+    """Run a step until enough groups are complete, and return the other prompts."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=512)
-    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client, asyncio.TaskGroup() as tasks:
-        for key, sessions in groups:
-            tasks.create_task(run_group(client, key, sessions, policy, counts))
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        tasks = {}
+        for key, sessions in prompts:
+            tasks[asyncio.create_task(run_group(client, key, sessions, policy, counts))] = (key, sessions)
+        pending = {*tasks}
+        while len(tasks) - len(pending) < enough:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        return [prompt for task, prompt in tasks.items() if task in pending]
 
 
-def replay(server: Server, steps: Sequence[Step]) -> dict[str, Counts]:
+def replay(server: Server, steps: Sequence[Prompts], spare: Prompts) -> dict[str, Counts]:
+    """Run all steps under all policies. ``spare``: prompts that tail batching starts in addition."""
     counts = {policy: Counts() for policy in OPTIONS.policies}
+    rng = random.Random(OPTIONS.seed)
     with tqdm(total=len(steps) * len(counts), unit="step") as bar:
         # Before the first step that counts, the engine is warmed up.
-        asyncio.run(run_step(server.url, steps[0][:4], "off", Counts()))
-        for number, groups in enumerate(steps):
+        asyncio.run(run_step(server.url, steps[0][:4], "off", Counts(), 4))
+        for number, prompts in enumerate(steps):
             # By turns, so that another load of the machine meets all policies alike.
             for policy in sorted(counts, key=lambda name: (hash(name) + number) % len(counts)):
                 before = server.metric("darts_decode_steps_total")
                 begin = time.monotonic()
-                asyncio.run(run_step(server.url, groups, policy, counts[policy]))
+                of_step = [*spare, *prompts] if policy == TAIL else prompts
+                left = asyncio.run(run_step(server.url, of_step, policy, counts[policy], len(prompts)))
                 counts[policy].seconds.append(time.monotonic() - begin)
                 counts[policy].decode_steps.append(server.metric("darts_decode_steps_total") - before)
+                if policy == TAIL:
+                    spare = [(key, rng.sample(sessions, len(sessions))) for key, sessions in left]
                 bar.update()
     return counts
 
@@ -234,6 +284,8 @@ def table(counts: Mapping[str, Counts]) -> str:
                 str(of.after_stop),
                 z_of(of.differences["tokens"]),
                 z_of(of.differences["turns"]),
+                f"{of.cut / of.kept:.1%}",
+                f"{of.lost / of.tokens:.1%}",
                 str(of.failed),
             ]
         )
@@ -246,26 +298,36 @@ def table(counts: Mapping[str, Counts]) -> str:
         "requests after a stop",
         "bias of the length in tokens (z)",
         "bias of the number of turns (z)",
+        "sessions that are cut",
+        "tokens that are lost by that",
         "groups without all sessions",
     ]
     return markdown(head, rows)
 
 
 def main() -> None:
-    groups = load(OPTIONS.trace, OPTIONS.seed)
-    keyed = [(f"prompt {number}", sessions) for number, sessions in enumerate(groups)]
+    prompts = load(OPTIONS.trace, OPTIONS.seed, OPTIONS.token_scale)
+    # The engine needs a place more than the longest session.
+    context = context_of(prompts) + 1
+    flags = ["--policy", "off", "--max-model-len", str(context), "--max-num-seqs", "256"]
+    flags += ["--hf-overrides", f'{{"max_position_embeddings": {context}}}']
+    keyed = [(f"prompt {number}", sessions) for number, sessions in enumerate(prompts)]
+    extra = round((STARTED - 1) * GROUPS)
+    spare = keyed[:extra]
+    keyed = keyed[extra:]
     steps = [keyed[begin : begin + GROUPS] for begin in range(0, len(keyed) - GROUPS + 1, GROUPS)][: OPTIONS.steps]
     print(f"{len(steps)} steps of {GROUPS} prompts, {SIZE} sessions of each")
-    with TemporaryDirectory() as folder, serving(DARTS, Path(folder) / "log", *FLAGS, env=ENVIRONMENT) as server:
-        counts = replay(server, steps)
-        print(table(counts))
+    with TemporaryDirectory() as folder, serving(DARTS, Path(folder) / "log", *flags, env=ENVIRONMENT) as server:
+        print(table(replay(server, steps, spare)))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.sessions", description=__doc__.split("\n")[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--policies", nargs="+", type=parse_policy, default=POLICIES, metavar="POLICY")
+    scale_help = "traced tokens are multiplied by this (default: %(default)s)"
+    parser.add_argument("--token-scale", type=float, default=TOKEN_SCALE, help=scale_help)
     parser.add_argument("--seed", type=int, default=0)
     OPTIONS = parser.parse_args()
     main()

@@ -16,7 +16,13 @@ from darts_server.offline.simulation.model.engines import Machine
 from darts_server.offline.simulation.model.sessions import Session
 from darts_server.offline.simulation.policies import DEFAULT, NAMES, Policy, parse_policy, split_policies
 from darts_server.offline.simulation.presets import PRESETS, with_engines
-from darts_server.offline.simulation.sessions import SESSION_COLUMNS, SESSION_LEGEND, SESSION_POLICIES, run_sessions
+from darts_server.offline.simulation.sessions import (
+    SESSION_COLUMNS,
+    SESSION_LEGEND,
+    SESSION_POLICIES,
+    SessionTraining,
+    compare_with_limits,
+)
 from darts_server.offline.simulation.summary import COLUMNS, LEGEND, Summary, format_table, relative_to, summarise
 from darts_server.offline.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_policy
 from darts_server.offline.simulation.workload import Format, TracedWorkload, Workload, describe, read_traces
@@ -36,9 +42,9 @@ truncated. Without a preset, a trace runs on the machine of dapo-32b. Candidates
 docs/scaling.md says how, and what the model leaves out.
 
 A line may also be a sample with its turns and tool calls. A trace of such lines is simulated as sessions: tools take
-their seconds, and policies stop whole sessions. Sessions have the policies off, {", ".join(SESSION_POLICIES)} and
-others that carry no prompts over. first is for comparison: it returns the first sessions that finish. --join-turns
-joins the turns of each sample to one answer instead.
+their seconds, and policies stop whole sessions. first is for comparison: it returns the first sessions that finish.
+Sessions have no auto, rounds and order, and carry=resume is for off alone. The table also has the best limits of turns
+and tokens in hindsight. --join-turns joins the turns of each sample to one answer instead.
 
 A policy is NAME[,OPTION=VALUE...], for example darts_cut,quantile=0.8,start=1.25.
 names: {", ".join(NAMES)}
@@ -184,20 +190,16 @@ def compare_sessions(
     """
     if options.speculate or options.picture or options.max_tokens:
         raise InvalidSetting("--speculate, --picture and --max-tokens are not for sessions; add --join-turns")
-    found = []
-    for text in dict.fromkeys([OFF, *split_policies(options.policies or SESSION_POLICIES)]):
-        summary = run_sessions(
-            text,
-            sessions,
-            machine,
-            size=options.group_size,
-            prompts=options.prompts,
-            steps=options.steps,
-            by_seconds=options.session_measure == "seconds",
-            seed=options.seed,
-        )
-        found.append(summary)
-    return [relative_to(found[0], summary) for summary in found]
+    training = SessionTraining(
+        sessions,
+        machine,
+        options.group_size,
+        options.prompts,
+        options.steps,
+        options.session_measure == "seconds",
+        options.seed,
+    )
+    return compare_with_limits(split_policies(options.policies or SESSION_POLICIES), training)
 
 
 def advise(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:

@@ -1,21 +1,27 @@
-"""Policies on the sessions of a trace: what they save, and which sessions they prefer."""
+"""Policies and controls on the sessions of a trace: what they save, which sessions they prefer, and what they cut."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from statistics import fmean
 
 import numpy as np
 
 from darts_server.exceptions import InvalidSetting
 from darts_server.group.group import selection_weights
-from darts_server.offline.simulation.model.batch import BatchPlan
-from darts_server.offline.simulation.model.engines import Machine
-from darts_server.offline.simulation.model.sessions import Session, SessionRollout
+from darts_server.offline.simulation.baselines import LOST_SHARES
+from darts_server.offline.simulation.model.batch import BatchPlan, Floats
+from darts_server.offline.simulation.model.engines import TOLERANCE, Machine
+from darts_server.offline.simulation.model.sessions import Session, SessionGroup, SessionRollout, SessionRun
 from darts_server.offline.simulation.policies import Policy, parse_policy
-from darts_server.offline.simulation.summary import Summary
+from darts_server.offline.simulation.summary import Summary, relative_to
+from darts_server.offline.simulation.training import WARM_UP
 from darts_server.policy.deadline import RecentCompletionLengths
+from darts_server.types import OFF
 
 FIRST = "first"
 """Returns the first sessions that finish, as Polar does. It has the redundancy of `uniform`."""
-SESSION_POLICIES = (FIRST, "uniform", "cap")
+SESSION_POLICIES = (FIRST, "uniform", "cap", "off,start=1.5", "off,start=1.5,carry=resume")
 """Policies that are compared with `off` by default."""
 COUNTS = (
     "tokens_generated",
@@ -29,7 +35,9 @@ SESSION_COLUMNS = {
     "policy": ("policy", ""),
     "rollout_seconds": ("rollout s", ".1f"),
     "rollout_speedup": ("rollout x", ".2f"),
+    "rollout_error": ("±", ".2f"),
     "step_speedup": ("step x", ".2f"),
+    "step_error": ("±", ".2f"),
     "tokens_generated": ("generated", ".2f"),
     "tokens_recomputed": ("recomputed", ".2f"),
     "turns": ("turns", ".0f"),
@@ -40,106 +48,270 @@ SESSION_COLUMNS = {
     "length_z": ("z", ".1f"),
     "turns_bias": ("turns", "+.1%"),
     "turns_z": ("z", ".1f"),
-    "cut_share": ("cut", ".0%"),
+    "cut_share": ("cut", ".1%"),
+    "lost_share": ("lost", ".1%"),
+    "stale_share": ("stale", ".0%"),
 }
 SESSION_LEGEND = """\
-rollout x, step x  times as fast as off; a step is a rollout and its training
+rollout x, step x  times as fast as off, with the standard error over the steps; a step is a rollout and its training
 generated          tokens, divided by the tokens that off generates
-recomputed         tokens that were computed again after an eviction or preemption, divided by the same
+recomputed         tokens that were computed again after an eviction, a preemption or new weights, divided by the same
 turns, tools s     turns that have begun, and seconds in tools, in a step
-saved              turns, and seconds in tools, that stopped sessions would have taken
-length, turns      weighted mean of the returned sessions, compared with the mean of all sessions of their groups, both
-                   as they would be if nothing stopped or cut them; z is the difference over its standard error
-cut                share of the returned sessions that are cut at the deadline
+saved              turns, and seconds in tools, that stopped sessions of returned groups would have taken
+length, turns      weighted mean of the returned sessions, compared with the mean of all sessions of the step's new
+                   prompts, both as they would be if nothing stopped or cut them; z is the difference over its error
+cut, lost          shares of the returned sessions that are cut, and of their tokens that are lost by that
+stale              share of the returned tokens that older weights generated
 first              for comparison: the first sessions that finish, all with weight 1
-Prompts are in the order of the trace, and are repeated if it has too few. Sessions beyond a prompt's samples in the
-trace are drawn from these samples with replacement."""
+start=1.5          tail batching: 1.5 N prompts are started for a step of N, and the first N complete groups are
+                   returned. The sessions of the other groups start again in the next step, or with carry=resume go on
+hindsight          the smallest limit of an agent's turns or generated tokens that cuts at most such a share of the
+                   sessions: 2 %, 10 %, and the share that each policy cuts
+Prompts are in a new random order each time that all have run, and so are the samples of each prompt. Sessions beyond a
+prompt's samples in the trace are drawn from these samples with replacement."""
 
 
-def run_sessions(
-    text: str,
-    workload: Sequence[Sequence[Session]],
-    machine: Machine,
-    *,
-    size: int,
-    prompts: int,
-    steps: int,
-    by_seconds: bool = False,
-    seed: int = 0,
-) -> Summary:
-    """Simulate steps of a training run under a policy, and return its figures.
+@dataclass(frozen=True, slots=True)
+class SessionTraining:
+    """Steps of a training run on the sessions of a trace."""
+
+    workload: Sequence[Sequence[Session]]
+    """Samples of each prompt of the trace."""
+    machine: Machine
+    size: int
+    """Group size."""
+    prompts: int
+    """Prompts of a step."""
+    steps: int
+    by_seconds: bool = False
+    """See `SessionRollout`."""
+    seed: int = 0
+
+    def draw(self, number: int, attempt: int, count: int) -> tuple[list[Session], np.random.Generator]:
+        """Return the sessions of a prompt, which are the same under every policy, and a generator of tail draws.
+
+        Args:
+            number: number of the prompt, from 0.
+            attempt: above 1 if the prompt starts again.
+        """
+        earlier, place = divmod(number, len(self.workload))
+        order = np.random.default_rng([self.seed, earlier]).permutation(len(self.workload))
+        samples = self.workload[order[place]]
+        rng = np.random.default_rng([self.seed, number, attempt])
+        chosen = rng.permutation(len(samples))[:count]
+        more = rng.integers(len(samples), size=count - chosen.size)
+        return [samples[index] for index in (*chosen, *more)], rng
+
+
+def compare_with_limits(texts: Sequence[str], training: SessionTraining) -> list[Summary]:
+    """Simulate `off`, policies, and limits that are the best in hindsight, and return their figures.
+
+    Raises:
+        InvalidSetting: see `run_sessions`.
+    """
+    found = [run_sessions(text, training) for text in dict.fromkeys([OFF, *texts])]
+    shares = {*LOST_SHARES, *(summary["cut_share"] for summary in found)} - {0.0}
+    for limit in best_limits(training.workload, sorted(shares)):
+        name = "hindsight " + " ".join(f"{unit} {most}" for unit, most in limit.items())
+        found.append(run_sessions(OFF, training, limit) | {"policy": name})
+    return [_compare(found[0], summary) for summary in found]
+
+
+def best_limits(workload: Sequence[Sequence[Session]], shares: Sequence[float]) -> list[dict[str, int]]:
+    """Return the smallest limits of turns and of tokens that cut at most these shares of the sessions, for `limited`.
+
+    If each limit of turns cuts more, the largest limit that cuts a session stands for it.
+    """
+    whole = [session for samples in workload for session in samples]
+    found: list[dict[str, int]] = []
+    for unit, lengths in (("turns", [len(each.turns) for each in whole]), ("tokens", [each.tokens for each in whole])):
+        for share in shares:
+            limit = min(int(np.quantile(lengths, 1 - share, method="inverted_cdf")), max(lengths) - 1)
+            if limit and {unit: limit} not in found:
+                found.append({unit: limit})
+    return found
+
+
+def limited(session: Session, turns: int | None = None, tokens: float = inf) -> Session:
+    """Return a session of an agent that ends after so many turns or generated tokens, as if it had finished."""
+    kept = []
+    for turn in session.turns[:turns]:
+        kept.append(turn._replace(generated=int(min(turn.generated, tokens))))
+        tokens -= turn.generated
+        if tokens <= 0:
+            break
+    return Session(tuple(kept), session.valid)
+
+
+def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] | None = None) -> Summary:
+    """Simulate a training run under a policy, and return its figures.
 
     Args:
         text: the policy with its options.
-        workload: samples of each prompt of a trace. Prompts come in this order, and are repeated as often as needed.
-        by_seconds: see `SessionRollout`.
+        limit: a limit of the agent, see `limited`.
 
     Raises:
         InvalidSetting: the name or an option is unknown or not for sessions, or a value is invalid.
     """
     is_first = text.partition(",")[0] == FIRST
     # The shortest sessions by the clock are the first that finish.
-    policy = parse_policy(text.replace(FIRST, "uniform,longest=0", 1) if is_first else text, size)
-    if policy != Policy(policy.name, policy.shaping):
+    policy = parse_policy(text.replace(FIRST, "uniform,longest=0", 1) if is_first else text, training.size)
+    resumes = policy.resumes and policy.shaping is None
+    if policy != Policy(policy.name, policy.shaping, policy.start, resumes):
         raise InvalidSetting(f"--policies: {text} is not for sessions; --join-turns simulates a sample as one answer")
+    started = round(policy.start * training.prompts)
+    warm_up = WARM_UP if started > training.prompts else 0
     # The lengths of a prompt's earlier groups are not known.
-    plan = BatchPlan.of(policy.shaping, size, [None] * prompts)
+    plan = BatchPlan.of(policy.shaping, training.size, [None] * started, enough=training.prompts)
     recent = RecentCompletionLengths()
-    seconds = []
-    trained = 0
-    # A row for each session, and for each returned session whether it was cut.
-    counts = []
-    cuts = []
-    # Tokens and turns of sessions: means of each group, and weighted means of its returned sessions.
-    means = []
-    weighted = []
-    for step in range(steps):
-        rngs = [np.random.default_rng([seed, step, row]) for row in range(prompts)]
-        sessions: list[list[Session]] = []
-        for number, rng in enumerate(rngs, start=step * prompts):
-            samples = workload[number % len(workload)]
-            draws = rng.integers(len(samples), size=plan.candidates[len(sessions)])
-            sessions.append([*samples, *(samples[index] for index in draws.tolist())][: plan.candidates[len(sessions)]])
-        if is_first:
+    figures = _Figures()
+    next_number = (WARM_UP - warm_up) * training.prompts
+    # Left-over prompts with the number of their attempt, and the groups of the prompts that go on.
+    waiting: list[tuple[int, int]] = []
+    carried: list[SessionGroup] = []
+    # Sessions of each prompt, as they would be if nothing stopped or cut them.
+    drawn: dict[int, list[Session]] = {}
+    for step in range(-warm_up, training.steps):
+        if step == 0:
+            figures = _Figures()
+        new = range(next_number, next_number + started - len(waiting))
+        next_number = new.stop
+        prompts = [*waiting, *((number, 1) for number in new)]
+        sessions = []
+        rngs = []
+        for row in range(len(carried), started):
+            number, attempt = prompts[row]
+            drawn[number], rng = training.draw(number, attempt, plan.candidates[row])
+            rngs.append(rng)
+            group = [limited(session, **(limit or {})) for session in drawn[number]]
             # Sessions that end at a limit have finished, too.
-            sessions = [[session._replace(valid=True) for session in group] for group in sessions]
-        rollout = SessionRollout(sessions, rngs, plan.with_recent(recent), machine, by_seconds or is_first)
+            sessions.append([session._replace(valid=session.valid or is_first) for session in group])
+        for number in new:
+            figures.means[number] = _lengths(drawn[number]).mean(axis=0)
+
+        older = {run: run.tokens for member in carried for run in member.runs}
+        by_seconds = training.by_seconds or is_first
+        rollout = SessionRollout(sessions, rngs, plan.with_recent(recent), training.machine, by_seconds, carried)
         rollout.run()
-        seconds.append(rollout.seconds)
         for length in rollout.completion_lengths:
             recent.add(length)
 
-        for member in rollout.groups:
-            for run in member.runs:
-                turns = run.session.turns
-                saved = sum(turn.tool_seconds for turn in turns) - run.tool_seconds
-                row = (run.tokens, run.recomputed, run.turns, len(turns) - run.turns, run.tool_seconds, saved)
-                counts.append(row)
-            selected = [candidate for candidate in member.group.candidates if candidate.selected_as is not None]
-            for candidate in selected:
-                cuts.append(candidate.cut)
-                # Training reads the tokens of returned sessions, with prompts and what tools have added.
-                run = member.runs[candidate.index]
-                trained += run.context + min(0, candidate.tokens - run.tokens)
-            by_index = selection_weights(member.group)
-            weights = [by_index.get(candidate.index, 1.0) for candidate in selected]
-            lengths = np.asarray([[run.session.tokens, len(run.session.turns)] for run in member.runs])
-            means.append(lengths.mean(axis=0))
-            weighted.append(np.average(lengths[[candidate.index for candidate in selected]], axis=0, weights=weights))
+        returned = rollout.completed[: training.prompts]
+        trained = 0
+        for row in sorted(returned):
+            number = prompts[row][0]
+            trained += figures.add_returned(rollout.groups[row], number, drawn[number], older)
+        figures.rollouts.append(rollout.seconds)
+        figures.steps.append(rollout.seconds + training.machine.training_seconds(trained))
+        left = [row for row in range(started) if row not in returned]
+        for row in left:
+            rollout.remove(rollout.groups[row], resumes)
+            if not resumes:
+                figures.add_stopped(rollout.groups[row])
+        waiting = [(prompts[row][0], prompts[row][1] + (not resumes)) for row in left]
+        carried = [rollout.groups[row] for row in left if resumes]
+    return figures.summarise(text)
 
-    differences = np.asarray(weighted) - means
-    bias = differences.mean(axis=0)
-    errors = differences.std(axis=0) / np.sqrt(max(len(differences) - 1, 1))
-    z = np.divide(bias, errors, out=np.zeros(2), where=errors > 0)
-    bias /= np.mean(means, axis=0)
-    found: Summary = dict(zip(COUNTS, (np.sum(counts, axis=0) / steps).tolist(), strict=True))
-    return found | {
-        "policy": text,
-        "rollout_seconds": float(np.mean(seconds)),
-        "step_seconds": float(np.mean(seconds)) + machine.training_seconds(trained / steps),
-        "length": float(bias[0]),
-        "length_z": float(z[0]),
-        "turns_bias": float(bias[1]),
-        "turns_z": float(z[1]),
-        "cut_share": float(np.mean(cuts)),
-    }
+
+def _lengths(sessions: Sequence[Session]) -> Floats:
+    """Return the tokens and the turns of sessions, shape (S, 2)."""
+    return np.asarray([[session.tokens, len(session.turns)] for session in sessions], dtype=np.float64)
+
+
+class _Figures:
+    """What happened in some steps."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[float] = []
+        """Seconds of each rollout."""
+        self.steps: list[float] = []
+        """Seconds of each step."""
+        self.means: dict[int, Floats] = {}
+        """Mean tokens and turns of the sessions of each new prompt."""
+        self._weighted: dict[int, Floats] = {}
+        """Weighted mean tokens and turns of the returned sessions of each prompt."""
+        self._counts: list[tuple[float, ...]] = []
+        """`COUNTS` of each session that has ended."""
+        self._returned: list[tuple[bool, int, int, int]] = []
+        """Whether each returned session is cut, its tokens without the cut and with it, and those of older weights."""
+
+    def add_stopped(self, member: SessionGroup) -> None:
+        """Count a group that starts again in the next step."""
+        self._counts += [(run.tokens, run.recomputed, run.turns, 0, run.tool_seconds, 0) for run in member.runs]
+
+    def add_returned(
+        self,
+        member: SessionGroup,
+        number: int,
+        whole: Sequence[Session],
+        older: Mapping[SessionRun, int],
+    ) -> int:
+        """Count a returned group, and return the tokens that training reads.
+
+        Args:
+            number: the prompt.
+            whole: the sessions as they would be if nothing stopped or cut them.
+            older: tokens that older weights have generated.
+        """
+        for run, session in zip(member.runs, whole, strict=True):
+            saved = sum(turn.tool_seconds for turn in session.turns) - run.tool_seconds
+            left = len(session.turns) - run.turns
+            self._counts.append((run.tokens, run.recomputed, run.turns, left, run.tool_seconds, saved))
+        trained = 0
+        selected = [candidate for candidate in member.group.candidates if candidate.selected_as is not None]
+        for candidate in selected:
+            run = member.runs[candidate.index]
+            beyond = max(0, run.tokens - candidate.tokens)
+            tokens = whole[candidate.index].tokens
+            kept = run.tokens - beyond
+            self._returned.append((candidate.cut or kept < tokens, tokens, kept, older.get(run, 0)))
+            # Training reads prompts and what tools have added, too.
+            trained += run.context - beyond
+        by_index = selection_weights(member.group)
+        weights = [by_index.get(candidate.index, 1.0) for candidate in selected]
+        lengths = _lengths([whole[candidate.index] for candidate in selected])
+        self._weighted[number] = np.average(lengths, axis=0, weights=weights)
+        return trained
+
+    def summarise(self, name: str) -> Summary:
+        # A prompt may be new in one step, and returned in a later step or never.
+        expected = np.mean([*self.means.values()], axis=0)
+        found = np.mean([*self._weighted.values()], axis=0)
+        parts = []
+        for number in {**self.means, **self._weighted}:
+            part = (self._weighted.get(number, found) - found) / len(self._weighted)
+            parts.append(part - (self.means.get(number, expected) - expected) / len(self.means))
+        errors = np.sqrt(np.square(parts).sum(axis=0) * len(parts) / max(len(parts) - 1, 1))
+        z = np.divide(found - expected, errors, out=np.zeros(2), where=errors > TOLERANCE)
+        bias = (found / expected - 1).tolist()
+
+        cuts, whole, kept, stale = np.sum(self._returned, axis=0).tolist()
+        counts = (np.sum(self._counts, axis=0) / len(self.steps)).tolist()
+        summary: Summary = dict(zip(COUNTS, counts, strict=True))
+        return summary | {
+            "policy": name,
+            "rollouts": self.rollouts,
+            "steps": self.steps,
+            "rollout_seconds": fmean(self.rollouts),
+            "step_seconds": fmean(self.steps),
+            "length": bias[0],
+            "length_z": float(z[0]),
+            "turns_bias": bias[1],
+            "turns_z": float(z[1]),
+            "cut_share": cuts / len(self._returned),
+            "lost_share": 1 - kept / whole,
+            "stale_share": stale / kept,
+        }
+
+
+def _compare(off: Summary, summary: Summary) -> Summary:
+    """Return the figures compared with the figures of ``off``, with standard errors of the ratios of means."""
+    compared = relative_to(off, summary)
+    for name in ("rollout", "step"):
+        seconds = np.asarray(summary[f"{name}s"])
+        differences = np.asarray(off[f"{name}s"]) - compared[f"{name}_speedup"] * seconds
+        error = None
+        if seconds.size > 1:
+            error = float(differences.std(ddof=1) / np.sqrt(seconds.size) / seconds.mean())
+        compared[f"{name}_error"] = error
+    return compared

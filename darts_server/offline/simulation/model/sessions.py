@@ -102,6 +102,14 @@ class SessionRun:
     def prompt(self) -> int:
         return self.session.turns[0].added
 
+    def return_from_tool(self) -> None:
+        """Begin the next turn, in the queue of the engine."""
+        turn = self.session.turns[self.turns]
+        self.tool_seconds += turn.tool_seconds
+        self.context += turn.added
+        self.turns += 1
+        self.state = State.WAITING
+
 
 @dataclass(slots=True, eq=False)
 class SessionGroup:
@@ -276,19 +284,28 @@ class _Engine:
             steps = 1.0 + bisect_left(range(1, int(steps)), seconds, key=self.seconds_of)
         self.planned = (steps, self.now + self.seconds_of(steps))
 
+    def advance(self) -> None:
+        """Run the ``planned`` steps."""
+        steps, self.now = self.planned
+        self.step += steps
+        self.context += steps * len(self.running)
+        self.space -= steps * len(self.running)
+        self.longer = 0.0
+
 
 # --- the rollout --------------------------------------------------------------------
 
 
 class SessionRollout:
-    """A rollout, in which all sessions are submitted at once, and which waits for all groups.
+    """A rollout, in which all sessions are submitted at once, and which waits for all groups or for enough of them.
 
     Args:
-        sessions: sessions of each prompt, at least as many as its candidates.
-        rngs: generator of tail draws of each group.
-        plan: how the prompts are rolled out.
+        sessions: sessions of each new prompt, at least as many as its candidates.
+        rngs: generator of tail draws of each new group.
+        plan: how the prompts are rolled out. Carried groups come first.
         by_seconds: whether groups count the time since the rollout began, in units of 1 / `UNITS_PER_SECOND` seconds,
             instead of generated tokens. Lengths and the deadline of ``plan`` then count in the same units.
+        carried: groups that `remove` has taken out of an earlier rollout. Their rule has no deadline and counts tokens.
     """
 
     def __init__(
@@ -298,45 +315,54 @@ class SessionRollout:
         plan: BatchPlan,
         machine: Machine,
         by_seconds: bool = False,
+        carried: Sequence[SessionGroup] = (),
     ) -> None:
         self.seconds = 0.0
-        """Seconds until all groups are complete."""
-        self.groups: list[SessionGroup] = []
+        """Seconds until enough groups are complete."""
+        self.groups = list(carried)
+        self.completed: list[int] = []
+        """Groups in the order of completion. Those beyond the enough-th have completed in the same step."""
         self.completion_lengths: list[int] = []
         """Completion lengths in the order of completion, for `RecentCompletionLengths`."""
         self.deadline = plan.deadline
         self.cohort = CohortDeadline(plan.deadline, len(plan.candidates))
-        self.left = len(plan.candidates)
+        self.enough = plan.enough or len(plan.candidates)
         space = (machine.kv_blocks or inf) * machine.block_size
         self.engines = [_Engine(machine, by_seconds, space) for _ in range(machine.replicas)]
-        for number, replica in enumerate(place_groups(plan.candidates, machine.replicas).tolist()):
-            count = plan.candidates[number]
+        placed = [self.engines[replica] for replica in place_groups(plan.candidates, machine.replicas).tolist()]
+        for number, count in enumerate(plan.candidates[len(carried) :], start=len(carried)):
             rule = plan.rule(number)
-            group = Group(rng=rngs[number], max_replacements=0)
+            group = Group(rng=rngs[number - len(carried)], max_replacements=0)
             group.open(rule, count)
             group.handle(*map(Started, range(count)))
-            of_group = enumerate(sessions[number][:count])
+            of_group = enumerate(sessions[number - len(carried)][:count])
             runs = [SessionRun(session, number, index, session.turns[0].added) for index, session in of_group]
             place = place_of_need(rule.completion_place, count, plan.mean_candidates)
-            self.groups.append(SessionGroup(group, runs, self.engines[replica], place))
-            self.engines[replica].waiting.extend(runs)
+            self.groups.append(SessionGroup(group, runs, placed[number], place))
+        for number, member in enumerate(self.groups):
+            member.engine = placed[number]
+            if member.group.outcome is not None:
+                self.completed.append(number)
+            for run in member.runs:
+                run.group = number
+                if run.state is State.WAITING:
+                    member.engine.waiting.append(run)
+
+    @property
+    def is_over(self) -> bool:
+        return len(self.completed) >= self.enough
 
     def run(self) -> None:
-        """Run until all groups are complete."""
+        """Run until enough groups are complete. Other groups end the current step of their engine."""
         for engine in self.engines:
             self._schedule(engine, set())
-        while self.left:
+        while not self.is_over:
             engine = min(self.engines, key=lambda each: each.planned[1])
-            steps, engine.now = engine.planned
-            engine.step += steps
-            engine.context += steps * len(engine.running)
-            engine.space -= steps * len(engine.running)
-            engine.longer = 0.0
-
+            engine.advance()
             due = self._move_sessions(engine)
             handled = set(due)
             # Groups decide in their order, as long as there are events.
-            while due:
+            while due and not self.is_over:
                 number = min(due)
                 before = (self.cohort.tokens, self.cohort.pending_cut_length)
                 if not self._update(number):
@@ -350,8 +376,34 @@ class SessionRollout:
                             heappush(member.engine.alarms, (engine.now, other, -1))
                             member.engine.plan()
                     handled |= due
-            self._schedule(engine, handled)
             self.seconds = engine.now
+            if not self.is_over:
+                self._schedule(engine, handled)
+
+        left = [number for number, member in enumerate(self.groups) if member.group.outcome is None]
+        for engine in {self.groups[number].engine for number in left}:
+            if engine.now < self.seconds * (1 - TOLERANCE):
+                heappush(engine.alarms, (self.seconds, 0, -1))
+                engine.plan()
+                engine.advance()
+        for number in left:
+            self._update(number)
+
+    def remove(self, member: SessionGroup, resumes: bool) -> None:
+        """Take the sessions of a group off its engine after the rollout.
+
+        ``resumes``: whether the group continues in another rollout. Tools end before, and KV caches are lost.
+        """
+        for run in member.runs:
+            if run.state is State.OVER:
+                continue
+            if not resumes:
+                member.engine.end(run)
+                continue
+            if run.state is State.RUNNING:
+                member.engine.leave(run, State.WAITING)
+            if run.tokens == run.turn_end:
+                run.return_from_tool()
 
     def _move_sessions(self, engine: _Engine) -> set[int]:
         """Send sessions into tools and back into the queue. Return the groups whose sessions have news."""
@@ -369,11 +421,7 @@ class SessionRollout:
             due.add(number)
             run = self.groups[number].runs[index]
             if index >= 0 and run.state is State.IN_TOOL:
-                turn = run.session.turns[run.turns]
-                run.tool_seconds += turn.tool_seconds
-                run.context += turn.added
-                run.turns += 1
-                run.state = State.WAITING
+                run.return_from_tool()
                 engine.waiting.append(run)
         return due
 
@@ -413,7 +461,7 @@ class SessionRollout:
                 case Stop(index=index) | Cut(index=index) if member.runs[index].state is not State.OVER:
                     engine.end(member.runs[index])
                 case Complete():
-                    self.left -= 1
+                    self.completed.append(number)
                     self.cohort.remove(number)
                     # A group without a completion length counts if sessions were cut.
                     if member.need is not None or any(candidate.cut for candidate in group.candidates):

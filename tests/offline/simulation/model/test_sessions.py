@@ -1,6 +1,6 @@
 """The simulated rollout of sessions: against simulations token by token, and figures computed by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from darts_server.group.group import Group
 from darts_server.offline.simulation.model.batch import Batch, BatchPlan
 from darts_server.offline.simulation.model.engines import Machine, StepTime
 from darts_server.offline.simulation.model.rollout import simulate
-from darts_server.offline.simulation.model.sessions import Session, SessionRollout, State, Turn
+from darts_server.offline.simulation.model.sessions import Session, SessionGroup, SessionRollout, State, Turn
 from darts_server.policy.deadline import Deadline, RecentCompletionLengths
 from darts_server.policy.shaping import Shaping
 from darts_server.types import FinishReason, Outcome
@@ -36,9 +36,10 @@ def roll_out(
     *,
     draws: Sequence[Sequence[float]] | None = None,
     by_seconds: bool = False,
+    carried: Sequence[SessionGroup] = (),
 ) -> SessionRollout:
     rngs = [Draws(*row) for row in draws or [[]] * len(groups)]
-    rollout = SessionRollout(groups, rngs, plan, engines, by_seconds)
+    rollout = SessionRollout(groups, rngs, plan, engines, by_seconds, carried)
     rollout.run()
     return rollout
 
@@ -57,9 +58,12 @@ def generated(rollout: SessionRollout) -> list[list[int]]:
     return [[run.tokens for run in member.runs] for member in rollout.groups]
 
 
-def assert_books_are_balanced(rollout: SessionRollout) -> None:
-    """Every session is over, in one place, and no token of a KV cache is lost."""
-    for member in rollout.groups:
+def assert_books_are_balanced(rollout: SessionRollout, completed: Collection[int] | None = None) -> None:
+    """Every session is over, in one place, and no token of a KV cache is lost. ``completed``: None for all groups."""
+    for number, member in enumerate(rollout.groups):
+        if completed is not None and number not in completed:
+            assert {run.state for run in member.runs} == {State.OVER}
+            continue
         assert member.group.outcome is Outcome.COMPLETED
         assert sum(c.selected_as is not None for c in member.group.candidates) == member.group.rule.size
         for run, candidate in zip(member.runs, member.group.candidates, strict=True):
@@ -107,16 +111,26 @@ def test_sessions_of_one_turn_run_as_candidates_token_by_token_with_any_queue(po
         together = world(policy, seed, replicas=1, room=1000, groups=13)
         queued = world(policy, seed, replicas=2, room=7)
         for case in (together, queued, small_cache(world(policy, seed))):
-            case.plan = replace(case.plan, enough=None)
+            case.plan = replace(case.plan, enough=case.batch.groups // 2 + 1 if seed % 2 else None)
             expected = token_by_token(case)
             found = roll_out(one_turn(case.batch), case.plan, case.machine, draws=case.batch.tail_draws.tolist())
-            assert_books_are_balanced(found)
             assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
-            assert generated(found) == expected.generated
-            assert returned(found) == [place[:3] for place in expected.returned]
+            enough = case.plan.enough or case.batch.groups
+            assert np.flatnonzero(np.isfinite(expected.completed)).tolist() == sorted(found.completed[:enough])
+            # Other groups may have completed with the step that ends the rollout.
+            of_enough = [place for place in returned(found) if place[0] in found.completed[:enough]]
+            assert of_enough == [place[:3] for place in expected.returned]
             if case.plan.deadline is not None:
+                lengths = found.completion_lengths[: len(expected.completion_lengths)]
+                assert sorted(lengths) == sorted(expected.completion_lengths)
+            if enough == case.batch.groups and case.plan.deadline is not None:
                 assert {member.group.deadline for member in found.groups} <= {expected.deadline, None}
-                assert sorted(found.completion_lengths) == sorted(expected.completion_lengths)
+                assert len(found.completion_lengths) == len(expected.completion_lengths)
+            for number, member in enumerate(found.groups):
+                if number not in found.completed[:enough]:
+                    found.remove(member, resumes=False)
+            assert generated(found) == expected.generated
+            assert_books_are_balanced(found, found.completed[:enough])
             preemptions += expected.preemptions
             assert (sum(run.recomputed for member in found.groups for run in member.runs) > 0) == (
                 expected.preemptions > 0
@@ -182,6 +196,9 @@ def step_by_step(case: World, groups: Sequence[Sequence[Session]]) -> tuple[floa
     away: list[Plain] = []
     now = 0.0
 
+    def is_over() -> bool:
+        return sum(group.outcome is not None for group in machines) >= (case.plan.enough or len(machines))
+
     def used() -> int:
         holders = {plain.group for plain in running} | {plain.group for plain in cached if not plain.over}
         shared = sum(members[group][0].session.turns[0].added for group in holders)
@@ -198,7 +215,7 @@ def step_by_step(case: World, groups: Sequence[Sequence[Session]]) -> tuple[floa
             if plain in queue:
                 queue.remove(plain)
 
-    while not all(group.outcome for group in machines):
+    while not is_over():
         # Ends of turns, returns from tools, and then the decisions of the groups.
         for plain in list(running):
             if plain.tokens == plain.turn_end < plain.session.tokens:
@@ -214,7 +231,7 @@ def step_by_step(case: World, groups: Sequence[Sequence[Session]]) -> tuple[floa
                 plain.context += plain.session.turns[plain.turn].added
                 waiting.append(plain)
         for row, group in zip(members, machines, strict=True):
-            while True:
+            while not is_over():
                 checks = group.check_at
                 events: list[Event] = []
                 for plain in row:
@@ -229,6 +246,9 @@ def step_by_step(case: World, groups: Sequence[Sequence[Session]]) -> tuple[floa
                 for decision in group.handle(*events):
                     if isinstance(decision, Stop | Cut):
                         stop(row[decision.index])
+
+        if is_over():
+            break
 
         # The KV cache, and the queue.
         while used() > space and (cached or len(running) > 1):
@@ -269,8 +289,6 @@ def step_by_step(case: World, groups: Sequence[Sequence[Session]]) -> tuple[floa
             admitted += 1
 
         # A step, or nothing until a session comes back.
-        if all(group.outcome for group in machines):
-            break
         if not running:
             now = min(plain.returns_at for plain in away)
             continue
@@ -291,7 +309,7 @@ def test_sessions_run_as_step_by_step(policy: str, nightly: bool) -> None:
     for seed in range(60 if nightly else 12):
         rng = default_rng(seed)
         case = world(policy, seed, replicas=1, room=1000)
-        case.plan = replace(case.plan, enough=None)
+        case.plan = replace(case.plan, enough=case.batch.groups // 2 + 1 if seed % 2 else None)
         # Tools take from no time to some dozens of steps.
         groups = [
             [
@@ -311,15 +329,22 @@ def test_sessions_run_as_step_by_step(policy: str, nightly: bool) -> None:
         case.machine = replace(machine(rng, 1, int(rng.integers(2, 30)), 0), kv_blocks=blocks, block_size=1)
         seconds, members, machines = step_by_step(case, groups)
         found = roll_out(groups, case.plan, case.machine, draws=case.batch.tail_draws.tolist())
-        assert_books_are_balanced(found)
+        enough = found.completed[: found.enough]
+        for number, member in enumerate(found.groups):
+            if number not in enough:
+                found.remove(member, resumes=False)
+        assert_books_are_balanced(found, enough)
         assert found.seconds == pytest.approx(seconds, rel=1e-9)
+        assert sorted(enough) == [number for number, group in enumerate(machines) if group.outcome is not None]
         assert generated(found) == [[plain.tokens for plain in row] for row in members]
         for member, row, group in zip(found.groups, members, machines, strict=True):
             assert [run.turns for run in member.runs] == [plain.turn + 1 for plain in row]
             assert [run.recomputed for run in member.runs] == [plain.recomputed for plain in row]
-            assert [c.selected_as for c in member.group.candidates] == [c.selected_as for c in group.candidates]
+            if group.outcome is not None:
+                assert [c.selected_as for c in member.group.candidates] == [c.selected_as for c in group.candidates]
             recomputed += sum(run.recomputed for run in member.runs)
-            stopped += sum(run.tokens < run.session.tokens for run in member.runs)
+            if group.outcome is not None:
+                stopped += sum(run.tokens < run.session.tokens for run in member.runs)
     assert recomputed > 0
     assert (stopped > 0) == (policy in ("uniform", "none"))
 
@@ -497,3 +522,70 @@ def test_a_runaway_is_cut_before_the_other_groups_are_known() -> None:
     assert generated(found)[8:] == [[8] * 3] * 2
     assert returned(found)[-1] == (9, 2, 8)
     assert found.completion_lengths == [4] * 8 + [0, 0]
+
+
+# --- the first groups that are complete ---------------------------------------------
+
+
+def test_a_rollout_ends_when_enough_groups_are_complete() -> None:
+    groups = [[session((1, 9), (1, 1, 4.0))], [session((1, 3))], [session((1, 2), (1, 2, 1.0))]]
+    found = roll_out(groups, BatchPlan(1, [1] * 3, enough=2), Machine(SECOND))
+    # The third is back at 3, and has its last token at 5.
+    assert (found.seconds, found.completed) == (5, [1, 2])
+    found.remove(found.groups[0], resumes=False)
+    assert generated(found) == [[5], [3], [4]]
+    assert_books_are_balanced(found, found.completed)
+
+
+def test_engines_end_the_step_in_which_enough_groups_are_complete() -> None:
+    # Two sessions on the second engine take 1.5 s a step. The first engine has four, whose step takes longer.
+    machine = Machine(StepTime(LatencyCurve((1.0, 2.0), (1.0, 1.5))), replicas=2)
+    groups = [[session((1, 9))] * 2, [session((1, 2), (1, 3))] * 2, [session((1, 1))] * 2]
+    found = roll_out(groups, BatchPlan(2, [2, 2, 2], enough=1), machine)
+    seconds = machine.step_time.decode.step_seconds(4)
+    assert found.seconds == pytest.approx(seconds)
+    assert found.completed == [2]
+    for member in found.groups[:2]:
+        found.remove(member, resumes=True)
+    assert generated(found) == [[1, 1], [-(-seconds // 1.5)] * 2, [1, 1]]
+
+
+def test_a_group_that_is_left_over_continues_in_the_next_rollout() -> None:
+    machine = Machine(PREFILL, block_size=1)
+    slow = [session((2, 2), (3, 4, 50.0)), session((2, 9)), session((2, 1))]
+    first = roll_out([slow, [session((1, 4))] * 3], BatchPlan(3, [3, 3], enough=1), machine)
+    # Both prompts are prefilled once, with 3 tokens.
+    assert (first.seconds, first.completed) == (4 + 3 * 0.5, [1])
+    member = first.groups[0]
+    first.remove(member, resumes=True)
+    assert [run.state for run in member.runs] == [State.WAITING, State.WAITING, State.OVER]
+    # The tool runs to its end while the trainer trains.
+    assert [(run.turns, run.tokens, run.tool_seconds) for run in member.runs] == [(2, 2, 50), (1, 4, 0), (1, 1, 0)]
+
+    second = roll_out([[session((1, 4))] * 3], BatchPlan(3, [3, 3], enough=2), machine, carried=[member])
+    # The prompt of 2 tokens, 5 and 4 tokens of the contexts after it, and the new prompt. The last has 5 of 9 to go.
+    assert second.seconds == 5 + (2 + 5 + 4 + 1) * 0.5
+    assert second.completed == [1, 0]
+    assert_books_are_balanced(second)
+    assert returned(second)[:3] == [(0, 0, 6), (0, 1, 9), (0, 2, 1)]
+    # New weights need new KV caches: 4 tokens, 2 of them of the prompt, and 6 without the prompt.
+    assert [run.recomputed for run in member.runs] == [4, 4, 0]
+
+
+def test_groups_that_complete_in_the_last_step_come_first_in_the_next_rollout() -> None:
+    plan = BatchPlan(1, [1, 1], enough=1)
+    first = roll_out([[session((1, 4))], [session((1, 4))]], plan, Machine(SECOND))
+    assert first.completed == [0, 1]
+    first.remove(first.groups[1], resumes=True)
+    second = roll_out([[session((1, 4))]], plan, Machine(SECOND), carried=[first.groups[1]])
+    assert (second.seconds, second.completed) == (0, [0])
+    assert generated(second) == [[4], [0]]
+
+
+def test_a_turn_that_ends_with_the_rollout_is_followed_by_its_tool() -> None:
+    # Both groups end a turn in step 3, and the group that ends the rollout comes first.
+    plan = BatchPlan(1, [1, 1], enough=1)
+    first = roll_out([[session((1, 3))], [session((1, 3), (1, 2, 7.0))]], plan, Machine(SECOND))
+    first.remove(first.groups[1], resumes=True)
+    run = first.groups[1].runs[0]
+    assert (run.state, run.turns, run.tool_seconds, run.context) == (State.WAITING, 2, 7, 5)
