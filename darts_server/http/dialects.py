@@ -68,9 +68,9 @@ class Controls:
 
         try:
             if lora is None:
-                await self.updates.load(path, KEEP, when_staged=abort_running)
+                await self.updates.load(path, rule=KEEP, when_staged=abort_running)
             else:
-                await self.updates.loras.load(lora, path, KEEP, when_staged=abort_running)
+                await self.updates.loras.load(lora, path, rule=KEEP, when_staged=abort_running)
         except InvalidRequest as error:
             # The trainer has other names for the fields.
             name = {"path": field, "name": "lora_name"}.get(error.field)
