@@ -538,7 +538,7 @@ def extend(
         rooms.monitor,
         statistics.rewards,
         rooms.updates.coordinator,
-        lambda: rooms.store.fault,
+        rooms.store,
         stopping=lambda: server.is_stopping(application),
     )
     application.include_router(

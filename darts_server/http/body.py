@@ -120,10 +120,10 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Ca
     return receive_limited
 
 
-async def read_body(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> bytes:
-    """Read a whole body, and raise as `chunks_of`."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read a whole body. Raises as `chunks_of`."""
     body = BytesIO()
-    async for chunk in chunks_of(request, max_bytes, stall_seconds):
+    async for chunk in chunks_of(request, max_bytes):
         body.write(chunk)
     return body.getvalue()
 
