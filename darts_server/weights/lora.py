@@ -1,4 +1,4 @@
-"""LoRA adapters of the served model: pushed, replaced and removed, one at a time.
+"""LoRA adapters of the served model.
 
 vLLM evicts adapters above ``--max-loras``, and loads them again at any time, even for requests that began with a
 previous adapter of that name. So each name has a path that stays, a symbolic link.
@@ -40,9 +40,8 @@ LINK_PREFIX = "lora-"
 
 @dataclass(frozen=True, slots=True)
 class LoadedLora:
-    """A LoRA adapter that is served. ``version``: version of the update that loaded it."""
-
     version: int
+    """Version of the update that loaded it."""
     config: LoraConfig
     folder: Path
 
@@ -125,7 +124,6 @@ class Loras:
         return await self._run(update, None)
 
     async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:
-        """Check that adapters are enabled and that the name fits the update, and run the update."""
         name = update.lora
         if self.engine is None:
             raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
@@ -165,7 +163,7 @@ class _LoraUpdate(Update):
         return self.loras.engine
 
     async def stage(self) -> None:
-        """Fetch and check the adapter, write the folder that vLLM loads, and set ``new``. A removal has none."""
+        """Fetch and check the adapter, write the folder that vLLM loads, and set ``new``."""
         fetch = self.fetch
         if fetch is None:
             return
@@ -210,11 +208,11 @@ class _LoraUpdate(Update):
                 link.unlink(missing_ok=True)
 
     async def _load_or_unload(self, phase: str, adapter: LoadedLora | None) -> None:
-        """Load an adapter into the engine under the update's name, or unload that name if the adapter is None."""
+        """Load an adapter under the update's name, or unload the name if the adapter is None."""
         if adapter is None:
             await self.run_phase(phase, lambda: self.engine.unload(self.lora))
             return
-        # The engine loads the adapter from a link with the update's name. Replace this link atomically.
+        # Replace the link with this name atomically.
         link = adapter.folder.with_name(LINK_PREFIX + self.lora)
         new = adapter.folder.with_name(f"new-{LINK_PREFIX}")
         new.unlink(missing_ok=True)

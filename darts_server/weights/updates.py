@@ -34,8 +34,8 @@ class Updates:
     """Updates the model's weights.
 
     Args:
-        root: folder that callers may name paths in, or None to allow none.
-        groups: the running groups, or None for an engine without groups.
+        root: folder that callers may name paths in.
+        groups: by default, the engine has no groups.
     """
 
     def __init__(
@@ -106,10 +106,11 @@ class Updates:
 
 @dataclass(slots=True, kw_only=True)
 class _WeightUpdate(Update):
-    """Replaces the model's weights. ``fetch``: returns the tensors that ``field`` of the request has or names."""
+    """Replaces the model's weights."""
 
     owner: Updates
     fetch: Callable[[], Awaitable[TensorSet]]
+    """Returns the tensors that ``field`` of the request has or names."""
     field: str
     tensors: TensorSet = dataclass_field(default_factory=dict)
 
