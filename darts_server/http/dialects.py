@@ -25,12 +25,11 @@ from darts_server.weights.port import Rule
 from darts_server.weights.updates import Updates
 
 KEEP = Rule.KEEP
-"""Rule of every update: these trainers pause the engine before an update, or let requests run through the update, so no
-update can wait for groups."""
+"""These trainers pause the engine before an update, or requests run through it, so no update can wait for groups."""
 
 
 class Engine(Protocol):
-    """The methods behind vLLM's own control routes, coordinated with groups and updates."""
+    """The methods behind vLLM's own control routes."""
 
     async def pause_generation(self, *, mode: str) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -90,7 +89,7 @@ class LoraIn(Body):
 
 
 def find_vllm_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
-    """Return vLLM's handler of a path that a dialect has taken over; ``None`` if vLLM has no such route."""
+    """Return vLLM's handler of a path that a dialect has taken over, if vLLM has this route."""
     found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
     # Our route is the first of the two.
     return found[1].dependant.call if len(found) > 1 else None
@@ -329,7 +328,7 @@ def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls
 
 
 def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]:
-    """Return the dangerous routes that a dialect opens to admins, by method and path."""
+    """Return the dangerous routes that a dialect opens to admins."""
     # SkyRL's handler of the route refuses all methods but three.
     if "skyrl" in dialects:
         return {("POST", RPC): RouteAccess.ADMIN}
@@ -337,5 +336,5 @@ def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]
 
 
 def extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:
-    """Create the extensions of the bodies of vLLM's generation routes."""
+    """Return the extensions of the bodies of vLLM's generation routes."""
     return [CompletionTokenIds()] if "nemo-rl" in dialects else []

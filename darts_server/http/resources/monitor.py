@@ -121,8 +121,6 @@ class MonitorAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MonitorSources:
-    """Objects that the monitor reads."""
-
     monitor: Monitor
     rewards: Rewards
     updates: Coordinator
@@ -170,12 +168,10 @@ async def events(
     interval: float = INTERVAL_SECONDS,
     quiet: float = QUIET_SECONDS,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a ``snapshot`` for one viewer, and then an ``update`` for changes, at most every ``interval`` seconds.
+    """Yield a ``snapshot``, and then an ``update`` for changes, at most every ``interval`` seconds.
 
-    The next event is made when the previous event was sent. So a slow reader gets all changes in one event.
-
-    Args:
-        quiet: seconds after which an update is sent in any case.
+    The next event is made when the previous event was sent. So a slow reader gets all changes in one event. After
+    ``quiet`` seconds an update is sent in any case.
     """
     viewer = Viewer(sources.monitor, may_see)
     sent_health = None
