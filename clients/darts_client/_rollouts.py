@@ -115,7 +115,7 @@ def rollouts_request(
     continue_final_message: bool | None = None,
     **sampling: Any,
 ) -> RolloutsRequest:
-    """Build one request for all of `prompts` from the arguments of `Client.rollouts`."""
+    """Build the request from the arguments of `Client.rollouts`."""
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
@@ -228,7 +228,7 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
 
 
 def _copied_fields(payload: type[WireModel], made: type[Group | Trajectory], *without: str) -> list[str]:
-    """Return the names of fields that have the same value in the payload and in the object made from it."""
+    """Return the names of the fields that are copied from the payload."""
     return [field.name for field in fields(made) if field.name in payload.model_fields and field.name not in without]
 
 

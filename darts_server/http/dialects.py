@@ -88,6 +88,13 @@ class LoraIn(Body):
     lora_path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
 
 
+async def load_named_lora(controls: Controls, request: Request) -> str:
+    """Serve the LoRA adapter that a request in the form of `LoraIn` names, and return its name."""
+    body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
+    await controls.load("lora_path", body.lora_path, lora=body.lora_name)
+    return body.lora_name
+
+
 def find_vllm_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
     """Return vLLM's handler of a path that a dialect has taken over, if vLLM has this route."""
     found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
@@ -207,8 +214,7 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post("/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora_adapter(request: Request) -> dict[str, str]:
         """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
-        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
+        await load_named_lora(controls, request)
         return {"status": "ok"}
 
 
@@ -235,9 +241,7 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post("/skyrl/v1/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora(request: Request) -> str:
         """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
-        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
-        return f"LoRA adapter {body.lora_name} is served"
+        return f"LoRA adapter {await load_named_lora(controls, request)} is served"
 
     @api.post("/finish_session")
     async def finish_session(session_id: Annotated[str, Query(min_length=1, max_length=NAME_CHARS)]) -> dict[str, bool]:

@@ -145,12 +145,14 @@ class ChatOptionsIn(Body):
                 options[name] = Raw(msgspec.json.encode(value))
         return options
 
-    def check_messages(self, messages: bytes | None) -> None:
-        """Refuse chat options without messages, by a ValueError."""
-        if messages is not None:
-            return
+    def check_prompt(self, *forms: str) -> None:
+        """Raise ValueError unless one of the fields ``forms`` is given, and it has messages if there are options."""
+        given = [name for name in forms if getattr(self, name) is not None]
+        if len(given) != 1:
+            choice = f"{', '.join(forms[:-1])} and {forms[-1]}"
+            raise ValueError(f"give exactly one of {choice}, got {given or 'none'}")
         options = self.chat_options()
-        if options:
+        if options and given != ["messages"]:
             raise ValueError(f"{next(iter(options))} is for messages alone; leave it out, or send messages")
 
 
@@ -181,10 +183,7 @@ class PromptIn(ChatOptionsIn):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of token_ids, messages and text, got {given or 'none'}")
-        self.check_messages(self.messages)
+        self.check_prompt("token_ids", "messages", "text")
         return self
 
 
