@@ -57,6 +57,7 @@ class Webhook:
         while True:
             message = await self._waiting.get()
             for number in range(TRIES):
+                await asyncio.sleep(PAUSE_SECONDS * number)
                 try:
                     answer = await client.post(self._url, json=message)
                     if not answer.is_server_error:
@@ -64,7 +65,6 @@ class Webhook:
                     problem = f"status {answer.status_code}"
                 except httpx.HTTPError as error:
                     problem = repr(error)
-                await asyncio.sleep(PAUSE_SECONDS * number)
             else:
                 self._count_dropped(problem)
 
