@@ -88,12 +88,12 @@ from darts_server.weights.updates import Updates
 logger = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.db"
-"""Name of the file of answers in --state-dir."""
+"""File of answers in --state-dir."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """All objects above the engine that routes use."""
+    """The objects above the engine that routes use."""
 
     store: Store
     provenance: Provenance
@@ -112,7 +112,7 @@ class Rooms:
 
 
 def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
-    """Serve with vLLM's own flags in ``vllm_argv``, and return the process's exit code.
+    """Serve with vLLM's flags in ``vllm_argv``, and return the process's exit code.
 
     Raises:
         InvalidSetting
@@ -146,7 +146,7 @@ def _add_sampling_flags(settings: Settings, vllm_argv: Sequence[str]) -> list[st
 
 
 def close_store(store: Store, code: int) -> int:
-    """Write learned state, and return the server's exit ``code``, or 3 if only writing failed."""
+    """Write learned state, and return the exit code: ``code``, or 3 if only writing failed."""
     try:
         store.close()
     except StateError as error:
@@ -275,7 +275,6 @@ async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
 
 
 def _restore_history(settings: Settings, engine: RunningEngine, answers: NumberedFile) -> History:
-    """Return the answers that earlier servers have kept for drafts."""
     history = History(settings.history_bytes, answers.put)
     unusable = history.restore(answers.read(), engine.vocabulary)
     if unusable:
@@ -290,7 +289,6 @@ def _start_engines(
     args: Namespace,
     argv: Sequence[str],
 ) -> AbstractAsyncContextManager[RunningEngine]:
-    """Start one engine, or several engines under Ray."""
     if settings.replicas is None:
         return start_engine(args)
     # Imports Ray, which is optional.
@@ -301,7 +299,6 @@ def _start_engines(
 
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
-    """Read the key files again, and drop carried prompts of removed keys."""
     access.reload_keys()
     batches.carried.drop_without_caller()
 
@@ -318,7 +315,7 @@ def make_rooms(
     closing: ExitStack,
     verifiers: Verifiers,
 ) -> Rooms:
-    """Create the rooms from bottom to top. ``closing`` closes them when the server ends."""
+    """Create the rooms from bottom to top. ``closing`` closes them at the server's end."""
     port = engine.port
     verifiers.called.add(VerifierMetrics(engine.model_name, verifiers.names).called)
 
@@ -538,7 +535,7 @@ def extend(
         rooms.monitor,
         statistics.rewards,
         rooms.updates.coordinator,
-        lambda: rooms.store.fault,
+        rooms.store,
         stopping=lambda: server.is_stopping(application),
     )
     application.include_router(

@@ -1,4 +1,4 @@
-"""The caller of the request that is being handled. Each request and its tasks have their own value of `caller`."""
+"""The caller of a request. Each request and its tasks have their own value of `caller`."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,13 +12,12 @@ class Caller:
     """Name of the key."""
     is_admin: bool = False
     refusal: DartsError | None = None
-    """Why the request was refused."""
     answered_error: DartsError | None = None
     """Error that a route has answered in its own form."""
     request_id: str | None = None
     """The caller's own id of the request."""
     session: str | None = None
-    """Id of the agent's session that the request's URL or key names."""
+    """Id of the session that the request's URL or key names."""
     num_candidates: int = 0
     """Number of candidates in tickets of the request."""
 

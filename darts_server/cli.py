@@ -55,7 +55,7 @@ and the like.) A request is not shaped if it has n = 1, if it names the model as
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the process's exit code."""
+    """Run a command, and return the process's exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="darts-server", description=ABOUT, epilog=FIRST_STEPS, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -78,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    """Run a server, and return the exit code."""
     parsed = _parse("serve", SERVE, SERVE_MORE, argv)
     if parsed is None:
         return 0
@@ -99,7 +98,6 @@ def _serve(argv: list[str]) -> int:
 
 
 def _doctor(argv: list[str]) -> int:
-    """Print the result of each check, and return 1 if a check failed, else 0."""
     try:
         parsed = _parse("doctor", DOCTOR, "", argv)
     except InvalidSetting as error:

@@ -1,4 +1,4 @@
-"""Turns settings into policies, at the start and when settings change while the server runs."""
+"""Turns settings into policies, at the start and when settings change."""
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -38,12 +38,11 @@ class Control:
     def apply_to(
         self, rollouts: Rollouts[Any, Any], speculate: Callable[[bool], Awaitable[None]] | None = None
     ) -> None:
-        """Let every later `change` replace the planner of ``rollouts``, and call ``speculate`` if drafts change."""
+        """Let each `change` replace the planner of ``rollouts``, and call ``speculate`` if drafts change."""
         self._rollouts = rollouts
         self._speculate = speculate
 
     def current(self) -> dict[str, object]:
-        """Return the settings that can change, and under ``policies`` the policies that a request may name."""
         in_force = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
         names = list(self.planner.names())
         if not self.settings.verifier:
@@ -51,7 +50,6 @@ class Control:
         return {**in_force, "policies": names}
 
     def schema(self) -> dict[str, object]:
-        """Return the JSON schema of an object with any of the settings that can change."""
         properties = Settings.model_json_schema()["properties"]
         return {
             "type": "object",
@@ -60,11 +58,6 @@ class Control:
         }
 
     async def change(self, patch: Mapping[str, object]) -> dict[str, object]:
-        """Change settings for groups that are planned from now on, and return `current`.
-
-        Raises:
-            InvalidRequest: names the key that cannot change, or has an invalid value. Nothing was changed.
-        """
         settings = apply_patch(self.settings, patch)
         if settings.speculate == "auto" and not self._has_drafter:
             raise InvalidRequest("speculate", "cannot be auto: start the server with --speculate auto")
@@ -79,10 +72,10 @@ class Control:
         return self.current()
 
     def new_planner(self, overrides: Mapping[str, object]) -> Planner:
-        """Create the planner of one batch. The key ``name`` overrides the policy, other keys override settings.
+        """Create the planner of a batch. The key ``name`` overrides the policy, other keys override settings.
 
         Raises:
-            InvalidRequest: names the key that cannot be overridden, or has an invalid value.
+            InvalidRequest: names the invalid key.
         """
         if "speculate" in overrides:
             raise InvalidRequest(
@@ -97,7 +90,6 @@ class Control:
 
 
 def make_planner(settings: Settings) -> Planner:
-    """Create the policies that the settings describe."""
     if settings.redundancy == "auto":
         # This redundancy applies until the spread of lengths is known.
         redundancy = min(REDUNDANCY, settings.max_redundancy)

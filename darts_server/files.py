@@ -1,4 +1,4 @@
-"""Open regular files that other users may write, without blocking, and without following links out of a root."""
+"""Open regular files that other users may write, without blocking, and without links out of a root."""
 
 import errno
 import os
@@ -26,7 +26,6 @@ class Stamp(NamedTuple):
     """Time of the last change in nanoseconds."""
 
     def fits(self, other: "Stamp") -> bool:
-        """Return whether both stamps may be of the same state."""
         if self.place == other.place:
             return self == other
         # Another machine has a mount of its own, or a copy, so only the size can be compared.
@@ -50,7 +49,7 @@ def open_file(path: Path, root: Path | None = None) -> BinaryIO:
 
 
 def open_unchanged(path: Path, stamp: Stamp) -> BinaryIO:
-    """Open the regular file that had this stamp, perhaps on another machine.
+    """Open the file that had this stamp, perhaps on another machine.
 
     Raises:
         OSError: the file is gone, or was changed or replaced.
@@ -101,7 +100,7 @@ def path_of(file: BinaryIO) -> str:
 
 @cache
 def _place() -> str:
-    """Return the machine and the mount namespace of this process, which all processes of a container share."""
+    """Return the machine and the mount namespace, which all processes of a container share."""
     mounts = ""
     with suppress(OSError):
         mounts = os.readlink("/proc/self/ns/mnt")
@@ -124,10 +123,7 @@ def _open(path: Path, root: Path | None) -> int:
 
 
 def _open_below(root: Path, parts: tuple[str, ...]) -> int:
-    """Return the descriptor of the last component.
-
-    Each component is opened relative to its parent's descriptor, so that no parent can be replaced.
-    """
+    """Open each component relative to its parent's descriptor, so that no parent can be replaced. Return the last."""
     if ".." in parts:
         raise ValueError(f"must not have '..' in it: {parts}")
     names = parts or (".",)

@@ -1,7 +1,7 @@
 """Identifiers that callers choose: request ids, group ids, prompt keys, idempotency keys, names of LoRA adapters.
 
-Identifiers appear in headers, log lines, JSON and paths. So they have no control characters, no line breaks, and no
-lone surrogates, which no JSON encoder accepts. In headers and paths they are percent-encoded.
+They appear in headers, log lines, JSON and paths. So they have no control characters, no line breaks, and no lone
+surrogates, which JSON encoders refuse. In headers and paths they are percent-encoded.
 """
 
 from typing import Annotated
@@ -39,7 +39,6 @@ def check_name(field: str, text: str, max_chars: int = NAME_CHARS) -> None:
 
 
 def without_controls(text: str) -> str:
-    """Replace unprintable characters by question marks."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 

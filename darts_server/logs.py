@@ -84,7 +84,7 @@ def logging_config(log_format: str, level: str) -> dict[str, Any]:
 
 
 class RequestId(logging.Filter):
-    """Add the caller's ``X-Request-Id`` to lines that are logged while its request is handled."""
+    """Adds the caller's ``X-Request-Id`` to lines that are logged while its request is handled."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         request_id = caller.get().request_id
@@ -133,7 +133,6 @@ def log_start(model: str) -> None:
 
 
 def log_ready(url: str, model: str, policy: str, group_size: int | None) -> None:
-    """Log that the server answers. ``group_size``: size of the groups that single requests form, or None."""
     single = f"single requests of one prompt form groups of {group_size}"
     if group_size is None:
         single = "single requests that name no group are not grouped (--group-size)"

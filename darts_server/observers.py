@@ -1,4 +1,4 @@
-"""Lists of functions for each event that rooms report, for metrics, logs, traces and statistics."""
+"""Lists of functions for each event that rooms report."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class Event(Generic[P]):
-    """Calls functions in order. They must return fast, because they run in the event loop."""
+    """Calls functions in order, in the event loop."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -56,8 +56,7 @@ class GroupEvents:
         self.session_ended = Event[[SessionEnd, int, float]]()
         """A session of an agent has ended: its end, its answered turns, and its tool time in seconds."""
         self.session_event = Event[[str, str | None, str, str | None]]()
-        """Something that the harness of a session must know: the ids of the group and of the session, the kind of the
-        event (see `SessionEvent`), and a reason."""
+        """The ids of the group and of the session, the kind of the event (see `SessionEvent`), and a reason."""
         self.session_request_refused = Event[[]]()
         """A request of a session came after the session's end."""
         self.weights_changing = Event[[]]()
@@ -80,16 +79,16 @@ class PruningObserver:
     """Ignores scores and pruning. Subclasses override the methods that they need."""
 
     def trajectory_scored(self, *, usable: bool) -> None:
-        """Called for each score. Infinite hidden states or log-probs are not ``usable``."""
+        """Infinite hidden states or log-probs are not ``usable``."""
 
     def pruning_decided(self, *, kept: bool) -> None:
-        """Called when a trajectory was kept or pruned by a calibrated score."""
+        """A trajectory was kept or pruned by a calibrated score."""
 
     def hidden_state_expected(self, *, received: bool) -> None:
-        """Called when a trajectory passed the detection point, with its hidden state or without."""
+        """A trajectory passed the detection point, with its hidden state or without."""
 
     def label_learned(self) -> None:
-        """Called when a scored trajectory got its reward."""
+        """A scored trajectory got its reward."""
 
     def pending_labels_dropped(self, count: int) -> None:
-        """Called when scored trajectories without rewards were dropped because memory is full."""
+        """Scored trajectories without rewards were dropped because memory is full."""

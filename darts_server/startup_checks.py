@@ -1,7 +1,7 @@
-"""Checks, without starting an engine, whether something would stop the server or fail later.
+"""Checks, without an engine, whether something would stop the server or fail later.
 
 ``serve`` runs the checks that need no time and no network, and does not start if a check fails. ``doctor`` runs all
-checks and prints their results.
+checks.
 """
 
 import os
@@ -46,7 +46,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check. ``message`` includes the remedy if a remedy is needed."""
+    """The result of a check. ``message`` includes the remedy."""
 
     verdict: Verdict
     subject: str
@@ -78,7 +78,6 @@ def check_local(settings: Settings, args: Namespace) -> Iterator[Finding]:
 
 
 def check_vllm(args: Namespace, has_model: bool) -> Iterator[Finding]:
-    """Check vLLM, its devices and, if the command line names a model, the model."""
     from darts_server.vllm import checks
 
     version = vllm_version()
@@ -165,7 +164,7 @@ def check_state(folder: Path | None, min_bytes: int = MIN_STATE_BYTES) -> Findin
 
 
 def check_weights(root: Path | None, staging: Path | None, model_bytes: int | None) -> Iterator[Finding]:
-    """Check the folders for new weights. ``model_bytes``: size of the model, or None if it is unknown."""
+    """Check the folders for new weights. ``model_bytes``: None if the size is unknown."""
     if root is not None:
         if os.access(root, os.R_OK | os.X_OK):
             yield ok("weights", f"may be loaded from {root}")
@@ -185,7 +184,6 @@ def check_weights(root: Path | None, staging: Path | None, model_bytes: int | No
 
 
 def check_address(args: Namespace, access: Access, allow_unauthenticated: bool) -> Finding:
-    """Check who can reach the server, and with what keys."""
     if args.uds:
         return ok("address", f"the socket {args.uds}, which only this machine reaches")
     try:

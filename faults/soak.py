@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -33,6 +33,7 @@ from darts_server.estimates.calibration import BUFFER, Calibration
 from darts_server.estimates.score_metrics import WINDOW
 from darts_server.exceptions import CandidateFailed, DartsError, EngineRefused, InvalidRequest
 from darts_server.group.informative import Select
+from darts_server.metrics.collectors import Reads
 from darts_server.metrics.quality import QualityMetrics
 from darts_server.metrics.rollouts import RolloutMetrics
 from darts_server.policy.allocation import Brownout
@@ -64,6 +65,8 @@ from darts_server.types import AUTO, OFF, FinishReason, PromptSpec, RequestOptio
 from tests.rollout.helpers import AtOnce
 
 MODEL, CAPACITY, MAX_WAITING, WIDTH = "scripted", 256, 1024, 16
+NO_READS: Reads = defaultdict(lambda: lambda *_: None)
+"""No metric has a value at a scrape."""
 STEP_SECONDS = 0.02
 """Duration of a decode step on the loop's own clock."""
 LIMIT = 40
@@ -212,7 +215,7 @@ class Stack:
         self.engine.capacity, self.engine.probe_width = CAPACITY, WIDTH
         self.store = Store(max_in_memory=keep["documents"])
         self.registry = CollectorRegistry()
-        self.metrics = RolloutMetrics(MODEL, registry=self.registry)
+        self.metrics = RolloutMetrics(MODEL, NO_READS, self.registry)
         self.gate = Gate()
         self.control = Control(Settings.model_validate({}))
         confidence = Confidence(self.store, keep["votes"], _calibration(keep["vote_labels"], cold_steps=0))
@@ -223,7 +226,7 @@ class Stack:
             partial(LocalHead, settings=replace(QUICK, window=keep["window"])),
             self.store,
             lambda: self.engine.weight_version,
-            QualityMetrics(MODEL, registry=self.registry),
+            QualityMetrics(MODEL, NO_READS, self.registry),
             loop.time,
         )
         self.rollouts: Rollouts[str, list[int]] = Rollouts(

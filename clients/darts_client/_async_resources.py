@@ -236,7 +236,7 @@ def _update_options(
     check_finite: bool,
     partial: bool | None = None,
 ) -> dict[str, Any]:
-    """Return an update's options. The server has defaults for absent options."""
+    """Return the options without the server's defaults."""
     options = drop_none({"rule": rule, "version": version, "partial": partial})
     if not check_finite:
         options["check_finite"] = False

@@ -56,7 +56,7 @@ class _Answer(WireModel):
 
 
 class TokenRows:
-    """The tokens and log-probs of an answer as rows of tensors."""
+    """Rows of tokens and log-probs in tensors."""
 
     def __init__(self, offsets: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         self._offsets = offsets
@@ -64,11 +64,11 @@ class TokenRows:
         self._logprobs = logprobs
 
     def token_ids(self, row: int) -> tuple[int, ...]:
-        """Return the token ids of a row. Raise ValueError if there is no such row."""
+        """Raise ValueError if there is no such row."""
         return tuple(self._token_ids[self._slice(row)])
 
     def logprobs(self, row: int) -> tuple[float, ...]:
-        """Return the log-probs of a row. Raise ValueError if there are none, or if a log-prob is not finite."""
+        """Raise ValueError if there are none, or if a log-prob is not finite."""
         if self._logprobs is None:
             raise ValueError("there are no log-probs")
         values = tuple(self._logprobs[self._slice(row)])
@@ -84,7 +84,6 @@ class TokenRows:
 
 
 def batch_options(request: RolloutsRequest) -> dict[str, Any]:
-    """Return the transport's options for the request."""
     headers = {"Accept": ACCEPT, "Content-Type": "application/json"}
     key = request.idempotency_key
     if key is not None:
@@ -128,7 +127,7 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
 
 
 def _read_tensors(content: bytes, source: str) -> tuple[bytes, TokenRows]:
-    """Return the answer's JSON and its rows from a safetensors file."""
+    """Return the JSON and the rows of a safetensors file."""
     try:
         start = HEADER_LENGTH + int.from_bytes(content[:HEADER_LENGTH], "little")
         fields: dict[str, Any] = json.loads(content[HEADER_LENGTH:start])

@@ -1,6 +1,6 @@
 """`/v1/completions` and `/v1/models`: builds requests and checks answers.
 
-A wrong group would spoil a training run without a sign, so everything is checked that can be checked.
+A wrong group would silently spoil a training run, so everything is checked that can be checked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -161,7 +161,6 @@ def _prompt_token_ids(request: CompletionRequest, number: int, members: list[_Ch
 
 
 def _trajectory(k: int, choice: _Choice, with_logprobs: bool) -> Trajectory:
-    """Return a complete choice as the trajectory `k` of its group."""
     name = f"choice {choice.index}"
     if choice.finish_reason not in _FINISH_REASONS:
         raise ProtocolError(f"{name} has finish reason {choice.finish_reason!r}, not stop or length")

@@ -169,7 +169,7 @@ def _status_error(
 
 
 def _error_object(response: httpx.Response) -> Mapping[str, object]:
-    """Return OpenAI's error object. A body of another form becomes its message."""
+    """Return OpenAI's error object. Another body becomes its message."""
     try:
         body = response.json()
     except ValueError:

@@ -33,7 +33,7 @@ class KeysValues:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence of a forward pass. `inputs` continue `past`, and `targets[i]`, to be scored, follows `inputs[i]`."""
+    """One sequence of a forward pass. `inputs` continue `past`; `targets[i]`, which is scored, follows `inputs[i]`."""
 
     past: Sequence[KeysValues]
     inputs: Sequence[int]
@@ -63,7 +63,6 @@ class TokenSequence:
         return len(self.tokens) - 1 - self.num_forwarded
 
     def past(self) -> list[KeysValues]:
-        """Return the caches that the next tokens attend to."""
         return [] if self.cache is None else [self.cache]
 
     def next_row(self, count: int) -> Row:
@@ -72,7 +71,6 @@ class TokenSequence:
         return Row(self.past(), self.tokens[self.num_forwarded : end], [])
 
     def add_result(self, result: Result) -> None:
-        """Keep the result of a forwarded row."""
         if self.cache is None:
             self.cache = result.cache
         else:
@@ -107,7 +105,6 @@ class CandidateSequence(TokenSequence):
 
     @property
     def length(self) -> int:
-        """Number of completion tokens so far."""
         return len(self.tokens) - 1
 
     @property
@@ -154,7 +151,7 @@ class CandidateSequence(TokenSequence):
 def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tuple[TokenSequence, Row]]:
     """Choose sequences to forward together. rows * (longest past + most inputs) is at most `batch_tokens`.
 
-    A single row may have that many inputs beside its past.
+    A single row may have so many inputs beside its past.
     """
     batch: list[tuple[TokenSequence, Row]] = []
     longest_past = 0
@@ -193,7 +190,6 @@ def check_supported(model: Any) -> None:
 
 @torch.no_grad()
 def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: bool) -> list[Result]:
-    """Forward all rows in one padded pass."""
     # Dropout would be active in training mode.
     if model.training:
         raise ValueError("model: is in training mode; call model.eval() first")

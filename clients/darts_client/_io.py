@@ -35,7 +35,7 @@ sleep = time.sleep
 
 
 def async_shield(seconds: float) -> AbstractContextManager[object]:
-    """Protect the block from cancellation, and leave it after `seconds`."""
+    """Protect the block from cancellation for `seconds`."""
     return anyio.move_on_after(seconds, shield=True)
 
 

@@ -60,13 +60,13 @@ def batch_path(batch_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TransportOptions:
-    """Timeouts in seconds, and the number of times that a request is sent again."""
+    """Timeouts in seconds, and the number of retries."""
 
     timeout: float = 600.0
-    """Timeout of a response that is not streamed."""
+    """For a response that is not streamed."""
     connect_timeout: float = 10.0
     idle_timeout: float = 60.0
-    """Timeout of the next bytes of a stream."""
+    """For the next bytes of a stream."""
     retries: int = 5
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class RetrySchedule:
 
 
 class TimeLimit:
-    """A limit of total time in seconds, counted from now, or None for no limit."""
+    """A limit in seconds from now, or None for no limit."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds

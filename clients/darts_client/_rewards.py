@@ -102,7 +102,7 @@ def as_rewards(rewarded: Rewarded, values: Values | None = None) -> list[Reward]
 
 
 def values_by_group(groups: Sequence[Group], values: Any) -> list[list[float]]:
-    """Convert the values to a list of floats for each group. Raise ValueError unless each trajectory has a value."""
+    """Return a list of floats for each group. Raise ValueError unless each trajectory has a value."""
     if values is None or len(values) != len(groups):
         raise ValueError(f"{len(groups)} group(s) need as many lists of rewards, got {values and len(values)}")
     rows = [[float(value) for value in row] for row in values]
@@ -206,7 +206,6 @@ def _reward_of_key(key: Trajectory | str, value: float) -> Reward:
 
 
 def _reward_of(trajectory: Trajectory, value: float, prompt_token_ids: Sequence[int] | None) -> Reward:
-    """Name a trajectory by its id, or by its tokens if it has no id."""
     if trajectory.trajectory_id is not None:
         return Reward(trajectory_id=trajectory.trajectory_id, reward=value)
     if prompt_token_ids is None:

@@ -1,7 +1,7 @@
 """`/darts/v1/rollouts`: builds requests, and checks the groups of answers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 from uuid import uuid4
@@ -18,6 +18,25 @@ Carry = Literal["drop", "restart", "resume"]
 """Fate of the prompts that are still running when `num_groups` groups are complete."""
 Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
 """Token ids and their log-probs."""
+
+
+OPTIONS = frozenset(
+    {
+        "budget",
+        "survivors",
+        "carry",
+        "verifier",
+        "only",
+        "max_prompts",
+        "stop_when",
+        "chunk_tokens",
+        "chat_template_kwargs",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
+"""Options of a batch that are sent as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +114,15 @@ def rollouts_request(
     temperature: float = 1.0,
     seed: int | None = None,
     policy: str | Mapping[str, Any] | None = None,
-    budget: int | None = None,
     num_groups: int | None = None,
-    survivors: bool | None = None,
-    carry: Carry | None = None,
     carried: bool = False,
-    verifier: Sequence[str] | Literal[False] | None = None,
-    only: Literal["informative"] | None = None,
-    max_prompts: int | None = None,
     return_zero_variance: bool = False,
-    stop_when: Literal["decided"] | None = None,
     logprobs: bool = True,
     durable: bool = True,
     idempotency_key: str | None = None,
-    chunk_tokens: int | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool | None = None,
-    continue_final_message: bool | None = None,
-    **sampling: Any,
+    **others: Any,
 ) -> RolloutsRequest:
-    """Build one request for all of `prompts` from the arguments of `Client.rollouts`."""
+    """Build the request from the arguments of `Client.rollouts`. `others`: `OPTIONS` and sampling parameters."""
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
@@ -126,33 +133,21 @@ def rollouts_request(
     # With `carried`, a batch may consist of kept prompts alone.
     is_empty = isinstance(prompts, list | tuple) and not prompts
     prompt_list = [] if carried and is_empty else list_rollout_prompts(prompts)
-    # `sampling` overrides these names.
-    own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
-    options = {
+    options: dict[str, Any] = {
         "stream": stream,
         "policy": {"name": policy} if isinstance(policy, str) else policy,
-        "budget": budget,
         "num_groups": num_groups,
-        "survivors": survivors,
-        "carry": carry,
         "carried": carried or None,
-        "verifier": verifier,
-        "only": only,
-        "max_prompts": max_prompts,
         "return_zero_variance": return_zero_variance or None,
-        "stop_when": stop_when,
-        "chunk_tokens": chunk_tokens,
-        "chat_template_kwargs": chat_template_kwargs,
-        "tools": tools,
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
     }
-    body = {
-        "prompts": prompt_list,
-        "group_size": group_size,
-        "sampling": {"max_tokens": max_tokens} | drop_none(own_sampling) | sampling,
-        **drop_none(options),
-    }
+    own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+    sampling = {"max_tokens": max_tokens} | drop_none(own_sampling)
+    for name, value in others.items():
+        if name in OPTIONS:
+            options[name] = value
+        else:
+            sampling[name] = value
+    body = {"prompts": prompt_list, "group_size": group_size, "sampling": sampling, **drop_none(options)}
 
     token_ids = [prompt.get("token_ids") for prompt in prompt_list]
     return RolloutsRequest(
@@ -228,7 +223,7 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
 
 
 def _copied_fields(payload: type[WireModel], made: type[Group | Trajectory], *without: str) -> list[str]:
-    """Return the names of fields that have the same value in the payload and in the object made from it."""
+    """Return the names of the fields that are copied from the payload."""
     return [field.name for field in fields(made) if field.name in payload.model_fields and field.name not in without]
 
 

@@ -202,7 +202,6 @@ class SessionGroup:
         ]
 
     async def _watch(self) -> None:
-        """Handle events until the group is over."""
         try:
             count = 0
             while self._outcome is None:
@@ -254,7 +253,7 @@ class SessionGroup:
             logger.warning("the agent of session %s failed", session.id, exc_info=error)
 
     async def _close(self) -> None:
-        """Cancel all tasks. Delete the group if it runs."""
+        """Cancel all tasks, and delete the group if it runs."""
         self._is_closed = True
         tasks = [self._watcher, *self._tasks.values()]
         for task in tasks:

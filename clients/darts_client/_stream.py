@@ -100,7 +100,6 @@ class CandidateAssembly:
         return delta
 
     def select(self, end: TrajectoryEnd) -> TrajectoryEvent:
-        """Finish a candidate that was selected, and return its event."""
         candidate = self._open_candidate(end.number, end.trajectory_id)
         received = len(candidate.token_ids)
         # Deltas may go beyond the length at which the server cuts a candidate.
@@ -109,20 +108,9 @@ class CandidateAssembly:
         candidate.is_finished = True
         candidate.selected_length = end.length
         token_ids, logprobs = self._tokens(candidate)
-        return TrajectoryEvent(
-            trajectory_id=end.trajectory_id,
-            number=end.number,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            text=end.text,
-            finish_reason=end.finish_reason,
-            cut=end.cut,
-            reward=end.reward,
-            correct=end.correct,
-        )
+        return TrajectoryEvent(token_ids=token_ids, logprobs=logprobs, **end.model_dump(exclude={"length"}))
 
     def discard(self, discard: Discard) -> Discard:
-        """Finish a candidate that was discarded, and return its event."""
         candidate = self._open_candidate(discard.number, discard.trajectory_id)
         candidate.is_finished = True
         candidate.token_ids.clear()
@@ -130,7 +118,7 @@ class CandidateAssembly:
         return discard
 
     def tokens(self, number: int, trajectory: TrajectoryPayload) -> Tokens:
-        """Return all tokens of a trajectory in the `group` event of group `number`."""
+        """Return the tokens of a trajectory in a `group` event."""
         candidate = self._groups.get(number, {}).get(trajectory.trajectory_id)
         if candidate is None or candidate.selected_length is None:
             raise ProtocolError(f"trajectory {trajectory.trajectory_id} is in its group but was not streamed")
@@ -144,7 +132,6 @@ class CandidateAssembly:
         self._closed.add(number)
 
     def _open_candidate(self, number: int, trajectory_id: str) -> _Candidate:
-        """Return a candidate that has not ended. Its first event creates it."""
         candidate = self._groups.setdefault(number, {}).setdefault(trajectory_id, _Candidate())
         if candidate.is_finished or number in self._closed:
             raise ProtocolError(f"an event of {trajectory_id} came after its end")
@@ -185,7 +172,7 @@ class BatchReader:
         self._assembly = CandidateAssembly(request.logprobs)
 
     def next_request(self) -> tuple[str, str, Mapping[str, Any]]:
-        """Return method, path and httpx's options of the request that continues the stream."""
+        """Return method, path and httpx's options of the request that begins or continues the stream."""
         self._may_be_running = True
         headers = dict(_EVENT_STREAM)
         if self.id is not None:
@@ -197,7 +184,7 @@ class BatchReader:
         return "POST", ROLLOUTS, {"headers": headers, "content": self._request.content}
 
     def read(self, sse: ServerSentEvent) -> Event | None:
-        """Return the event for the caller. Return None for an event of ours, or an event that was received before.
+        """Return the event for the caller, or None for an event of ours, or one that was received before.
 
         Raises:
             ProtocolError: the event is not allowed at this point of the stream.
@@ -328,7 +315,7 @@ def _parse_event(model: type[ModelT], sse: ServerSentEvent) -> ModelT:
 
 
 def completed_group(event: Event) -> Group | None:
-    """Return the group that the event completes, or None, also if the group failed."""
+    """Return the group that the event completes, unless it failed."""
     if isinstance(event, GroupEvent) and event.group.error is None:
         return event.group
     return None

@@ -74,9 +74,8 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
     advantages = []
     for trajectory in returned:
         if trajectory.advantage is None or group.num_rewarded is None:
-            name = f"group {group.number}" if isinstance(group, Group) else f"group {group.group_id}"
             raise ValueError(
-                f"the trajectories of {name} have no advantages from the server; sample with the policy "
+                f"the trajectories of {_name(group)} have no advantages from the server; sample with the policy "
                 '"informative" through client.rollouts'
             )
         scale = run_weight(group)
@@ -119,12 +118,8 @@ def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: S
 def _weights(group: Group | GroupRecord, values: Sequence[float]) -> tuple[list[float], int]:
     """Return the weight of each trajectory, and N. Check that there is one of `values` for each."""
     returned = _returned(group)
-    if isinstance(group, Group):
-        name = f"group {group.number}"
-        remedy = "through client.rollouts"
-    else:
-        name = f"group {group.group_id}"
-        remedy = f"not {group.policy!r}"
+    name = _name(group)
+    remedy = "through client.rollouts" if isinstance(group, Group) else f"not {group.policy!r}"
     if len(values) != len(returned):
         raise ValueError(f"{name} has {len(returned)} trajectories, got {len(values)} values")
     weights = [trajectory.weight for trajectory in returned if trajectory.weight is not None]
@@ -134,6 +129,10 @@ def _weights(group: Group | GroupRecord, values: Sequence[float]) -> tuple[list[
             f'policy that returns weights, such as "uniform", {remedy}'
         )
     return weights, group.num_eligible
+
+
+def _name(group: Group | GroupRecord) -> str:
+    return f"group {group.number if isinstance(group, Group) else group.group_id}"
 
 
 def _returned(group: Group | GroupRecord) -> Sequence[Trajectory | CandidateRecord]:

@@ -1,6 +1,6 @@
 """Encode large answers in threads, once for all connections that read the same answer, and send them in slices.
 
-So a connection that does not read costs only the web server's buffer.
+A connection that does not read costs only the web server's buffer.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ JSON = "application/json"
 SLICE_BYTES = 64 * 1024
 """Size of a slice, about as much as the web server buffers for a connection."""
 MAX_READERS = 64
-"""Limit of connections of one key. As many batches are kept by default, and a trainer reads each batch once."""
+"""Limit of connections of a key. As many batches are kept by default, and a trainer reads each batch once."""
 
 # Each encoding thread may keep the interpreter from the event loop for 5 ms at a time.
 _encoders = anyio.CapacityLimiter(4)
@@ -42,7 +42,6 @@ def encode_json(value: Any) -> bytes:
 
 
 def _encode_array(value: Any) -> Any:
-    """Return an array as a list for msgspec."""
     if isinstance(value, array | np.ndarray):
         return value.tolist()
     raise TypeError(f"cannot encode a {type(value).__name__}")
@@ -57,7 +56,6 @@ async def in_thread(function: Callable[[], T]) -> T:
 
 
 def slices(answer: bytes) -> Iterator[bytes]:
-    """Yield an answer in parts that the web server can buffer."""
     for start in range(0, len(answer), SLICE_BYTES):
         yield answer[start : start + SLICE_BYTES]
 
@@ -95,12 +93,7 @@ def respond(answer: bytes, media_type: str, cleanup: ExitStack | None = None) ->
 
 
 class Readers:
-    """Count the connections of each key that read something.
-
-    Args:
-        what: the thing that they read, for the error.
-        limit: limit of connections of one key.
-    """
+    """Counts the connections of each key that read ``what``, up to ``limit``."""
 
     def __init__(self, what: str, limit: int = MAX_READERS) -> None:
         self._what = what
@@ -109,16 +102,11 @@ class Readers:
 
     @property
     def total(self) -> int:
-        """Number of connections of all keys."""
         return self._open.total()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count a connection of the caller while the block runs.
-
-        Raises:
-            QuotaReached
-        """
+        """Count a connection of the caller while the block runs, or raise `QuotaReached`."""
         name = caller.get().name
         if self._open[name] >= self._limit:
             raise QuotaReached(
@@ -144,7 +132,7 @@ class _Encoding(Generic[T]):
 
 
 class SharedEncodings(Generic[T]):
-    """Encode a thing once for all connections that read it at the same time."""
+    """Encodes each thing once for all connections that read it at the same time."""
 
     def __init__(self) -> None:
         self._encodings: dict[Hashable, _Encoding[T]] = {}
@@ -154,10 +142,7 @@ class SharedEncodings(Generic[T]):
 
     @contextmanager
     def use(self, key: Hashable, encode: Callable[[], T]) -> Iterator[asyncio.Future[T]]:
-        """Encode in a thread, or use the encoding that another connection has started under the same key.
-
-        The encoding is kept while the block runs.
-        """
+        """Encode in a thread, or use the encoding of another connection under the same key, while the block runs."""
         encoding = self._encodings.get(key)
         if encoding is None:
             encoding = _Encoding(asyncio.create_task(in_thread(encode)))

@@ -21,7 +21,7 @@ from darts_server.caller import Caller
 from darts_server.exceptions import GroupAborted, InvalidRequest, TooLarge, field_name
 
 STALL_SECONDS = 60.0
-"""Timeout for the next chunk of a body, in seconds. Other requests may wait for a slow sender."""
+"""Timeout for the next chunk of a body. Other requests may wait for a slow sender."""
 
 INLINE_BYTES = 64 * 1024
 """Largest body that is parsed in the event loop: it takes up to 20 ms."""
@@ -32,7 +32,7 @@ MAX_PARTS_AT_ONCE = 50_000
 MAX_VALUES_AT_ONCE = 1024 * 1024
 """Limit of values that are parsed while the event loop waits: the longest contexts have a million tokens."""
 MAX_NAME_CHARS = 100
-"""Characters of an unknown field's name in an error message."""
+"""Limit of an unknown field's name in an error message."""
 UNKNOWN_FIELD = "unknown_field"
 
 # Several parsing threads would take the interpreter from the event loop in turns.
@@ -66,11 +66,10 @@ class Body(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of a request's body. ``flag`` is the command-line flag that sets ``max_bytes``."""
-
     max_bytes: int
     stall_seconds: float = STALL_SECONDS
     flag: str | None = None
+    """Command-line flag that sets ``max_bytes``."""
 
 
 class IncompleteBody(InvalidRequest):
@@ -81,9 +80,9 @@ class IncompleteBody(InvalidRequest):
 
 
 def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Caller | None = None) -> Receive:
-    """Return a ``receive`` that enforces the limits of a body.
+    """Return a ``receive`` that raises `TooLarge` or `IncompleteBody`.
 
-    It raises `TooLarge` or `IncompleteBody`. The error is also kept in ``caller``, where the middleware finds it.
+    The error is also kept in ``caller``, where the middleware finds it.
     """
     announced = Headers(scope=scope).get("content-length", "")
     announced_size = int(announced) if announced.isdecimal() else 0
@@ -110,8 +109,8 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Ca
 
             flag = f" ({limits.flag})" if limits.flag else ""
             raise TooLarge("body", f"must have at most {limits.max_bytes} bytes{flag}; send less per request")
-        # Errors are raised and kept in this one block: with a local name for the error, its traceback and this frame
-        # would refer to each other, and keep the request in memory.
+        # Not a local name: the error's traceback and this frame would refer to each other, and keep the request in
+        # memory.
         except InvalidRequest as error:
             if caller is not None:
                 caller.refusal = error
@@ -120,10 +119,10 @@ def limit_receive(scope: Scope, receive: Receive, limits: BodyLimits, caller: Ca
     return receive_limited
 
 
-async def read_body(request: Request, max_bytes: int, stall_seconds: float = STALL_SECONDS) -> bytes:
-    """Read a whole body, and raise as `chunks_of`."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read a whole body. Raises as `chunks_of`."""
     body = BytesIO()
-    async for chunk in chunks_of(request, max_bytes, stall_seconds):
+    async for chunk in chunks_of(request, max_bytes):
         body.write(chunk)
     return body.getvalue()
 
@@ -162,8 +161,8 @@ async def convert_body(convert: Callable[[ModelT], ValidatedT], body: ModelT, te
 def parse(model: type[ModelT], body: bytes, items: str | None = None) -> ModelT:
     """Parse a JSON body.
 
-    pydantic does not release the interpreter while it reads a text: a million token ids take .1 s. So the items of a
-    long list are parsed one by one.
+    pydantic keeps the interpreter while it reads a text: a million token ids take .1 s. So the items of a long list are
+    parsed one by one.
 
     Args:
         items: the field with a list of bodies, if the model has such a list.
@@ -206,7 +205,7 @@ class AnyObject(msgspec.Struct, gc=False):
 
 
 def raw_values(text: bytes, kind: Any) -> Any:
-    """Decode a JSON text as a container of ``msgspec.Raw``; ``None`` for another type or too deep nesting.
+    """Decode a text as a container of ``msgspec.Raw``, or return ``None`` for another type or too deep nesting.
 
     Raises:
         InvalidRequest: the text is no JSON.
@@ -220,7 +219,7 @@ def raw_values(text: bytes, kind: Any) -> Any:
 
 
 def split_list(text: bytes, kind: type[msgspec.Struct]) -> list[bytes] | None:
-    """Return the items of a JSON list as texts; ``None`` if the text is no list, or an item is no ``kind``.
+    """Return the items of a list as texts, or ``None`` if the text is no list, or an item is no ``kind``.
 
     Raises:
         TooLarge: the list has more than `MAX_ITEMS` items.
@@ -254,13 +253,13 @@ def _validate(validate: Callable[[Any], ValidatedT], value: object, place: tuple
 
 
 def check_at_once(text: bytes) -> None:
-    """Check a text that is parsed while the event loop waits, and raise as `check_structure`."""
+    """Check a text that is parsed while the event loop waits. Raises as `check_structure`."""
     where = "in one prompt or reward, or in all other fields together"
     check_structure(text, MAX_PARTS_AT_ONCE, MAX_VALUES_AT_ONCE, where)
 
 
 def check_structure(text: bytes, max_parts: int, max_values: int, where: str) -> None:
-    """Check the structure of a JSON text before it is parsed. ``where`` names the text in messages.
+    """Check a JSON text before it is parsed. ``where`` names the text in messages.
 
     Raises:
         TooLarge: the text has more than ``max_parts`` strings, arrays and objects, or more than ``max_values`` values.

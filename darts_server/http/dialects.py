@@ -25,12 +25,11 @@ from darts_server.weights.port import Rule
 from darts_server.weights.updates import Updates
 
 KEEP = Rule.KEEP
-"""Rule of every update: these trainers pause the engine before an update, or let requests run through the update, so no
-update can wait for groups."""
+"""These trainers pause the engine before an update, or requests run through it, so no update can wait for groups."""
 
 
 class Engine(Protocol):
-    """The methods behind vLLM's own control routes, coordinated with groups and updates."""
+    """The methods behind vLLM's own control routes."""
 
     async def pause_generation(self, *, mode: str) -> None: ...
     async def resume_generation(self) -> None: ...
@@ -68,9 +67,9 @@ class Controls:
 
         try:
             if lora is None:
-                await self.updates.load(path, KEEP, when_staged=abort_running)
+                await self.updates.load(path, rule=KEEP, when_staged=abort_running)
             else:
-                await self.updates.loras.load(lora, path, KEEP, when_staged=abort_running)
+                await self.updates.loras.load(lora, path, rule=KEEP, when_staged=abort_running)
         except InvalidRequest as error:
             # The trainer has other names for the fields.
             name = {"path": field, "name": "lora_name"}.get(error.field)
@@ -89,8 +88,15 @@ class LoraIn(Body):
     lora_path: str = Field(description="Folder as PEFT saves it, under --weights-root.")
 
 
+async def load_named_lora(controls: Controls, request: Request) -> str:
+    """Serve the LoRA adapter that a request in the form of `LoraIn` names, and return its name."""
+    body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
+    await controls.load("lora_path", body.lora_path, lora=body.lora_name)
+    return body.lora_name
+
+
 def find_vllm_handler(application: FastAPI, path: str) -> Callable[..., Awaitable[Any]] | None:
-    """Return vLLM's handler of a path that a dialect has taken over; ``None`` if vLLM has no such route."""
+    """Return vLLM's handler of a path that a dialect has taken over, if vLLM has this route."""
     found = [route for route in application.routes if isinstance(route, APIRoute) and route.path == path]
     # Our route is the first of the two.
     return found[1].dependant.call if len(found) > 1 else None
@@ -208,8 +214,7 @@ def add_prime_rl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post("/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora_adapter(request: Request) -> dict[str, str]:
         """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
-        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
+        await load_named_lora(controls, request)
         return {"status": "ok"}
 
 
@@ -236,9 +241,7 @@ def add_skyrl_routes(api: APIRouter, controls: Controls) -> None:
     @api.post("/skyrl/v1/load_lora_adapter", openapi_extra=json_body(LoraIn))
     async def load_lora(request: Request) -> str:
         """Serve the LoRA adapter in a folder, in place of an adapter of the same name, or change nothing."""
-        body = await parse_body(LoraIn, await read_body(request, MAX_REQUEST_BYTES))
-        await controls.load("lora_path", body.lora_path, lora=body.lora_name)
-        return f"LoRA adapter {body.lora_name} is served"
+        return f"LoRA adapter {await load_named_lora(controls, request)} is served"
 
     @api.post("/finish_session")
     async def finish_session(session_id: Annotated[str, Query(min_length=1, max_length=NAME_CHARS)]) -> dict[str, bool]:
@@ -329,7 +332,7 @@ def add_routes(application: FastAPI, dialects: Sequence[str], controls: Controls
 
 
 def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]:
-    """Return the dangerous routes that a dialect opens to admins, by method and path."""
+    """Return the dangerous routes that a dialect opens to admins."""
     # SkyRL's handler of the route refuses all methods but three.
     if "skyrl" in dialects:
         return {("POST", RPC): RouteAccess.ADMIN}
@@ -337,5 +340,5 @@ def opened_routes(dialects: Sequence[str]) -> dict[tuple[str, str], RouteAccess]
 
 
 def extensions(dialects: Sequence[str]) -> list[CompletionTokenIds]:
-    """Create the extensions of the bodies of vLLM's generation routes."""
+    """Return the extensions of the bodies of vLLM's generation routes."""
     return [CompletionTokenIds()] if "nemo-rl" in dialects else []

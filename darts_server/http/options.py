@@ -27,7 +27,7 @@ HEADERS = {
     "x-darts-session": "session",
     "x-darts-on-stop": "on_stop",
 }
-"""Option of each of our request headers. `GROUP` may have the group's size too."""
+"""Option of each request header. `GROUP` may have the group's size too."""
 GROUP_PARTS = {"id": "group_id", "size": "group_size"}
 XARG_PREFIX = "darts_"
 OTHER_PLACES = {
@@ -42,7 +42,7 @@ OTHER_PLACES = {
 
 
 def read_options(headers: Mapping[str, str]) -> RequestOptions:
-    """Parse our request headers. Names are case-insensitive.
+    """Parse our request headers.
 
     Raises:
         InvalidRequest: one of our headers is unknown, empty, malformed or repeated with different values.
@@ -112,7 +112,7 @@ def validate_option(option: str, value: object, where: str) -> str | int:
     """Return the valid value of an option. A size may be a string or a float.
 
     Raises:
-        InvalidRequest: names ``where`` (header or argument) and the allowed values.
+        InvalidRequest: about ``where``, a header or argument.
     """
     if option == "group_size":
         size = _parse_whole_number(value)

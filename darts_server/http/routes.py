@@ -44,7 +44,7 @@ def router(
     monitored: monitor.MonitorSources,
     needs_key: bool,
 ) -> APIRouter:
-    """Create the routes. ``needs_key``: whether OpenAPI describes a key. `SecurityMiddleware` checks it."""
+    """Create the routes. ``needs_key``: whether OpenAPI describes a key, which `SecurityMiddleware` checks."""
     dependencies = [Depends(BEARER)] if needs_key else []
     api = APIRouter(prefix="/darts/v1", tags=["darts"], dependencies=dependencies, responses=FAILURES)
 
@@ -95,7 +95,6 @@ class SharedAnswers:
             await send(copy.deepcopy(message))
 
     async def _make_answer(self, key: object, scope: Scope) -> list[Message]:
-        """Return the messages of a new answer, made after the pause."""
         messages: list[Message] = []
 
         async def no_body() -> Message:
@@ -140,7 +139,7 @@ def _create_metrics_route(route: APIRoute) -> Route:
 
 
 def _create_description_route(application: FastAPI, route: Route) -> Route:
-    """Return a route that makes the API's description once: it takes a second, and does not change."""
+    """Return a route that makes the API's description once, because it takes a second."""
     made: bytes | None = None
     one_at_a_time = asyncio.Lock()
 

@@ -24,8 +24,8 @@ AppStatus.enable_automatic_graceful_drain = False
 class EventStream(EventSourceResponse):
     """Respond with encoded events.
 
-    The next chunk of ``content`` is made when the previous chunk was sent, so events do not queue for a slow reader.
-    Large chunks are sent in slices, so that the web server does not buffer a whole chunk for a slow reader.
+    The next chunk of ``content`` is made when the previous chunk was sent, and large chunks are sent in slices. So
+    neither events nor bytes queue for a slow reader.
 
     Args:
         reader: entered while the response is sent.

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from darts_server.http.answers import SLICE_BYTES, ClosingResponse, taking_turns
+from darts_server.http.answers import SLICE_BYTES, ClosingResponse, slices, taking_turns
 
 MEDIA_TYPE = "application/vnd.safetensors"
-CHUNK_BYTES = SLICE_BYTES
 CHUNK_ROWS = 1024
 """Limit of rows in a chunk, which are converted in some milliseconds."""
 I64 = np.dtype("<i8")
@@ -38,12 +37,12 @@ class TokenTensors:
         self._logprobs.append(logprobs)
         return len(self._token_ids) - 1
 
-    def response(self, cleanup: ExitStack | None = None) -> ClosingResponse:
+    def response(self, cleanup: ExitStack) -> ClosingResponse:
         """Create a response with the file. ``cleanup`` is closed when the file was sent."""
         header, values_size = self._header()
         # The chunks are made in the event loop: a hop to a thread takes longer than a chunk.
         parts = taking_turns(self.chunks())
-        return ClosingResponse(parts, MEDIA_TYPE, len(header) + values_size, cleanup or ExitStack())
+        return ClosingResponse(parts, MEDIA_TYPE, len(header) + values_size, cleanup)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the file in parts."""
@@ -54,8 +53,7 @@ class TokenTensors:
         yield from _convert_rows(self._token_ids, I32)
         if self._has_logprobs:
             yield from _convert_rows(self._all_logprobs(), F32)
-        for start in range(0, len(self.answer), CHUNK_BYTES):
-            yield self.answer[start : start + CHUNK_BYTES]
+        yield from slices(self.answer)
 
     @property
     def _has_logprobs(self) -> bool:
@@ -92,12 +90,12 @@ class TokenTensors:
 
 def _convert_rows(rows: Iterable[Any], dtype: np.dtype[Any]) -> Iterator[bytes]:
     """Yield the values of rows as chunks of bytes. Short rows share a chunk."""
-    chunk_values = CHUNK_BYTES // dtype.itemsize
+    chunk_values = SLICE_BYTES // dtype.itemsize
     chunk = bytearray()
     for number, row in enumerate(rows, 1):
         for start in range(0, len(row), chunk_values):
             chunk += np.asarray(row[start : start + chunk_values], dtype).tobytes()
-            if len(chunk) >= CHUNK_BYTES:
+            if len(chunk) >= SLICE_BYTES:
                 part = bytes(chunk)
                 # Clear the chunk before the yield, so that a slow reader does not keep two copies.
                 chunk.clear()

@@ -11,7 +11,7 @@ import httpx
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
-"""Events that wait for the receiver. Further events are dropped, and harnesses see stops in their answers."""
+"""Further events are dropped, and harnesses see stops in their answers."""
 SENDERS = 8
 TRIES = 3
 PAUSE_SECONDS = 1.0
@@ -36,7 +36,7 @@ class Webhook:
         self._waiting: asyncio.Queue[Message] = asyncio.Queue(MAX_WAITING)
 
     def send(self, group_id: str, session_id: str | None, kind: str, reason: str | None) -> None:
-        """Send an event soon. See `GroupEvents.session_event`."""
+        """See `GroupEvents.session_event`."""
         try:
             self._waiting.put_nowait({"group_id": group_id, "session": session_id, "type": kind, "reason": reason})
         except asyncio.QueueFull:
@@ -44,7 +44,6 @@ class Webhook:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Send events until the block ends."""
         async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS, transport=self._transport) as client:
             senders = [asyncio.create_task(self._send_all(client)) for _ in range(SENDERS)]
             try:
@@ -55,10 +54,10 @@ class Webhook:
                 await asyncio.gather(*senders, return_exceptions=True)
 
     async def _send_all(self, client: httpx.AsyncClient) -> None:
-        """Send waiting events until cancelled."""
         while True:
             message = await self._waiting.get()
             for number in range(TRIES):
+                await asyncio.sleep(PAUSE_SECONDS * number)
                 try:
                     answer = await client.post(self._url, json=message)
                     if not answer.is_server_error:
@@ -66,7 +65,6 @@ class Webhook:
                     problem = f"status {answer.status_code}"
                 except httpx.HTTPError as error:
                     problem = repr(error)
-                await asyncio.sleep(PAUSE_SECONDS * number)
             else:
                 self._count_dropped(problem)
 

@@ -1,7 +1,7 @@
 """Base class of our metrics, and the metrics of the event loop, refused requests and weight updates.
 
 The metrics are in Prometheus' default registry, so vLLM's ``/metrics`` serves them. Every metric has the label
-``model_name`` besides its own label.
+``model_name``.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,16 +27,16 @@ REFUSALS = ("key", "permission", "body", "queue", "quota", "shutdown")
 Reads = Mapping[str, Callable[..., float | None]]
 """Functions by metric that are called at each scrape with the values of the labels. ``None`` means unknown."""
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
-Gauges = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
-"""Help text and labels of gauges or counters by name. Each label has all its values."""
+Described = Mapping[str, tuple[str, Mapping[str, Iterable[str | int]]]]
+"""Help text and labels of metrics by name. Each label has all its values."""
 
-ENGINE_GAUGES: Gauges = {
+ENGINE_GAUGES: Described = {
     "darts_engines_up": ("Engines that take requests.", {}),
     "darts_history_bytes": ("Bytes of the answers that are kept for drafts, see --history-bytes.", {}),
     "darts_history_prompts": ("Prompts that have answers that are kept for drafts.", {}),
 }
 DRAFT_SOURCES = ("prompt", "all")
-ENGINE_TOTALS: Gauges = {
+ENGINE_TOTALS: Described = {
     "darts_engines_lost_total": ("Lost engines. Their candidates were restarted on other engines.", {}),
     "darts_decode_steps_total": ("Decode steps. vllm:iteration_tokens_total counts several steps as one.", {}),
     "darts_draft_tokens_total": (
@@ -80,8 +80,6 @@ class ReadMetric(Collector):
 
 
 class Collectors:
-    """Create collectors with the label ``model_name``."""
-
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         self._model = model_name
         self._registry = registry
@@ -98,15 +96,12 @@ class Collectors:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
-    def _create_read_gauges(self, gauges: Gauges, reads: Reads, family: Family = GaugeMetricFamily) -> None:
-        """Create gauges, or metrics of another ``family``, that read their values at each scrape."""
-        for name, (text, labels) in gauges.items():
+    def _create_read_metrics(self, described: Described, reads: Reads, family: Family = GaugeMetricFamily) -> None:
+        """Create metrics of a ``family`` that read their values at each scrape."""
+        for name, (text, labels) in described.items():
             metric = ReadMetric(family(name, text, labels=("model_name", *labels)), self._registry)
             for values in product(*labels.values()):
                 metric.reads[self._model, *map(str, values)] = partial(reads[name], *values)
-
-    def _create_read_counters(self, totals: Gauges, reads: Reads) -> None:
-        self._create_read_gauges(totals, reads, CounterMetricFamily)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(name, text, ("model_name", *labels), buckets=buckets, registry=self._registry)
@@ -123,8 +118,8 @@ class ServingMetrics(Collectors):
 
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._create_read_gauges(ENGINE_GAUGES, reads)
-        self._create_read_counters(ENGINE_TOTALS, reads)
+        self._create_read_metrics(ENGINE_GAUGES, reads)
+        self._create_read_metrics(ENGINE_TOTALS, reads, CounterMetricFamily)
         lag = self._histogram(
             "darts_event_loop_lag_seconds",
             "Delay of a timer of the event loop, ten times a second. From 0.25 s on, the log has the stack.",

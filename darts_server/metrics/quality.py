@@ -2,7 +2,7 @@
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import BOOLEANS, Collectors, Gauges, Reads
+from darts_server.metrics.collectors import BOOLEANS, Collectors, Described, Reads
 from darts_server.observers import PruningObserver
 from darts_server.types import PruningStatus
 
@@ -13,7 +13,7 @@ METRICS = {
     "calibration_error": "Expected calibration error",
 }
 _LABELS = "of raw scores and of calibrated probabilities, on labels that came later."
-GAUGES: Gauges = {
+GAUGES: Described = {
     **{f"darts_quality_{name}": (f"{text}, {_LABELS}", {"prediction": PREDICTIONS}) for name, text in METRICS.items()},
     "darts_quality_loss": ("Mean loss of the quality head's last good training, in nats.", {}),
     "darts_quality_status": (
@@ -24,7 +24,7 @@ GAUGES: Gauges = {
 
 
 class QualityMetrics(Collectors, PruningObserver):
-    def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._last_totals = (0, 0.0, 0)
         self._scores = self._counters(
@@ -56,8 +56,7 @@ class QualityMetrics(Collectors, PruningObserver):
             "darts_quality_divergences",
             "Trainings of the quality head that diverged and were undone.",
         )
-        if reads is not None:
-            self._create_read_gauges(GAUGES, reads)
+        self._create_read_metrics(GAUGES, reads)
 
     def trajectory_scored(self, *, usable: bool) -> None:
         self._scores[usable].inc()

@@ -3,9 +3,9 @@
 from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from darts_server.metrics.collectors import BOOLEANS, Collectors, Gauges, ReadMetric, Reads
+from darts_server.metrics.collectors import BOOLEANS, Collectors, Described, ReadMetric, Reads
 from darts_server.records import CohortRecord, GroupRecord
 from darts_server.types import DiscardReason, Outcome, SelectedAs, TurnKind, VoteOutcome
 
@@ -18,7 +18,7 @@ QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 KINDS = ("generated", "returned")
 ANSWERS = ("right", "wrong")
 
-GAUGES: Gauges = {
+GAUGES: Described = {
     "darts_prompts_tracked": ("Prompts with statistics.", {}),
     "darts_store_fault": ("1 while learned state cannot be written, else 0.", {}),
     "darts_redundancy_scale": (
@@ -46,7 +46,7 @@ GAUGES: Gauges = {
         {"answer": ANSWERS},
     ),
 }
-TOTALS: Gauges = {
+TOTALS: Described = {
     "darts_observer_failures_total": (
         "Failed calls of a group's observers (statistics, metrics, monitor). The log has the first failure of each.",
         {},
@@ -66,7 +66,7 @@ DEADLINE_GAUGES = {
 
 
 class RolloutMetrics(Collectors):
-    def __init__(self, model_name: str, reads: Reads | None = None, registry: CollectorRegistry = REGISTRY) -> None:
+    def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._sealed = self._counters(
             "darts_joined_groups",
@@ -174,9 +174,8 @@ class RolloutMetrics(Collectors):
             for name, text in DEADLINE_GAUGES.items()
         }
         self._reads = reads
-        if reads is not None:
-            self._create_read_gauges(GAUGES, reads)
-            self._create_read_counters(TOTALS, reads)
+        self._create_read_metrics(GAUGES, reads)
+        self._create_read_metrics(TOTALS, reads, CounterMetricFamily)
 
     def single_request_classified(self, kind: TurnKind) -> None:
         self._single[kind].inc()
@@ -221,7 +220,7 @@ class RolloutMetrics(Collectors):
                 self._explored_tokens.inc(beyond)
 
         # The first group of a policy with a deadline adds the policy's series.
-        if record.max_lost is not None and self._reads is not None:
+        if record.max_lost is not None:
             for name, gauge in self._deadline_gauges.items():
                 read = partial(self._reads[name], record.policy, record.max_lost)
                 gauge.reads[self._model, record.policy] = read

@@ -2,10 +2,10 @@
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from darts_server.metrics.collectors import Collectors, Gauges, Reads
+from darts_server.metrics.collectors import Collectors, Described, Reads
 from darts_server.types import SessionEnd
 
-GAUGES: Gauges = {"darts_sessions_open": ("Sessions of agents that are not over.", {})}
+GAUGES: Described = {"darts_sessions_open": ("Sessions of agents that are not over.", {})}
 TURN_BUCKETS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 100, 200)
 SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 
@@ -13,7 +13,7 @@ SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2
 class SessionMetrics(Collectors):
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._create_read_gauges(GAUGES, reads)
+        self._create_read_metrics(GAUGES, reads)
         self._ends = self._counters(
             "darts_sessions",
             "Sessions of agents that are over, by their end. 'stopped' sessions were not needed any more.",

@@ -45,15 +45,15 @@ TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class TracedLengths:
-    """Lengths of one prompt in a trace."""
+    """Lengths of a prompt in a trace."""
 
     lengths: Sequence[int]
     truncated: int
-    """Number of lengths that end at the ``cap`` and not by themselves."""
+    """Number of lengths that were cut at the ``cap``."""
     drawn: int
-    """Number of lengths that were not seen, and are drawn."""
+    """Number of lengths that were not seen."""
     cap: int | None
-    """Limit in tokens, or None if it is not known."""
+    """Limit in tokens, if it is known."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,11 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) -> None:
-    """Check that the flags fit the state.
-
-    Raises:
-        InvalidSetting: names the flag.
-    """
+    """Raise `InvalidSetting` unless the flags fit the state."""
     unknown = sum(prompt.prompt_tokens is None for prompt in prompts)
     if unknown and options.prompt_tokens is None:
         raise InvalidSetting(
@@ -150,7 +146,6 @@ def _trace_prompt(
 
 
 def _describe(traces: Sequence[TracedLengths]) -> str:
-    """Describe the lengths in sentences."""
     lengths = [length for traced in traces for length in traced.lengths]
     mean = sum(lengths) / len(lengths)
     sentences = [f"{len(lengths)} lengths: mean {mean:.1f} tokens, longest {max(lengths)}."]
@@ -171,7 +166,6 @@ def _describe(traces: Sequence[TracedLengths]) -> str:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags."""
     parser = argparse.ArgumentParser("darts-server trace", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     export = commands.add_parser(

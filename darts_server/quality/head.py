@@ -1,4 +1,4 @@
-"""Quality head (ARRoL): predicts whether a partial trajectory will be correct, and is trained on-line from rewards."""
+"""Training of the quality head (ARRoL), which predicts whether a partial trajectory will be correct, from rewards."""
 
 import math
 import time
@@ -22,7 +22,7 @@ MAX_LOSS = 20.0
 SEED = 0
 WEIGHT_DECAY = 1e-4
 GRADIENT_NORM = 1.0
-"""Longer gradients are clipped, so that one unusual batch cannot ruin the weights."""
+"""Longer gradients are clipped, so that an unusual batch cannot ruin the weights."""
 
 
 class Head:
@@ -51,7 +51,6 @@ class Head:
 
     @property
     def status(self) -> PruningStatus:
-        """Whether the head can score, or why not."""
         if self._has_diverged:
             return PruningStatus.DIVERGED
         has_trained = self.steps > 0
@@ -128,7 +127,7 @@ class Head:
         return len(losses)
 
     def state(self) -> bytes:
-        """Serialize weights, optimiser and scale of the last good training, without the replay buffer."""
+        """Serialize the last good training, without the replay buffer."""
         return self._snapshot.to_bytes()
 
     def restore(self, data: bytes) -> None:
@@ -145,9 +144,9 @@ class Head:
 
 
 class ReplayBuffer:
-    """The last ``capacity`` examples. Each takes 4 ``width`` bytes, which are allocated at once.
+    """The last ``capacity`` examples, which are sampled with replacement, newer examples more often.
 
-    Batches are sampled with replacement, newer examples more often.
+    Each takes 4 ``width`` bytes, which are allocated at once.
     """
 
     def __init__(self, width: int, settings: HeadSettings) -> None:
@@ -163,7 +162,7 @@ class ReplayBuffer:
 
     @property
     def is_one_class(self) -> bool:
-        """Whether all targets are equal, so that nothing can be learned from them."""
+        """Whether all targets are equal."""
         targets = self._targets[: len(self)]
         return not targets.size or float(np.ptp(targets)) == 0.0
 
@@ -174,7 +173,6 @@ class ReplayBuffer:
         return float((self._weights() * self._targets[:count]).sum() + 1) / (count + 2)
 
     def add(self, feature: Single, target: float, survival: float) -> None:
-        """Add an example in the place of the oldest example."""
         place = self._added % self._targets.size
         self._features[place] = feature
         self._targets[place] = target
@@ -182,10 +180,7 @@ class ReplayBuffer:
         self._added += 1
 
     def sample(self, size: int) -> tuple[Single, Single, Single]:
-        """Sample features [size, width], targets [size] and weights [size] of a buffer that is not empty.
-
-        The weights of the whole buffer have mean 1.
-        """
+        """Sample features [size, width], targets [size] and weights [size], which have mean 1 in the whole buffer."""
         count = len(self)
         # Number of examples that were added after each example.
         age = (self._added - 1 - np.arange(count)) % count
@@ -196,7 +191,7 @@ class ReplayBuffer:
         return self._features[sampled], targets, weights
 
     def _weights(self) -> Floats:
-        """Return the weights of all examples, which make up for pruning."""
+        """Return weights that make up for pruning."""
         return inverse_propensity_weights(self._survivals[: len(self)])
 
 
@@ -251,7 +246,7 @@ class Network:
         return arrays
 
     def load(self, arrays: Mapping[str, Single], *, moments: bool) -> None:
-        """Continue from these weights, and from their ``moments`` or with a new optimiser."""
+        """Continue from weights, with their ``moments`` or a new optimiser."""
         self._optimiser.state.clear()
         for name, parameter in self._parameters.items():
             with torch.no_grad():

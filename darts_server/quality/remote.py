@@ -34,11 +34,11 @@ ANSWER_SECONDS = 300.0
 
 
 class RemoteHead:
-    """Head that all threads may use. Status and metrics are of the last report of its process.
+    """A head that all threads may use. Status and metrics are of the last report of its process.
 
     Args:
         width: size of the model's hidden states.
-        on_report: called in a separate thread with each report and the new state, empty if no step was made.
+        on_report: called in a thread with each report and the new state, empty if no step was made.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RemoteHead:
         self.settings = settings or HeadSettings()
         self.width = width
         self.is_lost = False
-        """Whether training has stopped for good, because the process died too often."""
+        """Whether the process died too often, and is not restarted."""
         self._train = partial(trainer.train, width, self.settings)
         self._on_report = on_report
         # A single tuple, so that a reader in another thread never sees half of a change.
@@ -73,7 +73,7 @@ class RemoteHead:
             self._thread.start()
 
     def close(self) -> None:
-        """Let the current training end, but no longer than `GRACE_SECONDS`, and end the process. Blocks."""
+        """Wait for a running training, at most `GRACE_SECONDS`, and end the process. Blocks."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -135,7 +135,7 @@ class RemoteHead:
     # --- the process, and the thread that supervises it -----------------------
 
     def _supervise(self) -> None:
-        """Train until `close`, and replace a process that dies or hangs, unless it has died too often."""
+        """Train until `close`. Replace a process that dies or hangs, unless it has died too often."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         while not self._closed:
             self._pool = ProcessPoolExecutor(1, get_context("spawn"), trainer.start_worker)
@@ -144,12 +144,12 @@ class RemoteHead:
             except TimeoutError:
                 logger.error("the quality head's trainer has not answered for %g seconds", ANSWER_SECONDS)
             except Exception:
-                # The process died or could not be started, or training or the callback raised. `close` may have killed
-                # the process.
+                # The process died (`close` may have killed it) or could not be started, or training or the callback
+                # raised.
                 if not self._closed:
                     logger.exception("the quality head's trainer failed, or its report could not be handled")
             finally:
-                # The process has nothing to save: everything worth keeping was in its reports.
+                # Everything worth keeping was in the reports of the process.
                 self._kill_process()
                 self._pool.shutdown(wait=False)
             if self._closed:
@@ -165,7 +165,9 @@ class RemoteHead:
     def _train_until_closed(self, pool: ProcessPoolExecutor) -> None:
         """Send restores and labels to the process, and apply its reports, until the head is closed.
 
-        Raises ``BrokenExecutor`` if the process has died, and ``TimeoutError`` if it hangs.
+        Raises:
+            BrokenExecutor: the process has died.
+            TimeoutError: it hangs.
         """
         # No number of restores is -1, so a new process gets the newest state first.
         sent_restores = -1
@@ -201,7 +203,7 @@ class RemoteHead:
                 process.kill()
 
     def _apply(self, report: TrainerReport, state: bytes, restores: int) -> None:
-        """Use a training's report and state, unless there was a restore since it began. Ignore an empty ``state``."""
+        """Use a training's report, and its state if it is not empty, unless there was a restore since it began."""
         snapshot = self._parse_state(state)
         with self._changed:
             if restores != self._restores:

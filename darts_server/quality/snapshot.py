@@ -1,8 +1,8 @@
 """A trained head at one moment, which scores hidden states and can be saved. It needs numpy only.
 
-A saved head is the line ``darts-quality-head 1 SHA256``, then safetensors. Only older versions check the SHA-256 (hex)
-of all bytes after the line, as the store has checksums of its own. Integers are JSON in the metadata of the safetensors
-part. Nothing is pickled, so bytes from the network cannot run code.
+A saved head is the line ``darts-quality-head 1 SHA256``, then safetensors, with integers as JSON in its metadata. Only
+older versions check the SHA-256 (hex) of the bytes after the line. Nothing is pickled, so bytes from the network cannot
+run code.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from safetensors import numpy as safetensors
 from darts_server.exceptions import InvalidRequest, StateDamaged
 
 MEMORY = 4096
-"""Features over which mean and variance are taken, roughly. The hidden states drift with the policy."""
+"""Number of features over which mean and variance are taken. The hidden states drift with the policy."""
 CLIP = 10.0
 """Standard deviations at which values are clipped, so that outliers do not outweigh all other values."""
 MIN_VARIANCE = 1e-12
 """A feature with less variance is constant and carries no information."""
 LOGIT_RANGE = 60.0
-"""Maximum of a logit, so that ``exp`` cannot overflow. The sigmoid is as good as 0 or 1 there."""
+"""Maximum of a logit, so that ``exp`` cannot overflow."""
 MAX_WEIGHT = 1e6
 """Far above any trained weight. Below it, the logit of any input is a finite float."""
 SHAPES = ("hidden_weight", "hidden_bias", "out_weight", "out_bias")
@@ -78,7 +78,7 @@ class Standardiser:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """A trained head, which never changes. For all threads."""
+    """A trained head, which never changes."""
 
     arrays: Mapping[str, Single]
     """Weights of the network and moments of the optimiser by name, see `shapes`."""
@@ -95,7 +95,6 @@ class Snapshot:
         return float(1 / (1 + np.exp(-np.clip(logit, -LOGIT_RANGE, LOGIT_RANGE))))
 
     def to_bytes(self) -> bytes:
-        """Return the head in the format that the module describes."""
         hidden, inputs = self.arrays["hidden_weight"].shape
         # The last input is the position. The other inputs are the hidden state.
         numbers = {"width": inputs - 1, "hidden": hidden, "steps": self.steps, "seen": self.standardiser.count}

@@ -22,7 +22,7 @@ _head: Head | None = None
 
 
 def start_worker() -> None:
-    """Prepare the process, before numpy and torch are imported in it."""
+    """Prepare the process before numpy and torch are imported."""
     # Ctrl-C reaches both processes, and the server ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICE)
@@ -45,10 +45,9 @@ def train(
     restored: bytes | None,
     examples: list[Example],
 ) -> tuple[TrainerReport, bytes]:
-    """Restore the head from ``restored``, learn the examples, and train.
+    """Learn the examples and train. Return the head's report, and its state, or empty bytes if no step was made.
 
-    None continues with the present head, and empty bytes stand for a new head. Return the head's report, and its state
-    or empty bytes if no step was made.
+    ``restored``: state to continue from, empty for a new head, or None for the present head.
     """
     global _head
     import torch

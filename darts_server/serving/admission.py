@@ -1,7 +1,6 @@
 """Admission of requests: how many candidates may wait for the engine, and how many each key may have in flight.
 
-`Admission.admit` checks and counts without an await in between, so requests that arrive together cannot pass the same
-check.
+Nothing awaits between a check and its count, so requests that arrive together cannot pass the same check.
 """
 
 from collections import Counter
@@ -16,22 +15,21 @@ from darts_server.exceptions import RETRY_SECONDS, DartsError, InvalidRequest, O
 
 QUEUE_ROUNDS = 64
 MIN_QUEUE = 65_536
-"""The default queue holds 64 times the candidates that run at once, at least 65,536. Trainers send all prompts of a
-step at once, as a batch or as single requests, and all of these must be admitted."""
+"""The default queue has 64 times the candidates that run at once, at least 65,536, because trainers send all prompts of
+a step at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits of admission. None means no limit."""
+    """Numbers of candidates. None means no limit."""
 
     max_waiting: int | None = None
-    """Candidates that may wait."""
     max_per_caller: int | None = None
-    """Candidates that a caller may have in flight. Admins have no limit."""
+    """Candidates in flight. Admins have no limit."""
 
 
 class Ticket:
-    """Admitted candidates, which wait for the engine or run on it until `release` or the end of a ``with`` block."""
+    """Admitted candidates, which wait for the engine or run on it until `release`."""
 
     def __init__(self, admission: "Admission", name: str | None, who: Caller | None, candidates: int = 0) -> None:
         self._admission = admission
@@ -47,7 +45,7 @@ class Ticket:
         self._add(candidates)
 
     def resize(self, candidates: int, field: str = "n") -> None:
-        """Change the number of candidates, or raise as `Admission.admit` and change nothing."""
+        """Change the number of candidates. Raises as `Admission.admit`, and then changes nothing."""
         more = candidates - self.candidates
         if more > 0:
             held = 0 if self._who is None else self._who.num_candidates
@@ -55,7 +53,7 @@ class Ticket:
         self._add(more)
 
     def fit(self, candidates: int) -> int:
-        """Change the number of candidates to ``candidates``, or to the maximum within limits, and return it."""
+        """Change the number to ``candidates``, or to the maximum within limits, and return it."""
         free = max(0, self._admission.count_free(self._name))
         self._add(int(min(candidates - self.candidates, free)))
         return self.candidates
@@ -71,7 +69,7 @@ class Ticket:
         _move(other, self, other.candidates)
 
     def mark_started(self, candidates: int | None = None) -> None:
-        """Stop counting candidates (None: all) as ahead of the engine, which counts them now."""
+        """Note that the engine has candidates (None: all), and counts them itself."""
         started = self._ahead if candidates is None else min(candidates, self._ahead)
         self._ahead -= started
         self._admission.ahead -= started
@@ -116,7 +114,7 @@ def _move(source: Ticket, target: Ticket, candidates: int) -> None:
 
 
 class Admission:
-    """Count candidates ahead of the engine, in total and by caller.
+    """Counts the candidates of all callers.
 
     Args:
         unfinished: returns the number of candidates that the engine runs or queues.
@@ -157,7 +155,7 @@ class Admission:
         """
         who = caller.get()
         if who is NO_CALLER:
-            # All work without a request shares `NO_CALLER`, whose count would never go back to 0.
+            # All work without a request shares `NO_CALLER`, whose count would never return to 0.
             who = Caller()
         name = None if who.is_admin else who.name
         try:

@@ -1,4 +1,4 @@
-"""Bounded storage shared by all callers, in which no caller loses entries to a caller that has more."""
+"""Bounded storage of all callers. No caller loses entries to a caller that has more."""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -25,9 +25,8 @@ class _Owned(Generic[K, V]):
 class FairCache(Generic[K, V]):
     """The newest entries of all owners together.
 
-    At a limit, the owner that has the most entries (or the most weight, at the weight limit) loses its oldest entry.
-    Among equals it is the owner whose name sorts last. Callers without a key are the same owner. An operation takes
-    O(log n) comparisons.
+    At a limit, the owner that has the most entries (at the weight limit: the most weight) loses its oldest entry. Among
+    equals, the name that sorts last loses. Callers without a key are one owner. Operations take O(log n) comparisons.
 
     Args:
         limit: maximum number of entries.
@@ -45,7 +44,7 @@ class FairCache(Generic[K, V]):
         self._by_weight: list[tuple[int, str]] = []
 
     def of(self, owner: str | None) -> Mapping[K, V]:
-        """Return an owner's entries, oldest first."""
+        """Return the entries of an owner, oldest first."""
         owned = self._owned.get(owner or "")
         return owned.entries if owned else {}
 
@@ -61,10 +60,7 @@ class FairCache(Generic[K, V]):
         return ((name or None, owned.entries) for name, owned in self._owned.items())
 
     def put(self, owner: str | None, key: K, value: V, weight: int = 0) -> list[tuple[K, V]]:
-        """Add or renew an entry, and return the entries that are dropped for it.
-
-        The entry itself stays, even if it is heavier than the limit.
-        """
+        """Add or renew an entry, even if it is heavier than the limit. Return the entries that are dropped for it."""
         name = owner or ""
         owned = self._owned.setdefault(name, _Owned())
         is_new = key not in owned.entries
@@ -76,7 +72,7 @@ class FairCache(Generic[K, V]):
         return self._shrink(self._limit, self._weight_limit, name)
 
     def pop(self, owner: str | None, key: K) -> V | None:
-        """Remove an entry, and return its value, or None if there is no such entry."""
+        """Remove an entry, and return its value, or None."""
         name = owner or ""
         owned = self._owned.get(name)
         if owned is None or key not in owned.entries:

@@ -35,8 +35,8 @@ class Gate:
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
         """Wait until the gate is open, and count as inside until the end of the block.
 
-        ``skip_wait``: enter a closed gate too, because work inside waits for this. ``unshaped``: the work belongs to no
-        group.
+        ``skip_wait``: enter a closed gate too, because work inside waits for this work. ``unshaped``: the work belongs
+        to no group.
         """
         if not skip_wait:
             await self.wait_open()
@@ -49,13 +49,12 @@ class Gate:
             self.leave()
 
     async def wait_open(self) -> None:
-        """Wait until the gate is open."""
         # The gate may have been closed again before this task runs. After `fail` nobody waits.
         while self._error is None and not self._opened.is_set():
             await self._opened.wait()
 
     def let_in(self) -> None:
-        """Count one more piece of work, which must call `leave`, or raise the error of `fail`."""
+        """Count work until its `leave`, or raise the error of `fail`."""
         self.check()
         self.inside += 1
 
@@ -66,26 +65,23 @@ class Gate:
             raise self._error.with_traceback(None)
 
     def leave(self) -> None:
-        """Undo a `let_in`."""
         self.inside -= 1
         self._left.set()
 
     def close(self, by: str = "") -> None:
-        """Hold new work back until every ``by`` that closed the gate has opened it."""
+        """Hold new work back until each ``by`` that closed the gate has opened it."""
         self._closed_by.add(by)
         self._opened.clear()
 
     def open(self, by: str = "") -> None:
-        """Undo the `close` of ``by``."""
         self._closed_by.discard(by)
         if not self._closed_by and not self._opened.is_set():
             self._openings += 1
             self._opened.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise ``error`` in all work that waits or enters later."""
+        """Raise ``error`` in all work that waits or comes later."""
         self._error = error
-        # Wake work that waits.
         self._opened.set()
 
     async def wait_until_empty(self, *, except_groups: bool = False) -> None:

@@ -15,7 +15,7 @@ END_SECONDS = 30.0
 class Lifecycle:
     def __init__(self) -> None:
         self.stop_reason: DartsError | None = None
-        """Why the server accepts no more work, or None while it accepts work."""
+        """None while the server accepts work."""
         self.requests = 0
         """Requests for work that are being handled."""
         self._stopped = asyncio.Event()

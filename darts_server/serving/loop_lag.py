@@ -12,7 +12,7 @@ from contextlib import contextmanager
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 0.1
-"""At this interval, measurements take about a thousandth of a core."""
+"""A tenth of a second takes about a thousandth of a core."""
 LATE_SECONDS = 0.25
 """Callers notice a server that stands still for longer."""
 LOG_SECONDS = 10.0
@@ -33,9 +33,9 @@ def watch_loop(
     code that keeps the interpreter shows as the line that made the call.
 
     Args:
-        observe: function that gets each delay, in seconds.
+        observe: gets each delay in seconds.
         interval: seconds between two measurements.
-        late: delay in seconds from which on the stack is logged.
+        late: seconds of delay from which on the stack is logged.
     """
     loop = asyncio.get_running_loop()
     loop_thread = threading.get_ident()
@@ -51,7 +51,6 @@ def watch_loop(
         timer = loop.call_later(interval, measure)
 
     def log_late_timers() -> None:
-        """Log the loop's stack while the timer is late."""
         last_logged = 0.0
         silent_until = 0.0
         while not closed.wait(interval):

@@ -50,7 +50,7 @@ def _parse_dialects(value: object) -> object:
 
 
 def _split_lines(value: object) -> object:
-    """Return the lines of a text that are not empty, or a list as it is."""
+    """Return the lines of a text or a list that are not empty."""
     lines = value.splitlines() if isinstance(value, str) else value
     if not isinstance(lines, list | tuple):
         return value

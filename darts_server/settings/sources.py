@@ -22,7 +22,7 @@ RUNTIME_NAMES = [name for name, field in Settings.model_fields.items() if RUNTIM
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add our flags to a parser, as an argument group. `load` validates their values."""
+    """Add our flags to a parser. `load` validates their values."""
     group = parser.add_argument_group(
         "shaped groups",
         f"An environment variable {ENV_PREFIX}NAME, or a key in the --darts-config file, does the same as a flag.",
@@ -152,7 +152,6 @@ METAVARS: dict[Any, str] = {
 
 
 def metavar_of(name: str, field: FieldInfo) -> str:
-    """Return the placeholder of the value in ``--help``."""
     if name == "redundancy":
         return "{X,auto}"
     if field.annotation == Path | None:

@@ -28,7 +28,7 @@ DOCUMENT_BYTES = 64 * 1024
 """Maximum size of a document in UTF-8. Statistics take some hundred bytes. With its key, it is below SQLite's limit."""
 VERSION = 1
 LIMIT_BYTES = 1024 * 1024 * 1024
-"""Maximum size of all JSON lines: some million prompts. A gzip bomb decompresses to a thousand times its own size."""
+"""Maximum size of all JSON lines: some million prompts. A gzip bomb has a thousand times its own size."""
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FIRST_LINE = re.compile(rb"darts-state ([1-9][0-9]{0,8}) ([0-9a-f]{64})\n")
 # JSON may write one byte as six: \u00XX.
@@ -71,7 +71,7 @@ def encode(document: Document) -> str:
 
 
 def pack(rows: Iterable[Row]) -> bytes:
-    """Pack rows, ordered by kind and key, into one file. The same rows give the same bytes."""
+    """Pack rows in their order into a file. The same rows give the same bytes."""
     # ``wbits=31`` is gzip's format, without the time that `gzip` would write.
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, wbits=31)
     parts = []

@@ -1,4 +1,4 @@
-"""SQLite file of a server. It is checked before anything may change it."""
+"""SQLite file of a server, which is checked before anything changes it."""
 
 import os
 import secrets
@@ -14,9 +14,9 @@ VERSION = 1
 # "DART"
 APPLICATION_ID = 0x44415254
 BUSY_SECONDS = 5.0
-"""Time that a statement waits for another process: the previous server may still write as it ends."""
+"""Timeout of a statement that waits for the previous server, which may still write as it ends."""
 _LOG_BYTES = 64 * 1024 * 1024
-"""Size to which SQLite shrinks its log again after a large write."""
+"""Size of SQLite's log after a large write."""
 _TABLES = (
     "CREATE TABLE documents (kind TEXT NOT NULL, key TEXT NOT NULL, document TEXT NOT NULL, "
     "crc INTEGER NOT NULL, PRIMARY KEY (kind, key)) WITHOUT ROWID"
@@ -24,7 +24,7 @@ _TABLES = (
 _TRANSIENT = {
     getattr(sqlite3, f"SQLITE_{name}") for name in ("BUSY", "CANTOPEN", "FULL", "IOERR", "LOCKED", "PERM", "READONLY")
 }
-"""SQLite's primary result codes for errors that are not in the content of the file."""
+"""SQLite's primary codes of errors that are not in the file's content."""
 
 
 def open_database(path: Path) -> sqlite3.Connection:
@@ -97,7 +97,7 @@ def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open a connection. ``mode``: SQLite's URI parameter, and more parameters after ``&``."""
+    """Open a connection. ``mode``: SQLite's URI parameter, perhaps with more parameters after ``&``."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     # SQLite advises both for files that may be damaged.

@@ -29,7 +29,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self.fault: str | None = None
-        """Why the last write failed, or None if it succeeded."""
+        """Why the last write failed, or None."""
         self._path = Path(name) if folder is None else folder / name
         self._lock = threading.Lock()
         self._writing = threading.Lock()
@@ -43,7 +43,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             self._thread.start()
 
     def read(self) -> Iterator[tuple[int, bytes | None]]:
-        """Yield each number and its value, in ascending order of the numbers. The value is None if it is damaged."""
+        """Yield each number, in ascending order, and its value. The value is None if it is damaged."""
         if self._connection is None:
             return
         try:
@@ -54,7 +54,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             logger.warning("the rest of %s cannot be read, and is not used: %s", self._path, error)
 
     def put(self, number: int, value: bytes | None) -> None:
-        """Store a value under a new number, or remove a value if ``value`` is None. A thread writes the change."""
+        """Store a value under a new number, or remove a value (None)."""
         if self._connection is not None:
             with self._lock:
                 if value is None and self._unwritten.get(number) is not None:
@@ -129,7 +129,6 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
         return None
 
     def _connect(self) -> sqlite3.Connection:
-        """Open and check the file, or raise ``sqlite3.Error``."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         connection = sqlite3.connect(self._path, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:

@@ -91,7 +91,7 @@ class Store(AbstractContextManager["Store"]):
             self._thread.start()
 
     def put(self, kind: str, key: str, document: Document) -> None:
-        """Store a document, in place of the previous document of this kind and key.
+        """Store a document, in place of an earlier document of this kind and key.
 
         Raises:
             InvalidRequest, ValueError: see `check_name`.
@@ -120,7 +120,7 @@ class Store(AbstractContextManager["Store"]):
             return len(self._texts[kind])
 
     def flush(self) -> None:
-        """Write all new documents to the disk, and read documents that the previous server has written.
+        """Write all new documents, and read documents that the previous server has written.
 
         Raises:
             StateError: the disk cannot be used. ``fault`` and the log say why. The documents stay in memory.
@@ -151,16 +151,16 @@ class Store(AbstractContextManager["Store"]):
             self.fault = None
 
     def export(self) -> bytes:
-        """Export everything as one file (see ``archive``), which takes seconds per million documents."""
+        """Return all documents as one file, which takes seconds per million documents."""
         with self._lock:
             self._refuse_closed()
             copies = [(kind, list(texts.items())) for kind, texts in self._texts.items()]
         return archive.pack(sorted((kind, key, text) for kind, texts in copies for key, text in texts))
 
     def restore(self, data: bytes, limit: int = LIMIT_BYTES) -> None:
-        """Replace all documents by the documents of an exported file, atomically. It takes longer than ``export``.
+        """Replace all documents by the documents of an exported file. Documents that are put meanwhile are lost.
 
-        Documents that are put meanwhile are lost. ``limit``: maximum size of the decompressed data in bytes.
+        ``limit``: maximum size of the decompressed data in bytes.
 
         Raises:
             StateDamaged, StateTooNew: see `archive.unpack`; or ``check`` refuses a document. Nothing was changed.
@@ -191,17 +191,16 @@ class Store(AbstractContextManager["Store"]):
                 self.generation += 1
 
     def add_carried(self, values: Iterable[bytes]) -> None:
-        """Write values for the next server to the disk, in their order, or raise ``StateError`` and write nothing."""
+        """Write values for the next server. Raises ``StateError`` and then has written nothing."""
         with self._write_lock, self._transaction() as connection:
             connection.execute(_CARRIED)
             rows = ((value, checksum("carried", "", value)) for value in values)
             connection.executemany("INSERT INTO carried (value, crc) VALUES (?, ?)", rows)
 
     def take_carried(self) -> list[bytes | StateDamaged]:
-        """Remove the values of `add_carried`, and return them in their order, with an error for each damaged value.
+        """Remove and return the values of `add_carried` in their order, with an error for each damaged value.
 
-        A server calls this when it is about to serve. The previous server may add more values as it ends. Raises
-        ``StateError`` if nothing was removed.
+        The previous server may add more values as it ends. Raises ``StateError`` if nothing was removed.
         """
         taken: list[bytes | StateDamaged] = []
         with self._write_lock, self._transaction() as connection:
@@ -216,7 +215,7 @@ class Store(AbstractContextManager["Store"]):
         return taken
 
     def close(self) -> None:
-        """Write new documents and close. ``StateError``: they cannot be written, and are lost."""
+        """Write new documents, and close. Raises ``StateError`` if documents are lost."""
         if self._is_closed:
             return
         self._stop.set()
@@ -252,7 +251,7 @@ class Store(AbstractContextManager["Store"]):
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit to the disk at the end of the block, or change nothing. Errors: see `translate_errors`."""
+        """Commit at the end of the block, or change nothing. Raises as `translate_errors`."""
         self._refuse_closed()
         if self._connection is None:
             raise StateError("nothing is kept on a disk without --state-dir")
@@ -273,7 +272,7 @@ class Store(AbstractContextManager["Store"]):
             connection.executemany(_UPSERT, checked)
 
     def _read(self, connection: sqlite3.Connection) -> None:
-        """Read all documents of the file into memory, unless the file is unchanged since the last read.
+        """Read all documents of the file, unless it is unchanged since the last read.
 
         Raises:
             StateDamaged: a document has the wrong type or checksum.
@@ -290,7 +289,7 @@ class Store(AbstractContextManager["Store"]):
                     raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
                 texts[kind][key] = text
         with self._lock:
-            # Documents that are not written yet are newer than the documents of the file.
+            # Documents that are not written yet are newer.
             for (kind, key), text in self._unwritten.items():
                 texts[kind][key] = text
             self._texts = texts

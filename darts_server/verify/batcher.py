@@ -1,4 +1,4 @@
-"""Collect the answers that wait at the same moment into batches, and give the batches to runners."""
+"""Collect waiting answers into batches, and give the batches to runners."""
 
 import asyncio
 import math
@@ -12,7 +12,7 @@ from darts_server.verify.calls import Call
 from darts_server.verify.types import Answer
 
 DECAY = 0.95
-"""Factor of the estimated time per answer with each faster batch. After a slow call, the next batches are small, so
+"""Factor of the estimated time per answer with each faster batch. After a slow call, batches stay small for a while, so
 that few answers wait behind the next slow call."""
 MIN_SECONDS = 1e-6
 CLOSED = Call(VerifierResult.CRASH, detail="was not called: the server is stopping")
@@ -25,15 +25,11 @@ class RunnerFailed(DartsError):
 
 @dataclass(slots=True)
 class BatchLimits:
-    """Limits of a batch.
-
-    ``answers``: maximum number of answers. ``seconds``: time that a batch should take at most. ``shared``: whether
-    waiting answers are divided equally among all runners.
-    """
-
     answers: int = 1
     seconds: float = math.inf
+    """Time that a batch should take at most."""
     shared: bool = True
+    """Whether waiting answers are divided equally among all runners."""
 
 
 class Runner:
@@ -50,11 +46,10 @@ class Runner:
         """Start the runner. Raises `RunnerFailed`."""
 
     async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
-        """Run a batch. Never raises. None stands for an answer whose call must be repeated for the answer alone."""
+        """Run a batch. Never raises. None stands for an answer that must be called again, alone."""
         raise NotImplementedError
 
-    async def close(self) -> None:
-        """End the runner."""
+    async def close(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -66,10 +61,11 @@ class Job:
 
 
 class Batcher:
-    """Runs the calls of a verifier on its runners. A runner is started when all others are busy.
+    """Runs the calls of a verifier. A runner is started when all others are busy.
 
-    ``wait_limit``: seconds after which an answer has no reward, also if its call has not begun.
-    ``ended``: called with each call that ends, and its seconds including the wait for a runner.
+    Args:
+        wait_limit: seconds after which an answer has no reward, also if its call has not begun.
+        ended: called with each call that ends, and its seconds including the wait for a runner.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class Batcher:
         await asyncio.gather(*(runner.close() for runner in self._runners))
 
     def call(self, answer: Answer) -> asyncio.Future[Call]:
-        """Call the verifier. The future never has an exception."""
+        """Return a future, which never has an exception."""
         loop = asyncio.get_running_loop()
         job = Job(answer, loop.create_future(), loop.time())
         self._waiting.append(job)
@@ -150,7 +146,7 @@ class Batcher:
             task.add_done_callback(self._tasks.discard)
 
     def _take(self, limits: BatchLimits) -> list[Job]:
-        """Remove the next batch from the queue."""
+        """Remove and return the next batch."""
         most = limits.answers
         if limits.seconds < math.inf:
             most = max(1, min(most, int(limits.seconds / self._seconds)))
@@ -204,7 +200,6 @@ class Batcher:
             self._end(self._waiting.popleft(), call)
 
     def _end_late(self) -> None:
-        """End the answers that have waited too long, and wait for the next."""
         loop = asyncio.get_running_loop()
         self._timer = None
         for job in list(self._pending):

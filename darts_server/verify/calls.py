@@ -15,28 +15,24 @@ CORRECT_KEYS = ("acc", "correct", "is_correct")
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a verifier's call for one answer.
-
-    ``correct``: what the verifier says, or None if it gives a reward only. ``detail``: why there is no reward.
-    """
+    """The end of a verifier's call for one answer."""
 
     result: VerifierResult
     reward: float | None = None
     correct: bool | None = None
+    """None if the verifier gives a reward only."""
     detail: str = ""
+    """Why there is no reward."""
 
 
 def columns_of(metadata: bytes | None) -> dict[str, Any]:
-    """Return the columns in a prompt's metadata, which is a JSON object."""
+    """Return the columns in a prompt's metadata."""
     columns = msgspec.json.decode(metadata or b"{}")
     return columns if isinstance(columns, dict) else {}
 
 
 def call_of(returned: object) -> Call:
-    """Return the call that ended with this returned value: a number, or a dictionary with a number.
-
-    A boolean says whether the answer is correct. The numbers of numpy and torch are numbers.
-    """
+    """Return the end of a call that returned a number, also of numpy or torch, a boolean, or a dictionary of these."""
     try:
         reward: object = returned
         correct: object = None
@@ -66,7 +62,6 @@ def _find(returned: Mapping[object, object], keys: tuple[str, ...]) -> object:
 
 
 def _number(value: object) -> float | None:
-    # Numbers of numpy and torch.
     item = getattr(value, "item", None)
     if callable(item):
         value = item()

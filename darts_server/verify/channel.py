@@ -1,8 +1,8 @@
 """Messages between the server and a verifier's process.
 
 The server sends a `Task`, and then batches of `Item`. The process answers each message with a `Report`, a line of JSON,
-so nothing that it sends can run code in the server. Before each call the process writes into memory that it shares with
-the server, so that the server knows how long a call takes, and for which answer.
+which cannot run code in the server. Before each call, the process writes its time and its answer's index into memory
+that it shares with the server.
 """
 
 import struct
@@ -22,12 +22,13 @@ LENGTH = struct.Struct("=I")
 
 
 class Task(msgspec.Struct, array_like=True):
-    """What a process runs. ``memory``: its limit in bytes, 0 for no limit."""
+    """The function that a process runs."""
 
     kind: Kind
     target: str
     function: str
     memory: int
+    """Limit of the process in bytes, 0 for no limit."""
 
 
 class Item(msgspec.Struct, array_like=True):
@@ -41,15 +42,14 @@ class Item(msgspec.Struct, array_like=True):
 
 
 class Report(msgspec.Struct, omit_defaults=True):
-    """What a process says after it has loaded its function, after a batch, and when it dies.
-
-    ``is_trl``: whether the function has TRL's form. ``fault``: why the code cannot be loaded, or how the process ended.
-    ``calls``: the calls of a batch, in the order of answers.
-    """
+    """Sent when a process has loaded its function, after each batch, and when the process dies."""
 
     is_trl: bool = False
+    """Whether the function has TRL's form."""
     fault: str = ""
+    """Why the code cannot be loaded, or how the process ended."""
     calls: list[Call] = []
+    """The calls of a batch, in the order of its answers."""
 
 
 def frame(data: bytes) -> bytes:
@@ -57,7 +57,7 @@ def frame(data: bytes) -> bytes:
 
 
 def read_frame(file: BinaryIO) -> bytes:
-    """Return the next message to the process, or empty bytes at the end."""
+    """Return the next message, or empty bytes at the end."""
     head = file.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return b""

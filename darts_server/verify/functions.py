@@ -1,4 +1,4 @@
-"""The functions that a verifier's process runs. Each gets a list of answers, and returns what the verifier returned.
+"""The functions that a verifier's process runs. Each gets a list of answers, and returns the verifier's values.
 
 Functions of veRL's form get one answer at a time, and functions of TRL's form get several. The server never imports
 this module, because the functions are the user's code.
@@ -23,7 +23,7 @@ from darts_server.verify.specs import Kind
 
 Function = Callable[[Sequence[Item]], Sequence[object]]
 TRL_RESERVED = ("prompt", "prompts", "completion", "completions", "completion_ids")
-"""Columns that TRL passes by other names, or makes itself."""
+"""Columns whose names TRL uses itself."""
 
 
 class LoadError(Exception):
@@ -116,7 +116,7 @@ def _call_verl(run: Callable[[Mapping[str, object]], object], item: Item) -> obj
 
 
 def trl_key(item: Item) -> tuple[object, ...]:
-    """Return what the answers of one call of a TRL function have in common: the form of prompts, and the columns."""
+    """Return the form of the prompt and the columns, which all answers of a call have in common."""
     return (isinstance(_prompt(item), list), *sorted(columns_of(item.metadata)))
 
 

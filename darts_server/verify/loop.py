@@ -1,4 +1,4 @@
-"""The loop of a verifier's worker: read answers, run the user's function, report rewards."""
+"""The loop of a verifier's worker."""
 
 import mmap
 import os
@@ -52,7 +52,7 @@ def run_batch(
     table: memoryview,
     pid: int,
 ) -> list[Call]:
-    """Return the call of each answer. If a call for several answers fails, the function is called for each alone."""
+    """Return the call of each answer. If a call for several answers fails, each answer is called alone."""
     # Only functions of TRL's form get several answers.
     groups: dict[object, list[int]] = {}
     for index, item in enumerate(items):
@@ -74,7 +74,7 @@ def run_batch(
 
 
 def call(function: Function, items: Sequence[Item]) -> list[Call]:
-    """Call the user's function, and return a call for each answer, or a single call if all of them failed."""
+    """Return a call for each answer, or a single call if all of them failed."""
     try:
         returned = function(items)
     except BaseException as error:

@@ -1,8 +1,8 @@
 """A verifier's process, as the server sees it.
 
-A library for pools of processes was not used. Its pools either do not kill a worker at a time limit
-(`concurrent.futures`, loky), or send and time each answer alone (pebble), which is too slow for short calls. And they
-load results with pickle, which would let the user's code, or an answer that attacks it, run code in the server.
+Libraries for pools of processes either do not kill a worker at a time limit (`concurrent.futures`, loky), or send and
+time each answer alone (pebble), which is too slow for short calls. And they load results with pickle, which would let
+the user's code, or an answer that attacks it, run code in the server.
 """
 
 import asyncio
@@ -28,12 +28,12 @@ MAX_BATCH = 256
 LOAD_SECONDS = 300.0
 """Importing torch from a slow disk may take minutes."""
 BATCH_SECONDS = 0.005
-"""A batch of this time hides the time of its message."""
+"""Hides the time of a message."""
 TRL_ANSWERS = 16
 LATE_SECONDS = 0.1
 """Time to read a report that has already arrived."""
 MAX_DELAY = 2.0
-"""Longest pause in seconds before a process is started again that has died several times in a row."""
+"""Longest pause in seconds before the restart of a process that died several times in a row."""
 REPORT_BYTES = 1 << 20
 """A detail of some hundred characters for each of 256 answers."""
 
@@ -123,7 +123,7 @@ class Process(Runner):
         return item
 
     async def _wait(self) -> Report | None:
-        """Wait for the end of a batch, and return its report, or None if a call takes too long."""
+        """Return the report of a batch, or None if a call takes too long."""
         left = self._timeout
         while left > 0:
             with suppress(TimeoutError):
@@ -139,7 +139,7 @@ class Process(Runner):
         return None
 
     async def _read_report(self) -> Report:
-        """Read a line. The end of the process, or nonsense, is a report too."""
+        """Read a report, or make one if the process ends or sends nonsense."""
         try:
             return msgspec.json.decode(await self._reader.readuntil(), type=Report)
         except (EOFError, asyncio.LimitOverrunError, msgspec.DecodeError, ConnectionError):

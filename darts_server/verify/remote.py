@@ -72,7 +72,7 @@ class Connection(Runner):
         return [failure] if len(answers) == 1 else [None] * len(answers)
 
     async def _post(self, answers: Sequence[Answer]) -> Any:
-        """Send a request, again if it may help, and return the decoded answer.
+        """Send a request, with retries, and return the decoded answer.
 
         Raises:
             Refused, httpx.HTTPError
@@ -102,7 +102,6 @@ class Connection(Runner):
 
 
 async def _read(response: httpx.Response) -> bytes:
-    """Return the body of a response, unless it is too large."""
     content = bytearray()
     async for part in response.aiter_bytes():
         content += part
@@ -112,13 +111,11 @@ async def _read(response: httpx.Response) -> bytes:
 
 
 def _rewards_of(returned: Any) -> list[object]:
-    """Return the rewards in the answer of an OpenRLHF reward server."""
     rewards = returned.get("rewards") if isinstance(returned, Mapping) else None
     return rewards if isinstance(rewards, list) else []
 
 
 def _encode(kind: Kind, answers: Sequence[Answer]) -> bytes:
-    """Return the body of a request. Only OpenRLHF's protocol has several answers in a request."""
     columns = [columns_of(answer.prompt.metadata) for answer in answers]
     labels = [_label(each) for each in columns]
     if kind is Kind.OPENRLHF:
@@ -126,6 +123,7 @@ def _encode(kind: Kind, answers: Sequence[Answer]) -> bytes:
         queries = [prompt + answer.text for prompt, answer in zip(prompts, answers, strict=True)]
         return msgspec.json.encode({"query": queries, "prompts": prompts, "labels": labels})
 
+    # Only OpenRLHF's requests have several answers.
     [answer] = answers
     prompt = _messages(answer) or _prompt_text(answer, columns[0])
     if kind is Kind.SLIME:
@@ -135,7 +133,6 @@ def _encode(kind: Kind, answers: Sequence[Answer]) -> bytes:
 
 
 def _response_of(answer: Answer) -> dict[str, object]:
-    """Return an answer as a response of the Responses API."""
     content = {"type": "output_text", "text": answer.text, "annotations": []}
     message = {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [content]}
     return {
@@ -159,7 +156,7 @@ def _messages(answer: Answer) -> Any:
 
 
 def _prompt_text(answer: Answer, columns: Mapping[str, Any]) -> str:
-    """Return the prompt as a text: of messages the contents. The text of token ids is the column ``prompt``."""
+    """Return a prompt's text, the contents of its messages, or for token ids the column ``prompt``."""
     messages = _messages(answer)
     if messages is None:
         return answer.prompt.text or str(columns.get("prompt", ""))

@@ -41,17 +41,16 @@ REMOTE = (Kind.OPENRLHF, Kind.NEMO_GYM, Kind.SLIME)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A verifier of the command line.
-
-    ``text``: the setting's text. ``target``: the file, pattern or URL. ``function``: the name of the file's function.
-    """
+    """A verifier of the command line, whose setting is ``text``."""
 
     text: str
     name: str
     kind: Kind
     weight: float = 1.0
     target: str = ""
+    """File, pattern or URL."""
     function: str = ""
+    """Name of the file's function."""
 
 
 def parse_specs(texts: Sequence[str]) -> tuple[Spec, ...]:

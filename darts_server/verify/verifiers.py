@@ -23,34 +23,34 @@ from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 logger = logging.getLogger(__name__)
 
 WAIT_TIMEOUTS = 20
-"""Longest time that an answer waits for its verdict, in times of a call. With the default of 30 s it is ten minutes, in
-which a verifier of two seconds a call gives 300 verdicts with each process."""
+"""Longest wait for a verdict, in times of a call: ten minutes with the default of 30 s. Meanwhile, a verifier of two
+seconds a call gives 300 verdicts with each process."""
 LARGEST_REWARD = 1e300
 """The difference of two rewards is a float, too."""
 MIN_WAIT = 60.0
-"""Seconds that an answer may wait in any case, because a process that is started again may have to import torch."""
+"""Seconds that an answer may wait in any case, because a restarted process may have to import torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifierLimits:
-    """Limits of each verifier.
-
-    ``seconds``: time of a call. ``processes``, or for a URL ``requests``: number of calls at the same time. ``memory``:
-    memory of a process in bytes, 0 for no limit.
-    """
+    """Limits of each verifier. ``processes``, or for a URL ``requests``, are its calls at the same time."""
 
     seconds: float = 30.0
+    """Time of a call."""
     processes: int | None = None
     requests: int = 64
     memory: int = 4 << 30
+    """Bytes of a process, 0 for no limit."""
 
 
 class Verifiers:
     """Gives answers the weighted sum of their verifiers' rewards.
 
-    ``default``: reward of a verifier that gives none. Without it, an answer has no reward if a verifier gives none.
     An answer is correct if no verifier says that it is wrong. If no verifier says whether it is correct, it is correct
     with a reward above 0.
+
+    Args:
+        default: reward of a verifier that gives none. By default, the answer then has no reward.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Verifiers:
         self.called(name, call.result, seconds)
         if call.result is VerifierResult.REWARD:
             return
-        # A timeout has two reasons, of the call and of the wait, each with its own remedy. Other details have no end.
+        # A timeout of the call and a timeout of the wait have different remedies. Other details vary without end.
         detail = call.detail if call.result is VerifierResult.TIMEOUT else ""
         failure = (name, call.result, detail)
         if failure not in self._named:

@@ -87,15 +87,13 @@ class Coordinator:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all engines have the same weights in memory, and keep them in this turn of the event loop."""
+        """Whether all engines have the same weights in memory, until the event loop's next turn."""
         return self.state in (State.SERVING, State.STAGING) and not self._asleep
 
     # --- an update, from its beginning to its end ---------------------------
 
     async def run(self, update: Update, version: int | None) -> UpdateRecord:
-        """Run an update of our own routes, and return its record. ``version``: see `begin`.
-
-        An update without a rule gets the server's rule.
+        """Run an update of our own routes. ``version``: see `begin`.
 
         Raises:
             InvalidRequest: the request is bad; nothing was changed.
@@ -135,7 +133,7 @@ class Coordinator:
             update.clean_up()
 
     def begin(self, update: Update, version: int | None) -> None:
-        """Begin an update, which excludes others until `finish`. ``version``: None for the next version.
+        """Begin an update, which excludes other updates until `finish`. ``version``: None for the next version.
 
         Raises:
             InvalidRequest: the version is served already.
@@ -159,13 +157,11 @@ class Coordinator:
             raise self._running_error()
 
     async def pause(self, update: Update) -> None:
-        """Announce the update, apply its rule to running groups, and pause the engine. A failure ends the update.
-
-        On return the gate stays closed and the engine paused, until `finish`.
+        """Announce the update, apply its rule to running groups, and pause the engine until `finish`.
 
         Raises:
-            Conflict: the engine was put to sleep meanwhile.
-            UpdateFailed: groups did not finish in time, or the engine could not be paused.
+            Conflict: the engine was put to sleep meanwhile; the update has ended.
+            UpdateFailed: groups did not finish in time, or the engine could not be paused; the update has ended.
         """
         self.state = State.ANNOUNCED
         self._observers.announced(update.version)
@@ -199,9 +195,9 @@ class Coordinator:
             raise
 
     async def fail(self, update: Update, error: Exception) -> WeightsLost | None:
-        """Restore the old weights after ``error``, and end the update.
+        """Restore the old weights after ``error``, and end the update. Raises as `finish`.
 
-        Return the error that the caller must raise if the weights are lost, otherwise None. Raises as `finish`.
+        Return the error that the caller must raise if the weights are lost, otherwise None.
         """
         self.state = State.RESTORING
         try:
@@ -221,9 +217,7 @@ class Coordinator:
         return None
 
     async def finish(self, update: Update, error: BaseException | None = None) -> UpdateRecord:
-        """Resume the engine, unless the trainer paused it, and end the update. Return the update's record.
-
-        ``error``: why the update failed, or None if it succeeded.
+        """Resume the engine, unless the trainer paused it, and end the update. ``error``: why the update failed.
 
         Raises:
             WeightsLost: the engine does not resume.
@@ -271,7 +265,7 @@ class Coordinator:
         return record
 
     def _enter_lost(self, reason: str) -> WeightsLost:
-        """Enter the state LOST: the gate refuses all requests until a restart. Return a second error to raise."""
+        """Enter the state LOST, in which the gate refuses all requests. Return an error to raise."""
         self.state = State.LOST
         error = f"{reason}; restart the server"
         # The gate keeps its error for ever, so that error must not get the cause and the traceback of this update.
@@ -375,10 +369,7 @@ class Coordinator:
             await free()
 
     async def wake_up_by_trainer(self, wake_up: Callable[[], Awaitable[T]], parts: Collection[str] | None = None) -> T:
-        """Wake up parts of `MEMORY`, or all if None, by ``wake_up``, and return its answer.
-
-        The engine resumes when its last part wakes up.
-        """
+        """Wake up parts of `MEMORY`, by default all. The engine resumes when its last part wakes up."""
         self._check_no_update_announced()
         asleep = self._asleep
         woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
@@ -394,7 +385,7 @@ class Coordinator:
 
     @contextmanager
     def _ending_pause(self) -> Iterator[None]:
-        """End the trainer's pause: the block resumes the engine. Then open the gate, unless another pause has begun."""
+        """End the trainer's pause by the block, and open the gate unless another pause has begun."""
         was_paused = self.paused_by_trainer
         self._trainer_resumes += 1
         self.paused_by_trainer = False
@@ -433,7 +424,6 @@ class Coordinator:
             raise Conflict("engine", f"is asleep, and its weights are not in memory; {WAKE_UP}")
 
     def _running_error(self) -> UpdateRunning:
-        """Return the error for a call that the update in progress forbids."""
         remedy = f"it is {self.state}"
         if self._source == VLLM_ROUTES:
             remedy = "POST /finish_weight_update ends it"

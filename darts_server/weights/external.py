@@ -11,22 +11,21 @@ from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.port import Model, Update
 
 MAX_NAMES = 3
-"""Number of tensors that an error message names."""
+"""Limit of tensors that an error message names."""
 
 Step = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Session(Update):
-    """A trainer's update, from start to finish.
-
-    ``writes``: number of calls of /update_weights. ``names``: names of their tensors, as far as vLLM reports them.
-    """
+    """A trainer's update, from start to finish."""
 
     model: Model
     loaded: LoadedWeights
     writes: int = 0
+    """Number of calls of /update_weights."""
     names: list[str] = field(default_factory=list)
+    """Names of the written tensors, as far as vLLM reports them."""
 
     async def roll_back(self) -> str:
         """Restore the old weights. If they are in no file, record that the model may hold a mixture, and serve that."""
@@ -57,14 +56,14 @@ class ExternalUpdates:
     loaded: LoadedWeights
     model: Model
     _session: _Session | None = None
-    # Keeps a start that follows a finish closely from the engine until the finish has ended here. Otherwise the engine
-    # would resume with a model without weights, and die.
+    # A start that closely follows a finish waits for the end of the finish. Otherwise the engine would resume with a
+    # model without weights, and die.
     _steps: asyncio.Lock = field(default_factory=asyncio.Lock)
     _timeout: asyncio.Task[None] | None = None
     """Task that waits for the trainer's next call."""
 
     async def start(self, start: Step) -> None:
-        """Begin an update: pause the engine by the server's rule, unless the trainer paused it, and call ``start``.
+        """Pause the engine by the server's rule, unless the trainer has paused it, and call ``start``.
 
         Raises:
             Conflict: the trainer's pause is still in progress.
@@ -90,7 +89,7 @@ class ExternalUpdates:
             await self._run_step(session, "load", start)
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
-        """Write the tensors ``names`` to the model by ``write``. A failure ends the update."""
+        """Write the tensors ``names`` by ``write``. A failure ends the update."""
         async with self._steps:
             session = self._session
             if session is None:
@@ -142,7 +141,7 @@ class ExternalUpdates:
                 self._timeout = asyncio.create_task(self._time_out(session))
 
     async def _time_out(self, session: _Session) -> None:
-        """End the update if the trainer does not call in time. A call cancels this task."""
+        """End the update if the trainer does not call in time."""
         timeout = self.coordinator.settings.step_timeout
         await asyncio.sleep(timeout)
         async with self._steps:

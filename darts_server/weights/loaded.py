@@ -13,25 +13,24 @@ from darts_server.weights.tensors import TensorSet, changed_files, names_by_file
 
 @dataclass(slots=True)
 class LoadedWeights:
-    """The files that the model's weights were loaded from.
-
-    ``intact``: whether all weights are of one version. ``_tensors``: None for the checkpoint that the engine was
-    started with. ``_in_files``: whether the served weights are the weights in these files.
-    """
+    """The files that the model's weights were loaded from."""
 
     model: Model
     intact: bool = True
+    """Whether all weights have the same version."""
     _tensors: TensorSet | None = None
+    """None for the checkpoint that the engine was started with."""
     _in_files: bool = True
+    """Whether the served weights are the weights in these files."""
 
     @property
     def files(self) -> set[Path]:
-        """Paths that must not be removed."""
+        """Paths that must stay."""
         return {file.path for file in (self._tensors or {}).values()}
 
     @property
     def are_initial(self) -> bool:
-        """Whether the weights always were those of the checkpoint that the engine was started with."""
+        """Whether the weights were never updated."""
         return self._tensors is None and self._in_files
 
     def record(self, tensors: TensorSet | None) -> None:
@@ -41,7 +40,7 @@ class LoadedWeights:
         self._tensors = tensors or self._tensors
 
     def record_mixture(self) -> None:
-        """Record that the model holds a part of one version and a part of another."""
+        """Record that the weights have several versions."""
         self._in_files = self.intact = False
 
     async def complete(self, partial: TensorSet, field: str) -> TensorSet:
@@ -50,7 +49,7 @@ class LoadedWeights:
         Raises:
             InvalidRequest: about ``field``; the other tensors are in no file, or their file has changed.
         """
-        # The engine loads a fused layer (q, k and v in one matrix) only as a whole, so it always gets a full set.
+        # The engine can load a fused layer (q, k and v in one matrix) only as a whole, so it always gets a full set.
         remedy = "send a full set"
         if not self._in_files:
             raise InvalidRequest(field, f"is partial, and the other tensors came by vLLM's own routes; {remedy}")

@@ -1,4 +1,4 @@
-"""LoRA adapters of the served model: pushed, replaced and removed, one at a time.
+"""LoRA adapters of the served model.
 
 vLLM evicts adapters above ``--max-loras``, and loads them again at any time, even for requests that began with a
 previous adapter of that name. So each name has a path that stays, a symbolic link.
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
+from typing import Unpack
 
 from anyio.to_thread import run_sync
 
@@ -25,7 +26,7 @@ from darts_server.weights.lora_config import (
     dump_config,
     parse_config,
 )
-from darts_server.weights.port import LoraEngine, Rule, Update
+from darts_server.weights.port import LoraEngine, LoraOptions, Rule, Update
 from darts_server.weights.staging import BUFFER_BYTES, Staging
 from darts_server.weights.tensors import check_numbers, read_tensors, resolve_path
 
@@ -39,9 +40,8 @@ LINK_PREFIX = "lora-"
 
 @dataclass(frozen=True, slots=True)
 class LoadedLora:
-    """A LoRA adapter that is served. ``version``: version of the update that loaded it."""
-
     version: int
+    """Version of the update that loaded it."""
     config: LoraConfig
     folder: Path
 
@@ -52,48 +52,43 @@ Fetch = Callable[[LoraLayers], Awaitable[tuple[LoraConfig, Path]]]
 
 @dataclass(frozen=True, slots=True)
 class Loras:
-    """Updates the LoRA adapters of the model.
-
-    ``engine``: None if the server was started without LoRA. ``root``: see `Updates`. ``served``: the pushed adapters.
-    """
+    """Updates the LoRA adapters of the model. See `Updates`."""
 
     coordinator: Coordinator
     engine: LoraEngine | None
+    """None if the server was started without LoRA."""
     staging: Staging
     root: Path | None
     served: dict[str, LoadedLora] = dataclass_field(default_factory=dict)
+    """Adapters by name."""
 
     async def push(
         self,
         name: str,
         config: str,
         body: Callable[[int], AsyncIterator[bytes]],
-        rule: Rule | None = None,
+        *,
         version: int | None = None,
-        check_finite: bool = True,
+        **options: Unpack[LoraOptions],
     ) -> UpdateRecord:
         """Serve a LoRA adapter from PEFT's configuration and the bytes of a safetensors file.
 
-        ``body``: called with the largest number of bytes that it may yield. Raises as `Coordinator.run`, and
-        `Forbidden` if the server was started without LoRA.
+        See `Updates.push`. Also raises `Forbidden` if the server was started without LoRA.
         """
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             return parse_config(config, "config"), await self.staging.write(body(layers.max_bytes))
 
-        update = _LoraUpdate(
-            source="push", rule=rule, lora=name, check_finite=check_finite, loras=self, fetch=fetch, field="body"
-        )
+        update = _LoraUpdate(source="push", lora=name, loras=self, fetch=fetch, field="body", **options)
         return await self._run(update, version)
 
     async def load(
         self,
         name: str,
         path: str,
-        rule: Rule | None = None,
+        *,
         version: int | None = None,
-        check_finite: bool = True,
-        when_staged: Callable[[], Awaitable[None]] | None = None,
+        **options: Unpack[LoraOptions],
     ) -> UpdateRecord:
         """Serve a LoRA adapter from a copy of PEFT's folder under the root. Raises as `push`."""
 
@@ -119,33 +114,16 @@ class Loras:
                     raise InvalidRequest(FIELD, problem)
                 return parse_config(config, FIELD), await self.staging.write(chunks())
 
-        update = _LoraUpdate(
-            source="disk",
-            rule=rule,
-            lora=name,
-            check_finite=check_finite,
-            when_staged=when_staged,
-            loras=self,
-            fetch=fetch,
-            field=FIELD,
-        )
+        update = _LoraUpdate(source="disk", lora=name, loras=self, fetch=fetch, field=FIELD, **options)
         return await self._run(update, version)
 
     async def remove(self, name: str) -> UpdateRecord:
         """Stop serving a LoRA adapter when no running request uses it. Raises as `push`, and `NotFound`."""
         # No other rule is possible, because requests cannot continue without the adapter.
-        update = _LoraUpdate(
-            source="delete",
-            rule=Rule.FINISH,
-            lora=name,
-            loras=self,
-            fetch=None,
-            field="name",
-        )
+        update = _LoraUpdate(source="delete", lora=name, loras=self, rule=Rule.FINISH)
         return await self._run(update, None)
 
     async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:
-        """Check that adapters are enabled and that the name fits the update, and run the update."""
         name = update.lora
         if self.engine is None:
             raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
@@ -168,15 +146,14 @@ def check_adapter_numbers(folder: Path) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _LoraUpdate(Update):
-    """Adds, replaces or removes a LoRA adapter.
-
-    ``fetch``: fetches the new adapter, or None to remove the old one. ``field``: field of the request that errors name.
-    """
+    """Adds, replaces or removes a LoRA adapter."""
 
     lora: str
     loras: Loras
-    fetch: Fetch | None
-    field: str
+    fetch: Fetch | None = None
+    """Fetches the new adapter. None to remove the old adapter."""
+    field: str = ""
+    """Field of the request that errors of the new adapter name."""
     new: LoadedLora | None = None
 
     @property
@@ -186,7 +163,7 @@ class _LoraUpdate(Update):
         return self.loras.engine
 
     async def stage(self) -> None:
-        """Fetch and check the adapter, write the folder that vLLM loads, and set ``new``. A removal has none."""
+        """Fetch and check the adapter, write the folder that vLLM loads, and set ``new``."""
         fetch = self.fetch
         if fetch is None:
             return
@@ -231,11 +208,11 @@ class _LoraUpdate(Update):
                 link.unlink(missing_ok=True)
 
     async def _load_or_unload(self, phase: str, adapter: LoadedLora | None) -> None:
-        """Load an adapter into the engine under the update's name, or unload that name if the adapter is None."""
+        """Load an adapter under the update's name, or unload the name if the adapter is None."""
         if adapter is None:
             await self.run_phase(phase, lambda: self.engine.unload(self.lora))
             return
-        # The engine loads the adapter from a link with the update's name. Replace this link atomically.
+        # Replace the link with this name atomically.
         link = adapter.folder.with_name(LINK_PREFIX + self.lora)
         new = adapter.folder.with_name(f"new-{LINK_PREFIX}")
         new.unlink(missing_ok=True)

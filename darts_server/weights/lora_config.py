@@ -10,7 +10,7 @@ from darts_server.exceptions import InvalidRequest
 from darts_server.weights.tensors import FLOAT_DTYPES, MAX_HEADER_BYTES, WIDEST_DTYPE_BYTES, TensorSet
 
 MAX_CONFIG_BYTES = 1 << 16
-"""Limit of a configuration. PEFT's own have about 1,000 bytes."""
+"""PEFT's configurations have about 1,000 bytes."""
 MAX_ALPHA = 1e9
 PREFIX = "base_model.model."
 LORA_A = ".lora_A.weight"
@@ -46,9 +46,10 @@ class LoraConfig:
 
 @dataclass(frozen=True, slots=True)
 class LoraLayers:
-    """Layers that a LoRA adapter can change. ``shapes``: (outputs, inputs) of the weights, by layer name."""
+    """Layers that a LoRA adapter can change."""
 
     shapes: Mapping[str, tuple[int, int]]
+    """(outputs, inputs) of the weights, by layer name."""
     max_rank: int
 
     @property
@@ -135,7 +136,7 @@ def check_lora(
 
 
 def dump_config(config: LoraConfig, tensors: TensorSet) -> str:
-    """Return the text of ``adapter_config.json`` for the engine. `parse_config` and `check_lora` checked all of it."""
+    """Return the ``adapter_config.json`` that the engine reads."""
     targets = sorted({name.removeprefix(PREFIX).removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors})
     return json.dumps(
         {

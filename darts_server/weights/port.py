@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypedDict, TypeVar
 
 from darts_server.exceptions import UpdateFailed
 from darts_server.weights.lora_config import LoraLayers
@@ -33,41 +33,54 @@ RuleName = Literal["finish", "keep", "restart"]
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings:
-    """The default rule and the timeouts, in seconds.
-
-    ``wait_timeout``: for running groups. ``step_timeout``: for any other phase, and between two calls of a trainer that
-    updates the model through vLLM's routes.
-    """
+    """The default rule, and the timeouts in seconds."""
 
     rule: Rule = Rule.FINISH
     wait_timeout: float = WAIT_FACTOR * STEP_TIMEOUT
+    """For running groups."""
     step_timeout: float = STEP_TIMEOUT
+    """For any other phase, and between two calls of a trainer that updates the model through vLLM's routes."""
+
+
+class LoraOptions(TypedDict, total=False):
+    """Options of an update of a LoRA adapter, see `Update`."""
+
+    rule: Rule | None
+    check_finite: bool
+    when_staged: Callable[[], Awaitable[None]]
+
+
+class WeightOptions(LoraOptions, total=False):
+    """Options of an update of the model's weights, see `Update`."""
+
+    partial: bool
+    repeat_version: bool
 
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """A weight update in progress. Its steps are called in the order of the methods.
-
-    ``rule``: None if the trainer paused the engine itself. ``check_finite``: whether to refuse NaN and infinity.
-    ``repeat_version``: whether the version may be the served version.
-    ``lora``: name of the LoRA adapter that is updated, or None for the model. ``when_staged``: awaited when the new
-    weights were checked; a failure refuses the update. ``version``: version of the new weights. ``timeout``: seconds of
-    each phase at most. ``seconds``: duration of each phase.
-    """
+    """A weight update in progress. Its steps are called in the order of the methods."""
 
     source: str
-    rule: Rule | None
+    rule: Rule | None = None
+    """None for the server's rule; later also None if the trainer paused the engine itself."""
     partial: bool = False
     check_finite: bool = True
+    """Whether to refuse NaN and infinity."""
     repeat_version: bool = False
+    """Whether the version may be the served version."""
     lora: str | None = None
+    """Name of the LoRA adapter that is updated, or None for the model."""
     when_staged: Callable[[], Awaitable[None]] | None = None
+    """Awaited when the new weights were checked. A failure refuses the update."""
     version: int = 0
     timeout: float = STEP_TIMEOUT
+    """Maximum seconds of each phase."""
     seconds: dict[str, float] = field(default_factory=dict)
+    """Duration of each phase."""
 
     async def stage(self) -> None:
-        """Fetch and check the new weights while the engine serves the old ones. A failure changes nothing."""
+        """Fetch and check the new weights while the old weights are served. A failure changes nothing."""
 
     async def apply(self) -> None:
         """Load the staged weights into the paused engine. A failure leaves its weights undefined."""
@@ -83,7 +96,7 @@ class Update:
         """Remove staged files that are no longer needed. Called after every update."""
 
     async def run_phase(self, phase: str, step: Callable[[], Awaitable[T]], timeout: float | None = None) -> T:
-        """Await ``step`` within the timeout, add its duration to ``seconds``, and return its result.
+        """Await ``step`` within the timeout, by default `timeout`, and add its duration to ``seconds``.
 
         Raises:
             UpdateFailed: the step timed out.
@@ -124,13 +137,11 @@ class LoraEngine(Protocol):
 
 
 class Model(Protocol):
-    """The model that an engine serves. Methods raise `UpdateFailed` if its weights may be undefined.
-
-    ``loras``: None if the server was started without LoRA.
-    """
+    """The model that an engine serves. Methods raise `UpdateFailed` if its weights may be undefined."""
 
     @property
-    def loras(self) -> LoraEngine | None: ...
+    def loras(self) -> LoraEngine | None:
+        """None if the server was started without LoRA."""
 
     @property
     def weight_version(self) -> int: ...
@@ -146,7 +157,7 @@ class Model(Protocol):
         """Return the checkpoint that the engine was started with. Raises as `expected_tensors`."""
 
     async def pause(self) -> None:
-        """Pause all requests, and clear every cache that was computed with the weights."""
+        """Pause all requests, and clear the caches that were computed with the weights."""
 
     async def resume(self) -> None:
         """Resume all requests. Does nothing if the engine is not paused."""
@@ -155,7 +166,7 @@ class Model(Protocol):
         """Abort all running requests, which would continue with undefined weights."""
 
     async def load(self, files: FilePlan) -> None:
-        """Load a full set of weights into the paused engine, from the files that were checked."""
+        """Load a full set of weights into the paused engine."""
 
     async def abandon_update(self) -> None:
         """End an update through vLLM's own routes, if there is one. Incomplete layers keep their old tensors."""

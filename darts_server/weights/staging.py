@@ -27,10 +27,7 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Staging:
-    """Writes files to a folder that is created with the first file.
-
-    ``parent``: folder to create it in, or None for the system's folder for temporary files.
-    """
+    """A folder below ``parent`` that is created with its first file. ``parent``: by default for temporary files."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self._parent = parent or Path(tempfile.gettempdir())
@@ -59,7 +56,7 @@ class Staging:
             self._lock = None
 
     async def write(self, chunks: AsyncIterator[bytes]) -> Path:
-        """Write bytes to a new file as they arrive, and return its path. After a failure the file is removed.
+        """Write bytes to a new file as they arrive. After a failure the file is removed.
 
         Raises:
             DiskFull
@@ -98,7 +95,6 @@ class Staging:
             path.unlink(missing_ok=True)
 
     def glob(self, pattern: str) -> list[Path]:
-        """Return the paths in the folder that match."""
         if self._folder is None:
             return []
         return list(self._folder.glob(pattern))

@@ -35,15 +35,14 @@ NONFINITE = {
     "F8_E5M2": (1, 0x7C),
     "F8_E4M3": (1, 0x7F),
 }
-"""Floating-point formats by safetensors' names: bytes, and bits of the smallest positive value that is not finite."""
+"""Floating-point formats: bytes, and bits of the smallest positive value that is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Shape and dtype of a tensor; ``dtype`` is safetensors' name, such as ``BF16``."""
-
     shape: tuple[int, ...]
     dtype: str
+    """Safetensors' name, such as ``BF16``."""
 
     def __str__(self) -> str:
         return f"{self.dtype} of shape {list(self.shape)}"
@@ -51,27 +50,25 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A safetensors file. ``stamp``: stamp of the file when its header was read."""
-
     path: Path
     tensors: Mapping[str, Tensor]
     stamp: Stamp
+    """Taken when the header was read."""
 
 
 TensorSet = Mapping[str, TensorFile]
 """File of each tensor, by the tensor's name."""
 FilePlan = Sequence[tuple[TensorFile, Sequence[str]]]
+"""Files, each with the names of the tensors to load."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensors:
-    """The tensors of a full set for a model.
-
-    ``tied``: names of tensors that a set may have too, each with the name of the tensor that it must equal.
-    """
+    """The tensors of a full set for a model."""
 
     tensors: Mapping[str, Tensor]
     tied: Mapping[str, str]
+    """Names of tensors that a set may have too, each with the name of the tensor that it must equal."""
 
     @property
     def max_bytes(self) -> int:
@@ -80,9 +77,7 @@ class ExpectedTensors:
 
 
 def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
-    """Return the absolute path for a caller's path, and the root to open it below.
-
-    :mod:`darts_server.files` refuses links and special files.
+    """Return the absolute path for a caller's path, and the root to open it below with `files.open_file`.
 
     Raises:
         Forbidden: there is no root.
@@ -106,9 +101,7 @@ def resolve_path(root: Path | None, path: str) -> tuple[Path, Path]:
 
 
 def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
-    """Read the headers of a safetensors file or of a folder's files, see `_list_files`. Return their tensors.
-
-    ``root``: see `files.open_file`.
+    """Read the headers of a safetensors file, or of the files of a folder. ``root``: see `files.open_file`.
 
     Raises:
         InvalidRequest: about ``field``; a file is missing, not regular, not safetensors, or incomplete.
@@ -183,7 +176,7 @@ def check_tensors(
 
 
 def check_numbers(tensors: TensorSet, field: str) -> None:
-    """Check that all numbers of a set are finite, by reading all data once.
+    """Check that all numbers of a set are finite.
 
     Raises:
         InvalidRequest: about ``field``; names the first tensor with NaN or infinity.
@@ -215,7 +208,6 @@ def changed_files(tensors: TensorSet) -> list[Path]:
 
 
 def names_by_file(tensors: TensorSet) -> FilePlan:
-    """Return each file of a set with the names of the tensors that the set has from it."""
     files: dict[Path, tuple[TensorFile, list[str]]] = {}
     for name, file in tensors.items():
         _, names = files.setdefault(file.path, (file, []))
@@ -272,8 +264,8 @@ def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) ->
 
 
 def _read_header(file: BinaryIO) -> Mapping[str, tuple[int, int]]:
-    """Return the byte range of each tensor's data in a file that was just opened, which safetensors does not expose."""
-    # The format is: length of the header (8 bytes, little-endian), header, data.
+    """Return the byte range of each tensor's data, which safetensors does not expose."""
+    # A file has the length of the header (8 bytes, little-endian), the header and the data.
     length = int.from_bytes(file.read(8), "little")
     header = json.loads(file.read(length))
     offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from pathlib import Path
+from typing import Unpack
 
 from anyio.to_thread import run_sync
 
@@ -16,7 +17,7 @@ from darts_server.weights.coordinator import Coordinator
 from darts_server.weights.external import ExternalUpdates
 from darts_server.weights.loaded import LoadedWeights
 from darts_server.weights.lora import Loras
-from darts_server.weights.port import Groups, Model, NoGroups, Rule, Update, UpdateSettings
+from darts_server.weights.port import Groups, Model, NoGroups, Update, UpdateSettings, WeightOptions
 from darts_server.weights.staging import Staging
 from darts_server.weights.tensors import (
     TensorSet,
@@ -33,8 +34,8 @@ class Updates:
     """Updates the model's weights.
 
     Args:
-        root: folder that callers may name paths in, or None to allow none.
-        groups: the running groups, or None for an engine without groups.
+        root: folder that callers may name paths in.
+        groups: by default, the engine has no groups.
     """
 
     def __init__(
@@ -64,15 +65,13 @@ class Updates:
     async def push(
         self,
         body: Callable[[int], AsyncIterator[bytes]],
-        rule: Rule | None = None,
+        *,
         version: int | None = None,
-        partial: bool = False,
-        check_finite: bool = True,
+        **options: Unpack[WeightOptions],
     ) -> UpdateRecord:
         """Update from the bytes of a safetensors file. Raises as `Coordinator.run`.
 
-        ``body``: called with the largest number of bytes that it may yield. ``rule``: None for the server's rule.
-        ``version``: None for the next version.
+        ``body``: called with the largest number of bytes that it may yield. ``version``: None for the next version.
         """
 
         async def fetch() -> TensorSet:
@@ -80,26 +79,15 @@ class Updates:
             path = await self.staging.write(body(limit))
             return await run_sync(read_tensors, path, "body")
 
-        update = _WeightUpdate(
-            source="push",
-            rule=rule,
-            partial=partial,
-            check_finite=check_finite,
-            owner=self,
-            fetch=fetch,
-            field="body",
-        )
+        update = _WeightUpdate(source="push", owner=self, fetch=fetch, field="body", **options)
         return await self.coordinator.run(update, version)
 
     async def load(
         self,
         path: str,
-        rule: Rule | None = None,
+        *,
         version: int | None = None,
-        partial: bool = False,
-        check_finite: bool = True,
-        repeat_version: bool = False,
-        when_staged: Callable[[], Awaitable[None]] | None = None,
+        **options: Unpack[WeightOptions],
     ) -> UpdateRecord:
         """Update from a file or folder under the root. It must not change while its weights are served.
 
@@ -112,31 +100,22 @@ class Updates:
             resolved, root = await run_sync(resolve_path, self._root, path)
             return await run_sync(read_tensors, resolved, "path", root)
 
-        update = _WeightUpdate(
-            source="disk",
-            rule=rule,
-            partial=partial,
-            check_finite=check_finite,
-            repeat_version=repeat_version,
-            when_staged=when_staged,
-            owner=self,
-            fetch=fetch,
-            field="path",
-        )
+        update = _WeightUpdate(source="disk", owner=self, fetch=fetch, field="path", **options)
         return await self.coordinator.run(update, version)
 
 
 @dataclass(slots=True, kw_only=True)
 class _WeightUpdate(Update):
-    """Replaces the model's weights. ``fetch``: returns the tensors that ``field`` of the request has or names."""
+    """Replaces the model's weights."""
 
     owner: Updates
     fetch: Callable[[], Awaitable[TensorSet]]
+    """Returns the tensors that ``field`` of the request has or names."""
     field: str
     tensors: TensorSet = dataclass_field(default_factory=dict)
 
     async def stage(self) -> None:
-        """Fetch and check the tensors. A part of the model's tensors is completed by the tensors that are served."""
+        """Fetch and check the tensors. The served tensors complete a part."""
         given = await self.run_phase("transfer", self.fetch)
 
         async def check() -> TensorSet:

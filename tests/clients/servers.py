@@ -177,7 +177,7 @@ def application(
         live, updates = Monitor(rollouts, app.state.sessions), Mock(spec=Coordinator, version=7, state=State.SERVING)
         rollouts.observers.group_ended.add(live.group_ended)
         updates.last = UpdateRecord(7, UpdateOutcome.COMPLETED, "push", "finish", False, {"wait": 1.7, "load": 0.3})
-        monitored = MonitorSources(live, statistics.rewards, updates, lambda: store.fault)
+        monitored = MonitorSources(live, statistics.rewards, updates, store)
         app.state.sessions = SessionRegistry(rollouts)
         parts = {"control": control, "batches": batches, "votes": votes, "monitored": monitored}
         parts["session_registry"] = app.state.sessions

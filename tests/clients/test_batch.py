@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +88,7 @@ def as_tensors(answer: dict[str, Any], **changes: Any) -> bytes:
             item["token_ids"], item["logprobs"] = row, None if item["logprobs"] is None else row
             item.update(changes)
     tensors.answer = json.dumps(answer).encode()
-    response = tensors.response()
+    response = tensors.response(ExitStack())
 
     async def read() -> bytes:
         return b"".join([bytes(chunk) async for chunk in response.body_iterator])  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import asyncio
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from darts_server.http.token_tensors import CHUNK_BYTES, CHUNK_ROWS, MEDIA_TYPE, TokenTensors
+from darts_server.http.answers import SLICE_BYTES
+from darts_server.http.token_tensors import CHUNK_ROWS, MEDIA_TYPE, TokenTensors
 
 Row = tuple[Sequence[int], Sequence[float] | None]
 
@@ -19,7 +21,7 @@ def chunks_of(rows: Sequence[Row], answer: bytes) -> tuple[list[bytes], dict[str
     tensors = TokenTensors()
     assert [tensors.add(*row) for row in rows] == list(range(len(rows)))
     tensors.answer = answer
-    response = tensors.response()
+    response = tensors.response(ExitStack())
     assert response.media_type == MEDIA_TYPE
 
     async def read() -> list[bytes]:
@@ -64,10 +66,10 @@ def test_every_row_is_read_back_exactly(rows: list[Row], answer: bytes) -> None:
 
 
 def test_the_event_loop_gets_a_turn_after_each_part() -> None:
-    long = array("i", range(3 * CHUNK_BYTES // 4 + 1))
-    chunks, _ = chunks_of([(long, None), (long, None)], bytes(2 * CHUNK_BYTES))
+    long = array("i", range(3 * SLICE_BYTES // 4 + 1))
+    chunks, _ = chunks_of([(long, None), (long, None)], bytes(2 * SLICE_BYTES))
     assert len(chunks) > 8
-    assert max(map(len, chunks)) <= 2 * CHUNK_BYTES
+    assert max(map(len, chunks)) <= 2 * SLICE_BYTES
     short = [([1], None)] * (3 * CHUNK_ROWS)
     chunks, _ = chunks_of(short, b"")
     assert max(len(chunk) for chunk in chunks[1:]) == 4 * CHUNK_ROWS

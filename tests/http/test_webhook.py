@@ -59,6 +59,23 @@ async def test_a_receiver_that_is_down_loses_its_events_and_is_logged_once(caplo
     assert "http://harness/events" in caplog.text
 
 
+async def test_each_retry_waits_longer_than_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "PAUSE_SECONDS", 0.05)
+    times: list[float] = []
+
+    async def fail(request: httpx.Request) -> httpx.Response:
+        times.append(asyncio.get_running_loop().time())
+        return httpx.Response(503)
+
+    async with Webhook("http://harness/events", httpx.MockTransport(fail)).running() as sent:
+        sent.send("g", "s", "stopped", None)
+        async with asyncio.timeout(5):
+            while not sent.dropped:
+                await asyncio.sleep(0.01)
+    assert times[1] - times[0] > 0.04
+    assert times[2] - times[1] > 0.08
+
+
 async def test_a_slow_receiver_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "MAX_WAITING", 2)
     sent = Webhook("http://harness/events")

@@ -4,8 +4,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from darts_server.metrics.collectors import WeightMetrics, hide_creation_times
-from darts_server.metrics.rollouts import GAUGES, TOTALS, RolloutMetrics
+from darts_server.metrics.collectors import Reads, WeightMetrics, hide_creation_times
+from darts_server.metrics.rollouts import DEADLINE_GAUGES, GAUGES, TOTALS, RolloutMetrics
 from darts_server.records import CandidateRecord, CohortRecord, GroupRecord, UpdateRecord
 from darts_server.types import (
     DiscardReason,
@@ -17,6 +17,8 @@ from darts_server.types import (
     UpdateOutcome,
     VoteOutcome,
 )
+
+UNKNOWN: Reads = dict.fromkeys([*GAUGES, *TOTALS, *DEADLINE_GAUGES], lambda *_: None)
 
 
 def candidate(
@@ -50,7 +52,7 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None
 
 def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
     registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", UNKNOWN, registry)
     metrics.candidates_started(3)
     metrics.group_ended(record())
 
@@ -72,7 +74,7 @@ def test_a_group_is_counted_once_with_all_its_candidates_and_tokens() -> None:
 
 def test_resumed_tokens_are_counted() -> None:
     registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", UNKNOWN, registry)
     metrics.group_ended(record())
     assert value(registry, "darts_resumed_groups_total") == value(registry, "darts_resumed_tokens_total") == 0
     resumed = tuple(replace(each, resumed=5 * each.index) for each in record().candidates)
@@ -84,13 +86,13 @@ def test_resumed_tokens_are_counted() -> None:
 def test_no_series_shows_when_it_was_created() -> None:
     hide_creation_times()
     registry = CollectorRegistry()
-    RolloutMetrics("tiny", registry=registry)
+    RolloutMetrics("tiny", UNKNOWN, registry)
     assert b"_created" not in generate_latest(registry)
 
 
 def test_counters_exist_from_the_start_and_no_label_grows_with_use() -> None:
     registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", UNKNOWN, registry)
     before = counted(registry)
     assert ("darts_groups_total", "failed") in before
     metrics.candidates_started(3)
@@ -148,7 +150,7 @@ def test_gauges_read_their_sources_at_each_scrape() -> None:
 
 def test_a_cohort_reports_its_budget_its_deadline_and_its_time() -> None:
     registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", UNKNOWN, registry)
     cohort = CohortRecord("darts_cut", 64, 12.5, 60, measured_seconds=2.5, stale_tokens=7)
     metrics.cohort_ended(cohort)
     metrics.cohort_ended(replace(cohort, deadline=None, explored=True))
@@ -163,7 +165,7 @@ def test_a_cohort_reports_its_budget_its_deadline_and_its_time() -> None:
 
 def test_cut_candidates_and_explored_tails_are_counted() -> None:
     registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", UNKNOWN, registry)
     tail = replace(candidate(2, 30, selected_as=SelectedAs.LONG), cut=True)
     metrics.group_ended(record(candidates=(candidate(0, 10, selected_as=SelectedAs.SHORT), tail)))
     metrics.group_ended(record(cohort_deadline=25, completion_length=20, explored=True))
@@ -177,7 +179,7 @@ def test_cut_candidates_and_explored_tails_are_counted() -> None:
 
 def test_votes_are_counted_by_outcome_with_the_candidates_that_they_stopped() -> None:
     registry = CollectorRegistry()
-    metrics = RolloutMetrics("tiny", registry=registry)
+    metrics = RolloutMetrics("tiny", UNKNOWN, registry)
     for stopped in (3, 1):
         metrics.vote_ended(VoteOutcome.DECIDED_EARLY, stopped)
     metrics.vote_ended(VoteOutcome.COUNTED, 0)

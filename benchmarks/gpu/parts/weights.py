@@ -104,9 +104,9 @@ async def run_updates(bench: Bench, budget: Budget, result: Table, folder: Path,
             await bench.drain()
             start = time.perf_counter()
             if path == DISK:
-                record = await updates.load(CHECKPOINT, Rule.KEEP)
+                record = await updates.load(CHECKPOINT, rule=Rule.KEEP)
             else:
-                record = await updates.push(lambda _: _pieces(folder / CHECKPOINT), Rule.KEEP)
+                record = await updates.push(lambda _: _pieces(folder / CHECKPOINT), rule=Rule.KEEP)
             total = time.perf_counter() - start
             await bench.request(0, bench.params(1), f"{path}-{number}")  # it serves again
             estimates[path] = _estimate(1, total)

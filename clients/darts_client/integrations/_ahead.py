@@ -58,14 +58,14 @@ Request = Callable[[Sequence[int], Sequence[TokenIds], int], Sequence[Group]]
 
 
 class BatchesAhead:
-    """Draws prompts in their order, and returns the groups that are complete first. Every prompt is returned once.
+    """Returns the groups that are complete first, and every prompt once.
 
     Args:
         order: numbers of prompts after ``position``.
         size: number of groups in a batch.
         ahead: additional prompts that are started, as a share of ``size``.
         batches: number of batches. Towards the end fewer prompts are started, so that none is left.
-        request: requests a batch, in another thread if the batch is prefetched.
+        request: is called in another thread if the batch is prefetched.
         long_rounds: whether unfinished prompts wait until they fill a batch of their own.
     """
 
@@ -96,7 +96,7 @@ class BatchesAhead:
         self._next: Future[Batch] | None = None
 
     def next(self) -> Batch:
-        """Return the prefetched batch, or else request a batch now."""
+        """Return the prefetched batch, or request a batch."""
         prefetched = self._next
         self._next = None
         if prefetched is None:
@@ -105,13 +105,12 @@ class BatchesAhead:
         return prefetched.result()
 
     def prefetch(self) -> None:
-        """Request the next batch in the background, unless the last batch was returned."""
+        """Request the next batch, if any, in the background."""
         if self._batches_left:
             self._next = self._background.submit(self._draw())
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether the next batch was requested."""
         return self._next is not None
 
     def close(self) -> None:
@@ -127,7 +126,7 @@ class BatchesAhead:
         return partial(self._request_batch, started, self._tokenize(started), self._drawn + len(new), waiting)
 
     def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the pending prompts to start again, the pending prompts that wait, and the number of new prompts."""
+        """Return the pending prompts to start, the pending prompts that wait, and the number of new prompts."""
         num_undrawn = self._batches_left * self._size - len(pending) - len(self._surplus)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0

@@ -110,7 +110,7 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
         return increases | _read_samples(text, GAUGES)
 
     def _attempt(self, what: str, action: Callable[[], Any]) -> Any:
-        """Return the action's result, or None if it fails. Only the first failure is logged."""
+        """Return the action's result, or None if it fails. Log the first failure."""
         try:
             return action()
         except (DartsError, OSError) as error:

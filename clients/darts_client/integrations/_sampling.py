@@ -37,15 +37,13 @@ SAMPLING = frozenset(NEUTRAL) | {
 
 
 class Sampled(WireModel):
-    """An answer."""
-
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     """`stop`, `length`, or `abort` if the request was aborted and the tokens are a beginning."""
     logprobs: ChoiceLogprobs | None = None
     prompt_tokens: int = 0
-    """Number of tokens of the prompt, as the server counts."""
+    """As the server counts."""
 
     @property
     def token_logprobs(self) -> list[float]:

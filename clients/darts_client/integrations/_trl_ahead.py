@@ -118,11 +118,7 @@ class AheadOptions:
 
 
 class PromptsAhead:
-    """Samples the batches of a trainer.
-
-    The prompts are TRL's, in TRL's order. At the end of training each prompt was trained on as often as without this
-    class.
-    """
+    """Samples the batches of a trainer, with TRL's prompts in TRL's order, each as often as TRL would."""
 
     def __init__(self, trainer: Any, options: AheadOptions, server: Server, position: Position | None) -> None:
         self._trainer = trainer
@@ -188,9 +184,9 @@ class PromptsAhead:
         self._requests.cancel()
 
     def _request(self, numbers: Sequence[int], token_ids: Sequence[Sequence[int]], wanted: int) -> list[Group]:
-        """Request groups. The metadata of a prompt has the columns of its row, which verifiers read."""
         if not self._options.needs_rewards:
             return self._requests.request(token_ids, wanted)
+        # Verifiers read the columns of the data set in the metadata.
         rows = [self._trainer.train_dataset[number] for number in numbers]
         prompts = [PromptSpec(ids, metadata=json_columns(row)) for ids, row in zip(token_ids, rows, strict=True)]
         return self._requests.request(prompts, wanted)
@@ -263,7 +259,7 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
 
 
 def as_answer(batch: Batch) -> dict[str, Any]:
-    """Return a batch in the form of an answer of TRL's client."""
+    """Return a batch as an answer of TRL's client."""
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     return {
         "prompt_ids": [list(ids) for ids in batch.token_ids],

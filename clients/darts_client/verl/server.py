@@ -137,7 +137,7 @@ class DartsServer:
                 await self._sampler.request("POST", "/pause?mode=abort", json={})
 
     async def _served(self, call: Any, *arguments: Any, **options: Any) -> Any:
-        """Await a call to the server, and again if the server ended meanwhile."""
+        """Await a call, and again if the server ended meanwhile."""
         while True:
             process = self._process
             try:
@@ -215,7 +215,7 @@ class DartsServer:
         )
 
     def _pop_limit(self, sampling: dict[str, Any], prompt_tokens: int) -> int:
-        """Return the largest number of tokens of the answer, and remove it from the sampling parameters."""
+        """Remove the limit from the sampling parameters, and return the answer's maximum number of tokens."""
         room = self._max_model_len - prompt_tokens
         if room < 1:
             raise ValueError(
@@ -230,7 +230,7 @@ class DartsServer:
         return int(max(1, min(limit, room)))
 
     async def _is_admitted(self) -> bool:
-        """Wait while generation is paused. Return False if requests are rejected meanwhile."""
+        """Wait while generation is paused. Return False if requests are rejected."""
         while self._is_paused or self._asleep:
             if self._rejects:
                 return False

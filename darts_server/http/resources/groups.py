@@ -34,7 +34,7 @@ from darts_server.rollout.observers.reward_matching import GroupRewards, RewardM
 from darts_server.types import FinishReason, Outcome
 
 LISTED_GROUPS = 100
-"""Limit of groups in the list. Every kept group can be read by its id."""
+"""Every kept group can be read by its id."""
 INLINE_CANDIDATES = 256
 """Limit of candidates that are encoded in the event loop: they take 5 ms."""
 
@@ -67,7 +67,7 @@ class CandidateAnswer(BaseModel):
 
     @classmethod
     def of(cls, group: GroupRecord, record: CandidateRecord, rank: int | None, rewards: GroupRewards) -> Self:
-        """Return the answer for a candidate. Reported ``rewards`` replace the rewards in the record."""
+        # Reported rewards replace the verifier's rewards in the record.
         reward, correct = rewards.by_index.get(record.index, (record.reward, record.correct))
         # Fields that the record does not have under the same name.
         others = {

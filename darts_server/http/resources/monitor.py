@@ -17,6 +17,7 @@ from darts_server.http.resources.weights import UpdateAnswer
 from darts_server.http.sse import MEDIA_TYPE, EventStream, encode
 from darts_server.rollout.learned.statistics import Rewards, summarize
 from darts_server.rollout.observers.monitor import MaySee, Monitor, Viewer
+from darts_server.store import Store
 from darts_server.types import Outcome
 from darts_server.weights.coordinator import Coordinator
 
@@ -120,13 +121,10 @@ class MonitorAnswer(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class MonitorSources:
-    """Objects that the monitor reads."""
-
     monitor: Monitor
     rewards: Rewards
     updates: Coordinator
-    fault: Callable[[], str | None]
-    """Returns the fault of the store."""
+    store: Store
     stopping: Callable[[], bool] = lambda: False
     """Returns whether streams should end."""
     streams: Readers = field(default_factory=lambda: Readers("the live monitor", MAX_VIEWERS))
@@ -141,7 +139,7 @@ class MonitorSources:
         learned = summarize(self.rewards.dataset)
         if learned is not None:
             rewards = MonitorRewards.model_validate(learned)
-        return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.fault()).model_dump(mode="json")
+        return MonitorHealth(weights=weights, rewards=rewards, store_fault=self.store.fault).model_dump(mode="json")
 
 
 def add_routes(api: APIRouter, sources: MonitorSources) -> None:
@@ -170,12 +168,10 @@ async def events(
     interval: float = INTERVAL_SECONDS,
     quiet: float = QUIET_SECONDS,
 ) -> AsyncGenerator[bytes, None]:
-    """Yield a ``snapshot`` for one viewer, and then an ``update`` for changes, at most every ``interval`` seconds.
+    """Yield a ``snapshot``, and then an ``update`` for changes, at most every ``interval`` seconds.
 
-    The next event is made when the previous event was sent. So a slow reader gets all changes in one event.
-
-    Args:
-        quiet: seconds after which an update is sent in any case.
+    The next event is made when the previous event was sent. So a slow reader gets all changes in one event. After
+    ``quiet`` seconds an update is sent in any case.
     """
     viewer = Viewer(sources.monitor, may_see)
     sent_health = None

@@ -44,6 +44,7 @@ from darts_server.http.resources.trajectories import (
     trajectory_fields,
 )
 from darts_server.identifiers import NAME_CHARS, Name
+from darts_server.records import CandidateRecord
 from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone, GroupResult, Unfinished
@@ -145,12 +146,14 @@ class ChatOptionsIn(Body):
                 options[name] = Raw(msgspec.json.encode(value))
         return options
 
-    def check_messages(self, messages: bytes | None) -> None:
-        """Refuse chat options without messages, by a ValueError."""
-        if messages is not None:
-            return
+    def check_prompt(self, *forms: str) -> None:
+        """Raise ValueError unless one of the fields ``forms`` is given, and it has messages if there are options."""
+        given = [name for name in forms if getattr(self, name) is not None]
+        if len(given) != 1:
+            choice = f"{', '.join(forms[:-1])} and {forms[-1]}"
+            raise ValueError(f"give exactly one of {choice}, got {given or 'none'}")
         options = self.chat_options()
-        if options:
+        if options and given != ["messages"]:
             raise ValueError(f"{next(iter(options))} is for messages alone; leave it out, or send messages")
 
 
@@ -181,10 +184,7 @@ class PromptIn(ChatOptionsIn):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        given = [name for name in ("token_ids", "messages", "text") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of token_ids, messages and text, got {given or 'none'}")
-        self.check_messages(self.messages)
+        self.check_prompt("token_ids", "messages", "text")
         return self
 
 
@@ -382,12 +382,7 @@ class GroupOut(GroupFacts):
     def of(cls, result: GroupResult) -> Self:
         """Convert the result of a group."""
         record = result.record
-        candidates = {}
-        seconds = None
-        if record is not None:
-            candidates = {candidate.index: candidate for candidate in record.candidates}
-            seconds = record.ended_at - record.started_at
-
+        candidates = _candidates_of(result)
         facts: dict[str, Any] = {name: getattr(record, name, None) for name in GroupFacts.model_fields}
         facts["mixed_versions"] = record is not None and record.mixed_versions
         facts["decided_early"] = record is not None and record.decided_early
@@ -419,7 +414,7 @@ class GroupOut(GroupFacts):
             trajectories=trajectories,
             discarded=discarded_out(result.group_id, candidates.values(), result.aborted or (), result.verdicts),
             zero_variance=result.zero_variance,
-            seconds=seconds,
+            seconds=None if record is None else record.ended_at - record.started_at,
             error=None if result.error is None else error_object(result.error),
         )
 
@@ -484,14 +479,17 @@ class CancelledOut(BaseModel):
     cancelled: bool
 
 
+def _candidates_of(result: GroupResult) -> dict[int, CandidateRecord]:
+    """Return the candidates by their indices."""
+    candidates = () if result.record is None else result.record.candidates
+    return {candidate.index: candidate for candidate in candidates}
+
+
 def _convert_aborted(result: GroupResult) -> list[AbortedCandidateOut] | None:
     """Return a group's aborted candidates; ``None`` if it was not aborted."""
     if result.aborted is None:
         return None
-    candidates = {}
-    if result.record is not None:
-        candidates = {candidate.index: candidate for candidate in result.record.candidates}
-
+    candidates = _candidates_of(result)
     answers = []
     for index, aborted in result.aborted.items():
         trajectory_id = f"{result.group_id}:{index}"

@@ -147,7 +147,7 @@ def discarded_out(
     excluded: Container[int],
     verdicts: Mapping[int, Verdict] | None = None,
 ) -> list[DiscardedOut]:
-    """Return the discarded candidates of a group, without the indices in ``excluded``."""
+    """Return the discarded candidates whose indices are not ``excluded``."""
     verdicts = verdicts or {}
     discarded = []
     for candidate in candidates:

@@ -98,10 +98,7 @@ class VoteIn(ChatOptionsIn):
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
-        given = [name for name in ("prompt", "messages") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"give exactly one of prompt and messages, got {given or 'none'}")
-        self.check_messages(self.messages)
+        self.check_prompt("prompt", "messages")
         return self
 
     @property

@@ -106,10 +106,10 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         """Replace the weights by the body's, or change nothing. Responds when the new weights are served."""
         await updates.push(
             lambda limit: chunks_of(request, limit),
-            rule and Rule(rule),
-            version,
-            partial,
-            check_finite,
+            rule=rule and Rule(rule),
+            version=version,
+            partial=partial,
+            check_finite=check_finite,
         )
         return describe_weights(updates)
 
@@ -119,11 +119,11 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         body = await parse_body(WeightsIn, await read_body(request, MAX_REQUEST_BYTES))
         await updates.load(
             body.path,
-            body.rule and Rule(body.rule),
-            body.version,
-            body.partial,
-            body.check_finite,
-            body.repeat_version,
+            rule=body.rule and Rule(body.rule),
+            version=body.version,
+            partial=body.partial,
+            check_finite=body.check_finite,
+            repeat_version=body.repeat_version,
         )
         return describe_weights(updates)
 
@@ -143,9 +143,9 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
             name,
             config,
             lambda limit: chunks_of(request, limit),
-            rule and Rule(rule),
-            version,
-            check_finite,
+            rule=rule and Rule(rule),
+            version=version,
+            check_finite=check_finite,
         )
         return describe_weights(updates)
 
@@ -156,9 +156,9 @@ def add_routes(api: APIRouter, updates: Updates) -> None:
         await updates.loras.load(
             name,
             body.path,
-            body.rule and Rule(body.rule),
-            body.version,
-            body.check_finite,
+            rule=body.rule and Rule(body.rule),
+            version=body.version,
+            check_finite=body.check_finite,
         )
         return describe_weights(updates)
 

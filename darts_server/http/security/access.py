@@ -59,7 +59,7 @@ class Sender:
 
     @property
     def is_here(self) -> bool:
-        """Whether a program or a web page of this machine has sent the request."""
+        """Whether a program or web page of this machine has sent the request."""
         if self.origin is not None and not is_loopback(hostname(self.origin)):
             return False
         return is_loopback(self.address) and not self.is_forwarded
@@ -122,7 +122,7 @@ class Keys:
 
 
 class Sites:
-    """Check the headers that browsers set: ``Host``, which names the server, and ``Origin``, which names the web page.
+    """Checks the headers that browsers set: ``Host``, which names the server, and ``Origin``, which names the web page.
 
     Args:
         hosts: names of this server, besides ``localhost`` and the machine's own names. ``*.example.com`` stands for all
@@ -167,7 +167,7 @@ class Sites:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Check callers against the access of the route."""
+    """Checks callers."""
 
     keys: Keys = field(default_factory=Keys)
     """Keys for routes that do not change the server. If there are none, these routes need no key."""
@@ -232,11 +232,7 @@ class Access:
 
 
 def check_listening(host: str, access: Access, allow_unauthenticated: bool) -> None:
-    """Check that a server without API keys listens on loopback only, unless the operator allows more.
-
-    Raises:
-        InvalidSetting
-    """
+    """Raise `InvalidSetting` if a server without keys listens beyond loopback, unless the operator allows it."""
     if not (allow_unauthenticated or access.keys or is_loopback(host)):
         raise InvalidSetting(
             f"--host {host} is reachable from other machines, and there is no API key: set VLLM_API_KEY or "

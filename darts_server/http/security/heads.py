@@ -51,7 +51,6 @@ class LimitedHttp(HttpToolsProtocol):
         self._unanswered: list[RequestResponseCycle] = []
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes in slices, and limit the head's size and time."""
         for begin in range(0, len(data), SLICE_BYTES):
             part = data[begin : begin + SLICE_BYTES]
             self._bytes_since_callback += len(part)
@@ -122,7 +121,6 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser has rejected: by our refusal if it is the reason, or as uvicorn does."""
         if self._refusal is HTTPStatus.BAD_REQUEST:
             super().send_400_response(msg)
         else:

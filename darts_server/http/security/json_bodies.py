@@ -41,7 +41,7 @@ class _LimitedRequest(Request):
         self._max_parts = max_parts
 
     async def json(self) -> Any:
-        """Return the parsed body, cached as by Starlette."""
+        # Cached as by Starlette.
         if hasattr(self, "_json"):
             return self._json
         body = await self.body()

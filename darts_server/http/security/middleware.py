@@ -209,10 +209,7 @@ class SecurityMiddleware:
 
 
 def find_route(method: str, path: str) -> tuple[RouteAccess | None, bool]:
-    """Return the access of the route that a request matches, and whether the route limits its body itself.
-
-    Returns ``None`` and false if the table has no such route.
-    """
+    """Return the route's access, or ``None`` if the table has no such route, and whether it limits its body itself."""
     # Not cached by path, because callers without a key choose paths of any length.
     method = "GET" if method == "HEAD" else method
     for pattern, methods, access, template in _ROUTES:
@@ -222,7 +219,7 @@ def find_route(method: str, path: str) -> tuple[RouteAccess | None, bool]:
 
 
 def _refusal_reason(error: DartsError) -> str:
-    """Return the reason of a refusal, as a label in metrics."""
+    """Return the metrics' label of a refusal."""
     if isinstance(error, Unauthorized):
         return "key"
     if isinstance(error, Forbidden):

@@ -9,14 +9,13 @@ from darts_server.offline.simulation.model.batch import BatchPlan
 from darts_server.offline.simulation.model.engines import Machine
 from darts_server.offline.simulation.model.rollout import simulate
 from darts_server.offline.simulation.summary import Summary, summarise
-from darts_server.offline.simulation.training import Candidates, Step, trained_tokens
+from darts_server.offline.simulation.training import Candidates, Step
 
 LOST_SHARES = (0.02, 0.1)
-"""Shares of trajectories that a fixed limit truncates besides the trajectories that are truncated anyway."""
+"""Shares of trajectories that a fixed limit additionally truncates."""
 
 
 def simulate_baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
-    """Compute all baselines for the batches of ``off``."""
     machine = candidates.machine
     plan = BatchPlan(candidates.size, [candidates.size] * candidates.prompts)
     found = [_fixed_limit(off, plan, machine, share) for share in LOST_SHARES]
@@ -36,8 +35,7 @@ def _fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine, share: 
     for step in off:
         batch = replace(step.batch, max_tokens=limit)
         rollout = simulate(batch, plan, machine)
-        training = machine.training_seconds(trained_tokens(batch, rollout))
-        steps.append(Step(batch, plan, rollout, training, rollout.seconds + training))
+        steps.append(Step.after(rollout, batch, plan, machine))
     return summarise(f"hindsight max_tokens {limit}", steps, plan.size, f"cuts {share:.0%}")
 
 

@@ -36,8 +36,6 @@ DEFAULT = (
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A policy with its options."""
-
     name: str
     shaping: Shaping | None = None
     """None starts and returns as many candidates as a group has."""
@@ -50,7 +48,7 @@ class Policy:
     long_first: bool = False
     """Whether prompts with the longest earlier groups are submitted first."""
     most_stale: float | None = None
-    """Maximum share of tokens of older weights up to which `auto` starts more prompts, or None under other policies."""
+    """Maximum share of tokens of older weights under `auto`, or None."""
 
     @property
     def cycle(self) -> int:
@@ -59,7 +57,6 @@ class Policy:
         return 1 + ceil(1 / (self.start - 1)) if self.long_rounds else 1
 
     def max_candidates(self, size: int) -> int:
-        """Return the maximum number of candidates of a prompt."""
         if self.shaping is None:
             return size
         return max(self.shaping.bounds(size)[1], self.shaping.candidates(size))

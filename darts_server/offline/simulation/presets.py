@@ -24,7 +24,7 @@ KV_SHARE = 0.9
 STEP_OVERHEAD = 1.5e-3
 """Seconds of a step for scheduling, launches and sampling."""
 ALL_REDUCE = 10e-6
-"""Seconds of a small all-reduce. Each layer of a model that is split over several GPUs has two."""
+"""Seconds of a small all-reduce. Each layer of a model on several GPUs has two."""
 PER_SEQUENCE = 10e-6
 """Seconds of a step for each sequence: sampling and output."""
 BYTES = 2

@@ -1,4 +1,4 @@
-"""Figures of a policy over its simulated steps, and the table of all policies."""
+"""Figures of a policy over its simulated steps, and their table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,7 +42,7 @@ start=1.25                   for a step of N prompts 1.25 N are started, and the
 
 
 def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
-    """Return the figures of a policy, with seconds and tokens as means over steps, until `relative_to` divides them."""
+    """Return the figures of a policy. Seconds and tokens are means over steps, until `relative_to` divides them."""
     lengths = np.concatenate([step.rollout.lengths for step in steps])
     tokens = float(lengths.sum()) / len(steps)
     generated = float(np.mean([step.rollout.generated.sum() for step in steps]))

@@ -18,7 +18,7 @@ from darts_server.policy.auto import AheadOutcome, AheadState, AutoLimits, choos
 from darts_server.policy.deadline import RecentCompletionLengths
 
 MAX_STALENESS = 4
-"""The server's default. A prompt that continues in more steps starts again."""
+"""The server's default."""
 LEARNING = 20
 """Steps in which `auto` learns before the measured steps."""
 CURVE_POINTS = 24
@@ -29,27 +29,31 @@ WARM_UP = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One prompt of a step."""
-
     number: int
     attempt: int = 0
-    """Number of times that the prompt has started again."""
+    """Number of restarts."""
     carried: Ints | None = None
-    """Tokens that each candidate already has, or None if the prompt starts from nothing."""
+    """Tokens that each candidate already has, if any."""
     since: int = 0
     """Step that generated the first of the carried tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One step of training."""
-
     batch: Batch
     plan: BatchPlan
     rollout: Rollout
     training_seconds: float
     seconds: float
     """Seconds of the whole step. Rollout and training may overlap."""
+
+    @classmethod
+    def after(cls, rollout: Rollout, batch: Batch, plan: BatchPlan, machine: Machine) -> "Step":
+        """Return a step that trains on the returned trajectories and their prompts after the rollout."""
+        is_returned = rollout.returned > 0
+        tokens = rollout.returned.sum() + (is_returned * batch.prompt_tokens[:, None]).sum()
+        training = machine.training_seconds(int(tokens))
+        return cls(batch, plan, rollout, training, rollout.seconds + training)
 
     @property
     def stale_tokens(self) -> int:
@@ -111,7 +115,7 @@ class Candidates:
         return self._earlier[number]
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Order prompts as the server orders a batch: left-over prompts first, then prompts with long groups."""
+        """Order prompts as the server does: left-over prompts first, then prompts with long groups."""
 
         def key(prompt: Prompt) -> tuple[bool, float]:
             is_new = prompt.carried is None and prompt.attempt == 0
@@ -122,11 +126,7 @@ class Candidates:
 
 
 def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
-    """Simulate the measured steps under a policy.
-
-    Prompts that are left over run first in the next step, or in a long round. With long rounds whole cycles are
-    measured, which may be more steps.
-    """
+    """Simulate the measured steps under a policy. With long rounds whole cycles are measured, which may be more."""
     needed = candidates.prompts
     recent = RecentCompletionLengths()
     state = AheadState()
@@ -190,7 +190,7 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
 
 
 def outcome_of(step: Step, machine: Machine) -> AheadOutcome:
-    """Return the figures of a step from which `auto` learns."""
+    """Return the figures from which `auto` learns."""
     returned = step.rollout.returned[step.rollout.returned.any(axis=1)]
     longest_first = returned[np.argsort(-returned.sum(axis=1), kind="stable")]
     # The server learns the time of a decode step by the number of sequences, whose contexts have the usual length.
@@ -221,7 +221,7 @@ def run_step(
     candidates: Candidates,
     recent: RecentCompletionLengths,
 ) -> Step:
-    """Simulate one step with these prompts in their order, and add its completion lengths to ``recent``.
+    """Simulate a step with these prompts in their order, and add its completion lengths to ``recent``.
 
     Raises:
         ValueError: a sequence does not fit into an engine's KV cache.
@@ -246,11 +246,4 @@ def run_step(
     rollout = simulate(batch, plan.with_recent(recent), machine)
     for tokens in rollout.completion_lengths:
         recent.add(tokens)
-    training = machine.training_seconds(trained_tokens(batch, rollout))
-    return Step(batch, plan, rollout, training, rollout.seconds + training)
-
-
-def trained_tokens(batch: Batch, rollout: Rollout) -> int:
-    """Return the number of tokens of the returned trajectories and their prompts."""
-    is_returned = rollout.returned > 0
-    return int(rollout.returned.sum() + (is_returned * batch.prompt_tokens[:, None]).sum())
+    return Step.after(rollout, batch, plan, machine)

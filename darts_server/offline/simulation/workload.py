@@ -22,7 +22,7 @@ OWN_SHARE = 0.5
 
 
 class Workload(Protocol):
-    """Prompts of a training run, by number from 0. All prompts differ, even if a trace has few."""
+    """Prompts of a training run, by number from 0."""
 
     @property
     def max_tokens(self) -> int: ...
@@ -38,8 +38,6 @@ class Workload(Protocol):
 
 
 class TracedPrompt(NamedTuple):
-    """A prompt of a trace, and the lengths of its samples."""
-
     prompt_tokens: int
     lengths: tuple[int, ...]
     sessions: tuple[Session, ...] = ()
@@ -100,7 +98,7 @@ Quantiles = tuple[Sequence[float], Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class FittedWorkload:
-    """Prompts and lengths that are drawn from fitted distributions."""
+    """Prompts and lengths from fitted distributions."""
 
     medians: Quantiles
     """Medians of prompts' lengths."""
@@ -291,7 +289,6 @@ def _read_session(line: Mapping[str, Any], fields: _Fields, place: str) -> Sessi
 
 
 def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
-    """Return the whole number ``name``. ``place``: for the error message."""
     value = values.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidSetting(f"--trace: {name} must be a whole number of at least {least} in {place}")
@@ -299,7 +296,6 @@ def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> 
 
 
 def _objects(line: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
-    """Return the objects in the list ``name``, none without this list."""
     values = line.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")

@@ -19,6 +19,7 @@ from darts_server.http.resources.monitor import MAX_VIEWERS, MonitorAnswer, Moni
 from darts_server.http.sse import MEDIA_TYPE
 from darts_server.records import UpdateRecord
 from darts_server.rollout.learned.statistics import Rewards
+from darts_server.store import Store
 from darts_server.types import UpdateOutcome
 from darts_server.weights.coordinator import Coordinator, State
 from tests.rollout.helpers import Documents, Harness, lengths
@@ -42,9 +43,9 @@ class Server:
         self.live = new_monitor(harness, self.sessions)
         self.rewards = Rewards(Documents())
         self.updates = Mock(spec=Coordinator, version=3, state=State.SERVING, last=None)
-        self.fault: str | None = None
+        self.store = Store()
         self.stopping = False
-        self.sources = MonitorSources(self.live, self.rewards, self.updates, lambda: self.fault, lambda: self.stopping)
+        self.sources = MonitorSources(self.live, self.rewards, self.updates, self.store, lambda: self.stopping)
 
     def events(self, quiet: float = 60.0) -> AsyncGenerator[bytes, None]:
         return events(self.sources, EVERYTHING, interval=0, quiet=quiet)
@@ -97,7 +98,7 @@ async def test_events_are_sent_for_changes_and_after_a_quiet_interval() -> None:
         waiting = asyncio.ensure_future(anext(stream))
         await settle()
         assert not waiting.done()
-        server.fault = "the disk is full"
+        server.store.fault = "the disk is full"
         assert read(await waiting)[1]["health"]["store_fault"] == "the disk is full"
     async with aclosing(server.events(quiet=0.01)) as stream:
         assert [read(await anext(stream))[0] for _ in range(3)] == ["snapshot", "update", "update"]

@@ -1,4 +1,4 @@
-"""Prompts of a simulated rollout, with the lengths that their candidates would have."""
+"""Prompts of a simulated rollout, and how they are rolled out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -61,7 +61,7 @@ class BatchPlan:
     shaping: Shaping | None = None
     """The policy, without pruning. None starts and returns M candidates."""
     saturated: Sequence[bool] = ()
-    """Whether each prompt is saturated, see `Shaping.is_saturated`."""
+    """See `Shaping.is_saturated`."""
     enough: int | None = None
     """Number of complete groups that end the rollout, or None for all groups."""
 
@@ -89,13 +89,13 @@ class BatchPlan:
 
     @property
     def deadline(self) -> Deadline | None:
-        """Settings of the deadline, or None if the policy has no deadline or there are too few groups for it."""
+        """None if the policy has no deadline, or there are too few groups for it."""
         if self.shaping is None or len(self.candidates) < MIN_GROUPS:
             return None
         return self.shaping.deadline
 
     def with_recent(self, recent: RecentCompletionLengths) -> "BatchPlan":
-        """Return the plan with the deadline of earlier groups, as `rollout.allocation` adds it."""
+        """Return the plan with the deadline of earlier groups."""
         if self.shaping is None or self.deadline is None:
             return self
         deadline = replace(self.deadline, recent=recent.quantile(self.deadline))

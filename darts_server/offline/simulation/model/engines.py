@@ -69,7 +69,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Engines that run a rollout, and the trainer that trains on it afterwards."""
+    """Engines that run a rollout, and the trainer that trains on it."""
 
     step_time: StepTime
     replicas: int = 1
@@ -81,10 +81,9 @@ class Machine:
     training_per_token: float = 0.0
     """Seconds of training for each token of a returned trajectory and its prompt."""
     between_rollouts: float = 0.0
-    """Seconds of a step that no length changes, such as the synchronisation of weights."""
+    """Seconds of a step that do not depend on lengths, such as the synchronisation of weights."""
 
     def training_seconds(self, tokens: float) -> float:
-        """Return the seconds of a training step without its rollout."""
         return self.training_per_token * tokens + self.between_rollouts
 
 
@@ -213,7 +212,7 @@ class Clock:
         return float((self.count * np.clip(seconds - self.seconds[:-1], 0, np.diff(self.seconds))).sum())
 
     def steps_at(self, seconds: float) -> float:
-        """Return the number of steps that are done, with the current step."""
+        """Return the number of steps that have begun."""
         seconds *= 1 - TOLERANCE
         part = int(np.searchsorted(self.seconds, seconds)) - 1
         if part < 0:
@@ -260,7 +259,7 @@ class Clocks:
         return seconds
 
     def steps_at(self, seconds: float) -> Floats:
-        """Return the number of steps that each group has run, with the current step, shape (G,)."""
+        """Return the number of steps that each group has begun, shape (G,)."""
         steps = np.zeros(self.placed.size)
         for clock in self.clocks:
             steps[clock.rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, 0], 0.0)

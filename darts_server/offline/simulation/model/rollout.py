@@ -34,7 +34,7 @@ class Rollout:
     """Outcome of a rollout of G prompts with C candidates each."""
 
     seconds: float
-    """Seconds until all groups are complete, or enough groups."""
+    """Seconds until all groups, or enough groups, are complete."""
     generated: Floats
     """Tokens of each candidate without those of earlier rollouts, shape (G, C)."""
     returned: Floats
@@ -73,7 +73,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownDeadline:
-    """A deadline, and the moment at which it becomes known."""
+    """A deadline, and when it becomes known."""
 
     tokens: int
     cut_length: int
@@ -196,7 +196,6 @@ def _find_deadline(
 
 
 def _find_ends(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
-    """Return how the candidates of all groups end."""
     found = [part.ends(deadline) for part in parts]
     order = np.argsort(np.concatenate([part.rows for part in parts]))
     return Ends(*(np.concatenate([getattr(ends, field.name) for ends in found])[order] for field in fields(Ends)))
@@ -221,7 +220,6 @@ class Groups:
 
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, rows: Ints) -> "Groups":
-        """Take the groups ``rows`` of a batch, which share a rule."""
         started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
         done = np.where(started, batch.generated_before[rows], 0.0)
         lengths = np.where(started, batch.ends[rows], inf)
@@ -240,7 +238,6 @@ class Groups:
         return needs, np.where(np.isfinite(needs), left, inf)
 
     def ends(self, deadline: KnownDeadline | None) -> Ends:
-        """Return how candidates end with the deadline of the batch, or without a deadline."""
         lengths = self.lengths
         if deadline is not None:
             steps = deadline.steps[self.rows] + self.done
