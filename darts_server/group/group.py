@@ -243,8 +243,6 @@ class Group:
 
     def cancel(self, reason: DiscardReason = DiscardReason.CANCELLED) -> list[Decision]:
         """Stop all candidates."""
-        if self.outcome is not None:
-            return []
         return list(self._close(Outcome.CANCELLED, reason))
 
     def carry(self) -> list[Decision]:
@@ -260,8 +258,6 @@ class Group:
 
     def end_as_decided(self) -> list[Decision]:
         """Stop the other candidates, because the delivered candidates have decided the caller's vote."""
-        if self.outcome is not None:
-            return []
         return list(self._close(Outcome.DECIDED, DiscardReason.DECIDED))
 
     @property
@@ -462,7 +458,9 @@ class Group:
         yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
-        """End an incomplete group. Delivered trajectories stay selected, because the caller has them."""
+        """End a group, unless it has ended. Delivered trajectories stay selected, because the caller has them."""
+        if self.outcome is not None:
+            return
         selection: Mapping[int, SelectedAs] = {}
         if self.delivered:
             selection = self.standings.select()
