@@ -163,9 +163,14 @@ class GroupRecord:
         return deadline if self.cut_length is None else min(deadline, self.cut_length)
 
     @property
+    def current_candidates(self) -> Sequence[CandidateRecord]:
+        """Candidates since the last restart."""
+        return self.candidates[self.restarted_from :]
+
+    @property
     def num_eligible(self) -> int:
         """N: number of candidates since the last restart that did not fail and were not aborted."""
-        return sum(c.reason not in GONE for c in self.candidates[self.restarted_from :])
+        return sum(c.reason not in GONE for c in self.current_candidates)
 
     @property
     def all_truncated(self) -> bool:

@@ -272,7 +272,7 @@ class Stack:
         """Check that an idle server holds nothing, and that its counters agree."""
         gauges = {
             "candidates on the engine": self.engine.unfinished,
-            "groups running": self.rollouts.num_running,
+            "groups running": len(self.rollouts.runs),
             "candidates waiting": self.rollouts.admission.waiting,
             "candidates admitted": self.rollouts.admission.ahead,
             "requests inside the gate": self.gate.inside,
@@ -606,7 +606,7 @@ async def _round(stack: Stack, callers: Callers, numbers: Iterator[int]) -> None
         await trainer
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
-            while stack.rollouts.num_running or stack.engine.unfinished:
+            while stack.rollouts.runs or stack.engine.unfinished:
                 await asyncio.sleep(STEP_SECONDS)
     await asyncio.sleep(CLEANUP_SECONDS)
 

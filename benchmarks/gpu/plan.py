@@ -148,7 +148,7 @@ def make_plan(
         if count not in tokens:  # the replays take seconds
             tokens[count] = {policy: predict_tokens(policy, part) for policy in (*must, *may)}
         times = {
-            policy: curve.rollout_seconds([length / divisor for length in lengths], capacity)
+            policy: float(max(curve.completion_seconds([length / divisor for length in lengths], capacity)))
             for policy, lengths in tokens[count].items()
         }
         plan = Plan(part.shortened(divisor), times)

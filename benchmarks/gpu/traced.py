@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import CandidateResult, Probe, RunningCandidate, TokenSlice
+from darts_server.engine.port import NOTHING, CandidateResult, Probe, RunningCandidate, TokenSlice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.rollouts import Rollouts
@@ -60,16 +60,15 @@ class TracedEngine:
         return self._port.weight_version + self.newer_weights
 
     async def start(
-        self, request: PromptRequest, index: int, probe: Probe | None = None, order: float = 0.0
+        self,
+        request: PromptRequest,
+        index: int,
+        probe: Probe | None = None,
+        order: float = 0.0,
+        prefix: TokenSlice = NOTHING,
     ) -> TracedCandidate:
-        length, reason = self._lengths(request, index, False)
-        return TracedCandidate(await self._port.start(_sized(request, length), index, probe, order), reason)
-
-    async def resume(
-        self, request: PromptRequest, index: int, prefix: TokenSlice, order: float = 0.0
-    ) -> TracedCandidate:
-        length, reason = self._lengths(request, index, True)
-        return TracedCandidate(await self._port.resume(_sized(request, length), index, prefix, order), reason)
+        length, reason = self._lengths(request, index, bool(prefix.token_ids))
+        return TracedCandidate(await self._port.start(_sized(request, length), index, probe, order, prefix), reason)
 
 
 def _sized(request: PromptRequest, length: int) -> PromptRequest:

@@ -1,4 +1,4 @@
-"""The port to an inference engine: the calls that running a group needs, and nothing more.
+"""The port to an inference engine: the calls that running a group needs.
 
 ``RequestT`` is the engine's own request for the candidates of one prompt, ``OutputT`` its own output of one candidate.
 The rooms above pass both on without reading them.
@@ -24,7 +24,7 @@ OutputT_contra = TypeVar("OutputT_contra", contravariant=True)
 class CandidateResult(Generic[OutputT]):
     """The output of a candidate that finished or was aborted.
 
-    ``tokens``: number of generated tokens in ``output``. ``finish_reason``: ``None`` if it was aborted, by us or by
+    ``tokens``: number of tokens in ``output``. ``finish_reason``: None if the candidate was aborted, by us or by
     another client of the engine.
     """
 
@@ -35,10 +35,7 @@ class CandidateResult(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class RequestTokens:
-    """Token counts of a request, ``None`` if unknown.
-
-    ``prompt``: tokens of the prompt. ``most``: maximum number of tokens that a candidate may generate.
-    """
+    """Token counts of a request: of its prompt, and the maximum that a candidate may generate. None if unknown."""
 
     prompt: int | None = None
     most: int | None = None
@@ -89,16 +86,10 @@ class RunningCandidate(Protocol[OutputT]):
     """A candidate that was started on an engine."""
 
     def tokens(self) -> int | None:
-        """Return the number of tokens generated so far, ``None`` once the candidate has finished.
-
-        Cheap, and never blocks: a timer polls all running candidates with it.
-        """
+        """Return the number of tokens so far, or None after the end. Cheap, because a timer polls all candidates."""
 
     def tokens_from(self, start: int) -> TokenSlice | None:
-        """Return the tokens generated from position ``start`` on, ``None`` once the candidate has finished.
-
-        They are a prefix of its final output. Cheap, and never blocks.
-        """
+        """Return the tokens from position ``start`` on, or None after the end."""
 
     def stop(self) -> int:
         """Abort the candidate, and return the number of tokens generated so far.
@@ -132,7 +123,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
 
     @property
     def unfinished(self) -> int:
-        """Number of requests that are running or queued, including requests of other clients."""
+        """Number of running and queued requests, including requests of other clients."""
 
     @property
     def has_priorities(self) -> bool:
@@ -147,34 +138,30 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Width of the hidden states that the engine reports to a `Probe`, ``None`` if it reports none."""
 
     async def start(
-        self, request: RequestT_contra, index: int, probe: Probe | None = None, order: float = 0.0
+        self,
+        request: RequestT_contra,
+        index: int,
+        probe: Probe | None = None,
+        order: float = 0.0,
+        prefix: TokenSlice = NOTHING,
     ) -> RunningCandidate[OutputT]:
         """Start candidate ``index`` of a request.
 
         ``order``: if the engine `has_priorities`, queued candidates of equal priority start from the lowest order.
+
+        ``prefix``: tokens that the candidate had generated when it was stopped, with log-probs if the request asks for
+        them. The candidate continues after them, and its token counts and outputs include them. If it has a seed, new
+        tokens get another seed, made from it and the prefix's length, unless sampling is coupled.
 
         Raises:
             CandidateFailed, EngineRefused, EngineBusy, EngineDead
         """
 
     def check_resumable(self, request: RequestT_contra) -> None:
-        """Check that `resume` continues candidates of this request as if they had not been stopped.
+        """Check that candidates of this request continue from a prefix as if they had not been stopped.
 
         Raises:
             InvalidRequest: names the sampling parameter that depends on more than the tokens so far.
-        """
-
-    async def resume(
-        self, request: RequestT_contra, index: int, prefix: TokenSlice, order: float = 0.0
-    ) -> RunningCandidate[OutputT]:
-        """Continue candidate ``index`` of a request after the tokens that it had generated when it was stopped.
-
-        ``prefix``: these tokens, at least one, with log-probs if the request asks for them. Token counts and outputs
-        include the prefix. If the candidate has a seed, new tokens get another seed, made from it and the prefix's
-        length, unless sampling is coupled. ``order``: see `start`.
-
-        Raises:
-            CandidateFailed, EngineRefused, EngineBusy, EngineDead
         """
 
     def truncate(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
@@ -188,8 +175,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
     ) -> OutputT:
         """Return the output of a candidate that finished with these tokens and this text on another engine."""
 
-    def tokens_from(self, output: OutputT, start: int) -> TokenSlice:
-        """Return the tokens of an output from position ``start`` on."""
+    def tokens_from(self, output: OutputT, start: int) -> TokenSlice: ...
 
     def token_ids(self, request: RequestT_contra, output: OutputT) -> tuple[Sequence[int], Sequence[int]]:
         """Return the token ids of the prompt and of the completion: the engine's own lists, not copies."""
@@ -209,7 +195,7 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
     async def make_request(
         self, prompt: PromptSpec, sampling: Mapping[str, object], size: int, request_id: str
     ) -> RequestT:
-        """Build a request for ``size`` trajectories, and check what can be checked before it runs.
+        """Build a request for ``size`` trajectories, and check it as far as possible.
 
         Raises:
             InvalidRequest: names the field of ``prompt`` or ``sampling``.

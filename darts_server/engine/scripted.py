@@ -44,8 +44,8 @@ class Script:
 class ScriptedCandidate:
     """A candidate whose output is the list of its token ids, ``[0, 1, 2, …]``, with log-probs 0, -1/8, -2/8, ….
 
-    ``started_at``: the engine's step at its start, and later at which it got a slot. ``generated``: tokens so far.
-    ``stop_lag``: turns of the event loop from `stop` to the result. ``order``: the lowest order gets a slot first.
+    ``started_at``: the engine's step at its start, or later when it got a slot. ``stop_lag``: turns of the event loop
+    from `stop` to the result. ``order``: the lowest order gets a slot first.
     """
 
     request: str
@@ -160,7 +160,12 @@ class ScriptedEngine:
         return len(self.running)
 
     async def start(
-        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+        self,
+        request: str,
+        index: int,
+        probe: Probe | None = None,
+        order: float = 0.0,
+        prefix: TokenSlice = NOTHING,
     ) -> ScriptedCandidate:
         if self._dead:
             raise EngineDead("the scripted engine was killed")
@@ -171,6 +176,7 @@ class ScriptedEngine:
             index,
             self._script(request, index),
             self.now,
+            generated=len(prefix.token_ids),
             probe=probe,
             stop_lag=self.stop_lag,
             order=order,
@@ -181,11 +187,6 @@ class ScriptedEngine:
 
     def check_resumable(self, request: str) -> None:
         """Accept everything."""
-
-    async def resume(self, request: str, index: int, prefix: TokenSlice, order: float = 0.0) -> ScriptedCandidate:
-        candidate = await self.start(request, index, order=order)
-        candidate.generated = len(prefix.token_ids)
-        return candidate
 
     def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
         return output[:tokens]
@@ -242,7 +243,6 @@ class ScriptedEngine:
 
 
 def slice_from(output: list[int], start: int) -> TokenSlice:
-    """Return the tokens of a scripted output from ``start`` on, with the log-probs that the script gives them."""
     return TokenSlice(output[start:], [-token / 8 for token in output[start:]])
 
 

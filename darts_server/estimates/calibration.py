@@ -90,9 +90,9 @@ class Calibrator:
         steps: number of training steps so far.
     """
 
-    def __init__(self, calibration: Calibration | None = None, labels: Iterable[Label] = (), steps: int = 0) -> None:
-        self.calibration = calibration or Calibration()
-        self.labels: deque[Label] = deque(labels, maxlen=self.calibration.buffer)
+    def __init__(self, calibration: Calibration, labels: Iterable[Label] = (), steps: int = 0) -> None:
+        self.calibration = calibration
+        self.labels: deque[Label] = deque(labels, maxlen=calibration.buffer)
         self.steps = steps
         # The result of `_fit`, or None after a new label.
         self._cached: tuple[float, bool, Floats] | None = None

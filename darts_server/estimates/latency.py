@@ -70,17 +70,12 @@ class LatencyCurve:
         return LatencyCurve(batches, self.seconds, weight * self.per_sequence)
 
     def step_seconds(self, batch: float) -> float:
-        """Return the seconds of a decode step while ``batch`` sequences run."""
         return float(self.step_seconds_array(np.asarray(batch, dtype=np.float64)))
 
     def step_seconds_array(self, batches: Floats) -> Floats:
-        """Return the seconds of a decode step for each of ``batches``, an array of any shape."""
+        """``batches``: of any shape."""
         beyond = self.per_sequence * np.maximum(batches - self.batches[-1], 0.0)
         return np.asarray(np.interp(batches, self.batches, self.seconds) + beyond, dtype=np.float64)
-
-    def rollout_seconds(self, lengths: Sequence[float], capacity: int | None = None) -> float:
-        """Return the seconds until all ``lengths`` are generated; see `completion_seconds`."""
-        return float(self.completion_seconds(lengths, capacity).max(initial=0.0))
 
     def completion_seconds(self, lengths: Sequence[float], capacity: int | None = None) -> Floats:
         """Return the seconds until each of the ``lengths`` (tokens, in order of arrival) is generated.
@@ -173,7 +168,6 @@ class LatencyModel:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Saved state as JSON values."""
         batches = []
         seconds = []
         ages = []
@@ -228,7 +222,6 @@ class LatencyModel:
         return start_seconds(self._starts, self.curve)
 
     def _fit(self) -> LatencyCurve | None:
-        """Fit the curve to the bins, or return None; see `curve`."""
         points = []
         for index, steps in self._bins.items():
             if len(steps) < MIN_STEPS:

@@ -62,7 +62,6 @@ class LengthProfile:
 
     @property
     def state(self) -> dict[str, list[float]]:
-        """Saved state as JSON values."""
         finished, censored = self._counts.tolist()
         return {"finished": finished, "censored": censored}
 

@@ -65,7 +65,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
-    """Mean and sample std of a prompt's lengths, in tokens. ``std`` is None for a single candidate."""
+    """Of a prompt's lengths, in tokens. The sample ``std`` is None for a single candidate."""
 
     mean: float
     std: float | None

@@ -54,7 +54,7 @@ class MeanLength:
         return MeanLength(self.count + other.count, mean, weight)
 
     def __sub__(self, other: "MeanLength") -> "MeanLength":
-        """Return the mean length without the sample ``other``; empty if nothing is left."""
+        """Return the mean length without the sample ``other``."""
         weight = self.weight - other.weight
         # A restored state may not have the other sample.
         if self.count <= other.count or weight <= 0:

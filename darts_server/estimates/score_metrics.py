@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from darts_server.estimates.calibration import MAX_WEIGHT, Label, inverse_propensity_weights
+from darts_server.estimates.calibration import Label, inverse_propensity_weights
 from darts_server.estimates.isotonic import Floats
 
 Numbers = Sequence[float] | Floats
@@ -22,10 +22,7 @@ WINDOW = 1024
 
 
 def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
-    """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins.
-
-    None without labels.
-    """
+    """Compute the expected calibration error: the weighted mean of |predicted - observed| over equal bins."""
     q, y, w = _arrays(probabilities, targets, weights)
     mass = w.sum()
     if not mass:
@@ -36,7 +33,7 @@ def calibration_error(probabilities: Numbers, targets: Numbers, weights: Numbers
 
 
 def brier_score(probabilities: Numbers, targets: Numbers, weights: Numbers | None = None) -> float | None:
-    """Compute the mean of (probability - target)², or None without labels. 0 is perfect, a constant half has 1/4."""
+    """Compute the mean of (probability - target)². 0 is perfect, a constant half has 1/4."""
     q, y, w = _arrays(probabilities, targets, weights)
     mass = w.sum()
     if not mass:
@@ -63,7 +60,7 @@ def auc(scores: Numbers, targets: Numbers, weights: Numbers | None = None) -> fl
 
 @dataclass(frozen=True, slots=True)
 class ScoreMetrics:
-    """Metrics over ``labels`` labels. A metric is None if there are too few labels."""
+    """``labels``: their number. A metric is None if there are too few."""
 
     labels: int
     auc: float | None
@@ -71,14 +68,11 @@ class ScoreMetrics:
     calibration_error: float | None
 
 
-def evaluate(labels: Collection[Label], max_weight: float = MAX_WEIGHT) -> ScoreMetrics:
-    """Compute the metrics of labels, whose scores were made before anything was trained on them (prequential).
-
-    ``max_weight``: maximum of the inverse propensity weights.
-    """
+def evaluate(labels: Collection[Label]) -> ScoreMetrics:
+    """Compute the metrics of labels, whose scores were made before anything was trained on them (prequential)."""
     scores = [label.score for label in labels]
     targets = [label.target for label in labels]
-    weights = inverse_propensity_weights([label.survival for label in labels], max_weight)
+    weights = inverse_propensity_weights([label.survival for label in labels])
     return ScoreMetrics(
         labels=len(scores),
         auc=auc(scores, targets, weights),

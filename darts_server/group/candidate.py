@@ -1,4 +1,4 @@
-"""One candidate of a group: its state, and the events that are legal in each state."""
+"""One candidate of a group, and the events that are legal in each of its states."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -13,7 +13,7 @@ class State(Enum):
     """The engine has not confirmed the candidate yet."""
     RUNNING = auto()
     FINISHED = auto()
-    """The candidate finished or was cut, and is neither selected nor discarded yet."""
+    """Finished or cut, and neither selected nor discarded yet."""
     SELECTED = auto()
     DISCARDED = auto()
 
@@ -21,8 +21,8 @@ class State(Enum):
 CandidateEvent = Started | Progress | Scored | Finished | Rewarded | Failed | Lost
 
 # The state after each legal event. An engine stops a candidate asynchronously, so events that were sent before the stop
-# still arrive later, and change nothing. The same holds for progress after the end, and for scores and rewards after
-# the selection.
+# arrive later, and change nothing. The same holds for progress after the end, and for scores and rewards after the
+# selection.
 MOVES: dict[tuple[State, type], State] = {
     (State.REQUESTED, Started): State.RUNNING,
     (State.RUNNING, Progress): State.RUNNING,
@@ -42,11 +42,11 @@ class Candidate:
     """One candidate.
 
     ``tail_draw``: random number in [0, 1). The lowest draws of a group win the places of a sampled tail.
-    ``tokens``: number of generated tokens, or of reported tokens while the candidate runs.
-    ``quality``: probability of a correct answer by the latest score, or None.
+    ``tokens``: generated tokens, or reported tokens while the candidate runs.
+    ``quality``: probability of a correct answer by the latest score.
     ``survival_draw``: random number in [0, 1). The candidate is pruned as soon as ``survival`` is at or below it.
     ``survival``: product of the probabilities with which the group kept the candidate.
-    ``has_verdict``: whether the verifier has answered. ``reward``: its reward, or None without a reward.
+    ``has_verdict``: whether the verifier has answered, with a ``reward`` or without.
     """
 
     index: int
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def valid(self) -> bool:
-        """Whether the candidate finished at a stop token and not at a length limit."""
+        """Whether the candidate finished at a stop token, not at a length limit."""
         return self.finish_reason is FinishReason.STOP
 
     def apply(self, event: CandidateEvent) -> None:

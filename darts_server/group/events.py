@@ -1,4 +1,4 @@
-"""Events, which are the input of a group, and decisions, which are its output. Values only.
+"""Events, the input of a group, and decisions, its output.
 
 A candidate is named by its index in the group, from 0 in the order of starting. Token counts include the stop token.
 """
@@ -30,8 +30,7 @@ class Progress:
 class Scored:
     """A candidate was scored.
 
-    ``quality``: probability of a correct answer. ``survival``: probability with which the group keeps the candidate; 1
-    for a score that prunes nothing.
+    ``quality``: probability of a correct answer. ``survival``: probability with which the group keeps the candidate.
     """
 
     index: int
@@ -41,7 +40,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A candidate finished with ``tokens`` tokens, at a stop token or at its length limit."""
+    """A candidate finished, at a stop token or at its length limit."""
 
     index: int
     tokens: int
@@ -50,7 +49,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Rewarded:
-    """A finished or cut candidate has its verdict. ``reward``: None if its verifier gave no reward."""
+    """A finished or cut candidate has its verdict, with a ``reward`` or without."""
 
     index: int
     reward: float | None
@@ -67,10 +66,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A candidate was aborted although the group had not stopped it.
-
-    ``by_caller``: whether the caller aborted the candidate, and not the engine.
-    """
+    """The engine, or the caller, aborted a candidate that the group had not stopped."""
 
     index: int
     by_caller: bool = False
@@ -109,11 +105,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Let a scored candidate continue.
-
-    ``survival``: probability with which the group kept the candidate: the score's survival, or 1 if the group needs the
-    candidate.
-    """
+    """Let a scored candidate continue. ``survival``: the score's survival, or 1 if the group needs the candidate."""
 
     index: int
     survival: float
@@ -139,14 +131,14 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """Return the group. ``selection``: how each candidate was selected, in the order of indices."""
+    """Return the selected candidates, in the order of indices."""
 
     selection: Mapping[int, SelectedAs]
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Report ``error`` to the caller: too few candidates can finish, and all were stopped."""
+    """Report an error to the caller: too few candidates can finish, and all were stopped."""
 
     error: Exception
 

@@ -9,7 +9,7 @@ Usage::
 An event costs O(log n), or O(n) if it may decide a sampled tail: some microseconds for a group of usual size.
 
 Two invariants hold under every rule. Every started candidate ends exactly once: selected, or discarded with one reason.
-And decisions are final, so a rule decides only what no future event can change.
+Decisions are final, so a rule decides only what no future event can change.
 """
 
 from bisect import bisect_left
@@ -63,11 +63,11 @@ class Group:
         max_replacements: maximum number of candidates that replace failed candidates. None means the group size,
             because an engine that fails more often is not worth waiting for, and `MAX_LOSSES` times the group size for
             candidates that were lost with their engine.
-        deliver_early: whether to deliver each trajectory as soon as it is certain to be in the group, for streaming.
-        survival_rng: generator of random numbers for pruning, or None to prune nothing. It is separate from ``rng``, so
-            that pruning does not change tail draws.
-        waits_for_rewards: whether the group completes only when all finished candidates have their verdicts, under any
-            rule. Rules that need rewards always wait.
+        deliver_early: whether to deliver each trajectory as soon as it is certain to be in the group.
+        survival_rng: generator for pruning, or None to prune nothing. It is separate from ``rng``, so that pruning does
+            not change tail draws.
+        waits_for_rewards: whether a complete group needs the verdicts of all finished candidates, under any rule. Rules
+            that need rewards always wait.
         stops_when_decided: whether the group ends as soon as it can return candidates with unequal rewards.
     """
 
@@ -90,7 +90,7 @@ class Group:
         self.restarted_from = 0
         """Index of the first candidate that was started after the latest restart."""
         self.delivered: set[int] = set()
-        """Indices of candidates that were delivered before the group was complete."""
+        """Indices of candidates that the caller got before the group was complete."""
         self.is_open = False
         self.decided_early = False
         """Whether candidates were stopped because enough others had unequal rewards."""
@@ -120,6 +120,11 @@ class Group:
         self._pending_scores: list[Scored] = []
         # Whether an event arrived that may change what is certain.
         self._needs_decision = True
+
+    @property
+    def current_candidates(self) -> list[Candidate]:
+        """Candidates that were started after the latest restart."""
+        return self.candidates[self.restarted_from :]
 
     @property
     def check_at(self) -> dict[int, int]:
@@ -181,7 +186,7 @@ class Group:
         return decisions + self.handle()
 
     def handle(self, *events: Event) -> list[Decision]:
-        """Apply events in their order, and return decisions.
+        """Apply events in order.
 
         Raises:
             IllegalMove: an event cannot happen. Nothing is decided.
@@ -237,9 +242,7 @@ class Group:
         return decisions
 
     def cancel(self, reason: DiscardReason = DiscardReason.CANCELLED) -> list[Decision]:
-        """Stop all candidates, for example because the caller has disconnected."""
-        if self.outcome is not None:
-            return []
+        """Stop all candidates."""
         return list(self._close(Outcome.CANCELLED, reason))
 
     def carry(self) -> list[Decision]:
@@ -248,15 +251,13 @@ class Group:
             return []
         decisions = list(self._close(Outcome.CANCELLED, DiscardReason.CARRIED))
         # Candidates that the group stopped earlier are resumed too.
-        for candidate in self.candidates[self.restarted_from :]:
+        for candidate in self.current_candidates:
             if candidate.reason is not None and candidate.reason not in GONE:
                 candidate.reason = DiscardReason.CARRIED
         return decisions
 
     def end_as_decided(self) -> list[Decision]:
         """Stop the other candidates, because the delivered candidates have decided the caller's vote."""
-        if self.outcome is not None:
-            return []
         return list(self._close(Outcome.DECIDED, DiscardReason.DECIDED))
 
     @property
@@ -322,7 +323,7 @@ class Group:
         self.standings.deadline = self.deadline
         self.standings.cut_length = self.cut_length
         self.standings.start = self._start_draw
-        for candidate in self.candidates[self.restarted_from :]:
+        for candidate in self.current_candidates:
             self.standings.update(candidate)
 
     # --- decisions ----------------------------------------------------------
@@ -457,7 +458,9 @@ class Group:
         yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
-        """End an incomplete group. Delivered trajectories stay selected, because the caller has them."""
+        """End a group, unless it has ended. Delivered trajectories stay selected, because the caller has them."""
+        if self.outcome is not None:
+            return
         selection: Mapping[int, SelectedAs] = {}
         if self.delivered:
             selection = self.standings.select()
@@ -486,12 +489,12 @@ def selection_weights(group: Group) -> dict[int, float]:
         return {}
     counted = []
     failed = []
-    for candidate in group.candidates[group.restarted_from :]:
+    for candidate in group.current_candidates:
         if candidate.reason in GONE:
             failed.append(candidate.survival)
         else:
             counted.append(candidate)
-    weights = group.rule.weights(counted) or {}
+    weights = group.rule.weights(counted)
     # If no failed candidate could have been pruned, the factor is 1.
     if min(failed, default=1.0) == 1:
         return weights
@@ -506,14 +509,14 @@ def advantages(group: Group) -> dict[int, float]:
     """Return the advantages of a complete group's selected candidates by index, if its rule computes any."""
     if group.outcome is not Outcome.COMPLETED:
         return {}
-    return group.rule.advantages(group.candidates[group.restarted_from :])
+    return group.rule.advantages(group.current_candidates)
 
 
 def sampled_from(group: Group) -> int | None:
     """Return from how many candidates a complete group was sampled uniformly, or None under other rules."""
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_survivors:
         return None
-    return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.candidates[group.restarted_from :])
+    return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.current_candidates)
 
 
 def tail_share(group: Group) -> float:
@@ -526,7 +529,7 @@ def tail_share(group: Group) -> float:
         return 1.0
     left = 0
     sampled = 0
-    for candidate in group.candidates[group.restarted_from :]:
+    for candidate in group.current_candidates:
         if candidate.reason not in (*GONE, DiscardReason.PRUNED) and candidate.selected_as is not SelectedAs.SHORT:
             left += 1
             sampled += candidate.selected_as is not None

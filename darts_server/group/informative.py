@@ -4,8 +4,8 @@ Under GRPO a trajectory counts with its advantage, its reward minus the mean rew
 probabilities are proportional to the size of the advantage, weighted with 1 / (probability to be sampled), estimates
 the gradient of all candidates without bias (Horvitz and Thompson, 1952).
 
-Rewards are floats, and floats are exact fractions, so this module computes with whole numbers. Equal rewards have
-advantages of exactly 0, and every sample has exactly the requested size.
+Floats are exact fractions, so this module computes with whole numbers: equal rewards have advantages of exactly 0, and
+every sample has exactly the requested size.
 """
 
 from collections.abc import Sequence
@@ -160,7 +160,7 @@ def max_variance_subset(deviations: Sequence[int], places: int) -> list[int]:
 
 
 class InformativeSelector(Selector):
-    """Selects by rewards when all candidates have ended. Nothing is stopped, cut or delivered before."""
+    """Selects by rewards when all candidates have ended, and stops, cuts and delivers nothing before."""
 
     def select(self) -> dict[int, SelectedAs]:
         assert isinstance(self.rule, Informative)
@@ -189,7 +189,7 @@ def split_by_reward(candidates: Sequence[Candidate]) -> tuple[list[Candidate], l
 
 
 def deviations_of(rewarded: Sequence[Candidate]) -> list[int]:
-    """Return the deviations of candidates with rewards from their mean reward, see `exact_deviations`."""
+    """Return the numbers of `exact_deviations`."""
     return exact_deviations([candidate.reward or 0.0 for candidate in rewarded])[0]
 
 
@@ -213,7 +213,7 @@ class Informative(SelectionRule):
     selector_type = InformativeSelector
     needs_rewards: ClassVar[bool] = True
 
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
         """Return 1 / (probability to be sampled, given all rewards) of each selected candidate, by index.
 
         Weights stand for the candidates with rewards. The weights of candidates that fill up stand for the candidates
@@ -230,10 +230,8 @@ class Informative(SelectionRule):
         return weights | dict.fromkeys(fill, len(unrewarded) / max(len(fill), 1))
 
     def advantages(self, candidates: Sequence[Candidate]) -> dict[int, float]:
-        """Return the advantage of each selected candidate, by index.
-
-        They are over all candidates with rewards. Under `max_variance` they are over the selected candidates, as in
-        PODS.
+        """Return the advantages of selected candidates: over all candidates with rewards, or under `max_variance` over
+        the selected candidates, as in PODS.
         """
         counted = candidates
         if self.select is Select.MAX_VARIANCE:

@@ -109,7 +109,6 @@ class SampledTailSelector(Selector):
         return winner.valid or len(self.valid) >= self.rule.num_shortest
 
     def check_at(self) -> dict[int, int]:
-        """Return the token counts at which running candidates fall behind others."""
         # Every candidate is checked when it falls behind the K-th shortest. A candidate with a lower draw than any
         # candidate of `_beyond` may decide the tail, so it is checked at each of the K shortest. With early delivery
         # all are, because each of the K shortest becomes certain separately.
@@ -205,13 +204,13 @@ class SampledTail(SelectionRule):
     selector_type = SampledTailSelector
     samples_rest = True
 
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
         weights = {}
         sampled = []
         for candidate in candidates:
             if candidate.survival < 1:
                 # Pruning depends on stopped candidates, and so on tail draws: the probability is not known.
-                return None
+                return {}
             if candidate.selected_as is SelectedAs.SHORT:
                 weights[candidate.index] = 1.0
             elif candidate.selected_as is not None:
@@ -219,7 +218,7 @@ class SampledTail(SelectionRule):
         rest = len(candidates) - len(weights)
         if rest and not sampled:
             # The tail has no places, so the rest can never be selected.
-            return None
+            return {}
         return weights | dict.fromkeys(sampled, rest / max(len(sampled), 1))
 
 
@@ -235,8 +234,6 @@ class CutTail(SampledTail):
     last_needed: int | None = None
     selector_type = CutTailSelector
 
-    def __post_init__(self) -> None:
-        # `super()` does not find the class that a dataclass with slots becomes.
-        SampledTail.__post_init__(self)
-        if self.last_needed is not None:
-            object.__setattr__(self, "completion_place", self.last_needed)
+    @property
+    def completion_place(self) -> int:
+        return self.size if self.last_needed is None else self.last_needed

@@ -10,7 +10,7 @@ Rules with a sampled tail are in `sampled_tail`. The rule that reads rewards is 
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from darts_server.group.candidate import Candidate
@@ -176,30 +176,35 @@ class SelectionRule:
     """Whether a complete group is a plain sample of all candidates that were not pruned."""
     needs_rewards: ClassVar[bool] = False
     """Whether the rule selects by rewards, so that a group waits for the verdicts of all finished candidates."""
-    size: int = field(init=False, repr=False, compare=False)
-    """Number of returned trajectories (M)."""
-    fewest: int = field(init=False, repr=False, compare=False)
-    """Number of candidates that must be left after pruning and failures."""
-    completion_place: int = field(init=False, repr=False, compare=False)
-    """Rank of the valid candidate, from 1, at whose length the group could be complete without its tail."""
 
-    def __post_init__(self) -> None:
-        for name in ("size", "fewest", "completion_place"):
-            object.__setattr__(self, name, self.num_shortest + self.num_longest)
+    @property
+    def size(self) -> int:
+        """Number of returned trajectories (M)."""
+        return self.num_shortest + self.num_longest
+
+    @property
+    def fewest(self) -> int:
+        """Number of candidates that must be left after pruning and failures."""
+        return self.size
+
+    @property
+    def completion_place(self) -> int:
+        """Rank of the valid candidate, from 1, at whose length the group could be complete without its tail."""
+        return self.size
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         """Return the reason why a finished candidate was not selected."""
         return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
 
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
         """Return 1 / (probability to be selected) of each selected candidate of a complete group, by index.
 
         The probability is over tail draws and pruning, given the lengths that all ``candidates``, stopped candidates
-        included, would have reached. None if some candidates can never be selected, because no weights make up for
-        them. By default None unless all candidates were certain to be selected.
+        included, would have reached. Empty if some candidates can never be selected, because no weights make up for
+        them. By default empty unless all candidates were certain to be selected.
         """
         if any(c.selected_as is None or c.survival < 1 for c in candidates):
-            return None
+            return {}
         return {c.index: 1.0 for c in candidates}
 
     def advantages(self, candidates: Sequence[Candidate]) -> dict[int, float]:
@@ -237,7 +242,7 @@ class InOrder(SelectionRule):
     __slots__ = ()
     selector_type = InOrderSelector
 
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
         # The selected candidates were chosen before any candidate ran, so they are a plain sample.
         return {c.index: 1.0 for c in candidates if c.selected_as is not None}
 
@@ -339,11 +344,11 @@ class AllSurvivors(SelectionRule):
 
     __slots__ = ()
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "fewest", 1)
+    @property
+    def fewest(self) -> int:
+        return 1
 
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
         # All survivors are selected.
         return {c.index: 1 / c.survival for c in candidates if c.selected_as is not None}
 
@@ -367,7 +372,7 @@ class SampledSurvivors(SelectionRule):
     selector_type = SampledSurvivorsSelector
     samples_survivors = True
 
-    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float] | None:
+    def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
         """Return 1 / (probability to survive x probability to be drawn among the survivors), by index."""
         selected = [c for c in candidates if c.selected_as is not None]
         survivors = sum(c.reason is not DiscardReason.PRUNED for c in candidates)

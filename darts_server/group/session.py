@@ -109,10 +109,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """A turn that was answered.
-
-    ``logprobs``: of each generated token. ``spans``: weight versions of the generated tokens.
-    """
+    """A turn that was answered."""
 
     prompt_token_ids: Sequence[int]
     token_ids: Sequence[int]
@@ -121,14 +118,10 @@ class FinishedTurn:
 
 
 class Session:
-    """The turns of one session, and its end.
-
-    Seconds are those of the caller's monotonic clock.
-    """
+    """The turns of one session, and its end. Times are seconds of the caller's monotonic clock."""
 
     def __init__(self, index: int) -> None:
         self.index = index
-        """Index among the sessions of its group."""
         self.rows: list[Row] = []
         self.row_tokens = 0
         """Tokens of all rows, as they are read."""
@@ -174,8 +167,8 @@ class Session:
     def tool_times(self) -> "array[float]":
         """Return begin and end of each of the first intervals of tool time, one after the other.
 
-        If a tool runs now, the last interval has no end yet. The time from the last turn to the session's end is an
-        interval too, though it is not in `tool_seconds`.
+        The last interval has no end while a tool runs. The time from the last turn to the session's end is an interval
+        too, though it is not in `tool_seconds`.
         """
         times = self._tool_times[:]
         if self.tool_since is not None:
@@ -189,7 +182,7 @@ class Session:
         return (now if self.ended_at is None else self.ended_at) - self.started_at
 
     def begin_turn(self, now: float) -> None:
-        """Count a request that begins.
+        """Count a new request.
 
         Raises:
             IllegalMove: the session is over.
@@ -207,8 +200,8 @@ class Session:
     def end_turn(self, now: float, tokens: int, turn: FinishedTurn | None = None) -> None:
         """Count a request that has ended with ``tokens`` generated tokens.
 
-        ``turn``: what was answered, or None if the caller did not get the answer. An unanswered turn counts in the
-        session's length, because its tokens were generated, but it is in no row.
+        ``turn``: None if the caller did not get the answer. Such a turn counts in the session's length, because its
+        tokens were generated, but it is in no row.
         """
         if self.running_turns == 0:
             raise IllegalMove(f"session {self.index} has no running turn")

@@ -20,10 +20,10 @@ CV_SCALE = 5.0
 CV_MAX = 1.75
 """Constants of the paper's public code."""
 WINDOW = 256
-"""Number of latest requests that serve as a cohort, as usual in a step."""
+"""Latest requests that serve as a cohort, as usual in a step."""
 DEBT_HORIZON = 32
-"""Number of requests that make up a debt: few against the window, so that the mean of a sorted stream stays at its
-target, and many against the noise of single requests."""
+"""Requests that make up a debt: few against the window, so that the mean of a sorted stream stays at its target, and
+many against the noise of single requests."""
 MAX_DEBT = 2**24
 """Largest accepted debt, far above any real debt."""
 BROWNOUT_SHARE = 0.5
@@ -176,8 +176,8 @@ class ShadowPrice:
     ) -> int:
         """Allocate candidates to the next request by its prompt's length std in tokens.
 
-        An unknown std (None) counts as the mean of recent stds. ``target``: mean number of candidates per request.
-        ``target``, ``low`` and ``high`` may change between requests.
+        An unknown std (None) counts as the mean of recent stds. ``target``: mean number of candidates per request. The
+        other arguments may change between requests.
         """
         if std is not None:
             self.recent = [*self.recent, float(std)][-WINDOW:]
@@ -231,7 +231,6 @@ class Brownout:
         return cls(max(BROWNOUT_SHARE * max_waiting, capacity), max_waiting)
 
     def scale_at(self, waiting: int) -> float:
-        """Return the scale for so many waiting candidates, without storing it."""
         if self._end <= self._start:
             return 1.0
         # The scale falls at once to the line from ``start`` to ``end``. It rises only to a lower line, where fewer
@@ -242,7 +241,7 @@ class Brownout:
         return min(max(self.scale, rising), falling)
 
     def update(self, waiting: int) -> float:
-        """Store and return the scale for so many waiting candidates. The stored scale delays the next rise."""
+        """Store and return `scale_at`. The stored scale delays the next rise."""
         self.scale = self.scale_at(waiting)
         return self.scale
 

@@ -29,7 +29,7 @@ the last share of a batch's time, when groups count as ending last."""
 NEAR = 1.1
 """Factor between both times below which the slower kind is tested now and then."""
 LONGEST_UNMEASURED = 256
-"""Number of batches after which the slower kind is tested in any case."""
+"""Batches after which the slower kind is tested in any case."""
 TEST_BATCHES = 2
 """Batches of a test. The first batch only changes the carried prompts, and the second batch is measured."""
 KEPT = 5
@@ -62,8 +62,8 @@ class AutoLimits:
 class AheadState:
     """Measurements of running ahead. ``AheadState(**json)`` restores them.
 
-    ``batches``, ``tested``: number of finished batches, and of batches in tests. ``share``: share of the extra prompts
-    that may run ahead. ``prefers_ahead``: whether the last batch outside tests that could run ahead did so.
+    ``batches``, ``tested``: finished batches, and batches in tests. ``share``: share of the extra prompts that may run
+    ahead. ``prefers_ahead``: whether the last batch outside tests that could run ahead did so.
     ``ran_ahead``: whether the last batch ran ahead. ``ahead``, ``alone``: latest measured batches that ran ahead, and
     that ran only the needed prompts. ``ending_last``: share of a batch's groups that end together with its last group;
     each batch counts half as much as the next.

@@ -1,6 +1,6 @@
 """The deadline of a cohort: the number of tokens after which its groups stop waiting for their tails.
 
-It is an extension of ours: a quantile of the groups' completion lengths, as a rule the lengths of their M-th shortest
+An extension of ours: it is a quantile of the groups' completion lengths, as a rule the lengths of their M-th shortest
 trajectories. If deadlines lose too many right answers, a factor makes them later (see `deadline_losses`). Every
 candidate is cut at the cut length, a multiple of the deadline.
 """
@@ -54,7 +54,7 @@ class Deadline:
     def from_lengths(self, completion_lengths: Iterable[int], groups: int) -> int | None:
         """Compute the deadline in tokens from the completion lengths so far of a cohort of ``groups``.
 
-        Unknown lengths count as longer than all known lengths. None while too few are known.
+        Unknown lengths count as longest. None while too few are known.
         """
         tokens = self.quantile_of(completion_lengths, groups)
         if tokens is None:
@@ -73,8 +73,8 @@ class Deadline:
         """Return the deadline in tokens if ``others`` groups have no completion length.
 
         If more than a quarter of the groups are others, the quantile is that of earlier groups, or of the known lengths
-        if it is longer. The more others, the later is the deadline, because other groups may need long answers.
-        Return None if there are too many others, and no earlier groups.
+        if it is longer. The more others, the later is the deadline, because they may need long answers. None if there
+        are too many others, and no earlier groups.
         """
         known = len(completion_lengths)
         groups = known + others
@@ -89,7 +89,6 @@ class Deadline:
         return self._multiply(tokens, extension)
 
     def cut_length_of(self, tokens: int) -> int:
-        """Return the length in tokens at which every candidate is cut, for a deadline of ``tokens``."""
         return ceil(self.cut_factor * tokens - ROUNDING)
 
     def _multiply(self, tokens: int, extension: float = 1.0) -> int:
@@ -114,14 +113,12 @@ class CohortDeadline:
     A group is any hashable value. It reports its need at most once, and no minimum afterwards.
 
     Args:
-        rule: how the deadline is computed, or None.
-        groups: number of groups in the cohort.
-        tokens: the deadline in tokens if it is known from the start.
+        rule: None for no deadline, or for a deadline that is known from the start.
+        tokens: this known deadline.
     """
 
     def __init__(self, rule: Deadline | None, groups: int, tokens: int | None = None) -> None:
         self.tokens = tokens
-        """The deadline in tokens, or None while it is not known."""
         self.pending_cut_length: int | None = None
         """The cut length in tokens if all groups without a reported need turn out to need more than the cut length."""
         self._rule = rule
@@ -134,7 +131,7 @@ class CohortDeadline:
         self._update()
 
     def report_need(self, group: object, tokens: int) -> None:
-        """Record a group's need: the length at its `place_of_need`."""
+        """Record the length at a group's `place_of_need`."""
         self._reported.add(group)
         insort(self._needs, tokens)
         self._minimums.pop(group, None)
@@ -196,7 +193,6 @@ class RecentCompletionLengths:
 
     @property
     def state(self) -> list[int]:
-        """The lengths as the constructor takes them, the oldest first."""
         return list(self._lengths)
 
     def add(self, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Options of a policy: how many candidates a prompt gets, and which rule selects among them. Named policies."""
+"""Options of a policy: how many candidates a prompt gets, and which rule selects among them."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -44,25 +44,21 @@ class Shaping:
     * ``redundancy``: M'/M, at least 1; in an adaptive policy with a fixed budget the mean over prompts.
     * ``max_redundancy``: M_up/M, the limit for a single prompt of an adaptive policy.
     * ``adaptive``: whether candidates are allocated by the spread of each prompt's lengths, between M and M_up.
-    * ``budget``: how the mean is chosen.
-    * ``adapts_to_signal``: whether candidates are allocated by each prompt's pass rate, between M and M_up, so that as
-      many groups as possible have different rewards.
-    * ``skip_floor``: probability with which a batch runs a prompt that is almost surely without signal, or None to run
-      all. Only with ``adapts_to_signal``.
+    * ``adapts_to_signal``: whether they are allocated by each prompt's pass rate, so that as many groups as possible
+      have different rewards.
+    * ``skip_floor``: with ``adapts_to_signal``, the probability with which a batch runs a prompt that is almost surely
+      without signal, or None to run all.
 
     Selection:
 
     * ``num_longest``: L; the other K = M - L places are for the shortest candidates.
-    * ``tail``: which candidates get the L places.
-    * ``deadline``: deadline at which a sampled tail is cut, or None to wait for the whole tail.
+    * ``deadline``: where a sampled tail is cut, or None to wait for the whole tail.
     * ``completion_share``: all candidates are returned, and the deadline waits for this share of them, the shortest. If
       None, some candidates are returned, and the deadline waits for the M shortest.
     * ``sample_survivors``: whether M of the candidates that were not pruned are returned, at random.
     * ``return_survivors``: whether all candidates that were not pruned are returned, more or fewer than M.
     * ``select``: how candidates are selected by their rewards, or None to ignore rewards.
     * ``advantage_std``: whether advantages are divided by the standard deviation of the group's rewards.
-
-    ``pruning``: how candidates are pruned, or None.
     """
 
     redundancy: float = REDUNDANCY
@@ -132,7 +128,7 @@ class Shaping:
         return min(mean, self.bounds(size)[1])
 
     def is_saturated(self, size: int, candidates: int) -> bool:
-        """Whether a prompt with so many allocated candidates is saturated: its group does not wait for its tail."""
+        """Whether the group of a prompt with so many allocated candidates does not wait for its tail."""
         return self.adaptive and candidates >= self.bounds(size)[1] > size
 
     def selection_rule(self, size: int, saturated: bool = False) -> SelectionRule:

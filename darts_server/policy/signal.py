@@ -1,12 +1,12 @@
 """How many candidates each prompt gets so that as many groups as possible have signal.
 
 A group has signal if its rewards are not all equal: under GRPO, other groups teach nothing. With pass rate p, a group
-of n has signal with probability 1 - p^n - (1 - p)^n. The pass rate is known as a Beta distribution from earlier steps
+of n has signal with probability 1 - p^n - (1 - p)^n. The Beta distribution of the pass rate is of earlier steps
 (`estimates.pass_rates`). So the number of candidates does not depend on the group's own rewards, and the gradient of
 each prompt stays unbiased.
 
-Prompts that are almost surely without signal may run with a probability X, and count 1 / X when they run. Then the sum
-over prompts stays unbiased too.
+Prompts that are almost surely without signal may run with a probability X, and then count 1 / X. So the sum over
+prompts stays unbiased too.
 """
 
 from collections.abc import Iterator, Sequence

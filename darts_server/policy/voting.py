@@ -125,7 +125,6 @@ class LogOddsWeighting:
         return [self.weight(vote.score) for vote in votes]
 
     def weight(self, chance: float) -> Fraction:
-        """Compute the weight of a vote that is right with this probability."""
         q = min(max(chance, self.min_chance), self.max_chance)
         return Fraction(math.log(self.wrong_answers * q / (1 - q)))
 
@@ -176,8 +175,8 @@ def create_weighting(weights: VoteWeights, pattern: str | Sequence[str]) -> Weig
 class Tally:
     """Result of a vote.
 
-    ``winner``: the answer that wins, or None without votes. ``weights``: weight of each answer, heaviest first.
-    ``votes``: number of votes of each answer. ``vote_weights``: weight of each vote by candidate index.
+    ``winner``: None without votes. ``weights``: weight of each answer, heaviest first. ``votes``: number of votes of
+    each answer. ``vote_weights``: weight of each vote by candidate index.
     """
 
     winner: str | None

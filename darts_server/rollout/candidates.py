@@ -1,4 +1,4 @@
-"""The candidates of a group on the engine: start, stop, cut and abort them, and report what happens to them."""
+"""Run the candidates of a group on the engine, and report their events."""
 
 import asyncio
 from array import array
@@ -12,13 +12,12 @@ from darts_server.exceptions import CandidateFailed, EngineError
 from darts_server.group.candidate import Candidate
 from darts_server.group.events import Event, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.group.group import Group
-from darts_server.records import CandidateRecord, VersionSpans, extend_spans
+from darts_server.records import VersionSpans, extend_spans
 from darts_server.rollout.pruning.group_scorer import GroupScorer
 from darts_server.rollout.spec import GroupContext, GroupSpec, OnAbort
 from darts_server.rollout.start_queue import StartingOrder
 from darts_server.serving.admission import Ticket
 from darts_server.types import GONE, FinishReason
-from darts_server.verify.types import NO_VERDICT, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,12 @@ class SavedEnd:
 class CarriedCandidate(Generic[OutputT]):
     """A candidate of a stopped group, which another group resumes."""
 
-    prefix: TokenSlice = field(default=NOTHING)
+    prefix: TokenSlice = NOTHING
     version_spans: VersionSpans = ()
     result: CandidateResult[OutputT] | None = None
-    """Result, if the candidate has finished on this engine."""
+    """Set if the candidate has finished on this engine."""
     saved_end: SavedEnd | None = None
-    """End, if the candidate has finished on an earlier engine."""
+    """Set if the candidate has finished on an earlier engine."""
 
     @property
     def tokens(self) -> int:
@@ -69,7 +68,6 @@ class CandidateHistory:
     started_at: float | None = None
     ended_at: float | None = None
     stopped_tokens: int = 0
-    """Number of tokens at the stop."""
     version_start: int | None = None
     version_end: int | None = None
     earlier_spans: VersionSpans = ()
@@ -95,7 +93,6 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """A candidate on the engine, from its request to its output."""
 
     state: Candidate
-    """State in the group's state machine."""
     request: RequestT
     has_own_request: bool
     number: int
@@ -114,14 +111,13 @@ class CandidateRun(Generic[RequestT, OutputT]):
 
 
 class CandidateRunner(Generic[RequestT, OutputT]):
-    """Runs the candidates of a group.
+    """Starts, stops, cuts and aborts the candidates of a group, each in a task of its own.
 
-    One task per candidate starts it and waits for its result. After a discard, changes are recorded, but are no events.
+    After a discard, changes are recorded, but are no events.
 
     Args:
         owner, ticket, carried, order: see `GroupRun`.
-        group: the state machine. It is only read here.
-        on_events: called with new events.
+        group: only read here.
         on_bug: called with an error that does not come from the engine.
     """
 
@@ -141,9 +137,9 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self.running: dict[int, RunningCandidate[OutputT]] = {}
         """Candidates on the engine, by index. Stopped candidates stay until the engine has answered."""
         self.finish_times: list[float] = []
-        """Times of the finished candidates since the last restart."""
+        """Ends of the finished candidates since the last restart."""
         self.own_requests: deque[RequestT] = deque()
-        """Requests of the next candidates, in place of the shared request."""
+        """Requests of the next candidates, in place of the group's request."""
         self.carried = list(reversed(carried))
         """Tokens that the next candidates resume from, in reverse order."""
         self.scorer: GroupScorer | None = None
@@ -202,7 +198,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if self.scorer is not None:
             events += self.scorer.poll()
 
-        # Stop candidates of `_generate_again` when they have enough tokens.
+        # Candidates of `_generate_again` stop when they have enough tokens.
         for index, kept in self._cuts.items():
             running = self.running.get(index)
             if running is not None and (running.tokens() or 0) >= kept:
@@ -242,39 +238,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             return tokens
         # The engine may not have reported the carried tokens yet.
         return max(tokens, candidate.history.resumed)
-
-    def make_record(
-        self,
-        index: int,
-        weight: float | None = None,
-        advantage: float | None = None,
-        verdict: Verdict = NO_VERDICT,
-    ) -> CandidateRecord:
-        """Return the present record. ``weight``: see `selection_weights`. ``advantage``: see `advantages`."""
-        candidate = self.candidates[index]
-        state = candidate.state
-        history = candidate.history
-        tokens = self.count_tokens(index)
-        return CandidateRecord(
-            index=index,
-            tokens=tokens,
-            finish_reason=state.finish_reason,
-            selected_as=state.selected_as,
-            reason=state.reason,
-            cut=state.cut,
-            started_at=history.started_at,
-            ended_at=history.ended_at,
-            weight_version_start=history.version_start,
-            weight_version_end=history.version_end,
-            quality=state.quality,
-            survival=state.survival,
-            weight=weight,
-            version_spans=history.version_spans(tokens),
-            resumed=history.resumed,
-            reward=verdict.reward,
-            correct=verdict.correct,
-            advantage=advantage,
-        )
 
     def read_tokens(self, index: int, start: int) -> TokenSlice | None:
         """Return the tokens of a candidate from ``start`` on.
@@ -359,20 +322,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._on_events(Lost(candidate.state.index, by_caller=True))
             self._answer_aborting(candidate)
 
-    def _answer_aborting(
-        self, candidate: CandidateRun[RequestT, OutputT], result: CandidateResult[OutputT] | None = None
-    ) -> None:
-        """Answer the callers that aborted, without tokens unless there is a ``result``."""
+    def _answer_aborting(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
+        """Answer the callers that aborted, and have no answer yet, without tokens."""
         for caller in candidate.aborting:
-            if caller.done():
-                continue
-            if result is None:
+            if not caller.done():
                 caller.set_result(self._engine.aborted_output(candidate.request))
-            else:
-                caller.set_result(result.output)
 
     def _stop_on_engine(self, candidate: CandidateRun[RequestT, OutputT]) -> int:
-        """Stop a candidate on the engine, and return its number of tokens."""
+        """Stop a candidate, and return its number of tokens."""
         # The group, the caller and a limit that a carried candidate has passed may all stop the candidate in the same
         # turn of the event loop. The engine gets one stop.
         if candidate.engine_stop is None:
@@ -402,7 +359,19 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     return
 
                 order = self._order(carried.tokens)
-                running = await self._start_or_resume(candidate, carried, order)
+                probe = None
+                if self.scorer is not None and not carried.tokens:
+                    probe = self.scorer.create_probe(index)
+                try:
+                    running = await self._engine.start(
+                        candidate.request,
+                        candidate.number,
+                        probe,
+                        order,
+                        carried.prefix,
+                    )
+                finally:
+                    self._leave_queue(index)
                 self.running[index] = running
                 candidate.history.mark_started(self._clock(), self._engine.weight_version, carried)
                 if state.running:
@@ -418,7 +387,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
                 result = await running.result()
                 if result.tokens < self._cuts.get(index, 0):
-                    result = await self._generate_again(candidate, order)
+                    result = await self._generate_again(candidate, carried, order)
             except EngineError as error:
                 if index in self._cuts:
                     self._fail_output(candidate, error)
@@ -438,21 +407,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             # Callers have no answer yet if the candidate failed, or was stopped before it reached the engine.
             self._answer_aborting(candidate)
 
-    async def _start_or_resume(
-        self,
-        candidate: CandidateRun[RequestT, OutputT],
-        carried: CarriedCandidate[OutputT],
-        order: float,
-    ) -> RunningCandidate[OutputT]:
-        """Start a candidate on the engine, from its carried tokens if it has any. ``order``: see `Engine.start`."""
-        try:
-            if carried.tokens:
-                return await self._engine.resume(candidate.request, candidate.number, carried.prefix, order)
-            probe = None if self.scorer is None else self.scorer.create_probe(candidate.state.index)
-            return await self._engine.start(candidate.request, candidate.number, probe, order)
-        finally:
-            self._leave_queue(candidate.state.index)
-
     def _leave_queue(self, index: int) -> None:
         """Report that a candidate does not wait for the engine any more."""
         self._ticket.mark_started(candidates=1)
@@ -460,13 +414,16 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._first_round.arrive(self._group_id)
 
     async def _generate_again(
-        self, candidate: CandidateRun[RequestT, OutputT], order: float
+        self,
+        candidate: CandidateRun[RequestT, OutputT],
+        carried: CarriedCandidate[OutputT],
+        order: float,
     ) -> CandidateResult[OutputT]:
         """Replace a cut candidate whose engine died before it sent the tokens."""
         # The lost candidate had reached the cut, so a candidate that ends earlier cannot replace it.
         index = candidate.state.index
         for _ in range(MAX_TRIES):
-            running = await self._engine.start(candidate.request, candidate.number, None, order)
+            running = await self._engine.start(candidate.request, candidate.number, None, order, carried.prefix)
             self.running[index] = running
             # `poll` stops the candidate when it has enough tokens.
             candidate.engine_stop = None
@@ -506,15 +463,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         state = candidate.state
         index = state.index
         history = candidate.history
-        has_finished = result.finish_reason is not None
-
         history.ended_at = history.ended_at or self._clock()
         history.version_end = weight_version
         if candidate.engine_stop is None:
             # The events below may stop the group, and the engine no longer knows the candidate's tokens.
             candidate.engine_stop = result.tokens
-        if has_finished and state.running:
-            self.finish_times.append(history.ended_at)
         if self._keeps_results:
             candidate.result = result
 
@@ -524,6 +477,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.output.set_result(result.output)
         elif state.running:
             if result.finish_reason is not None:
+                self.finish_times.append(history.ended_at)
                 candidate.output.set_result(result.output)
                 self._on_events(Finished(index, result.tokens, result.finish_reason))
             elif candidate.aborting:
@@ -535,10 +489,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 if candidate.carried is not NEW:
                     self.carried.append(candidate.carried)
                 self._on_events(Lost(index))
-        if not has_finished and index not in self._cuts:
-            self._answer_aborting(candidate, result)
-        else:
-            self._answer_aborting(candidate)
+        # `_run` answers the callers that are left.
+        if result.finish_reason is None and index not in self._cuts:
+            for caller in candidate.aborting:
+                if not caller.done():
+                    caller.set_result(result.output)
 
     def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Set the output of an aborted candidate that did not start: its carried tokens."""

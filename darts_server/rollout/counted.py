@@ -18,7 +18,7 @@ from darts_server.serving.fair_cache import FairCache
 from darts_server.types import DiscardReason, FinishReason, Outcome, SelectedAs
 
 MOST_MEMBERS = 4
-"""Maximum requests of a group, as a multiple of its size. Requests that left may be sent again."""
+"""Maximum requests of a group, by its size: requests that left may be sent again."""
 MAX_IDLE = 4096
 """Maximum groups that wait for further requests while no request of theirs runs: four steps of 1,024 groups."""
 
@@ -39,7 +39,6 @@ class Member:
     record: CandidateRecord | None = None
 
     def start(self) -> None:
-        """Record that the engine gets the request now."""
         self.started_at = self.group.groups.clock()
         self.version_start = self.group.groups.weight_version()
 
@@ -200,10 +199,7 @@ class CountedGroups:
         self._groups: dict[str, list[_CountedGroup]] = {}
 
     def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
-        """Add a request to a group. Its `Member` must finish or leave.
-
-        ``generated``: returns how many tokens the request has so far.
-        """
+        """Add a request to a group. Its `Member` must finish or leave."""
         groups = self._groups.setdefault(request.join_key, [])
         group = next((group for group in groups if group.taken_seats < group.size and not group.is_exhausted), None)
         if group is None:
@@ -252,7 +248,6 @@ class CountedGroups:
             group.expire()
 
     def forget(self, group: _CountedGroup) -> None:
-        """Remove a group that ends."""
         self.idle.pop(group.owner, group)
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:

@@ -122,7 +122,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
     def abort(self, request_id: str) -> None:
         """Answer a waiting request with the partial output of its own candidate.
 
-        The request's seat may still get a trajectory, for a late caller.
+        Its seat may still get a trajectory, for a late caller.
         """
         for group in self._all_groups():
             if group.run.has_ended:
@@ -225,7 +225,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         return seat
 
     def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
-        """Give a late caller the seat of a disconnected caller; return it, or None if none is vacant."""
+        """Give a late caller the seat of a disconnected caller, if there is one."""
         if self.run.has_ended:
             return None
         seat = next((seat for seat in self.seats if seat.caller is None and not seat.answered), None)
@@ -281,7 +281,6 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self.run.open(plan.rule_for(allocation.saturated), allocation)
 
     def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:
-        """Return the seats that may get a trajectory: all free seats, unless the trajectory was aborted."""
         free = [seat for seat in self.seats if seat.output is None]
         candidates = self.run.runner.candidates
         candidate = candidates[trajectory.index]

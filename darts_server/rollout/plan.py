@@ -37,7 +37,6 @@ class Plan:
         object.__setattr__(self, "rule", self.shaping.selection_rule(self.size))
 
     def rule_for(self, saturated: bool) -> SelectionRule:
-        """Return the selection rule. ``saturated``: see `Shaping.is_saturated`."""
         if saturated:
             return self.shaping.selection_rule(self.size, saturated)
         return self.rule
@@ -69,7 +68,6 @@ class Limits:
     """Pattern of session names. Its first capturing group is the name of the group."""
 
     def group_name(self, session: str | None) -> str | None:
-        """Return the name of the group in a session's name, if any."""
         if self.group_pattern is None or session is None:
             return None
         match = self.group_pattern.fullmatch(session)

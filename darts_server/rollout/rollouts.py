@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
-from darts_server.engine.port import UNKNOWN_TOKENS, Engine, OutputT, RequestT, RequestTokens
+from darts_server.engine.port import Engine, OutputT, RequestT, RequestTokens
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.observers import GroupEvents
 from darts_server.policy.allocation import Brownout
@@ -43,7 +43,7 @@ KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL}
 """All kinds of saved documents, by name."""
 
 POLL_SECONDS = 0.02
-"""About one step of an engine: a candidate that is no longer needed generates one or two more tokens."""
+"""About one step of an engine: an unneeded candidate generates one or two more tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,7 @@ class Rollouts(Generic[RequestT, OutputT]):
     # --- planning -----------------------------------------------------------
 
     def plan(self, n: int, options: RequestOptions, turn: Turn | None = None) -> Plan | None:
-        """Plan a request, see `Planner.plan`. None: the engine serves the request without us.
-
-        Without ``turn`` a single request opens a trajectory.
+        """Plan a request, see `Planner.plan`. Without ``turn`` a single request opens a trajectory.
 
         Raises:
             InvalidRequest: see `Planner.plan` and `check_scorable`; or the policy needs rewards.
@@ -151,11 +149,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         return plan
 
     def check_scorable(self, plan: Plan) -> None:
-        """Check that this server can score candidates for a policy that prunes.
-
-        Raises:
-            InvalidRequest: the server cannot.
-        """
+        """Raise `InvalidRequest` if this server cannot score candidates for a policy that prunes."""
         if self.can_score:
             return
         if self._context.scorer is None:
@@ -175,7 +169,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         return not scorer.uses_hidden_states or self.engine.probe_width is not None
 
     def usual_candidates(self, plan: Plan) -> int:
-        """Return the number of candidates that a prompt without statistics would get now."""
+        """Return the candidates that a prompt without statistics would get now."""
         return plan.candidates(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
@@ -189,10 +183,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         return self.engine.drafts_from_siblings and not self.engine.has_priorities
 
     def starting_order(self, prompt_key: str | None) -> StartingOrder:
-        """Return the function that orders the candidates of a request that arrives now, by their numbers of tokens.
+        """Return the order of the candidates of a request that arrives now.
 
-        The lowest order starts first. Each expected token makes a candidate earlier by `TOKEN_SECONDS`, so the longest
-        candidates start first, unless others have waited for long.
+        Each expected token makes a candidate earlier by `TOKEN_SECONDS`, so the longest candidates start first, unless
+        others have waited for long.
         """
         if not self.engine.has_priorities:
             return lambda _: 0.0
@@ -233,7 +227,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         ticket: Ticket | None = None,
         carried: Sequence[CarriedCandidate[OutputT]] = (),
     ) -> GroupRun[RequestT, OutputT]:
-        """Create a group without candidates, which the caller must open. ``ticket``, ``carried``: see `start`.
+        """Create a group without candidates, which the caller must open. See `start`.
 
         ``on_end``: called when the group has ended, with any outcome.
         """
@@ -278,7 +272,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     async def _poll(self) -> None:
-        """Read the token counts of all groups again and again, until no group runs."""
+        """Poll all groups until none runs."""
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
             for run in list(self.runs):
@@ -287,19 +281,15 @@ class Rollouts(Generic[RequestT, OutputT]):
             self._brownout.update(self.admission.waiting)
         self._polling = None
 
-    @property
-    def num_running(self) -> int:
-        return len(self.runs)
-
     def learn_unshaped(
         self,
         prompt_key: str,
         ends: Sequence[tuple[int, FinishReason]],
-        request: RequestTokens = UNKNOWN_TOKENS,
+        request: RequestTokens,
     ) -> None:
         """Learn the lengths of a request that the engine has served without us.
 
-        ``ends``: number of tokens and finish reason of each trajectory.
+        ``ends``: tokens and finish reason of each trajectory.
         """
         now = self._context.clock()
         version = self.engine.weight_version

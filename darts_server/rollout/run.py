@@ -1,4 +1,4 @@
-"""Run a group on an engine: feed its state machine, carry out its decisions, deliver to its caller."""
+"""Run a group on an engine: feed its state machine, and carry out its decisions."""
 
 import asyncio
 import logging
@@ -48,8 +48,6 @@ SURVIVAL_STREAM = (1,)
 
 @dataclass(frozen=True, slots=True)
 class Trajectory(Generic[OutputT]):
-    """A trajectory of a group."""
-
     index: int
     output: OutputT
     last: bool
@@ -63,7 +61,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     Args:
         ticket: holds the group's candidates.
-        on_end: called once when the group has ended, with any outcome.
+        on_end: called once, with any outcome.
         carried: tokens that the first candidates resume from, by index.
         order: order of the group's candidates among waiting candidates.
         earlier_pass_rate: see `GroupRecord`.
@@ -226,7 +224,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self._handle_bug(error)
 
     def finish_early(self) -> None:
-        """End the group with the trajectories delivered so far."""
+        """End the group with the delivered trajectories."""
         self._carry_out(self._group.end_as_decided())
         self._close()
 
@@ -237,7 +235,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._close(error)
 
     def stop_to_carry(self, error: DartsError | None = None) -> None:
-        """End a running group, so that another run can resume the result of `CandidateRunner.collect_carried`."""
+        """End a running group, so that another run can resume it, see `CandidateRunner.collect_carried`."""
         # An ended group was counted in its batch.
         assert not self.has_ended
         self._carry_out(self._group.carry())
@@ -279,7 +277,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.deliveries.put_nowait(error)
 
     async def aborted_outputs(self) -> dict[int, OutputT]:
-        """Return the delivered and the partial outputs of an aborted group, by index."""
+        """Return the delivered and the partial outputs, by index."""
         outputs: dict[int, OutputT] = {}
         for index, candidate in enumerate(self.runner.candidates):
             if candidate.aborted or index in self._group.delivered:
@@ -308,7 +306,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     @property
     def size(self) -> int | None:
-        """Number of returned trajectories, or None while requests are being collected."""
+        """Number of returned trajectories, or None before it is known."""
         return self._group.rule.size if self._group.is_open else None
 
     def candidate_record(
@@ -317,9 +315,31 @@ class GroupRun(Generic[RequestT, OutputT]):
         weight: float | None = None,
         advantage: float | None = None,
     ) -> CandidateRecord:
-        """Return the present record of a candidate. See `CandidateRunner.make_record`."""
+        """Return the present record of a candidate. ``weight``: see `selection_weights`."""
+        state = self.candidates[index]
+        history = self.runner.candidates[index].history
         verdict = self.verification.verdicts.get(index, NO_VERDICT)
-        return self.runner.make_record(index, weight, advantage, verdict)
+        tokens = self.runner.count_tokens(index)
+        return CandidateRecord(
+            index=index,
+            tokens=tokens,
+            finish_reason=state.finish_reason,
+            selected_as=state.selected_as,
+            reason=state.reason,
+            cut=state.cut,
+            started_at=history.started_at,
+            ended_at=history.ended_at,
+            weight_version_start=history.version_start,
+            weight_version_end=history.version_end,
+            quality=state.quality,
+            survival=state.survival,
+            weight=weight,
+            version_spans=history.version_spans(tokens),
+            resumed=history.resumed,
+            reward=verdict.reward,
+            correct=verdict.correct,
+            advantage=advantage,
+        )
 
     @property
     def zero_variance(self) -> bool | None:
@@ -328,7 +348,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         They are the rewards of all candidates if the group was selected by rewards, and else of the trajectories.
         """
         rewards = []
-        for candidate in self.candidates[self._group.restarted_from :]:
+        for candidate in self._group.current_candidates:
             reward = self.verification.verdicts.get(candidate.index, NO_VERDICT).reward
             if reward is not None and (self._group.rule.needs_rewards or candidate.selected_as is not None):
                 rewards.append(reward)
@@ -337,7 +357,6 @@ class GroupRun(Generic[RequestT, OutputT]):
     # --- the state machine --------------------------------------------------
 
     def _feed(self, *events: Event) -> None:
-        """Pass events to the state machine."""
         quota = self.spec.quota
         try:
             if quota is not None and not quota.left and not self.has_ended:

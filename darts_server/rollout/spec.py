@@ -1,7 +1,7 @@
-"""Descriptions of a group and of a single request, and the parts that all groups of a server use."""
+"""Specifications of a group and of a single request, and the parts that all groups of a server use."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
 from typing import Generic
 
@@ -39,8 +39,6 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec(Generic[RequestT]):
-    """Description of a group."""
-
     plan: Plan
     request: RequestT
     group_id: str
@@ -48,19 +46,20 @@ class GroupSpec(Generic[RequestT]):
     """Key of the prompt's statistics, or None to learn nothing."""
     tail_seed: Sequence[int] | None = None
     """Seed of the sampled tail."""
-    early: bool = field(default=False, kw_only=True)
+    _: KW_ONLY
+    early: bool = False
     """Whether a trajectory is delivered as soon as it is certain to be in the group."""
-    on_abort: OnAbort = field(default=OnAbort.FAIL, kw_only=True)
-    quota: Quota | None = field(default=None, kw_only=True)
-    first_round: FirstRound | None = field(default=None, kw_only=True)
-    tokens: RequestTokens = field(default=UNKNOWN_TOKENS, kw_only=True)
-    verify: Verify | None = field(default=None, kw_only=True)
+    on_abort: OnAbort = OnAbort.FAIL
+    quota: Quota | None = None
+    first_round: FirstRound | None = None
+    tokens: RequestTokens = UNKNOWN_TOKENS
+    verify: Verify | None = None
     """Gives rewards to finished candidates, or None to verify nothing."""
-    only_informative: bool = field(default=False, kw_only=True)
+    only_informative: bool = False
     """Whether the group takes a place of its quota only if its rewards are not all equal."""
-    stops_when_decided: bool = field(default=False, kw_only=True)
+    stops_when_decided: bool = False
     """Whether the group ends as soon as enough candidates have rewards that are not all equal."""
-    run_probability: float = field(default=1.0, kw_only=True)
+    run_probability: float = 1.0
     """Probability that the batch ran the prompt."""
 
 

@@ -17,7 +17,7 @@ class Verification:
     """The verdicts of a group's candidates.
 
     Args:
-        verify: verifies an output, or None to verify nothing.
+        verify: None to verify nothing.
         on_verdict: called with the index and the reward of a candidate whose verdict is in `verdicts`.
     """
 
@@ -53,7 +53,6 @@ class Verification:
         self.verdicts.clear()
 
     async def finish(self) -> None:
-        """Wait for all verifications."""
         if self._tasks:
             await asyncio.wait(self._tasks.values())
 

@@ -78,7 +78,7 @@ class Confidence:
         self._sync_with_store()
 
     def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
-        """Store `logprob_scores` by candidate index, until the trajectories have rewards."""
+        """Keep `logprob_scores` by candidate index until the trajectories have rewards."""
         self._sync_with_store()
         owner, group_id = group
         self._scores.put(owner, group_id, scores)
@@ -104,7 +104,7 @@ class Confidence:
 
 
 def logprob_scores(sample: Sample) -> dict[str, float]:
-    """Return the scores from log-probs by kind, in [0, 1]; empty without finite log-probs."""
+    """Return scores by kind, in [0, 1]; empty without finite log-probs."""
     logprobs = tuple(sample.logprobs or ())
     scores = {kind: logprob_score(kind, logprobs) for kind in KINDS}
     return {kind: score for kind, score in scores.items() if score is not None}

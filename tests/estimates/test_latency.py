@@ -50,12 +50,12 @@ def test_a_rollout_takes_as_long_as_its_steps_and_sequences_beyond_the_capacity_
     lengths: list[int], capacity: int | None, curve: LatencyCurve
 ) -> None:
     expected = simulated(lengths, capacity or len(lengths), curve)
-    assert curve.rollout_seconds(lengths, capacity) == pytest.approx(expected)
+    assert curve.completion_seconds(lengths, capacity).max(initial=0.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("capacity", "seconds"), [(None, 9 * 0.02), (3, 9 * 0.02), (2, 14 * 0.02)])
 def test_a_rollout_with_a_queue_takes_longer(capacity: int | None, seconds: float) -> None:
-    assert FLAT.rollout_seconds([5, 7, 9], capacity) == pytest.approx(seconds)
+    assert FLAT.completion_seconds([5, 7, 9], capacity).max() == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_rollout_with_a_queue_takes_longer(capacity: int | None, seconds: floa
 def test_each_sequence_is_complete_after_the_steps_until_its_end(capacity: int | None, seconds: list[float]) -> None:
     curve = LatencyCurve((1.0, 3.0), (1.0, 3.0), 1.0)
     assert curve.completion_seconds([6, 2, 9], capacity).tolist() == pytest.approx(seconds)
-    assert curve.rollout_seconds([], capacity) == 0.0
+    assert curve.completion_seconds([], capacity).size == 0
 
 
 def test_the_curve_is_linear_between_its_points_and_extrapolated_beyond_them() -> None:

@@ -1,6 +1,7 @@
 """Calibration error, Brier score and AUC, against definitions written out pair by pair and bin by bin."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -64,7 +65,7 @@ def test_weights_are_one_by_default() -> None:
 def test_survivors_are_weighted_for_pruned_trajectories() -> None:
     """Two in three right and all wrong trajectories survive. With weights, the Brier score is the score of all."""
     labels = [Label(0.5, 1.0, 2 / 3)] * 2 + [Label(0.6, 0.0)] * 3
-    plain = evaluate(labels, 1.0)
+    plain = evaluate([replace(label, survival=1.0) for label in labels])
     corrected = evaluate(labels)
     assert (plain.labels, plain.auc) == (5, 0.0)
     assert plain.brier == pytest.approx((2 * 0.25 + 3 * 0.36) / 5)

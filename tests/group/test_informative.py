@@ -360,5 +360,5 @@ def test_max_variance_has_advantages_over_the_returned_and_no_weights() -> None:
     rule = Informative(2, select=Select.MAX_VARIANCE)
     candidates = select(rule, [0.0, 0.0, 0.0, 1.0], (0.4, 0.3, 0.2, 0.1), 0.5)
     assert selected(candidates) == {2: SelectedAs.REWARD, 3: SelectedAs.REWARD}
-    assert rule.weights(candidates) is None
+    assert rule.weights(candidates) == {}
     assert rule.advantages(candidates) == {2: -0.5, 3: 0.5}

@@ -135,7 +135,7 @@ def test_rules_select_in_small_groups(rule: Rule, finished: list[Candidate], sel
 def test_a_rule_has_its_size_and_the_reasons_of_discarded_candidates(
     rule: Rule, size: int, valid: DiscardReason, truncated: DiscardReason
 ) -> None:
-    assert (rule.num_shortest, rule.size) == (3, size)
+    assert (rule.num_shortest, rule.size, rule.completion_place) == (3, size, size)
     assert rule.discard_reason(ended(0, 3)) is valid
     assert rule.discard_reason(ended(0, 3, valid=False)) is truncated
 

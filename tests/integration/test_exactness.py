@@ -402,7 +402,7 @@ async def test_a_trajectory_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
         before = adapter.tokens_from(whole, 0)
         assert before.logprobs is not None
         prefix = TokenSlice(tokens[:cut], before.logprobs[:cut])
-        running = await adapter.resume(PromptRequest(prompt, request.params, f"resumed-{number}"), 0, prefix)
+        running = await adapter.start(PromptRequest(prompt, request.params, f"resumed-{number}"), 0, prefix=prefix)
         if (seen := running.tokens_from(0)) is not None:
             assert list(seen.token_ids)[:cut] == tokens[:cut]
         result = await running.result()
@@ -437,7 +437,9 @@ async def test_the_rest_of_a_sampled_candidate_has_random_numbers_of_its_own(eng
     request = PromptRequest(engine.prompt(PROMPTS[1]), sampling, "sampled")
     whole = (await (await adapter.start(request, 0)).result()).output.outputs[0].token_ids
     prefix = TokenSlice(whole[:50], None)
-    rests = [(await (await adapter.resume(request, 0, prefix)).result()).output.outputs[0].token_ids for _ in range(2)]
+    rests = [
+        (await (await adapter.start(request, 0, prefix=prefix)).result()).output.outputs[0].token_ids for _ in range(2)
+    ]
     assert list(rests[0]) == list(rests[1]), "a seed repeats it"
     assert list(rests[0][:50]) == list(whole[:50])
     assert list(rests[0][50:]) != list(whole[50:])

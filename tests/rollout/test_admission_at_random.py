@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from darts_server.caller import Caller, caller
-from darts_server.engine.port import Probe
+from darts_server.engine.port import NOTHING, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.shaping import Shaping
@@ -47,10 +47,15 @@ class CountingEngine(ScriptedEngine):
         self._rng = rng
 
     async def start(
-        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+        self,
+        request: str,
+        index: int,
+        probe: Probe | None = None,
+        order: float = 0.0,
+        prefix: TokenSlice = NOTHING,
     ) -> ScriptedCandidate:
         await turns(self._rng.randint(0, 3))
-        candidate = await super().start(request, index, probe, order)
+        candidate = await super().start(request, index, probe, order, prefix)
         by_caller = Counter(each.request.partition("/")[0] for each in self.running)
         self.most = max(self.most, len(self.running))
         self.most_of_a_key = max(self.most_of_a_key, by_caller["one"], by_caller["other"])
@@ -211,13 +216,13 @@ async def play(requests: Sequence[Request], seed: int) -> None:
     serving = asyncio.gather(*(server.serve(request, number) for number, request in enumerate(requests)))
     for _ in range(MAX_TURNS):
         await server.engine.step()
-        if serving.done() and not server.rollouts.num_running:
+        if serving.done() and not server.rollouts.runs:
             break
     await serving
     assert server.engine.most <= CAPACITY + MAX_WAITING
     assert server.engine.most_of_a_key <= SHARE
     admission = server.admission
-    assert (server.rollouts.num_running, admission.ahead, admission.requests) == (0, 0, 0)
+    assert (len(server.rollouts.runs), admission.ahead, admission.requests) == (0, 0, 0)
     for name in ("one", "other"):
         assert admission.count_free(name) == SHARE  # nothing that has ended is held
 

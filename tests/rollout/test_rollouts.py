@@ -78,7 +78,7 @@ async def test_all_groups_with_the_same_id_are_stopped(end: str) -> None:
     else:
         getattr(harness.rollouts, end)("g")
     await settle()
-    assert (harness.rollouts.num_running, harness.engine.running) == (0, [])
+    assert (len(harness.rollouts.runs), harness.engine.running) == (0, [])
     for task in waiting:
         with pytest.raises((GroupAborted, ServerStopping)):
             await task
@@ -238,7 +238,7 @@ async def test_no_candidate_runs_after_a_caller_has_left_a_suspended_group() -> 
     harness.rollouts.resume()
     await settle()
     assert harness.engine.running == []
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
 
 
 async def test_single_requests_are_restarted_with_their_own_seeds() -> None:
@@ -302,7 +302,7 @@ async def test_suspending_at_any_time_leaves_every_group_complete_and_of_one_ver
         record = harness.record(name)
         assert len(trajectories) == record.size == len(record.selected)
         assert not record.mixed_versions
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
 
 
 async def test_a_policy_that_needs_rewards_is_refused_for_requests_without_metadata() -> None:

@@ -51,7 +51,7 @@ async def test_a_dying_engine_ends_every_group_with_an_error() -> None:
     harness.engine.kill()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(r) for r in results] == [EngineDead] * 3
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
 
 
 @pytest.mark.parametrize(("early", "given"), [(False, []), (True, [0])])
@@ -64,7 +64,7 @@ async def test_a_cancelled_caller_leaves_nothing_running_and_keeps_its_trajector
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert harness.engine.running == []
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
     [record] = harness.recorder.records
     assert record.outcome is Outcome.CANCELLED
     assert [c.index for c in record.selected] == given

@@ -43,7 +43,7 @@ async def test_an_abort_returns_partial_outputs_of_the_candidates_that_started_f
     assert record.outcome is Outcome.CANCELLED
     assert {c.reason for c in record.candidates} == {DiscardReason.CANCELLED}
     assert harness.recorder.started == len(record.candidates) == 6
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
     harness.rollouts.abort_all("a second sweep")
     harness.rollouts.abort("g")
 
@@ -124,7 +124,7 @@ async def test_an_aborted_request_gets_its_candidate_and_its_group_continues() -
 async def test_an_aborted_request_whose_candidate_has_not_started_gets_an_empty_output() -> None:
     harness = JoiningHarness(lambda *_: Script(9), POLICIES["shortest"])
     callers = [harness.send(f"c{number}") for number in range(4)]
-    while not harness.rollouts.num_running:
+    while not harness.rollouts.runs:
         await asyncio.sleep(0)
     harness.rollouts.abort("c0")
     await settle()

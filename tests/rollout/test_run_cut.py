@@ -1,14 +1,17 @@
 """Cut trajectories on an engine, under a deadline that is set directly."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
+from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.exceptions import EngineDead
 from darts_server.group.sampled_tail import CutTail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import Allocation
+from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.plan import UNSHAPED, Plan
 from darts_server.rollout.run import GroupRun, Trajectory
 from darts_server.rollout.spec import GroupContext, GroupSpec
@@ -25,17 +28,23 @@ CUT_ENDED = {0: Script(2), 1: Script(3), 2: Script(4, delay=20), 3: Script(10)}
 """The tail ends by itself beyond a limit of 5 before the third shortest, which began late, is known."""
 
 
-def started(engine: ScriptedEngine, recorder: Recorder) -> GroupRun[str, list[int]]:
+def started(
+    engine: ScriptedEngine, recorder: Recorder, carried: Sequence[CarriedCandidate[list[int]]] = ()
+) -> GroupRun[str, list[int]]:
     context = GroupContext(engine, recorder.events, None, StartQueue(), lambda: engine.now)
     spec = GroupSpec(Plan("cut", UNSHAPED, 1), "prompt", "g", tail_seed=(SEED,))
-    return GroupRun(context, spec, Ticket(Admission(lambda: 0, None), None, None), lambda _: None)
+    return GroupRun(context, spec, Ticket(Admission(lambda: 0, None), None, None), lambda _: None, carried)
 
 
 async def begun(
-    engine: ScriptedEngine, recorder: Recorder, candidates: int, limit: int
+    engine: ScriptedEngine,
+    recorder: Recorder,
+    candidates: int,
+    limit: int,
+    carried: Sequence[CarriedCandidate[list[int]]] = (),
 ) -> tuple[GroupRun[str, list[int]], asyncio.Task[list[Trajectory[list[int]]]]]:
     """Start a group that has a deadline, and a task that waits for it."""
-    run = started(engine, recorder)
+    run = started(engine, recorder, carried)
     run.open(CutTail(2, 1), Allocation(candidates))
     waiting = asyncio.create_task(collect(run))
     await settle()
@@ -73,6 +82,25 @@ async def test_a_cut_candidate_that_the_engine_loses_is_generated_again() -> Non
         run.poll()
         if engine.started[3].stopped and engine.started[3].is_running:
             engine.started[3].abort_as_lost(2)
+        await settle()
+    assert {t.index: t.output for t in await waiting}[3] == list(range(7))
+    assert [each.index for each in engine.started].count(3) == 2
+
+
+async def test_a_cut_candidate_that_the_engine_loses_resumes_from_its_carried_tokens() -> None:
+    """Its record says that these tokens have older weights."""
+    engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
+    engine.stop_lag = 5
+    tail: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(1), None), ((0, 1),))
+    carried = [CarriedCandidate(), CarriedCandidate(), CarriedCandidate(), tail]
+    run, waiting = await begun(engine, Recorder(), len(CUT_RUNNING), 7, carried)
+    for _ in range(100):
+        await engine.step()
+        run.poll()
+        if engine.started[3].stopped and engine.started[3].is_running:
+            engine.started[3].abort_as_lost(2)
+            await settle()
+            assert (engine.started[-1].index, engine.started[-1].generated) == (3, 1)
         await settle()
     assert {t.index: t.output for t in await waiting}[3] == list(range(7))
     assert [each.index for each in engine.started].count(3) == 2

@@ -80,7 +80,7 @@ async def play(harness: Harness, policy: str) -> Played:
     groups = await harness.groups(list(runs.values()))
     outputs = {name: {t.index: t.output for t in group} for name, group in zip(GROUPS, groups, strict=True)}
     [batch] = harness.recorder.cohorts
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
     return Played(harness, runs, outputs, batch, harness.engine.now)
 
 

@@ -114,7 +114,7 @@ async def test_candidates_are_stopped_once_the_leader_cannot_be_overtaken() -> N
     assert result.record.outcome is Outcome.DECIDED
     assert (result.record.group_id, result.record.policy) == (result.vote_id, "vote")
     assert election.outcomes == [(VoteOutcome.DECIDED_EARLY, 3)]
-    assert election.harness.rollouts.num_running == 0
+    assert not election.harness.rollouts.runs
     assert election.harness.rollouts.gate.inside == 0
 
 

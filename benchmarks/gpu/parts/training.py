@@ -208,7 +208,7 @@ def predict(method: Method, trace: Trace, prompts: int, curve: LatencyCurve) -> 
         ends = {number: int(left.max()) for number, left in running.items()}
         end = sorted(ends.values())[prompts - spare - 1]
         each: Sequence[int] = np.minimum(np.concatenate(list(running.values())), end).tolist()
-        seconds.append(curve.rollout_seconds(each))
+        seconds.append(float(max(curve.completion_seconds(each))))
         undecided = [number for number in ends if ends[number] > end]
         spare += len(ends) - len(undecided) - prompts
         times = {number: times.get(number, 0) + 1 for number in undecided}

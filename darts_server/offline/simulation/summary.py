@@ -97,10 +97,9 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
             candidates = [Candidate(index, 0.0) for index in range(count)]
             for index in np.flatnonzero(rollout.returned[group]).tolist():
                 candidates[index].selected_as = SelectedAs.SHORT if index in short else SelectedAs.LONG
-            found = rule.weights(candidates)
-            if not found:
+            weights = list(rule.weights(candidates).values())
+            if not weights:
                 return None
-            weights = list(found.values())
             sizes.append(sum(weights) ** 2 / sum(weight * weight for weight in weights) / size)
     return float(np.mean(sizes))
 

@@ -176,5 +176,4 @@ class CohortMember:
             self.cohort.report_minimum(self, minimum)
 
     def end(self, record: GroupRecord | None) -> None:
-        """Remove the group from its cohort."""
         self.cohort.end_group(self, record)

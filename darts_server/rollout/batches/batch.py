@@ -92,6 +92,7 @@ class BatchGroup:
     """
 
     number: int
+    group_id: str
     prompt: PromptSpec
     request: Any
     prompt_key: str
@@ -243,9 +244,9 @@ class GroupBuilder:
         """Add a group for a prompt. ``field``: names the prompt in errors."""
         number = len(self.groups)
         batch = self._batch
-        request_id = f"{self.batch_id}-{number}"
+        group_id = f"{self.batch_id}-{number}"
         try:
-            request = await self._renderer.make_request(prompt, batch.sampling, batch.group_size, request_id)
+            request = await self._renderer.make_request(prompt, batch.sampling, batch.group_size, group_id)
         except InvalidRequest as error:
             if error.field.startswith("sampling"):
                 raise
@@ -254,6 +255,7 @@ class GroupBuilder:
         self.groups.append(
             BatchGroup(
                 number,
+                group_id,
                 prompt,
                 request,
                 prompt.key or content_key,

@@ -28,7 +28,7 @@ CURSOR_BYTES = 350
 
 @dataclass(frozen=True, slots=True)
 class AbortedSample:
-    """Tokens of a candidate whose group was aborted. They are complete if the sample has a finish reason."""
+    """Tokens of a candidate whose group was aborted, complete if the sample has a finish reason."""
 
     sample: Sample
     version_spans: VersionSpans
@@ -74,19 +74,15 @@ class Unfinished:
     number: int
     prompt_key: str
     metadata: bytes | None
-    carry: Carry = Carry.DROP
-    error: Exception | None = None
-    group: GroupResult | None = None
-    skipped: bool = False
+    carry: Carry
+    error: Exception | None
+    group: GroupResult | None
+    skipped: bool
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStarted:
-    """The first event.
-
-    ``groups``: number of groups.
-    ``survivors``: whether a group has all trajectories that were not pruned.
-    """
+    """The first event. ``survivors``: whether a group has all trajectories that were not pruned."""
 
     batch_id: str
     policy: str
@@ -97,7 +93,7 @@ class BatchStarted:
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """The next tokens of a candidate, from position ``start``. ``number``: number of the prompt."""
+    """The next tokens of a candidate of prompt ``number``, from position ``start``."""
 
     trajectory_id: str
     number: int
@@ -117,12 +113,12 @@ class TrajectorySelected:
     number: int
     sample: Sample
     cut: bool
-    verdict: Verdict = NO_VERDICT
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateDiscarded:
-    """A candidate is discarded. ``length``: number of its tokens, as far as recorded."""
+    """``length``: number of the candidate's tokens, as far as recorded."""
 
     trajectory_id: str
     number: int
@@ -146,9 +142,9 @@ class BatchDone:
     unfinished: Sequence[Unfinished]
     seconds: float
     generated: int
-    carried: int = 0
-    shortfall: int = 0
-    uninformative: Sequence[int] = ()
+    carried: int
+    shortfall: int
+    uninformative: Sequence[int]
 
     @property
     def skipped(self) -> int:
@@ -178,39 +174,34 @@ class TokenRange(NamedTuple):
 _Entry = TokenRange | Event
 
 
+@dataclass(slots=True, eq=False)
 class CandidateCursor:
     """Create the events of one candidate.
 
     Tokens of deltas are kept for replays until the candidate is discarded: 12 bytes per token with log-probs. A
     selected candidate shares the tokens of its sample.
+
+    ``run``: None after the candidate's end, and if the batch has failed.
     """
 
-    __slots__ = ("_end", "_end_sent", "_index", "_logprobs", "_number", "_run", "_sent", "_token_ids", "trajectory_id")
-
-    def __init__(
-        self,
-        run: GroupRun[Any, Any],
-        trajectory_id: str,
-        number: int,
-        index: int,
-    ) -> None:
-        self.trajectory_id = trajectory_id
-        self._number = number
-        self._index = index
-        self._run: GroupRun[Any, Any] | None = run
-        self._end: TrajectorySelected | CandidateDiscarded | None = None
-        self._end_sent = False
-        # Number of tokens in all deltas so far.
-        self._sent = 0
-        self._token_ids: Sequence[int] = array("i")
-        self._logprobs: Sequence[float] | None = None
+    run: GroupRun[Any, Any] | None
+    trajectory_id: str
+    number: int
+    """Number of the prompt."""
+    index: int
+    _end: TrajectorySelected | CandidateDiscarded | None = None
+    _end_sent: bool = False
+    _sent: int = 0
+    """Number of tokens in all deltas so far."""
+    _token_ids: Sequence[int] = field(default_factory=lambda: array("i"))
+    _logprobs: Sequence[float] | None = None
 
     def select(self, sample: Sample) -> None:
         """Use the sample for the candidate's last event and its further deltas."""
-        assert self._run is not None
-        cut = self._run.candidates[self._index].cut
-        verdict = self._run.verification.verdicts.get(self._index, NO_VERDICT)
-        self._end = TrajectorySelected(self.trajectory_id, self._number, sample, cut, verdict)
+        assert self.run is not None
+        cut = self.run.candidates[self.index].cut
+        verdict = self.run.verification.verdicts.get(self.index, NO_VERDICT)
+        self._end = TrajectorySelected(self.trajectory_id, self.number, sample, cut, verdict)
         # A cut sample may be shorter than the deltas that were sent.
         if self._sent <= len(sample.token_ids):
             self._token_ids = sample.token_ids
@@ -221,30 +212,26 @@ class CandidateCursor:
 
         ``selected_reason``: reason of the discard if the group has selected the candidate.
         """
-        if self._end is None and self._run is not None:
-            reason = self._run.candidates[self._index].reason or selected_reason
-            length = self._run.runner.count_tokens(self._index)
-            self._end = CandidateDiscarded(self.trajectory_id, self._number, length, reason)
+        if self._end is None and self.run is not None:
+            reason = self.run.candidates[self.index].reason or selected_reason
+            length = self.run.runner.count_tokens(self.index)
+            self._end = CandidateDiscarded(self.trajectory_id, self.number, length, reason)
             self._token_ids = array("i")
             self._logprobs = None
-        self._run = None
-
-    def drop_run(self) -> None:
-        """Let go of the run without an event, as the batch failed."""
-        self._run = None
+        self.run = None
 
     def advance(self, chunk: int) -> Iterator[_Entry]:
         """Yield the events since the last call. A delta of a running candidate has at least ``chunk`` tokens."""
         if self._end_sent:
             return
-        if self._end is None and self._run is not None:
-            state = self._run.candidates[self._index]
-            runner = self._run.runner
+        if self._end is None and self.run is not None:
+            state = self.run.candidates[self.index]
+            runner = self.run.runner
             least = chunk if state.running else 1
             if state.reason is not None:
                 self.end_events()
-            elif runner.count_tokens(self._index) - self._sent >= least:
-                yield from self._append_tokens(runner.read_tokens(self._index, self._sent))
+            elif runner.count_tokens(self.index) - self._sent >= least:
+                yield from self._append_tokens(runner.read_tokens(self.index, self._sent))
 
         # The candidate may have ended while a listener took the delta.
         if self._end is None:
@@ -272,14 +259,14 @@ class CandidateCursor:
         return TokenRange(self, start, stop)
 
     def delta(self, start: int, stop: int) -> TokenDelta | None:
-        """Return the delta with these tokens, or None if the candidate was discarded."""
+        """Return the delta, or None if the candidate was discarded."""
         if stop > len(self._token_ids):
             return None
         token_ids = _to_list(self._token_ids[start:stop])
         logprobs = None
         if self._logprobs is not None:
             logprobs = _to_list(self._logprobs[start:stop])
-        return TokenDelta(self.trajectory_id, self._number, start, token_ids, logprobs)
+        return TokenDelta(self.trajectory_id, self.number, start, token_ids, logprobs)
 
     @property
     def kept_bytes(self) -> int:
@@ -394,7 +381,7 @@ class EventFeed:
         if isinstance(end, BatchFailed):
             for group in self._groups.values():
                 for cursor in group.cursors:
-                    cursor.drop_run()
+                    cursor.run = None
             self._groups.clear()
         for group in self._groups.values():
             group.end_events()
@@ -458,7 +445,7 @@ class EventFeed:
         return found
 
     def _create_entry(self) -> bool:
-        """Append the next entry to the log, if there is one; return whether there was."""
+        """Append the next entry to the log; return whether there was one."""
         started_at = self._clock()
         try:
             entry = next(self._new_entries, None)

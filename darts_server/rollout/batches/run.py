@@ -111,7 +111,7 @@ class BatchRun:
         # A batch that waits for a part of its groups finishes them one after the other instead.
         running = [group for group in prepared.groups if not group.is_skipped]
         if rollouts.starts_in_rounds and prepared.needed == prepared.places == len(running):
-            self._first_round = FirstRound(self._group_id(group) for group in running)
+            self._first_round = FirstRound(group.group_id for group in running)
         self._results: list[GroupResult] = []
         # Numbers of complete groups that do not count.
         self._uninformative: list[int] = []
@@ -256,7 +256,7 @@ class BatchRun:
                     task = asyncio.create_task(self._run_with_streams(group))
                     tasks[group.number] = task
                     if self._first_round is not None:
-                        task.add_done_callback(partial(self._first_round.arrive, self._group_id(group)))
+                        task.add_done_callback(partial(self._first_round.arrive, group.group_id))
                 await self._collect_results(tasks)
                 if self._carry is Carry.RESUME:
                     await self._stop_to_carry(tasks)
@@ -396,10 +396,9 @@ class BatchRun:
         await self._rollouts.starts.wait(group=group.allocation.candidates)
         if self._quota is not None and not self._quota.left:
             return None
-        group_id = self._group_id(group)
         result = GroupResult(
             group.number,
-            group_id,
+            group.group_id,
             group.prompt_key,
             {},
             None,
@@ -409,7 +408,7 @@ class BatchRun:
         feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         run: GroupRun[Any, Any] | None = None
         try:
-            run = self._start_group(group, group_id, streams=feed is not None)
+            run = self._start_group(group, streams=feed is not None)
             group.run = run
             if feed is not None:
                 feed.group_started(group.number, run)
@@ -436,14 +435,14 @@ class BatchRun:
             return replace(result, error=error)
         except Exception as error:
             # A bug of ours, which ends this group and no other.
-            logger.exception("group %s failed", group_id)
+            logger.exception("group %s failed", group.group_id)
             return replace(result, error=error)
         finally:
-            # Failed groups count too, and groups that were stopped because enough others are complete.
-            if run is not None and run.record is not None:
-                self._generated += run.record.generated_tokens
             if run is not None:
                 run.verification.cancel()
+                # Failed groups count too, and groups that were stopped because enough others are complete.
+                if run.record is not None:
+                    self._generated += run.record.generated_tokens
         return replace(
             result,
             samples=dict(sorted(samples.items())),
@@ -479,10 +478,7 @@ class BatchRun:
 
         return verify
 
-    def _group_id(self, group: BatchGroup) -> str:
-        return f"{self.batch_id}-{group.number}"
-
-    def _start_group(self, group: BatchGroup, group_id: str, *, streams: bool) -> GroupRun[Any, Any]:
+    def _start_group(self, group: BatchGroup, *, streams: bool) -> GroupRun[Any, Any]:
         """Start a group, from its carried tokens unless they are too old."""
         can_carry = self._carry is Carry.RESUME
         resumed = group.resumed
@@ -502,7 +498,7 @@ class BatchRun:
         spec = GroupSpec(
             self.plan,
             group.request,
-            group_id,
+            group.group_id,
             group.prompt_key,
             tail_seed,
             # A trajectory is streamed as soon as it is certain, unless its group may continue in a later batch or may

@@ -153,7 +153,6 @@ class BlobStore:
         self._manifests = StoredValues(documents, Kind(kind, _parse_manifest))
 
     def digest(self, key: str) -> str | None:
-        """Return the SHA-256 of a blob."""
         manifest = self._manifests.load(key)
         return None if manifest is None else manifest.digest
 
@@ -199,7 +198,6 @@ class BlobStore:
 
 
 def blob_kinds(name: str) -> tuple[Kind[Manifest], Kind[None]]:
-    """Return the kinds of manifests and of parts."""
     return Kind(name, _parse_manifest), Kind(name + PART_SUFFIX, _check_part)
 
 

@@ -102,7 +102,7 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
     if not beyond_limit:
         complete.add(FinishReason.LENGTH)
     observed = []
-    for c in record.candidates[record.restarted_from :]:
+    for c in record.current_candidates:
         if c.tokens > 0:
             observed.append(Observation(c.tokens, censored=c.cut or c.finish_reason not in complete))
     return observed
@@ -115,7 +115,7 @@ def length_limit(record: GroupRecord) -> int | None:
     """
     limits = []
     longest = 0
-    for c in record.candidates[record.restarted_from :]:
+    for c in record.current_candidates:
         longest = max(longest, c.tokens)
         if c.finish_reason is FinishReason.LENGTH and not c.cut:
             limits.append(c.tokens)
@@ -334,7 +334,7 @@ def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[t
     the answers. If the group was selected by rewards, all candidates with a reward count, because half of the returned
     trajectories are right at any pass rate.
     """
-    eligible = [c.index for c in record.candidates[record.restarted_from :] if c.reason not in GONE]
+    eligible = [c.index for c in record.current_candidates if c.reason not in GONE]
     rewarded = [index for index in eligible if index in correct]
     if record.num_rewarded is not None or len(rewarded) == len(eligible):
         return [(correct[index], 1.0) for index in rewarded]
@@ -342,7 +342,7 @@ def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[t
 
 
 def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
-    """Return statistics of a prompt's lengths, in tokens, as JSON values."""
+    """Return statistics as JSON values."""
     seen = stats.observations
     summary: dict[str, Any] = {
         "estimated_mean_tokens": stats.mean_ema,

@@ -95,8 +95,6 @@ class Monitor:
 
 @dataclass(slots=True)
 class Viewer:
-    """One viewer of the monitor."""
-
     monitor: Monitor
     may_see: MaySee
     _groups_seen: int = 0

@@ -167,7 +167,7 @@ class VllmEngine:
         index: int,
         probe: Probe | None = None,
         order: float = 0.0,
-        prefix: TokenSlice | None = None,
+        prefix: TokenSlice = NOTHING,
     ) -> VllmCandidate:
         """Start a candidate. ``order``: see `placed_options`. ``prefix``: tokens that the candidate continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
@@ -183,9 +183,9 @@ class VllmEngine:
                 params = request.probed_params_of(index, probe, number)
                 returns_logprobs = not request.adds_logprobs(probe)
 
-            deferred = Deferred(self._tokenizer, params, prefix or NOTHING, returns_logprobs=returns_logprobs)
+            deferred = Deferred(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
             prompt = request.prompt
-            if prefix is not None:
+            if prefix.token_ids:
                 prompt, params = request.resumed(index, prefix.token_ids)
 
             # Groups that were admitted before the engine died must not start on it.
@@ -195,7 +195,7 @@ class VllmEngine:
             # The form of ids that vLLM gives to the children of a request with n > 1.
             request_id = f"{index}_{request.request_id}"
             # Candidates with a probe or a prefix have other parameters or another prompt.
-            shared = request if probe is None and prefix is None else None
+            shared = request if probe is None and not prefix.token_ids else None
             try:
                 with adding_candidate(deferred.begin, shared):
                     collector = await self._llm.add_request(request_id, prompt, params, **options)
@@ -213,15 +213,6 @@ class VllmEngine:
 
     def check_resumable(self, request: PromptRequest) -> None:
         check_resumable(request.params)
-
-    async def resume(
-        self,
-        request: PromptRequest,
-        index: int,
-        prefix: TokenSlice,
-        order: float = 0.0,
-    ) -> VllmCandidate:
-        return await self.start(request, index, order=order, prefix=prefix)
 
     async def _abort(self, collectors: list[RequestOutputCollector]) -> None:
         """Abort requests. If that fails, `VllmCandidate.result` raises the error."""

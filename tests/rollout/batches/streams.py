@@ -135,7 +135,7 @@ class Server:
         await self.registry.hand_back(STOPPING)
         assert await self.registry.close() == 0
         await settle()
-        assert self.harness.rollouts.num_running == len(self.engine.running) == 0
+        assert len(self.harness.rollouts.runs) == len(self.engine.running) == 0
         assert self.harness.rollouts.admission.requests == 0
 
 

@@ -161,5 +161,5 @@ async def test_a_batch_ends_with_enough_complete_groups_or_when_all_groups_have_
     ]
     outcomes = {int(record.group_id[-1]): record.outcome for record in harness.recorder.records}
     assert {number for number, outcome in outcomes.items() if outcome is Outcome.CANCELLED} == set(left)
-    assert harness.rollouts.num_running == len(harness.engine.running) == 0
+    assert len(harness.rollouts.runs) == len(harness.engine.running) == 0
     assert len(harness.recorder.cohorts) == 1

@@ -262,7 +262,7 @@ async def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_bat
         else:
             waiting += mine
     assert answered == Counter(str(i) for i in range(20))
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
 
 
 def spans(done: BatchDone) -> dict[str, list[tuple[tuple[int, int], ...]]]:
@@ -506,7 +506,7 @@ async def test_a_cohort_ends_once_if_its_batch_is_cancelled_while_groups_are_sto
     batch.task.cancel()
     await settle()
     assert len(server.harness.recorder.cohorts) == 1
-    assert server.harness.rollouts.num_running == server.harness.rollouts.admission.requests == 0
+    assert len(server.harness.rollouts.runs) == server.harness.rollouts.admission.requests == 0
 
 
 async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_events_match_the_answer_and_can_be_replayed_from_any_number(
             assert await read_events(batch, after) == [each for each in replayable(events) if each[0] > after]
         await harness.engine.run()
         await settle()
-        assert harness.rollouts.num_running == 0
+        assert not harness.rollouts.runs
 
     run_on_stepped_clock(scenario())
 

@@ -128,7 +128,7 @@ async def test_a_batch_without_a_key_is_cancelled_with_its_caller_and_not_kept(l
             assert len(server.engine.running) == 12
     await settle()
     assert not server.engine.running
-    assert server.harness.rollouts.num_running == 0
+    assert not server.harness.rollouts.runs
     assert len(server.harness.recorder.cohorts) == 1
     with pytest.raises(NotFound):
         server.registry.cancel(batch.batch_id)

@@ -69,7 +69,7 @@ async def test_groups_that_are_aborted_return_what_their_candidates_had_generate
     assert one.version_spans == ((0, 11), (1, 1))
     assert done.generated == sum(record.generated_tokens for record in server.harness.recorder.records)
     assert done.unfinished == []
-    assert server.harness.rollouts.num_running == len(server.engine.running) == 0
+    assert len(server.harness.rollouts.runs) == len(server.engine.running) == 0
 
 
 @pytest.mark.parametrize("fails_in_start", [True, False])
@@ -91,7 +91,7 @@ async def test_a_group_that_cannot_start_fails_alone_and_its_cohort_ends(
     assert errors == {"5": type(None), "30": ValueError if fails_in_start else ZeroDivisionError}
     rollouts = server.harness.rollouts
     assert len(server.harness.recorder.cohorts) == 1
-    assert (rollouts.num_running, rollouts.gate.inside) == (0, 0)
+    assert (len(rollouts.runs), rollouts.gate.inside) == (0, 0)
     assert (rollouts.admission.ahead, rollouts.admission.requests) == (0, 0)
 
 
@@ -282,7 +282,7 @@ async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(see
     assert answered == Counter(str(i) for i in range(10))
     await settle()
     await harness.engine.run()
-    assert harness.rollouts.num_running == 0
+    assert not harness.rollouts.runs
     records = harness.recorder.records
     assert len({record.group_id for record in records}) == len(records), "each group ends once"
     assert harness.recorder.started == sum(len(record.candidates) for record in records)

@@ -71,7 +71,7 @@ async def test_skipped_prompts_are_named_and_groups_that_run_have_their_probabil
     }
     rollouts = server.harness.rollouts
     assert len(server.harness.recorder.cohorts) == 1, "skipped groups have left their cohort"
-    assert (rollouts.num_running, rollouts.gate.inside) == (0, 0)
+    assert (len(rollouts.runs), rollouts.gate.inside) == (0, 0)
     assert (rollouts.admission.ahead, rollouts.admission.requests) == (0, 0)
 
 
@@ -95,7 +95,7 @@ async def test_prompts_run_as_often_as_their_weight_says(seeded: bool) -> None:
     batches = 1000
     for seed in range(batches):
         groups = [
-            BatchGroup(number, PromptSpec(text=text), text, f"key of {text}", text)
+            BatchGroup(number, f"batch-{number}", PromptSpec(text=text), text, f"key of {text}", text)
             for number, text in enumerate([*HOPELESS, *EVEN])
         ]
         draw_groups(groups, plan, rollouts, Seeded(seed if seeded else None))

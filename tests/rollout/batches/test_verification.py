@@ -90,7 +90,7 @@ def rewards_of(result: GroupResult) -> dict[int, float | None]:
 
 def assert_idle(server: Server, judge: Judge) -> None:
     rollouts = server.harness.rollouts
-    assert (rollouts.num_running, rollouts.gate.inside) == (0, 0)
+    assert (len(rollouts.runs), rollouts.gate.inside) == (0, 0)
     assert (rollouts.admission.requests, rollouts.admission.ahead) == (0, 0)
     assert len(server.engine.running) == 0
     assert judge.pending == 0, "no verification outlives its batch"
@@ -557,11 +557,11 @@ async def test_groups_of_equal_rewards_do_not_count_and_others_take_their_places
 async def test_only_the_needed_prompts_run_at_once_until_a_share_of_groups_is_known_to_be_uninformative() -> None:
     server, _ = verifying(only_odd_prompts)
     await server.begin(1, "3", "5", "7", "9", only="informative", num_groups=2)
-    assert server.harness.rollouts.num_running == 2
+    assert len(server.harness.rollouts.runs) == 2
     server, _ = verifying(only_odd_prompts)
     server.harness.rollouts.statistics.rewards.learn({None: RewardStats(groups=3, zero_variance=1)})
     await server.begin(1, "3", "5", "7", "9", only="informative", num_groups=2)
-    assert server.harness.rollouts.num_running == 3
+    assert len(server.harness.rollouts.runs) == 3
 
 
 @pytest.mark.parametrize("returns", [False, True])

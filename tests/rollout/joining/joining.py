@@ -194,7 +194,7 @@ class JoiningHarness:
         """Check that nothing runs and no group or task is left."""
         await settle()
         assert self.engine.running == []
-        assert self.rollouts.num_running == 0
+        assert not self.rollouts.runs
         assert self.rollouts.joiner.groups == {}
         assert asyncio.all_tasks() == self._others
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from darts_server.engine.port import HiddenState, Probe
+from darts_server.engine.port import NOTHING, HiddenState, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.group.events import Scored
 from darts_server.policy.survival import Pruning
@@ -66,9 +66,14 @@ class EarlyStateEngine(ScriptedEngine):
     """Sends a hidden state before its ``start`` returns."""
 
     async def start(
-        self, request: str, index: int, probe: Probe | None = None, order: float = 0.0
+        self,
+        request: str,
+        index: int,
+        probe: Probe | None = None,
+        order: float = 0.0,
+        prefix: TokenSlice = NOTHING,
     ) -> ScriptedCandidate:
-        candidate = await super().start(request, index, probe, order)
+        candidate = await super().start(request, index, probe, order, prefix)
         if probe is not None and candidate.script.hidden is not None:
             probe.on_state(HiddenState(4, np.asarray(candidate.script.hidden(4), dtype=np.float32)))
         return candidate
