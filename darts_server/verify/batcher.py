@@ -177,7 +177,8 @@ class Batcher:
         finally:
             self._starting -= not jobs
             self._free.insert(len(self._free) if runner.is_ready else 0, runner)
-        self._dispatch()
+            # Also after an unexpected error, because other answers wait.
+            self._dispatch()
 
     async def _run(self, runner: Runner, jobs: Sequence[Job]) -> None:
         loop = asyncio.get_running_loop()

@@ -32,7 +32,7 @@ async def advance(seconds: float) -> None:
 
 
 class Scripted(Runner):
-    """A runner whose calls for "hang" last until it is opened."""
+    """A runner whose calls for "hang" last until it is opened, and whose calls for "bug" raise."""
 
     def __init__(self, answers: int = 1) -> None:
         self.limits = BatchLimits(answers, shared=False)
@@ -43,6 +43,8 @@ class Scripted(Runner):
         self.served += [answer.text for answer in answers]
         if any(answer.text == "hang" for answer in answers):
             await self.opened.wait()
+        if any(answer.text == "bug" for answer in answers):
+            raise LookupError("bug")
         return [RIGHT] * len(answers)
 
 
@@ -137,3 +139,15 @@ async def test_each_answer_has_its_own_limit() -> None:
         await advance(99)
     assert queue.results == [VerifierResult.TIMEOUT] * 5
     await queue.batcher.close()
+
+
+async def test_answers_that_wait_are_called_after_an_unexpected_error() -> None:
+    queue = Queue()
+    raised: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
+    futures = queue.call("bug", "good")
+    await settle()
+    assert [future.done() for future in futures] == [True, True]
+    assert futures[1].result() == RIGHT
+    await queue.batcher.close()
+    assert [type(error) for error in raised] == [LookupError]
