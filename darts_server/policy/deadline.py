@@ -142,6 +142,11 @@ class CohortDeadline:
         self._minimums[group] = tokens
         self._update()
 
+    def add_group(self) -> None:
+        """Count one more group, which has just started."""
+        self._groups += 1
+        self._update()
+
     def remove(self, group: object) -> None:
         """Remove a group that has ended. Its need still counts if it was reported."""
         self._minimums.pop(group, None)

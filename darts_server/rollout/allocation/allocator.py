@@ -117,18 +117,22 @@ class Allocator:
         prompt_keys: Sequence[str],
         budget: int | None = None,
         auto: AutoBatch | None = None,
+        starting: int | None = None,
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
         ``budget``: number of candidates in all. ``auto``: the batch whose number of prompts `auto` has chosen.
+        ``starting``: number of groups that start at once, or None for all.
         """
         groups = len(prompt_keys)
+        if starting is None:
+            starting = groups
         size = plan.size
         scale = 1.0 if budget is not None else self._scale()
         counts, mean = self._counts(plan, prompt_keys, budget)
 
         # A few groups say little about the tokens that groups need. Recent groups decide instead.
-        is_small = groups < MIN_COHORT
+        is_small = starting < MIN_COHORT
         rule = self.deadlines.current_rule(plan.shaping, plan.policy)
         tokens_from_recent = None
         if rule is not None:
@@ -164,6 +168,7 @@ class Allocator:
             rule,
             end,
             self._clock,
+            starting,
             on_start,
             tokens=tokens_from_recent,
             few=is_small,

@@ -17,6 +17,8 @@ class Cohort:
         rule: None for a policy without deadlines.
         on_end: called when the last group has ended or was dropped.
         clock: monotonic seconds.
+        starting: number of groups that start at once. The others start only in place of groups that fail or do not
+            count, so the deadline counts each of them when it starts.
         on_start: called when the first group starts.
         tokens: a deadline that is known from the start.
         few: whether there are too few groups to determine a deadline.
@@ -28,6 +30,7 @@ class Cohort:
         rule: Deadline | None,
         on_end: Callable[[CohortRecord], None],
         clock: Callable[[], float],
+        starting: int,
         on_start: Callable[[], None] | None = None,
         *,
         tokens: int | None = None,
@@ -35,7 +38,7 @@ class Cohort:
     ) -> None:
         self.record = record
         self.rule = rule
-        self.deadline = CohortDeadline(None if few else rule, record.groups, tokens)
+        self.deadline = CohortDeadline(None if few else rule, starting, tokens)
         """Changed only by the methods below, which pass the deadline on."""
         self.started_at: float | None = None
         """Start of the first group, in seconds of the clock."""
@@ -43,6 +46,9 @@ class Cohort:
         self._on_end = on_end
         self._clock = clock
         self._unfinished = record.groups
+        # Groups that the deadline counts and that have not started, and groups that it does not count yet.
+        self._expected = starting
+        self._uncounted = record.groups - starting
         # In starting order.
         self._members: dict[object, Callable[[int, int], None]] = {}
         self._is_passed_on = self.deadline.tokens is not None
@@ -50,6 +56,11 @@ class Cohort:
     def join(self, group: object, set_deadline: Callable[[int, int], None]) -> None:
         """Add a group that has started. ``set_deadline``: called with the deadline and the cut length, in tokens."""
         self._members[group] = set_deadline
+        if self._expected:
+            self._expected -= 1
+        else:
+            self._uncounted -= 1
+            self.deadline.add_group()
         if self.started_at is None:
             self.started_at = self._clock()
             if self._on_start is not None:
@@ -72,7 +83,10 @@ class Cohort:
             self.record.add(record)
         self._members.pop(group, None)
         self._unfinished -= 1
-        self.deadline.remove(group)
+        if group is None and self._uncounted:
+            self._uncounted -= 1
+        else:
+            self.deadline.remove(group)
         self._pass_on_deadline()
         if self._unfinished == 0:
             self.record.deadline = self.deadline.tokens

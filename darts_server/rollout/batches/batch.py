@@ -206,7 +206,8 @@ async def prepare_batch(
         if plan.auto is not None and batch.carry is Carry.RESUME:
             auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), lost_tokens)
             places = auto.choice.started
-        allocate(groups, plan, batch.budget, rollouts, ticket, auto)
+        starting = min(places, batch.max_prompts or places)
+        allocate(groups, plan, batch.budget, rollouts, ticket, auto, starting)
         rollouts.observers.prompts_skipped(sum(group.is_skipped for group in groups))
     except BaseException:
         ticket.release()
@@ -367,15 +368,19 @@ def allocate(
     rollouts: Rollouts[Any, Any],
     ticket: Ticket,
     auto: AutoBatch | None,
+    starting: int,
 ) -> None:
-    """Allocate candidates to the groups, and hold the candidates with the ticket of the batch."""
+    """Allocate candidates to the groups, and hold the candidates with the ticket of the batch.
+
+    ``starting``: number of groups that start at once.
+    """
     # The ticket is empty meanwhile, so that a batch does not reduce its own redundancy by waiting.
     estimate = ticket.candidates
     ticket.resize(0)
     keys = [group.prompt_key for group in groups]
     # The number of candidates does not depend on the prompts that are skipped, so that the expectation of a group that
     # runs does not either.
-    allocations = rollouts.allocator.allocate_cohort(plan, keys, budget, auto)
+    allocations = rollouts.allocator.allocate_cohort(plan, keys, budget, auto, starting)
     candidates = 0
     for group, allocation in zip(groups, allocations, strict=True):
         if group.is_skipped:

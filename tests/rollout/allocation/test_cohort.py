@@ -16,11 +16,13 @@ SURE = Deadline(exploration=0.0)
 class CohortHarness:
     """A cohort whose groups are numbers, and the deadlines that they get."""
 
-    def __init__(self, groups: int, rule: Deadline = SURE, tokens: int | None = None) -> None:
+    def __init__(
+        self, groups: int, rule: Deadline = SURE, tokens: int | None = None, starting: int | None = None
+    ) -> None:
         self.records: list[CohortRecord] = []
         self.now = 10.0
         record = CohortRecord("cut", groups, 12.5)
-        self.cohort = Cohort(record, rule, self.records.append, lambda: self.now, tokens=tokens)
+        self.cohort = Cohort(record, rule, self.records.append, lambda: self.now, starting or groups, tokens=tokens)
         self.deadlines: list[list[tuple[int, int]]] = []
 
     def join(self, count: int = 1) -> None:
@@ -102,3 +104,31 @@ async def test_the_record_is_created_once_when_the_last_group_has_ended_or_was_d
     none_started.now = 18.0
     none_started.cohort.end_group()
     assert none_started.records[0].measured_seconds == 0.0
+
+
+async def test_a_deadline_does_not_wait_for_groups_that_start_only_in_place_of_others() -> None:
+    harness = CohortHarness(30, starting=10)
+    harness.join(10)
+    harness.need(*range(1, 9))
+    assert harness.cohort.deadline.tokens is None
+    # The first group does not count, so another group starts in its place.
+    harness.join()
+    harness.cohort.report_need(8, 90)
+    assert harness.cohort.deadline.tokens is None, "9 of 11 groups are less than the quantile"
+    harness.cohort.report_need(9, 95)
+    await turn()
+    assert harness.deadlines == [[(95, 190)]] * 11
+
+
+async def test_groups_that_never_start_are_not_missed_in_the_deadline() -> None:
+    harness = CohortHarness(12, starting=10)
+    harness.join(10)
+    for _ in range(2):
+        harness.cohort.end_group()
+    harness.need(*range(1, 9))
+    assert harness.cohort.deadline.tokens is None
+    harness.cohort.report_need(8, 90)
+    assert harness.cohort.deadline.tokens == 90
+    for group in range(10):
+        harness.cohort.end_group(group)
+    assert [record.groups for record in harness.records] == [12]

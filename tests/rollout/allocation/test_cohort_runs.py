@@ -83,7 +83,7 @@ def gathered(harness: Harness, name: str, candidates: int) -> GroupRun[str, list
 
 def a_batch(harness: Harness) -> Cohort:
     record = CohortRecord("cut", 1, 6.0)
-    return Cohort(record, SURE, harness.recorder.cohorts.append, lambda: harness.engine.now)
+    return Cohort(record, SURE, harness.recorder.cohorts.append, lambda: harness.engine.now, record.groups)
 
 
 async def test_a_group_whose_need_is_clear_before_it_opens_reports_it_when_it_opens() -> None:

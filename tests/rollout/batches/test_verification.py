@@ -773,3 +773,15 @@ async def run_at_random(seed: int) -> None:
     assert sorted(numbers) == list(range(prompts))
     if done.shortfall and "max_prompts" not in fields and chance >= 0.25:
         assert done.unfinished == [], "a batch that is short has tried all prompts"
+
+
+@pytest.mark.parametrize("limit", [{"num_groups": 16}, {"num_groups": 12, "max_prompts": 16}])
+async def test_a_batch_that_starts_some_of_its_prompts_has_a_deadline(limit: dict[str, int]) -> None:
+    def script(text: str, index: int) -> Script:
+        # One candidate of each prompt is far longer than the others.
+        return Script(400 if index == 0 else 20 + (int(text) + 3 * index) % 9)
+
+    harness = Harness(script, verifier=Judge(lambda answer: len(answer.token_ids) % 2))
+    server = Server(harness, new_registry(harness, "cut"))
+    done = await server.run(request(*map(str, range(48)), only="informative", **limit))
+    assert max(len(candidate.token_ids) for result in done.results for candidate in result.samples.values()) < 100
