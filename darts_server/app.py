@@ -196,6 +196,7 @@ async def _serve(
     exit_on_signals()
     grace = set_grace_seconds(args, settings.grace_seconds)
     lifecycle = Lifecycle()
+    # After `keeping` has ended the engine and the verifiers, `closing` ends the rooms' own threads and processes.
     with server.bind_socket(args) as sock, ExitStack() as closing:
         async with AsyncExitStack() as keeping:
             # Verifiers start before the engine, which takes minutes, so that wrong code of a verifier is found at once.
@@ -207,12 +208,12 @@ async def _serve(
             if settings.api_key_file or settings.admin_api_key_file:
                 reload_keys = partial(_reload_keys, access, rooms.batches)
             handle_sighup(reload_keys)
-
             if settings.session_webhook is not None:
                 webhook = await keeping.enter_async_context(Webhook(settings.session_webhook).running())
                 rooms.rollouts.observers.session_event.add(webhook.send)
-            engine.renderer.reuses_streams = settings.reuse_streams
+
             # Requests become groups, and vLLM's app gets our routes.
+            engine.renderer.reuses_streams = settings.reuse_streams
             engine.shape(rooms.rollouts, merge_options, rooms.updates)
             engine.llm.sessions = rooms.sessions
             history = None
@@ -223,18 +224,7 @@ async def _serve(
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
-            reads: Reads = {
-                "darts_engines_up": lambda: engine.up,
-                "darts_engines_lost_total": lambda: engine.num_lost,
-                "darts_decode_steps_total": lambda: engine.llm.held.steps,
-                "darts_draft_tokens_total": lambda source: engine.llm.held.drafts[:2][DRAFT_SOURCES.index(source)],
-                "darts_draft_accepted_tokens_total": lambda source: engine.llm.held.drafts[2:][
-                    DRAFT_SOURCES.index(source)
-                ],
-                "darts_history_bytes": lambda: None if history is None else history.bytes,
-                "darts_history_prompts": lambda: None if history is None else history.prompts,
-            }
-            metrics = ServingMetrics(engine.model_name, reads)
+            metrics = ServingMetrics(engine.model_name, _metric_reads(engine, history))
             closing.enter_context(watch_loop(metrics.loop_lagged))
 
             # Several engines have watchdogs of their own, which start an engine again.
@@ -282,6 +272,28 @@ def _restore_history(settings: Settings, engine: RunningEngine, answers: Numbere
             "%d answers that were kept for drafts are damaged or of another model, and are dropped", unusable
         )
     return history
+
+
+def _metric_reads(engine: RunningEngine, history: History | None) -> Reads:
+    """Return the functions that read the values of `ServingMetrics`."""
+    held = engine.llm.held
+
+    def count_drafted(source: str) -> int:
+        return held.drafts[DRAFT_SOURCES.index(source)]
+
+    def count_accepted(source: str) -> int:
+        # The accepted tokens of all sources follow the drafted tokens of all sources.
+        return held.drafts[len(DRAFT_SOURCES) + DRAFT_SOURCES.index(source)]
+
+    return {
+        "darts_engines_up": lambda: engine.up,
+        "darts_engines_lost_total": lambda: engine.num_lost,
+        "darts_decode_steps_total": lambda: held.steps,
+        "darts_draft_tokens_total": count_drafted,
+        "darts_draft_accepted_tokens_total": count_accepted,
+        "darts_history_bytes": lambda: None if history is None else history.bytes,
+        "darts_history_prompts": lambda: None if history is None else history.prompts,
+    }
 
 
 def _start_engines(

@@ -136,7 +136,8 @@ class Drafts:
         self._last: float | None = None
         self._batch: list[str] = []
         self._rows = np.zeros(0, np.int64)
-        self._gone: dict[str, int] = {}
+        # Lengths of the texts of requests that have left the batch, by name. A preempted request may come back.
+        self._earlier_lengths: dict[str, int] = {}
         self._counts = new_counts(4)
         # Compile the functions now, which takes seconds. Two requests of a prompt call all functions.
         names = ["first", "second"][:rows]
@@ -144,7 +145,7 @@ class Drafts:
         self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1, []), 8)
         self._set_batch([], tokens, lambda _: (None, 0, []))
         self._last = None
-        self._gone = {}
+        self._earlier_lengths = {}
         self._empty_counts()
         self.emptied = 0
 
@@ -272,41 +273,49 @@ class Drafts:
 
     def _set_batch(self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: PromptOf) -> bool:
         """Give new requests a row, free the rows of requests that are gone, and return whether a request is new."""
-        gone = self._row_of.keys() - set(names)
-        for name in gone:
+        for name in self._row_of.keys() - set(names):
             row = self._row_of.pop(name)
             self._free.append(row)
-            self._gone[name] = int(self._lengths[row])
-            if len(self._gone) > len(self._texts):
-                del self._gone[next(iter(self._gone))]
+            self._earlier_lengths[name] = int(self._lengths[row])
+            if len(self._earlier_lengths) > len(self._texts):
+                oldest = next(iter(self._earlier_lengths))
+                del self._earlier_lengths[oldest]
+
         has_new = False
         for place, name in enumerate(names):
-            if name in self._row_of:
-                continue
-            has_new = True
-            row = self._free.pop()
-            key, prompt_tokens, answers = prompt_of(name)
-            self._row_of[name] = row
-            self._drafted[row] = 0
-            self._verified[row] = 0
-            self._texts[row] = 0
-            # The tokens of a request that was preempted, and runs again, were counted before.
-            counted = self._gone.pop(name, prompt_tokens)
-            root = self._root_of.get(key)
-            if root is None:
-                root = self._root_of[key] = self._next_root
-                self._next_root += 1
-                begin = max(0, prompt_tokens - MAX_PROMPT_TOKENS)
-                prompt = token_ids[place, begin:prompt_tokens]
-                self._make_space(len(prompt))
-                weight = PROMPT_WEIGHT * self._weight
-                self._lengths[row] = learn(self._counts, self._texts[row], begin, root, prompt, weight)
-            else:
-                # The first request of the prompt has counted its tokens.
-                begin = max(0, counted - 2 * LONGEST)
-                self._lengths[row] = skip(self._texts[row], begin, token_ids[place, begin:counted])
-            self._roots[row] = root
-            self._recall.add(root, self._texts[row], prompt_tokens, answers)
+            if name not in self._row_of:
+                has_new = True
+                self._begin_text(name, token_ids[place], prompt_of)
         self._batch = list(names)
         self._rows = np.array([self._row_of[name] for name in names], np.int64)
         return has_new
+
+    def _begin_text(self, name: str, token_ids: NDArray[np.int32], prompt_of: PromptOf) -> None:
+        """Give a new request a row with its text so far, and count the prompt if it is new."""
+        row = self._free.pop()
+        key, prompt_tokens, answers = prompt_of(name)
+        self._row_of[name] = row
+        self._drafted[row] = 0
+        self._verified[row] = 0
+        text = self._texts[row]
+        text[:] = 0
+        # A request that was preempted, and runs again, has counted its own tokens too.
+        counted = self._earlier_lengths.pop(name, prompt_tokens)
+
+        root = self._root_of.get(key)
+        if root is None:
+            # A root stands for a prompt in the counts.
+            root = self._next_root
+            self._root_of[key] = root
+            self._next_root += 1
+            begin = max(0, prompt_tokens - MAX_PROMPT_TOKENS)
+            prompt = token_ids[begin:prompt_tokens]
+            self._make_space(len(prompt))
+            self._lengths[row] = learn(self._counts, text, begin, root, prompt, PROMPT_WEIGHT * self._weight)
+        else:
+            # The first request of the prompt has counted its tokens. No context is longer than `LONGEST`, so only the
+            # last tokens are needed.
+            begin = max(0, counted - 2 * LONGEST)
+            self._lengths[row] = skip(text, begin, token_ids[begin:counted])
+        self._roots[row] = root
+        self._recall.add(root, text, prompt_tokens, answers)

@@ -39,8 +39,8 @@ class SampledTailSelector(Selector):
         """Return the candidates with these keys, the lowest tail draw first."""
         return sorted((self.candidates[index] for _, index in keys), key=attrgetter("tail_draw"))
 
-    def _beyond(self) -> list[Candidate]:
-        """Return the running candidates that can get no place among the shortest, the lowest tail draw first."""
+    def _only_in_tail(self) -> list[Candidate]:
+        """Return the running candidates that can be selected for the tail alone, the lowest tail draw first."""
         place = self.rule.completion_place if self.has_deadline else self.rule.num_shortest
         return self._by_draw(self.running[self.num_below_threshold(place) :])
 
@@ -51,7 +51,9 @@ class SampledTailSelector(Selector):
         places = self.rule.num_shortest
 
         def is_uncertain(rank: int) -> bool:
-            return rank + bisect_left(self.running, self.valid[rank]) >= places
+            # Running candidates with fewer tokens so far may still turn out to be shorter.
+            may_be_shorter = bisect_left(self.running, self.valid[rank])
+            return rank + may_be_shorter >= places
 
         # If a candidate is certain, all shorter candidates are certain too.
         ranks = range(min(places, len(self.valid)))
@@ -67,15 +69,15 @@ class SampledTailSelector(Selector):
         last = max((c.tail_draw for c in by_draw[:sampled]), default=-inf)
         return [c for c in by_draw if c.tail_draw <= last]
 
-    def _count_lower_draws(self, beyond: Candidate) -> int:
-        """Return the smallest possible number of candidates outside the K places with a lower draw than ``beyond``.
+    def _count_lower_draws(self, rival: Candidate) -> int:
+        """Return the smallest possible number of candidates outside the K places with a lower draw than ``rival``.
 
-        It does not fall as the draw of ``beyond``, a candidate of `_beyond`, rises. So `stops` can bisect.
+        It does not fall as the draw of ``rival``, a candidate of `_only_in_tail`, rises. So `stops` can bisect.
         """
         # As many running candidates with a lower draw as possible must get a place. If s of them do, they finish before
         # the last s finished candidates of the K shortest, which lose their places. For each of the s, at most one
         # candidate with a lower draw loses its place. So the largest possible s is best.
-        tail_draw = beyond.tail_draw
+        tail_draw = rival.tail_draw
         places = self.rule.num_shortest
         candidates = self.candidates
         running = [key for key in self.running if candidates[key[1]].tail_draw < tail_draw]
@@ -90,14 +92,14 @@ class SampledTailSelector(Selector):
     # --- what is certain ----------------------------------------------------
 
     def stops(self) -> dict[int, DiscardReason]:
-        beyond = self._beyond()
-        longest = self.rule.num_longest
-        # A candidate has lost the tail once L other candidates certainly have lower draws. The number of lower draws
-        # rises along `beyond`. Mostly no candidate has lost, which the last number alone shows.
-        if not beyond or self._count_lower_draws(beyond[-1]) < longest:
+        rivals = self._only_in_tail()
+        tail_places = self.rule.num_longest
+        # A rival has lost the tail once L other candidates certainly have lower draws. The number of lower draws rises
+        # along `rivals`. Mostly no rival has lost, and the number of the last rival alone shows it.
+        if not rivals or self._count_lower_draws(rivals[-1]) < tail_places:
             return {}
-        first = bisect_left(beyond, longest, key=self._count_lower_draws)
-        return {candidate.index: DiscardReason.TAIL_PRUNED for candidate in beyond[first:]}
+        first_lost = bisect_left(rivals, tail_places, key=self._count_lower_draws)
+        return {rival.index: DiscardReason.TAIL_PRUNED for rival in rivals[first_lost:]}
 
     def deliveries(self) -> list[int]:
         short = [index for _, index in self.valid[: self.num_certain()]]
@@ -109,14 +111,14 @@ class SampledTailSelector(Selector):
         return winner.valid or len(self.valid) >= self.rule.num_shortest
 
     def check_at(self) -> dict[int, int]:
-        # Every candidate is checked when it falls behind the K-th shortest. A candidate with a lower draw than any
-        # candidate of `_beyond` may decide the tail, so it is checked at each of the K shortest. With early delivery
-        # all are, because each of the K shortest becomes certain separately.
+        # Every candidate is checked when it falls behind the K-th shortest. A candidate with a lower draw than a
+        # candidate of `_only_in_tail` may decide the tail, so it is checked at each of the K shortest. With early
+        # delivery all candidates are, because each of the K shortest becomes certain separately.
         places = self.rule.num_shortest
         checks = self.threshold_checks(places)
         highest_draw = inf
         if not self.deliver_early:
-            highest_draw = max((c.tail_draw for c in self._beyond()), default=0.0)
+            highest_draw = max((c.tail_draw for c in self._only_in_tail()), default=0.0)
         for key in self.running[: self.num_below_threshold(places)]:
             index = key[1]
             if self.candidates[index].tail_draw < highest_draw:

@@ -46,11 +46,16 @@ def binary_body(description: str) -> dict[str, Any]:
 
 
 def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Return a schema with definitions for references, which OpenAPI would resolve against the whole document."""
+    """Replace each reference in a schema by its definition.
+
+    OpenAPI resolves references against the whole document, which does not have these definitions.
+    """
     if isinstance(schema, list):
         return [_inline_references(part, definitions) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
-        return _inline_references(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+        # A reference reads "#/$defs/NAME".
+        name = schema["$ref"].rpartition("/")[2]
+        return _inline_references(definitions[name], definitions)
     return {name: _inline_references(part, definitions) for name, part in schema.items()}

@@ -106,6 +106,7 @@ class AheadState:
         if len(self.ahead) < MIN_AHEAD:
             return None
         ahead = median(time for _, time in self.ahead)
+        # Measured times are relative to the estimate already, so the estimate itself is 1.
         alone = 1.0
         if self.alone:
             alone = median(time for _, time in self.alone)

@@ -250,22 +250,27 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         rng = random.Random()
         try:
             await self.closed.wait()
+            # The group may have failed while requests joined it.
             if not self.run.has_ended:
-                await self._open()
+                await self._start_extra_candidates()
+
+            # Short trajectories come first. With random seats, the order of callers says nothing about lengths.
             async for trajectory in self.run.trajectories():
-                rng.choice(self._possible_seats(trajectory)).give(trajectory.output)
+                seat = rng.choice(self._possible_seats(trajectory))
+                seat.give(trajectory.output)
             # An aborted group has no trajectory for some seats.
             for seat in self.seats:
                 if seat.output is None and not seat.aborted:
                     seat.give(self.run.engine.aborted_output(seat.request))
         except Exception as error:
+            # Every caller that still waits gets the error.
             for seat in self.seats:
                 if seat.caller is not None and not seat.caller.done():
                     seat.caller.set_exception(error)
         finally:
             self._end()
 
-    async def _open(self) -> None:
+    async def _start_extra_candidates(self) -> None:
         """Set the group's size to the number of its seats, and start the extra candidates."""
         plan = self._first.plan
         full = len(self.seats) == plan.size

@@ -89,8 +89,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Error that ended the group from outside."""
         self.is_surplus = False
         """Whether the group was carried over because its batch had enough groups."""
-        self.took_place = False
-        """Whether the complete group has taken a place of its quota."""
+        self.is_counted = False
+        """Whether the group is complete and `Quota.left` was lowered for it."""
         self._is_poll_scheduled = False
         self._observer = context.observer
         self._clock = context.clock
@@ -98,6 +98,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._on_end = on_end
         self._is_closed = False
 
+        # Survival and tail have a generator each, so that pruning does not change the sampled tail.
         survival_rng = None
         if spec.plan.shaping.prunes:
             survival_rng = np.random.default_rng(np.random.SeedSequence(spec.tail_seed, spawn_key=SURVIVAL_STREAM))
@@ -427,8 +428,8 @@ class GroupRun(Generic[RequestT, OutputT]):
                 case Complete(selection=selection):
                     self._selected = len(selection)
                     if self.spec.quota is not None:
-                        self.took_place = not self.spec.only_informative or self.zero_variance is False
-                        self.spec.quota.left -= self.took_place
+                        self.is_counted = not self.spec.only_informative or self.zero_variance is False
+                        self.spec.quota.left -= self.is_counted
                     self._close()
                     for index in selection:
                         if index not in self._group.delivered:

@@ -31,36 +31,43 @@ class AdmissionLimits:
 class Ticket:
     """Admitted candidates, which wait for the engine or run on it until `release`."""
 
-    def __init__(self, admission: "Admission", name: str | None, who: Caller | None, candidates: int = 0) -> None:
+    def __init__(self, admission: "Admission", key: str | None, request: Caller | None, candidates: int = 0) -> None:
         self._admission = admission
-        self._name = name
-        # None if `split` made the ticket.
-        self._who = who
+        # Name of the key that has a limit, or None without a limit.
+        self._key = key
+        # The request that was admitted, or None if `split` made the ticket.
+        self._request = request
         self._is_released = False
         self.candidates = 0
         # Candidates that the engine does not have yet.
         self._ahead = 0
-        if who is not None:
+        if request is not None:
             admission.requests += 1
         self._add(candidates)
 
     def resize(self, candidates: int, field: str = "n") -> None:
-        """Change the number of candidates. Raises as `Admission.admit`, and then changes nothing."""
+        """Change the number of candidates.
+
+        Raises:
+            Overloaded, QuotaReached, InvalidRequest: see `Admission.admit`; nothing was changed.
+        """
         more = candidates - self.candidates
         if more > 0:
-            held = 0 if self._who is None else self._who.num_candidates
-            self._admission.check(more, self._name, held, field)
+            in_request = 0
+            if self._request is not None:
+                in_request = self._request.num_candidates
+            self._admission.check(more, self._key, in_request, field)
         self._add(more)
 
     def fit(self, candidates: int) -> int:
         """Change the number to ``candidates``, or to the maximum within limits, and return it."""
-        free = max(0, self._admission.count_free(self._name))
+        free = max(0, self._admission.count_free(self._key))
         self._add(int(min(candidates - self.candidates, free)))
         return self.candidates
 
     def split(self, candidates: int) -> "Ticket":
         """Move candidates to a new ticket, which may outlive this ticket."""
-        part = Ticket(self._admission, self._name, who=None)
+        part = Ticket(self._admission, self._key, request=None)
         _move(self, part, candidates)
         return part
 
@@ -79,7 +86,7 @@ class Ticket:
             return
         self._is_released = True
         self._add(-self.candidates)
-        if self._who is not None:
+        if self._request is not None:
             self._admission.requests -= 1
 
     def __enter__(self) -> Self:
@@ -97,13 +104,13 @@ class Ticket:
         self.candidates += candidates
         self._ahead += ahead
         self._admission.ahead += ahead
-        if self._who is not None:
-            self._who.num_candidates += candidates
-        if self._name is not None:
+        if self._request is not None:
+            self._request.num_candidates += candidates
+        if self._key is not None:
             by_caller = self._admission.by_caller
-            by_caller[self._name] += candidates
-            if not by_caller[self._name]:
-                del by_caller[self._name]
+            by_caller[self._key] += candidates
+            if not by_caller[self._key]:
+                del by_caller[self._key]
 
 
 def _move(source: Ticket, target: Ticket, candidates: int) -> None:
@@ -175,9 +182,9 @@ class Admission:
             free = min(free, self._limit - self._unfinished() - self.ahead)
         return free
 
-    def check(self, candidates: int, name: str | None, held: int, field: str) -> None:
-        """Raise an error of `admit` unless a request with ``held`` candidates may have ``candidates`` more."""
-        total = held + candidates
+    def check(self, candidates: int, name: str | None, in_request: int, field: str) -> None:
+        """Raise an error of `admit` unless a request with ``in_request`` candidates may have ``candidates`` more."""
+        total = in_request + candidates
         quota = self._limits.max_per_caller
         if quota is not None and name is not None:
             if total > quota:

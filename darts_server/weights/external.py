@@ -110,9 +110,10 @@ class ExternalUpdates:
                 return
 
             async def complete() -> None:
+                # Without a rule the engine is in the trainer's own pause, which may have kept the caches
+                # (clear_cache=false). Our pause clears them.
                 if session.rule is None:
-                    # Our pause clears caches, but the trainer's may have kept them (clear_cache=false). Clear them
-                    # before the last step, so that the old weights are restored if this fails.
+                    # Clear the caches before the last step, so that the old weights are restored if this fails.
                     await self.model.clear_caches()
                 await finish(session.version)
                 self._session = None

@@ -87,16 +87,21 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
     for step in steps:
         batch = step.batch
         rollout = step.rollout
-        left = batch.ends - batch.generated_before
-        for group in np.flatnonzero(np.isfinite(rollout.completed_at)).tolist():
+        missing = batch.ends - batch.generated_before
+        is_whole = batch.valid & (rollout.generated == missing)
+        complete = np.flatnonzero(np.isfinite(rollout.completed_at)).tolist()
+        for group in complete:
+            # A simulated rollout does not record which trajectories were selected as the shortest. A rule needs that
+            # to compute weights.
             rule = step.plan.rule(group)
             count = step.plan.candidates[group]
-            whole = np.flatnonzero((batch.valid[group] & (rollout.generated[group] == left[group]))[:count])
+            whole = np.flatnonzero(is_whole[group][:count])
             shortest_first = whole[np.argsort(batch.lengths[group][whole], kind="stable")].tolist()
             short = shortest_first[: rule.num_shortest]
-            candidates = [Candidate(index, 0.0) for index in range(count)]
+            candidates = [Candidate(index, tail_draw=0.0) for index in range(count)]
             for index in np.flatnonzero(rollout.returned[group]).tolist():
                 candidates[index].selected_as = SelectedAs.SHORT if index in short else SelectedAs.LONG
+
             weights = list(rule.weights(candidates).values())
             if not weights:
                 return None

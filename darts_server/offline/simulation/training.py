@@ -82,24 +82,31 @@ class Candidates:
 
     def batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
         """Build a batch with up to ``count`` candidates of each prompt."""
-        tokens = []
+        prompt_tokens = []
         lengths = []
         draws = []
-        done = np.zeros((len(prompts), count), dtype=np.int64)
+        generated_before = np.zeros((len(prompts), count), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             key = (prompt.number, prompt.attempt)
             if key not in self._drawn:
-                # `earlier` uses the seed that ends with 1.
+                # Draw as many candidates as any policy starts, so that all policies get the same candidates. The last
+                # number of the seed begins with 2, because `earlier` uses 1.
                 rng = np.random.default_rng([self.seed, prompt.number, 2 + prompt.attempt])
                 drawn = self.workload.lengths(prompt.number, self.most, rng, prompt.attempt)
                 self._drawn[key] = (self.workload.prompt_tokens(prompt.number), drawn, rng.random(self.most))
-            prompt_tokens, all_lengths, all_draws = self._drawn[key]
-            tokens.append(prompt_tokens)
+            tokens, all_lengths, all_draws = self._drawn[key]
+            prompt_tokens.append(tokens)
             lengths.append(all_lengths[:count])
             draws.append(all_draws[:count])
             if prompt.carried is not None:
-                done[row, : prompt.carried.size] = prompt.carried
-        return Batch(np.asarray(tokens), np.asarray(lengths), np.asarray(draws), self.workload.max_tokens, done)
+                generated_before[row, : prompt.carried.size] = prompt.carried
+        return Batch(
+            np.asarray(prompt_tokens),
+            np.asarray(lengths),
+            np.asarray(draws),
+            self.workload.max_tokens,
+            generated_before,
+        )
 
     def earlier(self, number: int) -> PromptStats | None:
         """Return the statistics of a prompt after one earlier group, or None for a new prompt."""

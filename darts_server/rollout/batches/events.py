@@ -329,7 +329,8 @@ class EventFeed:
         self._chunk = chunk
         self._interval = interval
         self._replayable = replayable
-        # A delta is its candidate in the log, and its token range in `_ranges`. An object would take 90 bytes.
+        # The entry of a delta in the log is its candidate, because an object of its own would take 90 bytes. `_ranges`
+        # has two numbers for each entry: the token range of a delta, or zeros.
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
         # Number of events that were removed from the front of the log.
@@ -341,10 +342,13 @@ class EventFeed:
         self._due: dict[int, None] = {}
         self._end: BatchEnd | None = None
         self._is_complete = False
+        # Generator of the entries that follow in the log.
         self._new_entries = self._entries()
         self._clock = clock
         self._next_poll = 0.0
+        # Seconds that reading tokens has taken since the latest poll.
         self._seconds_spent = 0.0
+        # Set at the next change. Each change makes a new event.
         self._changed = asyncio.Event()
 
     # --- called by the batch ------------------------------------------------

@@ -294,7 +294,7 @@ class BatchRun:
             group = self._prepared.groups[result.number]
             if counts:
                 self._shortfall -= 1
-            elif self._quota is not None and group.run is not None and group.run.took_place:
+            elif self._quota is not None and group.run is not None and group.run.is_counted:
                 # The group's tokens could not be read. A group that is not stopped yet may complete instead.
                 self._quota.left += 1
             self._decide(group, result)

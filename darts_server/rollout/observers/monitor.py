@@ -46,16 +46,17 @@ class Monitor:
     ) -> None:
         self.clock = clock
         self.max_groups = max_groups
-        self.ended = 0
+        self.num_ended = 0
+        """Number of groups that have ended so far."""
         self._rollouts = rollouts
         self._sessions = sessions
         self._max_candidates = max_candidates
-        # By owner, and by the value of `ended`.
+        # By owner, and by the value of `num_ended` at the end of the group.
         self._records: FairCache[int, GroupRecord] = FairCache(max_groups, max_candidates)
 
     def group_ended(self, record: GroupRecord) -> None:
-        self.ended += 1
-        self._records.put(record.owner, self.ended, record, _count_shown(record))
+        self.num_ended += 1
+        self._records.put(record.owner, self.num_ended, record, _count_shown(record))
 
     def ended_after(self, count: int, may_see: MaySee) -> list[GroupRecord]:
         """Return kept records of visible groups after the first ``count``, in the order of their ends."""
@@ -121,7 +122,7 @@ class Viewer:
                 now["error"] = record.error
             now["candidates"] = [_candidate_fields(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
             changes.append(_changes(now, previous.pop(record.group_id, None)))
-        self._groups_seen = monitor.ended
+        self._groups_seen = monitor.num_ended
 
         running = monitor.running_groups()
         for group in monitor.shown_groups(running, self.may_see):

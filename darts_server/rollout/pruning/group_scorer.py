@@ -95,27 +95,31 @@ class GroupScorer:
 
         A state can arrive before the engine reports the tokens.
         """
-        waiting = self._waiting[index]
+        points = self._waiting[index]
         running = self._running.get(index)
         if running is None:
-            # A candidate that does not run has ended, and its tokens are gone, or it has not started yet.
-            if index not in self._early:
+            has_ended = index not in self._early
+            # The tokens of a candidate that has ended are gone. A candidate that has not started is scored later.
+            if has_ended:
                 del self._waiting[index]
             return []
-        if (running.tokens() or 0) < waiting[0][0]:
+        # Tokens are counted before they are read, because reading copies them.
+        next_point, _ = points[0]
+        if (running.tokens() or 0) < next_point:
             return []
         generated = running.tokens_from(0)
         if generated is None:
             return []
-        # A candidate that has no log-probs now never has log-probs.
+
         scores = []
         if generated.logprobs is None:
-            waiting.clear()
+            # A candidate that has no log-probs now never has log-probs.
+            points.clear()
         else:
-            while waiting and waiting[0][0] <= len(generated.logprobs):
-                tokens, probed = waiting.pop(0)
-                so_far = tuple(generated.logprobs[:tokens])
-                scores.append(self._pruner.score(self._group, index, probed, so_far, self._pruning))
-        if not waiting:
+            while points and points[0][0] <= len(generated.logprobs):
+                tokens, state = points.pop(0)
+                logprobs = tuple(generated.logprobs[:tokens])
+                scores.append(self._pruner.score(self._group, index, state, logprobs, self._pruning))
+        if not points:
             del self._waiting[index]
         return scores

@@ -84,14 +84,17 @@ class SessionRegistry:
         self._rollouts = rollouts
         self._idle_seconds = idle_seconds
         self._clock = clock
+        # Groups by id.
         self._running: dict[str, SessionGroup] = {}
         self._ended: FairCache[str, SessionGroup] = FairCache(KEPT_GROUPS, kept_bytes)
         # Number of sessions of running groups, by owner.
         self._num_running: Counter[str | None] = Counter()
         # Memory of the sessions of running groups at the latest check.
         self._running_bytes = 0
+        # Sessions of running and of ended groups, by id and by the API key of the session.
         self._sessions: dict[str, AgentSession] = {}
-        self._by_key: dict[str, AgentSession] = {}
+        self._by_api_key: dict[str, AgentSession] = {}
+        # Task that polls running groups and ends silent sessions, or None while no group runs.
         self._polling: asyncio.Task[None] | None = None
         rollouts.observers.weights_changing.add(self._record_weight_version)
 
@@ -179,7 +182,7 @@ class SessionRegistry:
         """
         if not key.startswith(KEY_PREFIX.encode()):
             return None
-        session = self._by_key.get(key.decode("latin-1"))
+        session = self._by_api_key.get(key.decode("latin-1"))
         if session is None:
             # Without this, a server without keys would serve the request outside of any session.
             raise Unauthorized("the key belongs to no session: its group ended long ago, or the server was restarted")
@@ -298,7 +301,7 @@ class SessionRegistry:
             KEY_PREFIX + secrets.token_urlsafe(24),
         )
         self._sessions[session.session_id] = session
-        self._by_key[session.api_key] = session
+        self._by_api_key[session.api_key] = session
         self._num_running[group.spec.owner] += 1
         return session
 
@@ -310,7 +313,7 @@ class SessionRegistry:
         for _, old in dropped:
             for session in old.sessions:
                 del self._sessions[session.session_id]
-                del self._by_key[session.api_key]
+                del self._by_api_key[session.api_key]
 
     def _record_weight_version(self) -> None:
         version = self._rollouts.engine.weight_version

@@ -114,7 +114,7 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     reported = np.full(batch.groups, inf)
     if plan.deadline is not None:
         for part in parts:
-            needs[part.rows], reported[part.rows] = part.needs(plan.mean_candidates, counts[part.rows])
+            needs[part.rows], reported[part.rows] = part.compute_needs(plan.mean_candidates, counts[part.rows])
         deadline = _find_deadline(plan.deadline, needs, reported, ends.completed, clocks)
     if deadline is not None:
         ends = _find_ends(parts, deadline)
@@ -226,16 +226,20 @@ class Groups:
         valid = batch.valid[rows] & started
         return Groups(rows, plan.rule(int(rows[0])), lengths, valid, batch.tail_draws[rows], done)
 
-    def needs(self, mean_candidates: float, counts: Ints) -> tuple[Floats, Floats]:
-        """Return the tokens that each group needs (see `place_of_need`), and the steps after which it has them.
+    def compute_needs(self, mean_candidates: float, counts: Ints) -> tuple[Floats, Floats]:
+        """Return the length that each group needs (see `place_of_need`), and the decode step after which it is known.
 
-        Shape (G,); infinite if a group has too few valid candidates.
+        ``counts``: candidates of each group. ``mean_candidates``: their mean in the cohort. Both results have the shape
+        (G,), and are infinite for a group with too few valid candidates.
         """
-        ordered = np.sort(np.where(self.valid, self.lengths, inf), axis=1)
+        shortest_first = np.sort(np.where(self.valid, self.lengths, inf), axis=1)
         places = [place_of_need(self.rule.completion_place, int(count), mean_candidates) for count in counts]
-        needs = ordered[np.arange(len(places)), np.asarray(places) - 1]
-        left = np.where(self.valid & (self.lengths <= needs[:, None]), self.lengths - self.done, 0.0).max(axis=1)
-        return needs, np.where(np.isfinite(needs), left, inf)
+        needs = shortest_first[np.arange(len(places)), np.asarray(places) - 1]
+
+        # The length is known when the last of the candidates up to it ends. Carried tokens take no steps.
+        is_within = self.valid & (self.lengths <= needs[:, None])
+        last_step = np.where(is_within, self.lengths - self.done, 0.0).max(axis=1)
+        return needs, np.where(np.isfinite(needs), last_step, inf)
 
     def ends(self, deadline: KnownDeadline | None) -> Ends:
         lengths = self.lengths
