@@ -75,14 +75,21 @@ class ControlledLLM(AsyncLLM):
         args: Any = (),
         kwargs: Any = None,
     ) -> list[Any]:
-        """Return the answers of all data-parallel engines. vLLM returns only the first engine's."""
+        """Return the answers of the workers of all engines. vLLM returns only the first engine's."""
+        answers = await self._call_engines("collective_rpc", method, timeout, args, kwargs)
+        return [answer for each in answers for answer in each]
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Return whether all engines have cleared their caches. vLLM returns only the first engine's answer."""
+        return all(await self._call_engines("reset_prefix_cache", reset_running_requests, reset_connector))
+
+    async def _call_engines(self, *call: Any) -> list[Any]:
+        """Return the answers of all data-parallel engines, or the joint answer of a fleet, to a method of theirs."""
         core = self.engine_core
-        call = ("collective_rpc", method, timeout, args, kwargs)
         if isinstance(core, FleetCore):
-            merged: list[Any] = await core.call_utility_async(*call)
-            return merged
+            return [await core.call_utility_async(*call)]
         calls = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
-        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+        return await asyncio.gather(*calls)
 
     async def speculate(self, is_on: bool) -> None:
         """Let the drafters of all present and later engines draft, or only learn."""

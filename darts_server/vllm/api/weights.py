@@ -113,10 +113,15 @@ class VllmModel:
         await self._call_workers("darts_abandon_update")
 
     async def clear_caches(self) -> None:
+        self._llm.held.leave_cached_blocks()
+        # vLLM clears nothing while paused requests have blocks.
         if not await self._llm.reset_prefix_cache():
-            # vLLM clears nothing while paused requests have blocks.
             logger.warning("paused requests keep caches of the old weights, because POST /pause kept them")
-            self._llm.held.leave_cached_blocks()
+            return
+        # A salt does not change the names of images, whose embeddings are cached too. Without running requests, no
+        # request is between an embedding and its use.
+        if self._llm.model_config.is_multimodal_model:
+            await self._llm.reset_encoder_cache()
 
     async def set_version(self, version: int) -> None:
         await self._llm.update_weight_version(str(version))

@@ -20,18 +20,19 @@ class Engines:
 
     vllm_config: Any = SimpleNamespace(lora_config=None)
     collective_rpc: Any = ControlledLLM.collective_rpc
+    reset_prefix_cache: Any = ControlledLLM.reset_prefix_cache
+    _call_engines: Any = ControlledLLM._call_engines
 
     def __init__(self, *answers: object) -> None:
         self.engine_core = self
         self.core_engines = list(range(len(answers)))
         self._answers = answers
 
-    async def _call_utility_async(self, utility: str, method: str, *_: object, engine: int) -> list[object]:
-        assert utility == "collective_rpc"
+    async def _call_utility_async(self, utility: str, *_: object, engine: int) -> object:
         answer = self._answers[engine]
         if isinstance(answer, Exception):
             raise answer
-        return [answer]
+        return [answer] if utility == "collective_rpc" else answer
 
 
 @pytest.mark.parametrize("answer", ["OSError: no such file", RuntimeError("OSError: no such file")])
@@ -41,6 +42,46 @@ async def test_a_load_fails_if_it_fails_on_any_data_parallel_engine(rank: int, a
     for call in (VllmModel(engines).load([]), VllmModel(engines).abandon_update()):
         with pytest.raises(UpdateFailed, match="no such file"):
             await call
+
+
+@pytest.mark.parametrize("answers", [(True, True), (True, False), (False, True)])
+async def test_a_cache_is_cleared_if_all_data_parallel_engines_have_cleared_it(answers: tuple[bool, bool]) -> None:
+    """vLLM answers for the first engine alone."""
+    engines: Any = Engines(*answers)
+    assert await engines.reset_prefix_cache() == all(answers)
+
+
+class Caches:
+    """An LLM that counts what is cleared."""
+
+    vllm_config: Any = SimpleNamespace(lora_config=None)
+
+    def __init__(self, is_idle: bool, is_multimodal: bool) -> None:
+        self.is_idle = is_idle
+        self.model_config = SimpleNamespace(is_multimodal_model=is_multimodal)
+        self.held = self
+        self.calls: list[str] = []
+
+    def leave_cached_blocks(self) -> None:
+        self.calls.append("salt")
+
+    async def reset_prefix_cache(self) -> bool:
+        return self.is_idle
+
+    async def reset_encoder_cache(self) -> None:
+        self.calls.append("encoder")
+
+
+@pytest.mark.parametrize(
+    ("is_idle", "is_multimodal", "calls"),
+    [(True, True, ["salt", "encoder"]), (True, False, ["salt"]), (False, True, ["salt"])],
+)
+async def test_nothing_of_the_old_weights_is_used_by_later_requests(
+    is_idle: bool, is_multimodal: bool, calls: list[str]
+) -> None:
+    caches: Any = Caches(is_idle, is_multimodal)
+    await VllmModel(caches).clear_caches()
+    assert caches.calls == calls
 
 
 # --- A resume holds, even if a pause was pending
