@@ -185,13 +185,13 @@ class Drafts:
         ends: Ints,
         is_decoding: Sequence[bool],
         prompt_of: PromptOf,
-        longest: int,
+        longest: int | Ints,
     ) -> list[list[int]]:
         """Return the draft of each request of a batch, in order.
 
         ``names``: ids of the requests. ``token_ids``: [requests, longest], their tokens so far. ``ends``: how many
         tokens they have. ``is_decoding``: whether a request got tokens in this step, so that its next step decodes.
-        ``longest``: maximum length of a text.
+        ``longest``: maximum length of all texts, or of each.
         """
         now = self._clock()
         count = len(names)

@@ -68,6 +68,9 @@ class Drafter:
         padded = max(2 * rows, logits)
         self.drafts = Drafts(rows, speculative.num_speculative_tokens, bits, time.monotonic, padded)
         self.runner: Any = None
+        self._names: list[str] = []
+        # Of each request: the number of tokens of its prompt and its ``min_tokens``.
+        self._first_ends = np.zeros(0, np.int64)
         _bind_runners()
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -83,15 +86,30 @@ class Drafter:
         """Return drafts of all requests, whose sampled tokens are at the ends of their token ids already."""
         count = len(sampled)
         names = self.runner.input_batch.req_ids[:count]
+        if names != self._names:
+            self._names = list(names)
+            self._first_ends = np.asarray([self._first_end(name) for name in names], np.int64)
+        now = ends[:count].astype(np.int64)
+        # vLLM forbids the end after a whole draft if it was forbidden before the draft. So no draft of a request with
+        # min_tokens may reach the place where the answer may first end.
+        longest = np.where(now < self._first_ends, self._first_ends, self._longest)
         is_decoding = [len(tokens) > 0 for tokens in sampled]
         return self.drafts.propose(
             names,
             token_ids[:count],
-            ends[:count].astype(np.int64),
+            now,
             is_decoding,
             self._prompt_of,
-            self._longest,
+            longest,
         )
+
+    def _first_end(self, name: str) -> int:
+        request = self.runner.requests[name]
+        least = 0
+        if request.sampling_params is not None:
+            least = request.sampling_params.min_tokens
+        end: int = request.num_prompt_tokens + least
+        return end
 
     def _prompt_of(self, name: str) -> tuple[object, int, Any]:
         """Return the key of a request's prompt, its number of tokens, and answers that are not counted yet."""
