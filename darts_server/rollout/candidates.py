@@ -53,6 +53,8 @@ NEW: CarriedCandidate[Any] = CarriedCandidate()
 
 MAX_TRIES = 100
 """Replacements of a cut candidate whose engine died before it sent the tokens."""
+REPLACEMENT_POLL_SECONDS = 0.02
+"""About one step of an engine: a replacement generates one or two tokens beyond the cut."""
 
 
 def compact(tokens: TokenSlice) -> TokenSlice:
@@ -197,12 +199,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 events.append(Progress(index, tokens))
         if self.scorer is not None:
             events += self.scorer.poll()
-
-        # Candidates of `_generate_again` stop when they have enough tokens.
-        for index, kept in self._cuts.items():
-            running = self.running.get(index)
-            if running is not None and (running.tokens() or 0) >= kept:
-                self._stop_on_engine(self.candidates[index])
         return events
 
     def prepare_restart(self) -> None:
@@ -425,15 +421,30 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         for _ in range(MAX_TRIES):
             running = await self._engine.start(candidate.request, candidate.number, None, order, carried.prefix)
             self.running[index] = running
-            # `poll` stops the candidate when it has enough tokens.
             candidate.engine_stop = None
-            result = await running.result()
+            candidate.history.earlier_spans = carried.version_spans
+            stopping = asyncio.create_task(self._stop_at_cut(candidate, running))
+            try:
+                result = await running.result()
+            finally:
+                stopping.cancel()
             if result.tokens >= self._cuts[index]:
                 return result
         raise CandidateFailed(
             f"the engine lost candidate {index} after it was cut, and {MAX_TRIES} new candidates were all shorter; "
             f"send the request again"
         )
+
+    async def _stop_at_cut(
+        self,
+        candidate: CandidateRun[RequestT, OutputT],
+        running: RunningCandidate[OutputT],
+    ) -> None:
+        """Stop a replacement when it has enough tokens."""
+        # The cut has mostly completed the group, so `poll` is not called any more.
+        while (running.tokens() or 0) < self._cuts[candidate.state.index]:
+            await asyncio.sleep(REPLACEMENT_POLL_SECONDS)
+        self._stop_on_engine(candidate)
 
     def _finish_carried(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Report a candidate that finished before its group was carried over, without the engine."""

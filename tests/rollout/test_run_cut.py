@@ -10,6 +10,7 @@ from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngi
 from darts_server.exceptions import EngineDead
 from darts_server.group.sampled_tail import CutTail
 from darts_server.records import CandidateRecord, GroupRecord
+from darts_server.rollout import candidates
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.plan import UNSHAPED, Plan
@@ -39,13 +40,13 @@ def started(
 async def begun(
     engine: ScriptedEngine,
     recorder: Recorder,
-    candidates: int,
+    count: int,
     limit: int,
     carried: Sequence[CarriedCandidate[list[int]]] = (),
 ) -> tuple[GroupRun[str, list[int]], asyncio.Task[list[Trajectory[list[int]]]]]:
     """Start a group that has a deadline, and a task that waits for it."""
     run = started(engine, recorder, carried)
-    run.open(CutTail(2, 1), Allocation(candidates))
+    run.open(CutTail(2, 1), Allocation(count))
     waiting = asyncio.create_task(collect(run))
     await settle()
     run.set_deadline(limit)
@@ -73,22 +74,29 @@ def the_tail(record: GroupRecord) -> CandidateRecord:
     return tail
 
 
-async def test_a_cut_candidate_that_the_engine_loses_is_generated_again() -> None:
+async def test_a_cut_candidate_that_the_engine_loses_is_generated_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "REPLACEMENT_POLL_SECONDS", 0)
     engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
     run, waiting = await begun(engine, Recorder(), len(CUT_RUNNING), limit=7)
-    for _ in range(100):
+    for _ in range(30):
         await engine.step()
-        run.poll()
+        # Only running groups are polled.
+        if not run.has_ended:
+            run.poll()
         if engine.started[3].stopped and engine.started[3].is_running:
             engine.started[3].abort_as_lost(2)
         await settle()
+    assert waiting.done(), "the replacement was stopped at the cut, although the group had ended"
     assert {t.index: t.output for t in await waiting}[3] == list(range(7))
     assert [each.index for each in engine.started].count(3) == 2
 
 
-async def test_a_cut_candidate_that_the_engine_loses_resumes_from_its_carried_tokens() -> None:
+async def test_a_cut_candidate_that_the_engine_loses_resumes_from_its_carried_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its record says that these tokens have older weights."""
+    monkeypatch.setattr(candidates, "REPLACEMENT_POLL_SECONDS", 0)
     engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
     tail: CarriedCandidate[list[int]] = CarriedCandidate(TokenSlice(range(1), None), ((0, 1),))
