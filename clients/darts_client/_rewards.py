@@ -102,13 +102,17 @@ def as_rewards(rewarded: Rewarded, values: Values | None = None) -> list[Reward]
 
 
 def values_by_group(groups: Sequence[Group], values: Any) -> list[list[float]]:
-    """Return a list of floats for each group. Raise ValueError unless each trajectory has a value."""
+    """Return a list of floats for each group. Raise ValueError unless each trajectory has a finite value."""
     if values is None or len(values) != len(groups):
         raise ValueError(f"{len(groups)} group(s) need as many lists of rewards, got {values and len(values)}")
     rows = [[float(value) for value in row] for row in values]
     for index, (group, row) in enumerate(zip(groups, rows, strict=True)):
         if len(row) != len(group.trajectories):
             raise ValueError(f"group {index} has {len(group.trajectories)} trajectories but {len(row)} rewards")
+        for place, value in enumerate(row):
+            # One NaN would make the loss of the whole batch NaN.
+            if not math.isfinite(value):
+                raise ValueError(f"trajectory {place} of group {index} has the reward {value}; leave the group out")
     return rows
 
 

@@ -108,6 +108,8 @@ def test_each_trajectory_is_a_row() -> None:
     assert [row[name] for name in missing] == [None] * len(missing)
     with pytest.raises(ValueError, match="2 trajectories but 1 rewards"):
         to_rows([group()], [[1.0]])
+    with pytest.raises(ValueError, match="trajectory 1 of group 0 has the reward nan"):
+        to_rows([group()], [[1.0, float("nan")]])
 
 
 def test_a_dataset_has_the_rows() -> None:
