@@ -146,7 +146,8 @@ def test_a_candidate_that_never_ends_is_found_and_another_server_is_started(
 
     survived, fuzzer = fuzz(lose, tmp_path, 5_000)
     assert not survived
-    assert "1 candidates have not ended" in fuzzer.report
+    # On a busy machine the example is sent twice.
+    assert re.search("[12] candidates have not ended", fuzzer.report)
     assert fuzzer.report.count("curl") == 1
     assert len(list(tmp_path.glob("server-*.log"))) > 1
 

@@ -118,8 +118,9 @@ def test_streamed_text_is_the_text(server: Server, tokenizer: Any, count: int, s
     for text, tokens in zip(texts, token_ids, strict=True):
         # The limit may cut the last character.
         assert text.rstrip("\ufffd") == tokenizer.decode(tokens, skip_special_tokens=True).rstrip("\ufffd")
-        assert "\ufffd" not in text[:-1]
         if sampling:
+            # Prose may have invalid bytes: the model may sample one byte of a character, and then something else.
+            assert "\ufffd" not in text[:-1]
             assert len(text.encode()) > len(text) > 3
     if count == 1:
         [whole] = post(server, "/v1/chat/completions", body)["choices"]
