@@ -284,8 +284,8 @@ class Stack:
         if started != ended:
             yield f"{started:.0f} candidates were started, {ended:.0f} were selected or discarded"
         groups = sum(self.count_by("darts_groups_total", "outcome").values())
-        if groups != self.monitor.ended:
-            yield f"{groups:.0f} groups were counted, {self.monitor.ended} ended"
+        if groups != self.monitor.num_ended:
+            yield f"{groups:.0f} groups were counted, {self.monitor.num_ended} ended"
 
     def close(self) -> None:
         self.pruner.close()
