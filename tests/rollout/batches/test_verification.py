@@ -781,7 +781,7 @@ async def run_at_random(seed: int) -> None:
 
 
 @pytest.mark.parametrize("limit", [{"num_groups": 16}, {"num_groups": 12, "max_prompts": 16}])
-async def test_a_batch_that_starts_some_of_its_prompts_has_a_deadline(limit: dict[str, int]) -> None:
+async def test_a_batch_that_starts_some_of_its_prompts_has_a_deadline(limit: dict[str, Any]) -> None:
     def script(text: str, index: int) -> Script:
         # One candidate of each prompt is far longer than the others.
         return Script(400 if index == 0 else 20 + (int(text) + 3 * index) % 9)
