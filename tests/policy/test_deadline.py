@@ -85,6 +85,17 @@ def test_a_removed_group_counts_only_if_it_has_reported_its_need() -> None:
     assert cohort.tokens == 20
 
 
+def test_an_added_group_counts_like_the_others() -> None:
+    cohort = CohortDeadline(Deadline(), 10)
+    for group in range(8):
+        cohort.report_need(group, 20)
+    cohort.add_group()
+    cohort.report_need(8, 20)
+    assert cohort.tokens is None, "9 of 11 groups are less than the quantile"
+    cohort.report_need(9, 30)
+    assert cohort.tokens == 30
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["need", "minimum", "none", "remove"]), st.integers(0, 9), st.integers(1, 60)),
