@@ -49,7 +49,7 @@ class Gate:
             self.leave()
 
     async def wait_open(self) -> None:
-        # The gate may have been closed again before this task runs. After `fail` nobody waits.
+        # The gate may have been closed again before this task runs. After `fail` no work waits.
         while self._error is None and not self._opened.is_set():
             await self._opened.wait()
 

@@ -141,8 +141,10 @@ def list_methods(options: argparse.Namespace) -> dict[str, Method]:
     for name in options.policies:
         if name != RAW:
             policy = name.removesuffix(SPECULATION)
+            has_drafts = policy != name
             ahead = AHEAD if policy == "auto" else 0.0
-            found[name.replace("+", ", ")] = Method(policy, ahead=ahead, drafts=policy != name)
+            title = f"{policy}, speculation" if has_drafts else policy
+            found[title] = Method(policy, ahead=ahead, drafts=has_drafts)
     return found
 
 

@@ -132,7 +132,7 @@ class SessionRegistry:
                 lambda: rollouts.engine.weight_version,
                 self._new_session,
                 self._group_ended,
-                has_memory=self._has_memory,
+                self._has_memory,
             )
         except BaseException:
             allocation.drop()
@@ -328,8 +328,12 @@ class SessionRegistry:
                 group.poll()
             if self._clock() >= next_idle_check:
                 next_idle_check = self._clock() + IDLE_CHECK_SECONDS
+                size = 0
                 for group in list(self._running.values()):
                     group.end_silent(self._idle_seconds)
-                self._running_bytes = sum(group.size_bytes for group in self._running.values())
+                    size += group.size_bytes
+                    # With tens of thousands of sessions, all of them in one turn would hold up the event loop.
+                    await asyncio.sleep(0)
+                self._running_bytes = size
         self._running_bytes = 0
         self._polling = None

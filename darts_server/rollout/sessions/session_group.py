@@ -237,8 +237,8 @@ class SessionGroup:
         weight_version: returns the version of the served weights.
         new_session: called with the group and the index of a session; returns the session with its id and key.
         on_end: called once when the group has its outcome.
-        tail_seed: seed of the sampled tail.
         has_memory: returns whether a session may have a further turn, or ends because it takes too much memory.
+        tail_seed: seed of the sampled tail.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class SessionGroup:
         weight_version: Callable[[], int],
         new_session: Callable[["SessionGroup", int], AgentSession],
         on_end: Callable[["SessionGroup"], None],
+        has_memory: Callable[[AgentSession], bool],
         tail_seed: Sequence[int] | None = None,
-        has_memory: Callable[[AgentSession], bool] = lambda _: True,
     ) -> None:
         self.spec = spec
         self.owner = spec.owner

@@ -22,6 +22,8 @@ def test_raw_is_compared_with_a_smaller_limit_and_with_policies() -> None:
     assert compared == {"raw": Method("off"), **limits, "uniform": Method("uniform")}
     assert "raw, max 64" in list_methods(parse_arguments([]))
     assert list_methods(parse_arguments([]))["auto, speculation"] == Method("auto", ahead=0.5, drafts=True)
+    # The name of a policy may have a plus itself.
+    assert "darts+arrol" in list_methods(parse_arguments(["--policies", "darts+arrol"]))
     assert list(list_methods(parse_arguments(["--caps", "--policies", "raw"]))) == ["raw"]
 
 

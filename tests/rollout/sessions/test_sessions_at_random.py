@@ -92,6 +92,7 @@ class World:
             lambda: 0,
             self.new_session,
             lambda group: None,
+            lambda session: True,
             (int(self.rng.integers(1 << 30)),),
         )
         self.group.open(Allocation(self.candidates))

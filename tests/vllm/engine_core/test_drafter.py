@@ -4,7 +4,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 from vllm.sampling_params import SamplingParams
 
 from darts_server.vllm.engine_core.drafter import Drafter
@@ -38,19 +37,17 @@ class Runner:
         }
 
 
-@pytest.fixture
-def drafter(monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    def start(self: Any) -> None:
-        self.drafts = Drafts()
+class DrafterOfDoubles(Drafter):
+    """A drafter that starts no worker, and compiles nothing."""
+
+    def __init__(self) -> None:
+        self.drafts: Any = Drafts()
         self._longest = LONGEST
         self._names = []
         self._first_ends = np.zeros(0, np.int64)
 
-    monkeypatch.setattr(Drafter, "__init__", start)
-    return Drafter()  # type: ignore[call-arg]
 
-
-def longest_of(drafter: Any, runner: Runner, *generated: int) -> list[int]:
+def longest_of(drafter: DrafterOfDoubles, runner: Runner, *generated: int) -> list[int]:
     drafter.runner = runner
     ends = np.asarray([PROMPT_TOKENS + tokens for tokens in generated], np.int32)
     drafter.propose([[1]] * len(generated), ends, np.zeros((len(generated), LONGEST), np.int32))
@@ -58,8 +55,9 @@ def longest_of(drafter: Any, runner: Runner, *generated: int) -> list[int]:
     return longest
 
 
-def test_no_draft_reaches_the_place_where_an_answer_may_first_end(drafter: Drafter) -> None:
+def test_no_draft_reaches_the_place_where_an_answer_may_first_end() -> None:
     """A text of at most `longest` tokens has room for a draft that is one token shorter: the step adds a token."""
+    drafter = DrafterOfDoubles()
     runner = Runner(free=0, embeddings=None, early=20, late=8)
     assert longest_of(drafter, runner, 5, 5, 5, 5) == [LONGEST, LONGEST, 30, 18]
     assert longest_of(drafter, runner, 9, 9, 19, 7) == [LONGEST, LONGEST, 30, 18]
