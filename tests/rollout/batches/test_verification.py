@@ -16,11 +16,15 @@ from darts_server.estimates.reward_stats import RewardStats
 from darts_server.exceptions import CandidateFailed, DartsError, GroupAborted, InvalidRequest, QuotaReached
 from darts_server.group.informative import FLOOR, compute_advantages
 from darts_server.http.resources.rollouts_models import GroupOut
+from darts_server.policy.deadline import Deadline
+from darts_server.policy.shaping import Shaping
 from darts_server.rollout.batches.batch import BatchRequest
 from darts_server.rollout.batches.carried import Carry, CarryLimits
 from darts_server.rollout.batches.events import BatchDone, CandidateDiscarded, GroupResult, TrajectorySelected
+from darts_server.rollout.batches.registry import BatchRegistry
 from darts_server.rollout.learned.statistics import Rewards
 from darts_server.rollout.observers.reward_matching import Reward, RewardMatcher
+from darts_server.rollout.plan import Limits, Planner
 from darts_server.serving.admission import Admission, AdmissionLimits
 from darts_server.types import GONE, DiscardReason, Outcome, PromptSpec
 from darts_server.verify.types import NO_VERDICT, Answer, Verdict
@@ -40,7 +44,7 @@ from tests.rollout.batches.streams import (
     request,
     token_stream,
 )
-from tests.rollout.helpers import Harness
+from tests.rollout.helpers import Harness, Texts
 
 pytestmark = pytest.mark.anyio
 
@@ -784,9 +788,13 @@ async def run_at_random(seed: int) -> None:
 async def test_a_batch_that_starts_some_of_its_prompts_has_a_deadline(limit: dict[str, Any]) -> None:
     def script(text: str, index: int) -> Script:
         # One candidate of each prompt is far longer than the others.
-        return Script(400 if index == 0 else 20 + (int(text) + 3 * index) % 9)
+        number = int(text)
+        return Script(400 if index == number % 6 else 20 + (7 * number + 3 * index) % 20)
 
-    harness = Harness(script, verifier=Judge(lambda answer: len(answer.token_ids) % 2))
-    server = Server(harness, new_registry(harness, "cut"))
-    done = await server.run(request(*map(str, range(48)), only="informative", **limit))
+    harness = Harness(script, verifier=Judge(lambda answer: float(len(answer.token_ids) % 2)))
+    shaping = Shaping(redundancy=1.5, deadline=Deadline(exploration=0.0))
+    planner = harness.rollouts.planner = Planner({"cut": shaping}, "cut", Limits(64))
+    clock = asyncio.get_running_loop().time
+    server = Server(harness, BatchRegistry(harness.rollouts, Texts(), lambda _: planner, None, clock=clock))
+    done = await server.run(request(*map(str, range(100, 148)), only="informative", **limit))
     assert max(len(candidate.token_ids) for result in done.results for candidate in result.samples.values()) < 100
