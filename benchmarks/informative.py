@@ -101,6 +101,8 @@ class Step:
     trained_tokens: int = 0
     generated: int = 0
     decode_steps: int = 0
+    gap: float = 0.0
+    """Largest difference between the log-probs of server and trainer, in nats."""
     held_out: float | None = None
 
 
@@ -127,8 +129,9 @@ class Trainer:
             groups, generated = self._sample()
             took = decode_steps(self.client) - before
             batch = [trained for index, group in groups for trained in self._graded(self.tokens[index], group)]
+            gap = 0.0
             if any(trained.advantage for trained in batch):
-                self.learner.update(batch)
+                gap = self.learner.update(batch).gap
                 self.client.weights.push(self.learner.weights())
             held_out = None
             if number % EVALUATED_EVERY == 0 or number == steps:
@@ -142,6 +145,7 @@ class Trainer:
                 sum(len(trained.logprobs) for trained in batch),
                 generated,
                 took,
+                gap,
                 held_out,
             )
 
