@@ -73,6 +73,13 @@ class CandidateRecord:
     """Seconds between the turns of a session."""
     tool_times: Sequence[float] = ()
     """Begin and end of each of a session's first intervals of tool time; the last end is missing while a tool runs."""
+    milliseconds: int | None = None
+    """Length of a session whose group compares sessions by seconds, or None in groups that compare tokens."""
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key by which the group's rule compared the candidates: the shortest comes first."""
+        return (self.tokens if self.milliseconds is None else self.milliseconds, self.index)
 
 
 @dataclass(frozen=True, slots=True)

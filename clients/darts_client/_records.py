@@ -15,6 +15,7 @@ class CandidateRecord(WireModel):
     selected_as: str | None
     reason: str | None
     rank: int | None
+    """Place among the selected candidates, 0 for the shortest; None for a discarded candidate."""
     cut: bool
     # Seconds since the start of the group.
     start: float | None

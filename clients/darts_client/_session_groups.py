@@ -5,8 +5,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
 import httpx
 
@@ -241,7 +240,13 @@ class SessionGroup:
             error = exc
         is_failed = error is not None
         if not (session.is_ended or self._is_closed):
-            reward = float(result) if isinstance(result, Real) else None
+            reward = None
+            # A tensor with a single number is a reward, too.
+            if isinstance(result, SupportsFloat):
+                try:
+                    reward = float(result)
+                except (TypeError, ValueError, RuntimeError) as exc:
+                    logger.warning("session %s gets no reward, its agent returned no number: %s", session.id, exc)
             try:
                 state = await session.end(reward=reward, usable=not is_failed)
             except DartsError as exc:

@@ -115,7 +115,7 @@ def to_tensors(
             parts = [torch.tensor(unbiased_advantages(*each)) for each in zip(groups, rows, baselines, strict=True)]
         elif advantages == "grpo" and is_sample:
             parts = [
-                run_weight(group) * _grpo_advantages(torch.tensor(row), scale, eps)
+                run_weight(group) * _grpo_advantages(row, scale, eps)
                 for group, row in zip(groups, rows, strict=True)
             ]
     if parts:
@@ -168,12 +168,15 @@ def session_tensors(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Sessi
     )
 
 
-def _grpo_advantages(rewards: Tensor, scale: bool, eps: float) -> Tensor:
+def _grpo_advantages(row: Sequence[float], scale: bool, eps: float) -> Tensor:
+    # The mean of equal rewards may differ from them by a rounding error, which their standard deviation would enlarge.
+    if min(row) == max(row):
+        return torch.zeros(len(row))
+    rewards = torch.tensor(row, dtype=torch.float64)
     centred = rewards - rewards.mean()
-    # A single reward has no standard deviation.
-    if not scale or len(rewards) < 2:
-        return centred
-    return centred / (rewards.std() + eps)
+    if scale:
+        centred = centred / (rewards.std() + eps)
+    return centred.float()
 
 
 def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:

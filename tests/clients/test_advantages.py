@@ -58,8 +58,18 @@ def shaped(probability: float, candidates: Sequence[Outcome], run: Run) -> Shape
     """Return the group of the caller, and the indices of its candidates."""
     weights, count = selection_weights(run), len(candidates)
     chosen = [c for c in run.candidates if c.selected_as is not None]
+    ranks = {c.index: rank for rank, c in enumerate(sorted(chosen, key=lambda c: (c.tokens, c.index)))}
     trajectories = tuple(
-        Trajectory(k, "", (7,) * c.tokens, None, "stop", selected_as=c.selected_as, weight=weights.get(c.index))
+        Trajectory(
+            k,
+            "",
+            (7,) * c.tokens,
+            None,
+            "stop",
+            rank=ranks[c.index],
+            selected_as=c.selected_as,
+            weight=weights.get(c.index),
+        )
         for k, c in enumerate(chosen)
     )
     shortest = run.rule.num_shortest if run.rule.samples_rest else None
@@ -93,6 +103,14 @@ def expectation(
         for i, advantage in zip(each.chosen, advantages(each.group, rewards), strict=True):
             total += each.probability * advantage * each.candidates[i].score / len(each.chosen)
     return total
+
+
+def test_the_gradient_is_the_true_one_also_if_a_group_compares_seconds_and_slow_sessions_have_few_tokens() -> None:
+    def turned(group: Group, rewards: Sequence[float]) -> Sequence[float]:
+        slow = [replace(t, token_ids=(7,) * (MAX_TOKENS + 1 - t.length)) for t in group.trajectories]
+        return unbiased_advantages(replace(group, trajectories=tuple(slow)), rewards)
+
+    np.testing.assert_allclose(expectation(shaped_groups(SampledTail(2, 1), 4), turned), TRUE, atol=1e-12)
 
 
 @pytest.mark.parametrize("baseline", [None, pytest.param(0.4, marks=pytest.mark.nightly)])

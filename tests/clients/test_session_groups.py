@@ -69,6 +69,22 @@ async def run_all(group: SessionGroup, agent: Any) -> list[int]:
     return indices
 
 
+async def test_sessions_that_are_compared_by_seconds_have_their_places_by_seconds(client: AsyncClient) -> None:
+    tokens, pauses, rewards = [30, 10, 5], [0.0, 0.4, 0.8], [torch.tensor(1.0), torch.tensor([1.0, 2.0]), 0.5]
+
+    async def agent(session: RunningSession) -> object:
+        await turn(session, tokens[session.index])
+        await asyncio.sleep(pauses[session.index])
+        return rewards[session.index]
+
+    async with client.sessions("slow", size=3, extra=0, policy="off", measure="seconds") as group:
+        await run_all(group, agent)
+    assert [t.reward for t in group.trajectories] == [1.0, None, 0.5]
+    [record] = await client.groups.get(group.id)
+    assert [each.length for each in record.candidates] == tokens
+    assert [each.rank for each in record.candidates] == [0, 1, 2]
+
+
 async def test_a_group_returns_its_sessions_with_rows_rewards_and_weights(client: AsyncClient) -> None:
     async with client.sessions("p", size=2, extra=0, policy="off", metadata={"answer": 4}) as group:
         await run_all(group, lambda session: two_turns(session, session.index + 0.5))

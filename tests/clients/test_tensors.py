@@ -106,6 +106,15 @@ def test_advantages_are_relative_to_their_group(rewards: list[list[float]]) -> N
     torch.testing.assert_close(scaled, by_hand, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("reward", [0.1, 0.9, 10.1, 100.1])
+@pytest.mark.parametrize("size", [1, 3, 8, 12])
+def test_equal_rewards_have_no_advantages_whatever_the_rounding(reward: float, size: int, scale: bool) -> None:
+    advantages = to_tensors([group(*[([1], [0.0])] * size)], [[reward] * size], scale=scale).advantages
+    assert advantages is not None
+    assert advantages.tolist() == [0.0] * size
+
+
 def test_fields_that_some_trajectories_lack_are_none() -> None:
     plain = Group("g", None, (Trajectory(0, "", (1,), None, "stop"),))
     tensors = to_tensors([group(([1, 2], [0.0, -1.0])), plain])

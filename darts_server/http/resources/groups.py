@@ -48,7 +48,10 @@ class CandidateAnswer(BaseModel):
     finish_reason: FinishReason | None = Field(description="Null for a candidate that was stopped or failed.")
     selected_as: SelectedAs
     reason: Reason
-    rank: int | None = Field(description="Place by length among the selected candidates, 0 for the shortest.")
+    rank: int | None = Field(
+        description="Place among the selected candidates, 0 for the shortest: by tokens, or by seconds if the group "
+        "compares sessions by seconds."
+    )
     cut: Cut
     quality: Quality
     survival: float = Field(
@@ -135,8 +138,7 @@ def encode_group(record: GroupRecord, rewards: GroupRewards) -> Iterator[bytes]:
     """Yield a group's answer as JSON, in parts of about `SLICE_BYTES`."""
     # Candidates go between the brackets of their empty list.
     head, place, tail = GroupAnswer.of(record, rewards).model_dump_json().encode().rpartition(b'"candidates":[')
-    by_length = sorted(record.selected, key=lambda candidate: (candidate.tokens, candidate.index))
-    ranks = {candidate.index: rank for rank, candidate in enumerate(by_length)}
+    ranks = {each.index: rank for rank, each in enumerate(sorted(record.selected, key=lambda each: each.order))}
 
     part = bytearray(head + place)
     for number, candidate in enumerate(record.candidates):

@@ -637,6 +637,7 @@ class SessionGroup:
             turns=inner.turns,
             tool_seconds=inner.tool_seconds,
             tool_times=inner.tool_times(),
+            milliseconds=candidate.tokens if self.spec.measure is Measure.SECONDS else None,
         )
 
     def weights_of(self, session: AgentSession) -> tuple[float | None, float | None]:
