@@ -51,6 +51,8 @@ class CarriedCandidate(Generic[OutputT]):
 NEW: CarriedCandidate[Any] = CarriedCandidate()
 """A candidate without carried tokens."""
 
+NOTHING_DUE = 1 << 60
+"""Missing tokens where no number of tokens changes anything."""
 MAX_TRIES = 100
 """Replacements of a cut candidate whose engine died before it sent the tokens."""
 REPLACEMENT_POLL_SECONDS = 0.02
@@ -144,6 +146,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Requests of the next candidates, in place of the group's request."""
         self.carried = list(reversed(carried))
         """Tokens that the next candidates resume from, in reverse order."""
+        self.missing_tokens = NOTHING_DUE
+        """Fewest tokens, at the last `poll`, that a candidate needed to reach its `Group.check_at`."""
         self.scorer: GroupScorer | None = None
         pruning = spec.plan.shaping.pruning
         if pruning is not None:
@@ -190,13 +194,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def poll(self) -> list[Progress | Scored]:
         """Return new scores, and the progress of candidates that have reached their `Group.check_at`."""
         events: list[Progress | Scored] = []
+        self.missing_tokens = NOTHING_DUE
         for index, tokens_due in self._group.check_at.items():
-            running = self.running.get(index)
-            if running is None:
-                continue
-            tokens = running.tokens()
+            tokens = None
+            if index in self.running:
+                tokens = self.running[index].tokens()
             if tokens is not None and tokens >= tokens_due:
                 events.append(Progress(index, tokens))
+            self.missing_tokens = min(self.missing_tokens, tokens_due - (tokens or 0))
         if self.scorer is not None:
             events += self.scorer.poll()
         return events

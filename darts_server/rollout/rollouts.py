@@ -272,11 +272,14 @@ class Rollouts(Generic[RequestT, OutputT]):
         return run
 
     async def _poll(self) -> None:
-        """Poll all groups until none runs."""
+        """Poll all groups in which something may be due, until no group runs."""
+        time = asyncio.get_running_loop().time
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
+            now = time()
             for run in list(self.runs):
-                run.poll()
+                if run.poll_at <= now:
+                    run.poll()
             # The last update follows the last group's end, so that the next group finds the present queue.
             self._brownout.update(self.admission.waiting)
         self._polling = None

@@ -42,6 +42,9 @@ from darts_server.verify.types import NO_VERDICT
 
 logger = logging.getLogger(__name__)
 
+LEAST_TOKEN_SECONDS = 0.0005
+"""No engine generates the tokens of a candidate faster, also with drafts. If it did, stops would come a little later."""
+
 SURVIVAL_STREAM = (1,)
 """Separates survival draws from tail draws, which stay the same with and without pruning."""
 
@@ -91,6 +94,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Whether the group was carried over because its batch had enough groups."""
         self.is_counted = False
         """Whether the group is complete and `Quota.left` was lowered for it."""
+        self.poll_at = 0.0
+        """Time of the event loop before which a poll by `Rollouts` cannot find anything, unless an event arrives."""
         self._is_poll_scheduled = False
         self._observer = context.observer
         self._clock = context.clock
@@ -221,6 +226,10 @@ class GroupRun(Generic[RequestT, OutputT]):
             events = self.runner.poll()
             if events:
                 self._feed(*events)
+            elif self.member is None and self.runner.scorer is None:
+                # Polls take much of the time of a process that serves many engines.
+                seconds = self.runner.missing_tokens * LEAST_TOKEN_SECONDS
+                self.poll_at = asyncio.get_running_loop().time() + seconds
         except Exception as error:
             self._handle_bug(error)
 
@@ -408,6 +417,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         self.fail(error)
 
     def _carry_out(self, decisions: list[Decision]) -> None:
+        # What must be reported may have changed.
+        self.poll_at = 0.0
         if self.member is not None:
             has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
             self.member.report_need(has_new_candidates=has_new_candidates)

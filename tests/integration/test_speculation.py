@@ -180,16 +180,16 @@ def test_new_weights_are_served_with_drafts(fast: Server) -> None:
 
 
 def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serve_one: Serve, tmp_path: Path) -> None:
-    greedy = {"top_k": 1}
     flags = ["--speculate", "auto", "--state-dir", str(tmp_path)]
 
     def draw_greedily(server: Server) -> float:
-        """Return the number of accepted tokens. The number of steps says less: the longest answer decides it."""
-        draw(server, PROBLEMS, greedy)
-        return server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        """Return the accepted share of the drafted tokens. How much is drafted depends on the load of the machine."""
+        draw(server, PROBLEMS, {"top_k": 1})
+        accepted = server.metric("darts_draft_accepted_tokens_total", source="prompt")
+        return accepted / server.metric("darts_draft_tokens_total", source="prompt")
 
     with serve_one(DARTS, tmp_path / "log", *flags) as fresh:
-        first_accepted = draw_greedily(fresh)
+        first_share = draw_greedily(fresh)
         kept_bytes = fresh.metric("darts_history_bytes")
         assert fresh.metric("darts_history_prompts") == len({problem.prompt for problem in PROBLEMS})
 
@@ -198,8 +198,9 @@ def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serv
     with serve_one(DARTS, tmp_path / "log", *flags) as again:
         assert "1 answers that were kept" in again.log.read_text()
         assert 0 < again.metric("darts_history_bytes") < kept_bytes
-        accepted = draw_greedily(again)
-    assert accepted > 1.5 * first_accepted
+        share = draw_greedily(again)
+    # On a busy machine the fresh server drafts little, and is right in half of it.
+    assert share > max(0.85, first_share)
 
     with serve_one(DARTS, tmp_path / "log", *flags, "--history-bytes", "0") as without:
         assert without.metric("darts_history_bytes") == 0
