@@ -13,7 +13,7 @@ from ._async_rollouts import AsyncRollouts
 from ._async_transport import AsyncTransport
 from ._batch import Batch, batch_options, read_batch
 from ._completions import completion_request, first_model, parse_groups, parse_models
-from ._errors import TimedOut
+from ._errors import StatusError, TimedOut
 from ._io import AsyncLock, async_sleep
 from ._models import Event, Group, WireModel, parse_response
 from ._progress import ProgressBar
@@ -312,8 +312,13 @@ class AsyncClient:
                     await batches[-1].start()
                 if not batches:
                     return
-                async for group in batches[0]:
-                    yield group
+                try:
+                    async for group in batches[0]:
+                        yield group
+                except StatusError:
+                    # A batch that has ended raises the error of its first group if all of its groups failed.
+                    if batches[0].usage is None:
+                        raise
                 for group in batches.popleft().failed:
                     yield group
         finally:

@@ -115,8 +115,7 @@ def to_tensors(
             parts = [torch.tensor(unbiased_advantages(*each)) for each in zip(groups, rows, baselines, strict=True)]
         elif advantages == "grpo" and is_sample:
             parts = [
-                run_weight(group) * _grpo_advantages(row, scale, eps)
-                for group, row in zip(groups, rows, strict=True)
+                run_weight(group) * _grpo_advantages(row, scale, eps) for group, row in zip(groups, rows, strict=True)
             ]
     if parts:
         advantages_tensor = torch.cat(parts)

@@ -43,7 +43,7 @@ from darts_server.verify.types import NO_VERDICT
 logger = logging.getLogger(__name__)
 
 LEAST_TOKEN_SECONDS = 0.0005
-"""No engine generates the tokens of a candidate faster, also with drafts. If it did, stops would come a little later."""
+"""No engine generates a candidate faster, also with drafts. If one did, stops would come a little later."""
 
 SURVIVAL_STREAM = (1,)
 """Separates survival draws from tail draws, which stay the same with and without pruning."""

@@ -1,7 +1,9 @@
 """Both clients against the server's own routes, over a socket, on the scripted engine."""
 
 import asyncio
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from darts_client import (
     RolloutPrompt,
     TrajectoryEvent,
 )
+from darts_client.integrations._ahead import GroupRequests
+from darts_client.integrations._server import Server
 from darts_server.engine.scripted import Script
 from darts_server.exceptions import CandidateFailed
 
@@ -229,6 +233,28 @@ def test_a_stream_yields_the_group_of_each_prompt_and_failed_groups(client: Clie
     assert sorted(group.metadata["place"] for group in groups if group.metadata) == list(range(7))
     assert [group.metadata for group in groups if group.error is not None] == [{"place": 2}]
     assert all(len(group.trajectories) == SIZE for group in groups if group.error is None)
+
+
+@pytest.mark.parametrize("ahead", [2, 8])
+def test_a_stream_goes_on_after_a_batch_whose_groups_have_all_failed(client: Client, ahead: int) -> None:
+    groups = list(client.stream(["20", "30", "broken", "broken", "25", "broken"], ahead=ahead, **SIZES))
+    assert sum(group.error is not None for group in groups) == 3
+    assert sum(len(group.trajectories) == SIZE for group in groups) == 3
+
+
+def test_a_stream_ends_with_the_error_of_a_batch_that_the_server_refuses(client: Client) -> None:
+    with pytest.raises(BadRequest, match="group_size"):
+        list(client.stream(["20"], group_size=10_000, max_tokens=200))
+
+
+def test_the_prompts_of_a_trainer_survive_lost_connections(server: RunningServer) -> None:
+    requests = GroupRequests(Server(server.url), SIZE, {"max_tokens": SIZES["max_tokens"]})
+    with ThreadPoolExecutor(1) as threads:
+        groups = threads.submit(requests.request, [PromptSpec("150"), PromptSpec("160")], 2)
+        while not server.engine.running:
+            time.sleep(0.01)
+        server.drop_connections()
+        assert [len(group.trajectories) for group in groups.result(60)] == [SIZE, SIZE]
 
 
 def test_a_stream_draws_prompts_up_to_its_limit_ahead_while_the_server_works_on_them(

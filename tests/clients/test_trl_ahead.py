@@ -96,6 +96,18 @@ def test_tail_batching_starts_more_prompts_and_the_unfinished_prompts_first(serv
     assert order_of(server) == ["/darts/v1/weights", "/darts/v1/rollouts"] * 6
 
 
+def test_no_prompt_is_started_in_vain_if_the_last_step_of_an_epoch_has_fewer_passes(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    trained: list[list[str]] = []
+    # Four batches an epoch: a step of three passes, and one of a single pass.
+    steps = {"gradient_accumulation_steps": 3, "steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2}
+    trainer_of(server, tmp_path, AHEAD, trained, **steps).train()
+    assert set(prompts_of(trained).values()) == {2}
+    requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]
+    assert [len(body["prompts"]) for body in requests] == [3] * 7 + [2]
+
+
 def test_auto_resumes_unfinished_prompts_under_the_policy_auto(server: FakeVllm, tmp_path: Path) -> None:
     trainer_of(server, tmp_path, {"rollouts": "auto"}, max_steps=2, generation_kwargs=None).train()
     requests = [each.body for each in server.of("POST", "/darts/v1/rollouts")]

@@ -15,7 +15,7 @@ from .._errors import DartsError, ProtocolError, error_from_object
 from .._models import Group
 from .._prompts import PromptSpec
 from .._sync_rollouts import Rollouts
-from ._server import UPDATE_TIMEOUT, Server
+from ._server import RECONNECTS, UPDATE_TIMEOUT, Server
 
 TokenIds = Sequence[int]
 
@@ -178,7 +178,7 @@ class GroupRequests:
         Raises:
             DartsError: a group failed, or the request failed.
         """
-        with self._server.client(UPDATE_TIMEOUT) as client:
+        with self._server.client(UPDATE_TIMEOUT, retries=RECONNECTS) as client:
             batch = client.rollouts(
                 list(prompts),
                 group_size=self._group_size,

@@ -16,6 +16,8 @@ from .._sync_resources import Rule
 UPDATE_TIMEOUT = 3600.0
 """Seconds for an update of the weights. The server's own limits are shorter (600 s for running groups, 300 s for each
 other phase), and its error names the limit that was exceeded."""
+RECONNECTS = 5
+"""Tries to continue a batch whose connection was lost. The server goes on with the batch meanwhile."""
 SHORT_TIMEOUT = 10.0
 """Seconds for calls that training can do without."""
 
@@ -32,9 +34,9 @@ class Server:
     url: str
     api_key: str | None = None
 
-    def client(self, timeout: float = SHORT_TIMEOUT) -> Client:
-        """Return a client that never retries."""
-        return Client(self.url, api_key=self.api_key, timeout=timeout, connect_timeout=SHORT_TIMEOUT, retries=0)
+    def client(self, timeout: float = SHORT_TIMEOUT, retries: int = 0) -> Client:
+        """Return a client that by default never retries."""
+        return Client(self.url, api_key=self.api_key, timeout=timeout, connect_timeout=SHORT_TIMEOUT, retries=retries)
 
     def check_weights(self) -> None:
         """Check that the server accepts weights.

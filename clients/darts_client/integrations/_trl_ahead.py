@@ -130,10 +130,13 @@ class PromptsAhead:
 
         # TRL counts optimizer steps. One batch of prompts serves this number of forward passes.
         passes = args.steps_per_generation * trainer.num_iterations
+        passes_of_epoch = len(trainer.train_dataset) // size * passes
+        done = count_passes(state.global_step, args.gradient_accumulation_steps, passes_of_epoch)
         # There is no checkpoint, or it is from a training without prompts ahead.
         if position is None:
-            position = Position(state.global_step * args.gradient_accumulation_steps // passes * size)
-        batches = ceil((state.max_steps - state.global_step) * args.gradient_accumulation_steps / passes)
+            position = Position(done // passes * size)
+        left = count_passes(state.max_steps, args.gradient_accumulation_steps, passes_of_epoch) - done
+        batches = ceil(left / passes)
         self.position = position
         """Position after the batch that is trained on now."""
 
@@ -226,6 +229,16 @@ def json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def load_position(folder: Path) -> Position | None:
     path = folder / POSITION_FILE
     return Position.load(path) if path.is_file() else None
+
+
+def count_passes(steps: int, steps_of_update: int, of_epoch: int) -> int:
+    """Return the number of forward passes in so many optimizer steps.
+
+    The last optimizer step of an epoch has fewer passes than ``steps_of_update`` if their number does not divide the
+    epoch's passes.
+    """
+    epochs, steps_left = divmod(steps, ceil(of_epoch / steps_of_update))
+    return epochs * of_epoch + steps_left * steps_of_update
 
 
 def prompt_order(trainer: Any, size: int) -> Iterator[int]:
