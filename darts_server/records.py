@@ -135,6 +135,8 @@ class GroupRecord:
     """Whether candidates were stopped because enough others had unequal rewards."""
     run_probability: float = 1.0
     """Probability that the batch ran the prompt. The group counts 1 / so much."""
+    weight_version: int = 0
+    """Version of the weights when the group ended."""
     key: GroupKey = field(init=False, repr=False, compare=False)
     selected: list[CandidateRecord] = field(init=False, repr=False, compare=False)
     """Returned trajectories, by candidate index."""
@@ -212,7 +214,7 @@ class CohortRecord:
     auto_choice: str | None = None
     completed: int = 0
     stale_tokens: int = 0
-    """Number of returned tokens with older weights than the newest in their group."""
+    """Number of returned tokens of older weights than those at the end of their group."""
     new_tokens: int = 0
     """Number of generated tokens without carried tokens."""
     returned_lengths: list[list[int]] = field(default_factory=list)
@@ -223,16 +225,13 @@ class CohortRecord:
         self.generated_tokens += group.generated_tokens
         self.returned_tokens += group.returned_tokens
         self.completed += group.outcome is Outcome.COMPLETED
-        newest_version = 0
         for c in group.candidates:
             # A deadline may cut a candidate within its carried tokens.
             self.new_tokens += max(c.tokens - c.resumed, 0)
-            for version, _ in c.version_spans:
-                newest_version = max(newest_version, version)
 
         for c in group.selected:
             for version, tokens in c.version_spans:
-                if version != newest_version:
+                if version != group.weight_version:
                     self.stale_tokens += tokens
         if group.selected:
             self.returned_lengths.append([c.tokens for c in group.selected])

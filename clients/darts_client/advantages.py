@@ -107,8 +107,8 @@ def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: S
     """Return the mean reward of the `count` shortest others of each trajectory."""
     returned = _returned(group)
     shortest = [i for i, trajectory in enumerate(returned) if trajectory.selected_as == "short"]
-    # Sessions may have been compared by seconds, so their lengths in tokens do not tell their places.
-    shortest.sort(key=lambda i: returned[i].rank)
+    # Sessions may have been compared by seconds: the server's rank tells their places, and their tokens do not.
+    shortest.sort(key=lambda i: (returned[i].length if returned[i].rank is None else returned[i].rank, i))
     means = []
     for index in range(len(rewards)):
         others = [rewards[i] for i in shortest if i != index][:count]

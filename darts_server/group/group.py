@@ -109,6 +109,8 @@ class Group:
         self._replacements_left = 0
         # Losses with an engine that use up no replacements.
         self._losses_left = 0
+        # Candidates that were lost with an engine, and are not replaced yet.
+        self._lost = 0
         self._failed_for_good = False
         self._last_error: Exception | None = None
         self._allocated = 0
@@ -222,6 +224,7 @@ class Group:
                     if self._losses_left and not by_caller:
                         self._losses_left -= 1
                         self._replacements_left += 1
+                        self._lost += 1
                     who = "caller" if by_caller else "engine"
                     self._last_error = GroupAborted(f"the {who} aborted candidate {index}, and too few others are left")
             if was_running and may_decide:
@@ -295,6 +298,7 @@ class Group:
         self._rebuild_standings()
         self._pending_scores = []
         self._finished_late = []
+        self._lost = 0
         return stops
 
     def resume(self) -> list[Decision]:
@@ -365,6 +369,12 @@ class Group:
         if missing > self._replacements_left:
             yield from self._give_up()
             return
+        # An engine loses the candidates that still run, which are the longer ones. Without others in their place, the
+        # group would be selected among too few candidates, most of which finished early. Others cannot take the places
+        # of trajectories that the caller has.
+        if not self.delivered:
+            missing = max(missing, min(self._lost, self._replacements_left))
+        self._lost = 0
         if missing > 0:
             yield self._start(missing)
             self._replacements_left -= missing

@@ -85,10 +85,11 @@ class CandidateHistory:
         self.version_start = carried.version_spans[0][0] if carried.version_spans else weight_version
         self.resumed = carried.tokens
 
-    def version_spans(self, tokens: int) -> VersionSpans:
-        version = self.version_start if self.version_end is None else self.version_end
-        if version is None:
+    def version_spans(self, tokens: int, weight_version: int) -> VersionSpans:
+        """Return the spans of all tokens. ``weight_version``: present version, for a candidate that still runs."""
+        if self.version_start is None:
             return ()
+        version = weight_version if self.version_end is None else self.version_end
         return extend_spans(self.earlier_spans, version, tokens)
 
 
@@ -274,7 +275,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             if result is not None:
                 carried = CarriedCandidate(
                     prefix=compact(self._engine.tokens_from(result.output, 0)),
-                    version_spans=candidate.history.version_spans(result.tokens),
+                    version_spans=candidate.history.version_spans(result.tokens, self._engine.weight_version),
                     result=None if result.finish_reason is None else result,
                 )
             found.append(carried)
@@ -290,6 +291,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate = self.candidates[index]
             candidate.history.stopped_tokens = self._stop_on_engine(candidate)
             candidate.history.ended_at = self._clock()
+            candidate.history.version_end = self._engine.weight_version
 
     def cut(self, index: int, tokens: int) -> None:
         """Stop a candidate if it runs, and keep the first ``tokens`` tokens of its output."""

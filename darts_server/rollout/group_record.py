@@ -27,6 +27,7 @@ def make_group_record(
     request_ids: tuple[str, ...] = (),
     tokens: RequestTokens = UNKNOWN_TOKENS,
     run_probability: float = 1.0,
+    weight_version: int = 0,
 ) -> GroupRecord:
     """Return the record of a group that has ended. ``member``: the group in its cohort, or None without a cohort."""
     rule = group.rule
@@ -100,4 +101,5 @@ def make_group_record(
         num_rewarded=num_rewarded,
         decided_early=group.decided_early,
         run_probability=run_probability,
+        weight_version=weight_version,
     )

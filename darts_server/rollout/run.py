@@ -344,7 +344,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             quality=state.quality,
             survival=state.survival,
             weight=weight,
-            version_spans=history.version_spans(tokens),
+            version_spans=history.version_spans(tokens, self.engine.weight_version),
             resumed=history.resumed,
             reward=verdict.reward,
             correct=verdict.correct,
@@ -503,4 +503,5 @@ class GroupRun(Generic[RequestT, OutputT]):
             owner=self.owner,
             tokens=self.spec.tokens,
             run_probability=self.spec.run_probability,
+            weight_version=self.engine.weight_version,
         )

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import sqlite3
 import threading
 from collections import OrderedDict, defaultdict
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import archive
-from darts_server.store.archive import LIMIT_BYTES, Document, Row, Scalar, check_name
+from darts_server.store.archive import LIMIT_BYTES, Document, Scalar, check_name
 from darts_server.store.database import checksum, damaged, open_database, refuse_newer, translate_errors
 
 logger = logging.getLogger(__name__)
@@ -21,7 +20,9 @@ FILE_NAME = "state.db"
 FLUSH_SECONDS = 0.5
 """Time between two writes. With the write itself it is below the second that a killed process may lose."""
 MAX_IN_MEMORY = 2**18
-"""Documents of each kind without a folder. A prompt takes some hundred bytes, and data sets seldom have more."""
+"""Documents of each kind without a folder. A prompt takes some hundred bytes."""
+MAX_ON_DISK = 2**21
+"""Documents of each kind with a folder: some gigabytes of memory. Data sets seldom have more prompts."""
 _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
     "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
@@ -41,7 +42,9 @@ class Store(AbstractContextManager["Store"]):
     may start while the previous one ends, and sees its last writes.
 
     Args:
-        folder: folder of state.db, or None to keep only the last ``max_in_memory`` documents of each kind in memory.
+        folder: folder of state.db, or None to keep documents in memory only.
+        limit: maximum number of documents of each kind; the oldest are dropped. By default `MAX_ON_DISK`, or
+            `MAX_IN_MEMORY` without a folder.
         check: gets kind and document of everything to be restored, and raises ``ValueError`` to refuse it.
 
     Raises:
@@ -57,7 +60,7 @@ class Store(AbstractContextManager["Store"]):
     def __init__(
         self,
         folder: Path | None = None,
-        max_in_memory: int = MAX_IN_MEMORY,
+        limit: int | None = None,
         check: Callable[[str, Document], None] = lambda kind, document: None,
     ) -> None:
         self.fault: str | None = None
@@ -65,14 +68,16 @@ class Store(AbstractContextManager["Store"]):
         self.generation = 0
         """Number of restores."""
         self._check = check
-        self._limit = max_in_memory if folder is None else math.inf
+        default = MAX_IN_MEMORY if folder is None else MAX_ON_DISK
+        self._limit = default if limit is None else limit
 
         # `_lock` guards what is in memory, and is never held while waiting for the disk. `_write_lock` guards the file
         # and a restore, and is taken first.
         self._lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._texts = _Texts(OrderedDict)
-        self._unwritten: dict[tuple[str, str], str] = {}
+        # None for a document that was dropped.
+        self._unwritten: dict[tuple[str, str], str | None] = {}
         self._is_closed = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._flush_until_stopped, name="darts-store", daemon=True)
@@ -102,9 +107,12 @@ class Store(AbstractContextManager["Store"]):
         text = archive.encode(document)
         with self._lock:
             self._refuse_closed()
-            self._keep(self._texts, kind, key, text)
+            self._texts[kind][key] = text
+            self._texts[kind].move_to_end(key)
+            dropped = self._drop_oldest(self._texts)
             if self._connection is not None:
                 self._unwritten[kind, key] = text
+                self._unwritten |= dropped
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
         """Return a copy of a document, or None. Raises as `put`."""
@@ -128,17 +136,17 @@ class Store(AbstractContextManager["Store"]):
         with self._write_lock:
             with self._lock:
                 self._refuse_closed()
-                rows = [(kind, key, text) for (kind, key), text in self._unwritten.items()]
+                rows = list(self._unwritten.items())
             if self._connection is None:
                 return
             try:
                 if rows:
                     self._write(rows)
                 with self._lock:
-                    for kind, key, text in rows:
+                    for name, text in rows:
                         # A newer document may have been put meanwhile.
-                        if self._unwritten.get((kind, key)) is text:
-                            del self._unwritten[kind, key]
+                        if name in self._unwritten and self._unwritten[name] is text:
+                            del self._unwritten[name]
                 # The previous server may still have written documents.
                 self._read(self._connection)
             except Exception as error:
@@ -173,13 +181,15 @@ class Store(AbstractContextManager["Store"]):
             except ValueError as error:
                 problem = f"has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}"
                 raise archive.damaged(problem) from error
-            self._keep(restored, kind, key, text)
+            restored[kind][key] = text
+            restored[kind].move_to_end(key)
+        self._drop_oldest(restored)
 
         with self._write_lock:
             with self._lock:
                 self._refuse_closed()
             if self._connection is not None:
-                rows = ((kind, key, text) for kind, texts in restored.items() for key, text in texts.items())
+                rows = (((kind, key), text) for kind, texts in restored.items() for key, text in texts.items())
                 try:
                     self._write(rows, replace=True)
                 except StateDamaged as error:
@@ -236,12 +246,14 @@ class Store(AbstractContextManager["Store"]):
         if self._is_closed:
             raise StateError("the store is closed")
 
-    def _keep(self, texts: _Texts, kind: str, key: str, text: str) -> None:
-        """Add a text as the newest of its kind, and drop the oldest beyond the limit."""
-        texts[kind][key] = text
-        texts[kind].move_to_end(key)
-        if len(texts[kind]) > self._limit:
-            texts[kind].popitem(last=False)
+    def _drop_oldest(self, texts: _Texts) -> dict[tuple[str, str], None]:
+        """Drop the oldest texts beyond the limit, and return their names as keys."""
+        dropped: dict[tuple[str, str], None] = {}
+        for kind, of_kind in texts.items():
+            while len(of_kind) > self._limit:
+                key, _ = of_kind.popitem(last=False)
+                dropped[kind, key] = None
+        return dropped
 
     def _flush_until_stopped(self) -> None:
         while not self._stop.wait(FLUSH_SECONDS):
@@ -263,13 +275,16 @@ class Store(AbstractContextManager["Store"]):
                 raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
             yield connection
 
-    def _write(self, rows: Iterable[Row], *, replace: bool = False) -> None:
-        """Add or overwrite rows, or ``replace`` all rows."""
+    def _write(self, rows: Iterable[tuple[tuple[str, str], str | None]], *, replace: bool = False) -> None:
+        """Add, overwrite or delete rows, or ``replace`` all rows."""
         with self._transaction() as connection:
             if replace:
                 connection.execute("DELETE FROM documents")
-            checked = ((kind, key, text, checksum(kind, key, text.encode())) for kind, key, text in rows)
-            connection.executemany(_UPSERT, checked)
+            for (kind, key), text in rows:
+                if text is None:
+                    connection.execute("DELETE FROM documents WHERE kind = ? AND key = ?", (kind, key))
+                else:
+                    connection.execute(_UPSERT, (kind, key, text, checksum(kind, key, text.encode())))
 
     def _read(self, connection: sqlite3.Connection) -> None:
         """Read all documents of the file, unless it is unchanged since the last read.
@@ -291,6 +306,10 @@ class Store(AbstractContextManager["Store"]):
         with self._lock:
             # Documents that are not written yet are newer.
             for (kind, key), text in self._unwritten.items():
-                texts[kind][key] = text
+                if text is None:
+                    texts[kind].pop(key, None)
+                else:
+                    texts[kind][key] = text
+            self._unwritten |= self._drop_oldest(texts)
             self._texts = texts
             self._version = version

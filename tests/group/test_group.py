@@ -152,6 +152,19 @@ def test_a_group_may_lose_as_many_candidates_as_it_returns_three_times_by_defaul
     assert isinstance(group.handle(Lost(6))[-1], GiveUp)
 
 
+def test_as_many_candidates_start_as_were_lost_so_that_those_that_finish_early_do_not_fill_the_group() -> None:
+    group = unopened(replacements=None)
+    group.open(DualEnd(2), 6)
+    group.handle(*(Started(i) for i in range(6)), stop(0, 8), stop(1, 9))
+    assert group.handle(Lost(2)) == [Start((6,))]
+    assert group.handle(Lost(3), Lost(4), Lost(5)) == [Start((7, 8, 9))]
+    # No more losses are free, so what is lost now is replaced only if too few candidates are left.
+    group.handle(*(Started(i) for i in range(6, 10)))
+    assert group.handle(Lost(6)) == []
+    group.handle(stop(7, 4), stop(8, 10))
+    assert group.handle(stop(9, 5)) == [Complete({7: SelectedAs.SHORT, 9: SelectedAs.SHORT})]
+
+
 def test_a_candidate_that_its_caller_aborts_is_replaced_and_is_no_loss_of_the_engine() -> None:
     group = opened(DualEnd(2), 3, replacements=1)
     assert group.handle(Lost(0, by_caller=True)) == []

@@ -95,6 +95,24 @@ async def test_a_group_is_marked_if_weights_were_changed_and_changed_back_meanwh
     assert record.mixed_versions
 
 
+async def test_the_spans_of_running_and_of_stopped_candidates_name_the_present_version() -> None:
+    harness = Harness(lengths(8, 8, 8, 20, 20, 20))
+    waiting = await harness.begin(harness.run(3))
+    await harness.steps(3)
+    harness.rollouts.weights_change()
+    harness.engine.weight_version = 1
+    await harness.steps(2)
+    [run] = harness.rollouts.runs
+    spans = {run.candidate_record(candidate.index).version_spans for candidate in run.candidates}
+    assert spans == {((0, 3), (1, 2))}
+    await harness.engine.run()
+    await waiting
+    [record] = harness.recorder.records
+    stopped = [c for c in record.candidates if c.selected_as is None]
+    assert stopped
+    assert all(c.version_spans[0] == (0, 3) and c.version_spans[-1][0] == 1 for c in stopped)
+
+
 async def test_a_bug_ends_its_own_group_and_no_other_group(caplog: pytest.LogCaptureFixture) -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
 

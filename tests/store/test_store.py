@@ -76,16 +76,32 @@ def test_a_closed_store_raises(store: Store) -> None:
 
 
 def test_a_file_keeps_every_document(tmp_path: Path) -> None:
-    with Store(tmp_path, max_in_memory=3) as store:
+    with Store(tmp_path) as store:
         for number in range(500):
             store.put("prompt", f"{number:064x}", {"mean": number / 7, "std": 1.5, "count": number})
-    with Store(tmp_path, max_in_memory=3) as store:
+    with Store(tmp_path) as store:
         assert store.count("prompt") == len(saved_documents(store, "prompt")) == 500
         assert store.get("prompt", f"{499:064x}") == {"mean": 499 / 7, "std": 1.5, "count": 499}
 
 
+def test_a_file_drops_the_oldest_documents_beyond_its_limit(tmp_path: Path) -> None:
+    kept = {f"{number}": {"n": number} for number in range(5, 9)}
+    with Store(tmp_path, limit=4) as store:
+        for number in range(9):
+            store.put("prompt", str(number), {"n": number})
+            store.flush()
+        assert saved_documents(store, "prompt") == kept
+    # A file of a server with a larger limit.
+    with Store(tmp_path, limit=3) as store:
+        assert store.count("prompt") == 3
+        store.flush()
+        store.put("prompt", "9", {"n": 9})
+    with Store(tmp_path) as store:
+        assert saved_documents(store, "prompt") == {name: kept[name] for name in ("7", "8")} | {"9": {"n": 9}}
+
+
 def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
-    with Store(max_in_memory=3) as store:
+    with Store(limit=3) as store:
         store.put("other", "a", {"n": 0})
         for number in range(3):
             store.put("prompt", str(number), {"n": number})

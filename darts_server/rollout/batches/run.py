@@ -550,7 +550,10 @@ class BatchRun:
             aborted: dict[int, AbortedSample] = {}
             for index, output in (await run.aborted_outputs()).items():
                 sample = samples.get(index) or await self._renderer.to_sample(output)
-                spans = run.runner.candidates[index].history.version_spans(len(sample.token_ids))
+                spans = run.runner.candidates[index].history.version_spans(
+                    len(sample.token_ids),
+                    run.engine.weight_version,
+                )
                 aborted[index] = AbortedSample(sample, spans)
             result = replace(result, aborted=aborted)
         if self._carry is Carry.DROP:

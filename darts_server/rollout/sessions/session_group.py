@@ -564,6 +564,7 @@ class SessionGroup:
             ended_at=now,
             owner=self.spec.owner,
             error=self.error,
+            weight_version=self.weight_version(),
         )
 
     def _report_trajectory(self, session: AgentSession) -> None:

@@ -228,6 +228,17 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
             return
 
 
+def send_images_whole(config: VllmConfig) -> None:
+    """Let vLLM send the data of an image with every request, as it does by itself with several engines.
+
+    With one engine vLLM sends only the name of an image that the engine's cache should have. But here a prompt may be
+    sent long after it was rendered, in another order, or never, and the engine would not know the name.
+    """
+    multimodal = config.model_config.multimodal_config
+    if multimodal is not None:
+        multimodal.mm_processor_cache_type = "processor_only"  # type: ignore[assignment]
+
+
 @asynccontextmanager
 async def start_engine(args: Namespace, config: VllmConfig | None = None) -> AsyncIterator[RunningEngine]:
     """Run the engine until the block ends. ``config``: None for the configuration that ``args`` describe."""
@@ -235,6 +246,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
     fingerprint = fingerprint_of(config)
+    send_images_whole(config)
     limit_checks()
     llm = ShapingLLM.from_vllm_config(
         config,

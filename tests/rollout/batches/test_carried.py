@@ -466,6 +466,18 @@ def auto_server(script: Callable[[str, int], Script], most_stale: float) -> Serv
     return server
 
 
+async def test_groups_that_are_wholly_of_older_weights_count_as_stale() -> None:
+    # All answers end in the same step, so half of the groups are complete when their batch has enough.
+    server = auto_server(lambda *_: Script(20), most_stale=0.5)
+    await server.run(resumed("a", "b", "c", "d", num_groups=2))
+    server.engine.weight_version += 1
+    done = await server.run(resumed(num_groups=2, carried=True))
+    tokens = [span for each in spans(done).values() for found in each for span in found]
+    stale = sum(n for version, n in tokens if version == 0)
+    assert stale == sum(n for _, n in tokens) > 0
+    assert server.harness.recorder.cohorts[-1].stale_tokens == stale
+
+
 async def test_auto_runs_fewer_prompts_ahead_where_too_many_tokens_are_of_older_weights() -> None:
     server, ran, stale = auto_server(by_text, most_stale=0.2), list[int](), list[float]()
     batch = resumed(*map(str, range(20, 44)), num_groups=12)

@@ -159,7 +159,7 @@ def test_an_unusable_document_counts_as_missing() -> None:
 @pytest.mark.parametrize("prompts", [5_000, pytest.param(100_000, marks=pytest.mark.nightly)])
 def test_the_memory_of_many_prompts_is_limited(prompts: int) -> None:
     limit = 1000
-    with Store(max_in_memory=limit) as store:
+    with Store(limit=limit) as store:
         rates = PassRates(store)
         record = plain_group("p")
         for number in range(prompts):
