@@ -10,21 +10,25 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tokenizers import decoders
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 from vllm.sampling_params import RequestOutputKind
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.engine.port import NOTHING, TokenSlice
 from darts_server.offline.demo.server import MODEL
+from darts_server.vllm.requests import outputs
 from darts_server.vllm.requests.logprob_json import ArrayLogprobs
 from darts_server.vllm.requests.outputs import (
     SLICE,
@@ -35,7 +39,7 @@ from darts_server.vllm.requests.outputs import (
     sampled_logprobs,
     truncate_output,
 )
-from tests.vllm.tokenizers import multi_byte_tokenizer
+from tests.vllm.tokenizers import byte_level_tokenizer, multi_byte_tokenizer
 
 ID = "0_cmpl-1"
 PROMPT = [4, 5, 6]
@@ -230,6 +234,62 @@ def test_deferred_outputs_equal_vllms_own_and_text_and_log_probs_are_made_withou
     assert getattr(completion, names[0]) == getattr(wanted.outputs[0], names[0])
     assert {name for name in names if name not in vars(completion)} == deferred - {names[0]}
     assert_same(output, wanted)
+
+
+def decoded_at_once(caching: CachingTokenizer, prompt: list[int], tokens: list[int], skip: bool) -> str | None:
+    making = caching.decode_at_once(prompt, tokens, skip)
+    while True:
+        try:
+            next(making)
+        except StopIteration as end:
+            text: str | None = end.value
+            return text
+
+
+WORDS = ["hello", " 世界", "🙂 the", "é", " \ufffd!", "日"]
+
+
+@pytest.mark.parametrize("text_slice", [3, 8192])
+def test_a_text_that_is_decoded_at_once_is_vllms_text(text_slice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "TEXT_SLICE", text_slice)
+    bytewise = byte_level_tokenizer(WORDS)
+    caching = CachingTokenizer(bytewise)
+    random = Random(text_slice)
+    vocabulary = len(bytewise)
+    pieces = [bytewise.encode(word) for word in WORDS]
+    made = 0
+    for _ in range(2_000):
+        tokens: list[int] = []
+        for _ in range(random.randrange(1, 12)):
+            # Some characters begin or end outside of the output, and some tokens come by chance.
+            piece = random.choice(pieces)
+            tokens += piece[random.choice([0, 0, 0, 1]) :]
+            if random.random() < 0.1:
+                tokens.append(random.randrange(vocabulary))
+        prompt = [*random.choice(pieces), *random.choice(pieces)][: random.randrange(1, 6)]
+        skip = random.random() < 0.5
+        request = EngineCoreRequest(
+            ID, prompt, None, SamplingParams(skip_special_tokens=skip), None, 0.0, None, None, None
+        )
+        stepwise = FastIncrementalDetokenizer(bytewise, request)
+        stepwise.update(tokens, False)
+        text = decoded_at_once(caching, prompt, tokens, skip)
+        made += text is not None
+        assert text in (None, stepwise.output_text)
+    assert made > 500
+
+
+def test_a_text_is_made_token_by_token_where_the_tokens_of_a_text_do_not_just_join() -> None:
+    plain = SamplingParams()
+    bytewise = CachingTokenizer(byte_level_tokenizer(WORDS))
+    assert bytewise.can_decode_at_once(plain)
+    assert not bytewise.can_decode_at_once(SamplingParams(stop=["a"]))
+    joined = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
+    assert not bytewise.can_decode_at_once(joined)
+    stripping = byte_level_tokenizer(WORDS)
+    stripping._tokenizer.decoder = decoders.Metaspace()
+    assert not CachingTokenizer(stripping).can_decode_at_once(plain)
+    assert not CachingTokenizer(object()).can_decode_at_once(plain)
 
 
 @given(st.randoms(use_true_random=False))
