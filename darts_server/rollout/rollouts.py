@@ -273,12 +273,12 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     async def _poll(self) -> None:
         """Poll all groups in which something may be due, until no group runs."""
-        time = asyncio.get_running_loop().time
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
-            now = time()
             for run in list(self.runs):
-                if run.poll_at <= now:
+                if run.polls_to_skip > 0:
+                    run.polls_to_skip -= 1
+                else:
                     run.poll()
             # The last update follows the last group's end, so that the next group finds the present queue.
             self._brownout.update(self.admission.waiting)

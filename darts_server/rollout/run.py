@@ -42,8 +42,9 @@ from darts_server.verify.types import NO_VERDICT
 
 logger = logging.getLogger(__name__)
 
-LEAST_TOKEN_SECONDS = 0.0005
-"""No engine generates a candidate faster, also with drafts. If one did, stops would come a little later."""
+MOST_TOKENS_OF_POLL = 40
+"""Tokens of a candidate between two polls of `Rollouts`: no engine generates 2,000 a second, also with drafts. If one
+did, stops would come a little later."""
 
 SURVIVAL_STREAM = (1,)
 """Separates survival draws from tail draws, which stay the same with and without pruning."""
@@ -94,8 +95,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Whether the group was carried over because its batch had enough groups."""
         self.is_counted = False
         """Whether the group is complete and `Quota.left` was lowered for it."""
-        self.poll_at = 0.0
-        """Time of the event loop before which a poll by `Rollouts` cannot find anything, unless an event arrives."""
+        self.polls_to_skip = 0
+        """Number of the next polls by `Rollouts` that cannot find anything, unless an event arrives."""
         self._is_poll_scheduled = False
         self._observer = context.observer
         self._clock = context.clock
@@ -219,6 +220,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def poll(self) -> None:
         """Feed new scores, and progress that the state machine needs. Report to the cohort if the group is late."""
         try:
+            may_be_late = self.member is not None and self.member.may_be_late
             if self.member is not None:
                 self.member.report_late(
                     lambda: {index: running.tokens() or 0 for index, running in self.runner.running.items()}
@@ -226,10 +228,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             events = self.runner.poll()
             if events:
                 self._feed(*events)
-            elif self.member is None and self.runner.scorer is None:
+            elif not may_be_late and self.runner.scorer is None:
                 # Polls take much of the time of a process that serves many engines.
-                seconds = self.runner.missing_tokens * LEAST_TOKEN_SECONDS
-                self.poll_at = asyncio.get_running_loop().time() + seconds
+                self.polls_to_skip = self.runner.missing_tokens // MOST_TOKENS_OF_POLL
         except Exception as error:
             self._handle_bug(error)
 
@@ -418,7 +419,7 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     def _carry_out(self, decisions: list[Decision]) -> None:
         # What must be reported may have changed.
-        self.poll_at = 0.0
+        self.polls_to_skip = 0
         if self.member is not None:
             has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
             self.member.report_need(has_new_candidates=has_new_candidates)

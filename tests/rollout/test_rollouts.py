@@ -32,6 +32,23 @@ async def test_the_poller_stops_while_no_group_runs_and_restarts_for_the_next_gr
         assert [t for t in asyncio.all_tasks() if t.get_name() == "darts-poller"] == []
 
 
+async def test_polls_that_cannot_find_anything_are_skipped() -> None:
+    harness = Harness(lambda _, index: Script(300 if index == 2 else 200, delay=150 * (index == 2)), poll=1000)
+    waiting = await harness.begin(harness.run(2, "shortest"))
+    [run] = harness.rollouts.runs
+    skipped = []
+    for steps in (202, 40, 40, 40):
+        await harness.steps(steps)
+        run.poll()
+        skipped.append(run.polls_to_skip)
+    # The third candidate is stopped when it has as many tokens as the second.
+    assert skipped == [3, 2, 1, 0]
+    await harness.steps(40)
+    run.poll()
+    assert len(await waiting) == 2
+    assert harness.engine.started[2].stopped
+
+
 async def test_the_end_of_a_candidate_stops_its_longer_siblings_without_waiting_for_the_poller() -> None:
     """The poller's timer would let them generate meanwhile."""
     stopped = []
