@@ -213,7 +213,7 @@ class Stack:
         keep = {name: max(1, min(limit, int(groups / each))) for name, (limit, each) in RETAINED.items()}
         self.engine = Engine(random_scripts(seed))
         self.engine.capacity, self.engine.probe_width = CAPACITY, WIDTH
-        self.store = Store(max_in_memory=keep["documents"])
+        self.store = Store(limit=keep["documents"])
         self.registry = CollectorRegistry()
         self.metrics = RolloutMetrics(MODEL, NO_READS, self.registry)
         self.gate = Gate()

@@ -1,6 +1,7 @@
 """A tiny model with random weights that sees images: PaliGemma with the demo's tokenizer."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -29,19 +30,17 @@ def save_vision_model(folder: Path) -> None:
     """Save the model and its processor."""
     torch.manual_seed(0)
     tokenizer = _tokenizer()
-    images = SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
+    images: Any = SiglipImageProcessor(size={"height": SIDE, "width": SIDE})
     images.image_seq_length = (SIDE // PATCH) ** 2
     PaliGemmaProcessor(image_processor=images, tokenizer=tokenizer, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = SiglipVisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        image_size=SIDE,
-        patch_size=PATCH,
-        projection_dim=64,
-        vision_use_head=False,
-        **layers,
-    )
+    layers: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    of_vision: dict[str, Any] = {
+        "image_size": SIDE,
+        "patch_size": PATCH,
+        "projection_dim": 64,
+        "vision_use_head": False,
+    }
+    vision = SiglipVisionConfig(hidden_size=32, intermediate_size=64, **layers, **of_vision)
     text = GemmaConfig(
         vocab_size=len(tokenizer) + 16,
         hidden_size=64,
@@ -71,7 +70,7 @@ def save_vision_model(folder: Path) -> None:
     save_file(tensors, saved, {"format": "pt"})
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer() -> Any:
     tokens = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     tokens.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<image>", special=True)])
     tokens.add_tokens([AddedToken("\n", normalized=False)])

@@ -286,7 +286,7 @@ def test_a_text_is_made_token_by_token_where_the_tokens_of_a_text_do_not_just_jo
     assert not bytewise.can_decode_at_once(SamplingParams(stop=["a"]))
     joined = SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False)
     assert not bytewise.can_decode_at_once(joined)
-    stripping = byte_level_tokenizer(WORDS)
+    stripping: Any = byte_level_tokenizer(WORDS)
     stripping._tokenizer.decoder = decoders.Metaspace()
     assert not CachingTokenizer(stripping).can_decode_at_once(plain)
     assert not CachingTokenizer(object()).can_decode_at_once(plain)
