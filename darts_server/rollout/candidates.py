@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
 from darts_server.engine.port import NOTHING, CandidateResult, OutputT, RequestT, RunningCandidate, TokenSlice
-from darts_server.exceptions import CandidateFailed, EngineError
+from darts_server.exceptions import CandidateFailed, EngineError, InvalidRequest
 from darts_server.group.candidate import Candidate
 from darts_server.group.events import Event, Failed, Finished, Lost, Progress, Scored, Started
 from darts_server.group.group import Group
@@ -110,6 +110,8 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """Whether the group was aborted, and returns the partial output."""
     aborting: list[asyncio.Future[OutputT]] = field(default_factory=list)
     """Callers that have aborted the request of this candidate alone."""
+    is_streamed: bool = False
+    """Whether tokens were read while it ran."""
     engine_stop: int | None = None
     """Number of tokens when the engine stopped or ended the candidate."""
     history: CandidateHistory = field(default_factory=CandidateHistory)
@@ -255,6 +257,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if running is None or not candidate.state.running:
             return None
         generated = running.tokens_from(start)
+        candidate.is_streamed = True
         if generated is None or generated.logprobs_requested:
             return generated
         # The log-probs were computed for a score only.
@@ -390,7 +393,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
                 result = await running.result()
                 if result.tokens < self._cuts.get(index, 0):
-                    result = await self._generate_again(candidate, carried, order)
+                    result = await self._generate_again(candidate, self._carry_received(candidate, result), order)
             except EngineError as error:
                 if index in self._cuts:
                     self._fail_output(candidate, error)
@@ -415,6 +418,29 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._ticket.mark_started(candidates=1)
         if self._first_round is not None and index == 0:
             self._first_round.arrive(self._group_id)
+
+    def _carry_received(
+        self,
+        candidate: CandidateRun[RequestT, OutputT],
+        result: CandidateResult[OutputT],
+    ) -> CarriedCandidate[OutputT]:
+        """Return what was received of a lost candidate, which its replacement continues: it may have been streamed.
+
+        Raises:
+            CandidateFailed: it was streamed, and its sampling parameters do not allow that another run continues it.
+        """
+        try:
+            self._engine.check_resumable(candidate.request)
+        except InvalidRequest as error:
+            if candidate.is_streamed:
+                raise CandidateFailed(
+                    f"the engine lost candidate {candidate.state.index} after a part of it was sent, and no other "
+                    f"engine can continue it: {error}"
+                ) from None
+            return candidate.carried
+        received = compact(self._engine.tokens_from(result.output, 0))
+        spans = candidate.history.version_spans(len(received.token_ids), self._engine.weight_version)
+        return CarriedCandidate(received, spans)
 
     async def _generate_again(
         self,

@@ -276,7 +276,7 @@ async def test_candidates_that_the_engine_aborts_are_restarted(engine: TinyEngin
     await engine.llm.abort([f"{index}_lost" for index in range(6)])
     output = await waiting
     assert len(output.outputs) == SIZE
-    assert len(engine.records["lost"].candidates) == CANDIDATES + 2
+    assert len(engine.records["lost"].candidates) == CANDIDATES + 6
     assert {c.finish_reason for c in output.outputs} == {"length"}
 
 

@@ -189,7 +189,7 @@ def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serv
         return accepted / server.metric("darts_draft_tokens_total", source="prompt")
 
     with serve_one(DARTS, tmp_path / "log", *flags) as fresh:
-        first_share = draw_greedily(fresh)
+        draw_greedily(fresh)
         kept_bytes = fresh.metric("darts_history_bytes")
         assert fresh.metric("darts_history_prompts") == len({problem.prompt for problem in PROBLEMS})
 
@@ -199,8 +199,8 @@ def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serv
         assert "1 answers that were kept" in again.log.read_text()
         assert 0 < again.metric("darts_history_bytes") < kept_bytes
         share = draw_greedily(again)
-    # On a busy machine the fresh server drafts little, and is right in half of it.
-    assert share > max(0.85, first_share)
+    # Without the answers of the server before, a quarter to a half is accepted on a machine that does nothing else.
+    assert share > 0.85
 
     with serve_one(DARTS, tmp_path / "log", *flags, "--history-bytes", "0") as without:
         assert without.metric("darts_history_bytes") == 0

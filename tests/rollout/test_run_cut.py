@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.engine.port import TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
-from darts_server.exceptions import EngineDead
+from darts_server.exceptions import CandidateFailed, EngineDead, InvalidRequest
 from darts_server.group.sampled_tail import CutTail
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout import candidates
@@ -92,10 +92,10 @@ async def test_a_cut_candidate_that_the_engine_loses_is_generated_again(monkeypa
     assert [each.index for each in engine.started].count(3) == 2
 
 
-async def test_a_cut_candidate_that_the_engine_loses_resumes_from_its_carried_tokens(
+async def test_a_cut_candidate_that_the_engine_loses_goes_on_from_the_tokens_that_were_received(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its record says that these tokens have older weights."""
+    """Its stream has them already, and its record says that some have older weights."""
     monkeypatch.setattr(candidates, "REPLACEMENT_POLL_SECONDS", 0)
     engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
     engine.stop_lag = 5
@@ -108,10 +108,40 @@ async def test_a_cut_candidate_that_the_engine_loses_resumes_from_its_carried_to
         if engine.started[3].stopped and engine.started[3].is_running:
             engine.started[3].abort_as_lost(2)
             await settle()
-            assert (engine.started[-1].index, engine.started[-1].generated) == (3, 1)
+            assert (engine.started[-1].index, engine.started[-1].generated) == (3, 2)
         await settle()
     assert {t.index: t.output for t in await waiting}[3] == list(range(7))
     assert [each.index for each in engine.started].count(3) == 2
+    assert run.candidate_record(3).version_spans == ((0, 7),)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_cut_candidate_that_cannot_be_continued_fails_only_if_it_was_streamed(
+    is_streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "REPLACEMENT_POLL_SECONDS", 0)
+    engine = ScriptedEngine(lambda _, index: CUT_RUNNING[index])
+    engine.stop_lag = 5
+
+    def refuse(_: str) -> None:
+        raise InvalidRequest("sampling.presence_penalty", "depends on all tokens")
+
+    monkeypatch.setattr(engine, "check_resumable", refuse)
+    run, waiting = await begun(engine, Recorder(), len(CUT_RUNNING), limit=7)
+    for _ in range(60):
+        await engine.step()
+        if not run.has_ended:
+            run.poll()
+            if is_streamed and 3 in run.runner.running:
+                run.runner.read_tokens(3, 0)
+        if engine.started[3].stopped and engine.started[3].is_running:
+            engine.started[3].abort_as_lost(2)
+        await settle()
+    if is_streamed:
+        with pytest.raises(CandidateFailed, match="presence_penalty"):
+            await waiting
+    else:
+        assert {t.index: t.output for t in await waiting}[3] == list(range(7))
 
 
 async def test_a_candidate_that_finished_beyond_the_limit_before_a_poll_is_truncated() -> None:

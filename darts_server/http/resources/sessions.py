@@ -263,9 +263,11 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
                 while True:
                     found = newer(number)
                     number = len(group.events)
+                    # The group may end while its events are sent, and then has further events.
+                    has_ended = group.outcome is not None
                     for event_number, event in found:
                         yield encode(event.type, event.model_dump(mode="json"), event_number)
-                    if group.outcome is not None:
+                    if has_ended:
                         return
                     await group.wait_for_events(number, MAX_WAIT_SECONDS)
 

@@ -232,7 +232,12 @@ class SessionRegistry:
         return session
 
     def _plan(self, request: SessionGroupRequest) -> Plan:
-        options = RequestOptions(policy=request.policy, prompt_key=request.prompt_key)
+        # Without a size of its own, a group of one would count as a single request of a larger group.
+        options = RequestOptions(
+            policy=request.policy,
+            prompt_key=request.prompt_key,
+            group_size=1 if request.size == 1 else None,
+        )
         try:
             plan = self._rollouts.planner.plan(request.size, options, in_batch=True)
         except InvalidRequest as error:

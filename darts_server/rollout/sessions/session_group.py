@@ -151,6 +151,7 @@ class AgentSession:
         self.group = group
         self.session_id = session_id
         self.api_key = api_key
+        self.created_at = group.clock()
         self.session = Session(index)
         self.running: dict[SessionTurn, None] = {}
         self.rank: int | None = None
@@ -311,7 +312,8 @@ class SessionGroup:
         now = self.clock()
         for session in list(self.sessions):
             used_at = session.session.used_at
-            since = self.started_at if used_at is None else used_at
+            # A session may take the place of another when its group is old.
+            since = session.created_at if used_at is None else used_at
             if not session.session.is_over and not session.running and now - since > idle_seconds:
                 error = SessionFailed(f"session {session.session_id} had no request for {idle_seconds:g} seconds")
                 self._end_failed(session, SessionEnd.SILENT, error)

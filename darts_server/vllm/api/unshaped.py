@@ -28,6 +28,7 @@ from darts_server.vllm.fleet.ranks import RANK, placed_options
 from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
 from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, read_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
+from darts_server.vllm.requests.sampling import check_logprobs
 
 ABORT_POLL_SECONDS = 0.02
 
@@ -120,12 +121,13 @@ class UnshapedLLM(ControlledLLM):
         """Serve a turn of a session. It runs at once, on the engine that has its prefix.
 
         Raises:
-            InvalidRequest: the request asks for several answers.
+            InvalidRequest: the request asks for several answers, or its log-probs would be of another distribution.
             SessionOver
             Overloaded
         """
         if request.params.n > 1 or route.beams:
             raise InvalidRequest("n", "must be 1 for a turn of a session; leave out n and use_beam_search")
+        check_logprobs(request.params, self.model_config.logprobs_mode, "logprobs")
         # Training needs log-probs, whether the harness asks for them or not.
         if request.params.logprobs is None:
             params = request.params.clone()

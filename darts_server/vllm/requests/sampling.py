@@ -53,6 +53,41 @@ private ones."""
 PLACE = re.compile(r" - at .*?\$\.?(?P<path>[^`]*)`$")
 
 
+def parameter_names() -> list[str]:
+    """Return the names of the parameters that callers may set."""
+    return sorted(set(get_type_hints(SamplingParams.from_optional)) - RESERVED - {"return"})
+
+
+def check_logprobs(params: SamplingParams, mode: str, field: str, remedy: str = "") -> None:
+    """Check that the engine's log-probs are those of the distribution that it samples from.
+
+    Args:
+        mode: vLLM's ``--logprobs-mode``.
+        field: field of the error.
+        remedy: beginning of the error's remedies.
+
+    Raises:
+        InvalidRequest: they are not.
+    """
+    if mode == PROCESSED_LOGPROBS:
+        return
+    start = f"{remedy} start the server with --logprobs-mode {PROCESSED_LOGPROBS}".strip()
+    if mode != RAW_LOGPROBS:
+        raise InvalidRequest(field, f"this engine returns no log-probs but {mode}; {start}")
+    neutral = SamplingParams()
+    values = {name: getattr(params, name) for name in parameter_names() if hasattr(params, name)}
+    shaping = {name: value for name, value in values.items() if name not in NO_EFFECT_ON_DISTRIBUTION}
+    # 0 and -1 both stand for all tokens.
+    shaping["top_k"] = max(params.top_k, 0)
+    changing = [name for name, value in shaping.items() if value != getattr(neutral, name)]
+    if changing:
+        raise InvalidRequest(
+            field,
+            f"this engine returns log-probs before {', '.join(changing)} (--logprobs-mode {RAW_LOGPROBS}): they are "
+            f"not those of the distribution that is sampled from; {start}, or leave out {', '.join(changing)}",
+        )
+
+
 class SamplingReader:
     """Converts the ``sampling`` of a request to vLLM's sampling parameters.
 
@@ -64,11 +99,10 @@ class SamplingReader:
         hints = get_type_hints(SamplingParams.from_optional)
         # Keys are texts in JSON. msgspec takes no union of two dicts.
         hints["logit_bias"] = dict[int, float] | None
-        self._allowed = sorted(set(hints) - RESERVED - {"return"})
+        self._allowed = parameter_names()
         fields = [(name, json_type(hints[name]) | UnsetType, UNSET) for name in self._allowed]
         self._model: type[msgspec.Struct] = msgspec.defstruct("Sampling", fields)
         self._logprobs_mode = logprobs_mode
-        self._neutral = SamplingParams()
         self._latest: tuple[Mapping[str, object], SamplingParams] | None = None
 
     def read(self, sampling: Mapping[str, object], n: int) -> SamplingParams:
@@ -126,24 +160,8 @@ class SamplingReader:
         """
         params = self.read(sampling, n=1)
         values = {name: getattr(params, name) for name in self._allowed if hasattr(params, name)}
-        if self._logprobs_mode != PROCESSED_LOGPROBS and params.logprobs is not None:
-            if self._logprobs_mode != RAW_LOGPROBS:
-                raise InvalidRequest(
-                    f"sampling.{LOGPROBS}",
-                    f"this engine returns no log-probs but {self._logprobs_mode}; leave it out, or start the server "
-                    f"with --logprobs-mode {PROCESSED_LOGPROBS}",
-                )
-            shaping = {name: value for name, value in values.items() if name not in NO_EFFECT_ON_DISTRIBUTION}
-            # 0 and -1 both stand for all tokens.
-            shaping["top_k"] = max(params.top_k, 0)
-            changing = [name for name, value in shaping.items() if value != getattr(self._neutral, name)]
-            if changing:
-                raise InvalidRequest(
-                    f"sampling.{LOGPROBS}",
-                    f"this engine returns log-probs before {', '.join(changing)} (--logprobs-mode {RAW_LOGPROBS}): "
-                    "they are not those of the distribution that is sampled from; start the server with "
-                    f"--logprobs-mode {PROCESSED_LOGPROBS}, or leave out either parameter",
-                )
+        if params.logprobs is not None:
+            check_logprobs(params, self._logprobs_mode, f"sampling.{LOGPROBS}", "leave it out, or")
         return {
             name: msgspec.to_builtins(value, str_keys=True) for name, value in values.items() if value not in (None, [])
         }

@@ -24,6 +24,7 @@ from darts_server.group.events import DeadlineSet
 from darts_server.group.informative import Select
 from darts_server.policy.deadline import Deadline
 from darts_server.policy.shaping import Shaping, build_policies
+from darts_server.rollout.plan import Limits, Planner
 from darts_server.rollout.sessions import registry as registry_module
 from darts_server.rollout.sessions import session_group as session_group_module
 from darts_server.rollout.sessions.registry import SessionGroupRequest, SessionRegistry
@@ -190,6 +191,29 @@ async def test_silent_sessions_end_and_tools_may_take_long(world: World) -> None
     turn.leave(0)
     with pytest.raises(SessionOver, match="silent"):
         world.begin(quiet)
+
+
+async def test_a_session_that_takes_the_place_of_another_in_an_old_group_is_not_silent(world: World) -> None:
+    group = await world.create(size=2, extra=0, policy="off")
+    failing, busy = group.sessions
+    turn = world.begin(busy)
+    world.now = 200.0
+    group.end_session(failing, usable=False)
+    world.now = 299.0
+    group.end_silent(100.0)
+    assert [session.session.is_over for session in group.sessions] == [True, False, False]
+    world.now = 301.0
+    group.end_silent(100.0)
+    assert group.sessions[2].session.is_over
+    turn.leave(0)
+
+
+async def test_a_group_of_one_session_has_its_own_size_on_a_server_with_a_group_size(world: World) -> None:
+    rollouts = world.harness.rollouts
+    rollouts.planner = Planner(SHAPINGS, "uniform", Limits(group_size=8))
+    for extra in (None, 0):
+        group = await world.create(size=1, extra=extra)
+        assert (group.size, len(group.sessions)) == (1, 1)
 
 
 async def test_the_registry_polls_progress_and_silence(monkeypatch: pytest.MonkeyPatch) -> None:

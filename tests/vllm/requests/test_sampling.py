@@ -3,9 +3,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from darts_server.exceptions import InvalidRequest
-from darts_server.vllm.requests.sampling import SamplingReader, json_type
+from darts_server.vllm.requests.sampling import SamplingReader, check_logprobs, json_type
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -58,6 +59,16 @@ def test_raw_logprobs_are_refused_where_another_distribution_is_sampled(changing
     assert error.value.field == "sampling.logprobs"
     RAW.resolve(changing)
     PROCESSED.resolve({**changing, "logprobs": True})
+
+
+def test_the_error_names_the_field_of_the_caller() -> None:
+    check_logprobs(SamplingParams(temperature=0.5), "processed_logprobs", "logprobs")
+    check_logprobs(SamplingParams(), "raw_logprobs", "logprobs")
+    with pytest.raises(InvalidRequest, match="before temperature") as error:
+        check_logprobs(SamplingParams(temperature=0.5), "raw_logprobs", "logprobs")
+    assert error.value.field == "logprobs"
+    with pytest.raises(InvalidRequest, match="no log-probs but raw_logits; start the server"):
+        check_logprobs(SamplingParams(), "raw_logits", "logprobs")
 
 
 def test_raw_logprobs_of_the_models_own_distribution_are_returned() -> None:
