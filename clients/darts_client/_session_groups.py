@@ -5,6 +5,7 @@ import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
 import httpx
@@ -243,10 +244,11 @@ class SessionGroup:
             reward = None
             # A tensor with a single number is a reward, too.
             if isinstance(result, SupportsFloat):
-                try:
+                with suppress(TypeError, ValueError, OverflowError, RuntimeError):
                     reward = float(result)
-                except (TypeError, ValueError, RuntimeError) as exc:
-                    logger.warning("session %s gets no reward, its agent returned no number: %s", session.id, exc)
+                if reward is None or not isfinite(reward):
+                    logger.warning("session %s gets no reward: its agent returned %r", session.id, result)
+                    reward = None
             try:
                 state = await session.end(reward=reward, usable=not is_failed)
             except DartsError as exc:

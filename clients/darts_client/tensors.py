@@ -169,7 +169,7 @@ def session_tensors(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Sessi
 
 def _grpo_advantages(row: Sequence[float], scale: bool, eps: float) -> Tensor:
     # The mean of equal rewards may differ from them by a rounding error, which their standard deviation would enlarge.
-    if min(row) == max(row):
+    if not row or min(row) == max(row):
         return torch.zeros(len(row))
     rewards = torch.tensor(row, dtype=torch.float64)
     centred = rewards - rewards.mean()

@@ -52,7 +52,7 @@ NEW: CarriedCandidate[Any] = CarriedCandidate()
 """A candidate without carried tokens."""
 
 NOTHING_DUE = 1 << 60
-"""Missing tokens where no number of tokens changes anything."""
+"""Number of missing tokens if no candidate has to report its progress."""
 MAX_TRIES = 100
 """Replacements of a cut candidate whose engine died before it sent the tokens."""
 REPLACEMENT_POLL_SECONDS = 0.02

@@ -42,9 +42,11 @@ from darts_server.verify.types import NO_VERDICT
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS_OF_POLL = 40
-"""Tokens of a candidate between two polls of `Rollouts`: no engine generates 2,000 a second, also with drafts. If one
-did, stops would come a little later."""
+TOKENS_OF_POLL = 40
+"""Tokens that a candidate generates between two polls of `Rollouts`, 20 ms, at most: 2,000 tokens a second. A candidate
+that is faster is stopped later."""
+MAX_SKIPPED_POLLS = 5
+"""A busy event loop polls less often, so candidates get further between two polls."""
 
 SURVIVAL_STREAM = (1,)
 """Separates survival draws from tail draws, which stay the same with and without pruning."""
@@ -230,7 +232,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self._feed(*events)
             elif not may_be_late and self.runner.scorer is None:
                 # Polls take much of the time of a process that serves many engines.
-                self.polls_to_skip = self.runner.missing_tokens // MOST_TOKENS_OF_POLL
+                self.polls_to_skip = min(self.runner.missing_tokens // TOKENS_OF_POLL, MAX_SKIPPED_POLLS)
         except Exception as error:
             self._handle_bug(error)
 

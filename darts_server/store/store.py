@@ -43,8 +43,8 @@ class Store(AbstractContextManager["Store"]):
 
     Args:
         folder: folder of state.db, or None to keep documents in memory only.
-        limit: maximum number of documents of each kind; the oldest are dropped. By default `MAX_ON_DISK`, or
-            `MAX_IN_MEMORY` without a folder.
+        limit: maximum number of documents of each kind. The documents that were put first are dropped; among those
+            that were read from the file, any. By default `MAX_ON_DISK`, or `MAX_IN_MEMORY` without a folder.
         check: gets kind and document of everything to be restored, and raises ``ValueError`` to refuse it.
 
     Raises:
@@ -247,7 +247,7 @@ class Store(AbstractContextManager["Store"]):
             raise StateError("the store is closed")
 
     def _drop_oldest(self, texts: _Texts) -> dict[tuple[str, str], None]:
-        """Drop the oldest texts beyond the limit, and return their names as keys."""
+        """Drop the oldest texts beyond the limit. Return kind and key of each, with None in place of its text."""
         dropped: dict[tuple[str, str], None] = {}
         for kind, of_kind in texts.items():
             while len(of_kind) > self._limit:
@@ -304,12 +304,17 @@ class Store(AbstractContextManager["Store"]):
                     raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
                 texts[kind][key] = text
         with self._lock:
-            # Documents that are not written yet are newer.
+            # The file has no order. Documents that this process has put are newer than the others, in their order.
+            for kind, of_kind in self._texts.items():
+                for key in of_kind:
+                    if key in texts[kind]:
+                        texts[kind].move_to_end(key)
             for (kind, key), text in self._unwritten.items():
                 if text is None:
                     texts[kind].pop(key, None)
                 else:
                     texts[kind][key] = text
+                    texts[kind].move_to_end(key)
             self._unwritten |= self._drop_oldest(texts)
             self._texts = texts
             self._version = version

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from vllm import envs
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -158,3 +159,14 @@ def sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) -> lis
             )
         flags += [f"{ADDITIONAL}.{COUPLED}", "true"]
     return flags
+
+
+def send_images_whole(config: VllmConfig) -> None:
+    """Let vLLM send the data of an image with every request, as it does by itself with several engines.
+
+    With one engine vLLM sends only the name of an image that the engine's cache should have. But here a prompt may be
+    sent long after it was rendered, in another order, or never, and the engine would not know the name.
+    """
+    multimodal = config.model_config.multimodal_config
+    if multimodal is not None:
+        multimodal.mm_processor_cache_type = "processor_only"  # type: ignore[assignment]

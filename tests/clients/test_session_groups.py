@@ -69,8 +69,23 @@ async def run_all(group: SessionGroup, agent: Any) -> list[int]:
     return indices
 
 
+@pytest.mark.parametrize("result", [float("nan"), torch.tensor(float("inf")), 10**400])
+async def test_an_agent_that_returns_no_finite_number_gets_no_reward_and_a_warning(
+    client: AsyncClient, result: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def agent(session: RunningSession) -> object:
+        await turn(session, 2)
+        return result
+
+    async with asyncio.timeout(20), client.sessions("p", size=1, extra=0, policy="off") as group:
+        await run_all(group, agent)
+    assert [t.reward for t in group.trajectories] == [None]
+    assert "gets no reward" in caplog.text
+
+
 async def test_sessions_that_are_compared_by_seconds_have_their_places_by_seconds(client: AsyncClient) -> None:
-    tokens, pauses, rewards = [30, 10, 5], [0.0, 0.4, 0.8], [torch.tensor(1.0), torch.tensor([1.0, 2.0]), 0.5]
+    tokens, pauses = [30, 10, 5], [0.0, 0.4, 0.8]
+    rewards = [torch.tensor(1.0), torch.tensor([1.0, 2.0]), 0.5]
 
     async def agent(session: RunningSession) -> object:
         await turn(session, tokens[session.index])

@@ -115,6 +115,13 @@ def test_equal_rewards_have_no_advantages_whatever_the_rounding(reward: float, s
     assert advantages.tolist() == [0.0] * size
 
 
+def test_a_group_without_trajectories_has_no_rows() -> None:
+    failed = Group("g", None, ())
+    tensors = to_tensors([group(([1], [0.0]), ([2], [0.0])), failed], [[1.0, 0.0], []], eps=0.0)
+    assert tensors.advantages is not None
+    assert tensors.advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
 def test_fields_that_some_trajectories_lack_are_none() -> None:
     plain = Group("g", None, (Trajectory(0, "", (1,), None, "stop"),))
     tensors = to_tensors([group(([1, 2], [0.0, -1.0])), plain])

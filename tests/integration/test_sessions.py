@@ -271,22 +271,25 @@ def test_a_turn_ends_on_the_engine_when_its_harness_ends_the_session(server: Ser
     assert read(server, session)["tokens"] == state["tokens"]
 
 
-def test_a_stop_aborts_no_turn_of_another_session_with_the_same_request_id(server: Server) -> None:
+def test_a_stop_aborts_no_other_request_with_the_same_request_id_and_counts_no_token_of_it(server: Server) -> None:
     group = create(server, size=2, extra=0, policy="off")
     first, second = group["sessions"]
 
-    def run(session: dict[str, Any]) -> httpx.Response:
-        headers = {"X-Request-Id": "one-for-all"}
-        return httpx.post(f"{session['base_url']}/completions", json=LONG, headers=headers, timeout=60)
+    def run(base_url: str, max_tokens: int) -> httpx.Response:
+        headers = {"X-Request-Id": "one-for-all", "X-Darts-Policy": "off"}
+        body = {**LONG, "max_tokens": max_tokens}
+        return httpx.post(f"{base_url}/completions", json=body, headers=headers, timeout=60)
 
-    with ThreadPoolExecutor(2) as pool:
-        answers = [pool.submit(run, session) for session in (first, second)]
+    longest: Any = LONG["max_tokens"]
+    urls = {f"{server.url}/v1": longest, first["base_url"]: longest - 5, second["base_url"]: longest - 10}
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(run, *each) for each in urls.items()]
         while min(read(server, session)["tokens"] for session in (first, second)) < 1:
             pass
         end(server, first)
     choices = [answer.result().json()["choices"][0] for answer in answers]
-    assert [choice["finish_reason"] for choice in choices] == ["abort", "length"]
-    assert read(server, second)["tokens"] == LONG["max_tokens"]
+    assert [choice["finish_reason"] for choice in choices] == ["length", "abort", "length"]
+    assert read(server, second)["tokens"] == longest - 10
     end(server, second)
 
 

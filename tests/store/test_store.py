@@ -100,6 +100,19 @@ def test_a_file_drops_the_oldest_documents_beyond_its_limit(tmp_path: Path) -> N
         assert saved_documents(store, "prompt") == {name: kept[name] for name in ("7", "8")} | {"9": {"n": 9}}
 
 
+def test_a_file_that_another_process_has_changed_drops_no_document_that_was_just_put(tmp_path: Path) -> None:
+    with Store(tmp_path, limit=3) as first, Store(tmp_path, limit=3) as second:
+        for key in "cde":
+            second.put("prompt", key, {"n": 1})
+        second.flush()
+        second.put("prompt", "a", {"n": 2})
+        first.put("prompt", "f", {"n": 3})
+        first.flush()
+        second.flush()
+        assert second.get("prompt", "a") == {"n": 2}
+        assert second.count("prompt") == 3
+
+
 def test_memory_drops_the_oldest_documents_of_each_kind() -> None:
     with Store(limit=3) as store:
         store.put("other", "a", {"n": 0})

@@ -231,14 +231,13 @@ def load_position(folder: Path) -> Position | None:
     return Position.load(path) if path.is_file() else None
 
 
-def count_passes(steps: int, steps_of_update: int, of_epoch: int) -> int:
+def count_passes(steps: int, passes_of_step: int, passes_of_epoch: int) -> int:
     """Return the number of forward passes in so many optimizer steps.
 
-    The last optimizer step of an epoch has fewer passes than ``steps_of_update`` if their number does not divide the
-    epoch's passes.
+    The last optimizer step of an epoch has the passes that are left, which may be fewer than ``passes_of_step``.
     """
-    epochs, steps_left = divmod(steps, ceil(of_epoch / steps_of_update))
-    return epochs * of_epoch + steps_left * steps_of_update
+    epochs, steps_left = divmod(steps, ceil(passes_of_epoch / passes_of_step))
+    return epochs * passes_of_epoch + steps_left * passes_of_step
 
 
 def prompt_order(trainer: Any, size: int) -> Iterator[int]:

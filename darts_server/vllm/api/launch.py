@@ -27,6 +27,7 @@ from darts_server.vllm.api.probe_receiver import probing
 from darts_server.vllm.api.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.api.weights import VllmModel
 from darts_server.vllm.engine_core.plugin import COUPLED
+from darts_server.vllm.flags import send_images_whole
 from darts_server.vllm.fleet.core import Engine, FleetCore
 from darts_server.vllm.fleet.host import Start
 from darts_server.vllm.fleet.transport import listen
@@ -226,17 +227,6 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
 
         if state == state_of_others() and not must_wait():
             return
-
-
-def send_images_whole(config: VllmConfig) -> None:
-    """Let vLLM send the data of an image with every request, as it does by itself with several engines.
-
-    With one engine vLLM sends only the name of an image that the engine's cache should have. But here a prompt may be
-    sent long after it was rendered, in another order, or never, and the engine would not know the name.
-    """
-    multimodal = config.model_config.multimodal_config
-    if multimodal is not None:
-        multimodal.mm_processor_cache_type = "processor_only"  # type: ignore[assignment]
 
 
 @asynccontextmanager

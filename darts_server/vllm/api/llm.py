@@ -371,6 +371,8 @@ class ShapingLLM(UnshapedLLM):
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """Abort requests, and the groups that they run as."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        if not internal:
+            ids += self.turns_named(ids)
         await super().abort(ids, internal=internal)
         # A group has the id of its request.
         if not internal and self.rollouts is not None:

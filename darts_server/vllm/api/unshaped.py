@@ -22,7 +22,7 @@ from darts_server.rollout.turns import Turn, Turns
 from darts_server.serving.admission import Admission, Ticket
 from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
-from darts_server.vllm.api.engine import VllmRollouts
+from darts_server.vllm.api.engine import FINISH_REASONS, VllmRollouts
 from darts_server.vllm.api.routes import RouteCall
 from darts_server.vllm.fleet.ranks import RANK, placed_options
 from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
@@ -134,16 +134,15 @@ class UnshapedLLM(ControlledLLM):
             params.logprobs = 0
             request = replace(request, params=params)
         route.agent = agent
-        # Some harnesses send one X-Request-Id with all requests. A stop must abort no turn of another session.
-        request_id = request.request_id
-        if request_id in self._turns:
-            request_id = f"{request_id}-{uuid4().hex[:8]}"
-            request = replace(request, request_id=request_id)
+        # Some harnesses send one X-Request-Id with all requests. The tokens of another request must not count for this
+        # session, and the end of this session must abort no other request.
+        request_id = f"{request.request_id}-{uuid4().hex[:8]}"
+        request = replace(request, request_id=request_id)
         try:
             turn = agent.group.begin_turn(
                 agent,
                 partial(self._count_tokens, request_id),
-                lambda: self._abort_turn(turn, request_id),
+                partial(self._abort_turn, request_id),
             )
         except SessionOver as error:
             if error.status != HTTPStatus.OK:
@@ -165,17 +164,19 @@ class UnshapedLLM(ControlledLLM):
         call_at_deletion(outputs, release)
         return outputs
 
+    def turns_named(self, request_ids: Sequence[str]) -> list[str]:
+        """Return the ids of the running turns whose callers have given them one of these ids."""
+        return [request_id for request_id in self._turns if request_id.rpartition("-")[0] in request_ids]
+
     def _end_turn(self, turn: SessionTurn, request_id: str, tokens: int) -> None:
         turn.leave(tokens)
-        # A later turn may have the same id.
-        if self._turns.get(request_id) is turn:
-            del self._turns[request_id]
+        self._turns.pop(request_id, None)
 
-    def _abort_turn(self, turn: SessionTurn, request_id: str) -> None:
+    def _abort_turn(self, request_id: str) -> None:
         """Abort a turn's request until it has ended: it may be about to reach the engine."""
 
         async def abort() -> None:
-            while self._turns.get(request_id) is turn:
+            while request_id in self._turns:
                 await self.abort(request_id)
                 await asyncio.sleep(ABORT_POLL_SECONDS)
 
@@ -209,7 +210,8 @@ class UnshapedLLM(ControlledLLM):
                     if reason is not None:
                         turn.session.rank = generation.turn.rank
                         is_aborted = reason == ABORTED
-                        if turn.is_stopped or not is_aborted:
+                        # With any other reason, such as an error of vLLM, the harness gets no answer.
+                        if turn.is_stopped or reason in FINISH_REASONS:
                             turn.finish(prompt, tokens, logprobs)
                         if is_aborted and turn.is_stopped and turn.session.group.spec.stopped_as is StoppedAs.LENGTH:
                             choice.finish_reason = FinishReason.LENGTH.value

@@ -64,6 +64,7 @@ async def run_host(start: Start, folder: Path) -> str:
     os.environ[RANK] = str(start.rank)
     args = flags.parse(start.argv)
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    flags.send_images_whole(config)
     engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
     engine.disconnected = asyncio.get_running_loop().create_future()
     manager: Any = engine.resources.engine_manager

@@ -39,7 +39,7 @@ SLICE = 512
 TEXT_SLICE = 8192
 """Number of tokens that are decoded at once in one turn of the event loop, in one or two milliseconds."""
 JOINING_DECODERS = ("ByteLevel", "Fuse")
-"""Decoders of tokenizers whose text of several tokens is that of their joined bytes: of most models since 2024."""
+"""Decoders that join the bytes of all tokens, and decode them. Most models since 2024 have ``ByteLevel``."""
 TEXT = "text"
 LOGPROBS = "logprobs"
 CUMULATIVE = "cumulative_logprob"
@@ -99,9 +99,11 @@ class CachingTokenizer:
         return tokenizer if decoder["type"] in JOINING_DECODERS else None
 
     def can_decode_at_once(self, params: SamplingParams) -> bool:
-        """Whether `decode_at_once` may be tried. Stop strings end a text early, and vLLM joins special tokens."""
-        joins_special = not (params.skip_special_tokens or params.spaces_between_special_tokens)
-        return self._joining is not None and not params.stop and not joins_special
+        """Whether `decode_at_once` may be tried."""
+        # vLLM then leaves out the spaces that a tokenizer puts between special tokens.
+        changes_special = not (params.skip_special_tokens or params.spaces_between_special_tokens)
+        # Stop strings end a text early.
+        return self._joining is not None and not params.stop and not changes_special
 
     def decode_at_once(
         self,
@@ -156,6 +158,7 @@ class Deferred:
         self._tokenizer: CachingTokenizer | None = None
         if params.detokenize and tokenizer.tokenizer is not None:
             self._tokenizer = tokenizer
+        self._decodes_at_once = self._tokenizer is not None and self._tokenizer.can_decode_at_once(params)
         self._detokenizer: IncrementalDetokenizer | None = None
         self._arrays: list[LogprobsLists] = []
 
@@ -184,6 +187,8 @@ class Deferred:
 
         # Without stop strings, text is made when it is read. With stop strings, vLLM needs the text at once.
         if not self._params.stop:
+            # The tokens of a prompt of embeddings are unknown, so only vLLM's own detokenizer knows its text.
+            self._decodes_at_once &= request.prompt_embeds is None
             if not before and not self._decodes_at_once:
                 self._detokenizer = state.detokenizer
             # The base class collects tokens, and makes no text.
@@ -211,10 +216,6 @@ class Deferred:
             return self.defer(state._new_completion_output(*end))
 
         setattr(state, MAKE_COMPLETION, complete)
-
-    @property
-    def _decodes_at_once(self) -> bool:
-        return self._tokenizer is not None and self._tokenizer.can_decode_at_once(self._params)
 
     def _new_detokenizer(self) -> IncrementalDetokenizer:
         tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer

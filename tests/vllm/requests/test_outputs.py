@@ -279,6 +279,23 @@ def test_a_text_that_is_decoded_at_once_is_vllms_text(text_slice: int, monkeypat
     assert made > 500
 
 
+def test_the_text_after_a_prompt_of_embeddings_is_vllms() -> None:
+    case = Case(SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY), [], "multi-byte", aborted=True)
+    texts = []
+    for kind in (Frontend, DeferringFrontend):
+        frontend = kind(case)
+        request = EngineCoreRequest(ID, None, None, case.params, None, 0.0, None, None, None, external_req_id="cmpl-1")
+        request.prompt_embeds = torch.zeros(3, 4)
+        frontend.processor.add_request(request, None, None, 0, frontend.collector)
+        if isinstance(frontend, DeferringFrontend):
+            frontend.deferred.begin(request, frontend.processor.request_states[ID])
+        # The first token of this tokenizer is a part of a character.
+        output = EngineCoreOutput(ID, [0, 1, 2, 3], finish_reason=FinishReason.LENGTH)
+        frontend.receive(encoded(EngineCoreOutputs(outputs=[output], timestamp=1.0)))
+        texts.append(frontend.end().outputs[0].text)
+    assert texts[0] == texts[1] != ""
+
+
 def test_a_text_is_made_token_by_token_where_the_tokens_of_a_text_do_not_just_join() -> None:
     plain = SamplingParams()
     bytewise = CachingTokenizer(byte_level_tokenizer(WORDS))
