@@ -43,7 +43,7 @@ def unbiased_advantages(
         ValueError: the number of rewards is wrong, the group's policy returns no weights, or it selects by rewards and
             no `baseline` is given.
     """
-    weights, count = _weights(group, rewards)
+    weights, num_candidates = _weights(group, rewards)
     if group.num_rewarded is not None and baseline is None:
         # A sample of as many right as wrong trajectories says nothing about the mean reward of the others.
         raise ValueError(
@@ -55,8 +55,8 @@ def unbiased_advantages(
     elif group.num_shortest is not None:
         baselines = _means_of_shortest_others(group, group.num_shortest - 1, rewards)
     else:
-        baselines = _weighted_means_of_others(weights, rewards, count, group.sampled_from)
-    scale = run_weight(group) * len(rewards) / count
+        baselines = _weighted_means_of_others(weights, rewards, num_candidates, group.sampled_from)
+    scale = run_weight(group) * len(rewards) / num_candidates
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
 
 
@@ -88,19 +88,24 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
 def _weighted_means_of_others(
     weights: Sequence[float],
     rewards: Sequence[float],
-    count: int,
+    num_candidates: int,
     sampled_from: int | None,
 ) -> list[float]:
-    """Estimate the mean reward of the other ``count`` - 1 candidates of each trajectory."""
+    """Estimate the mean reward of the group's other candidates for each returned trajectory.
+
+    ``weights``, ``sampled_from``: see `Trajectory` and `Group`.
+    """
     n = len(weights)
+    # Without another returned trajectory there is no estimate.
     if n == 1:
         return [0.0]
-    # If n trajectories were sampled from S, and one is given, the others weigh (S - 1) / (n - 1) and not S / n.
+    # If n of S candidates were sampled, and one of them is given, each other candidate was returned with probability
+    # (n - 1) / (S - 1). The weights assume n / S.
     scale = 1.0
     if sampled_from is not None:
         scale = (sampled_from - 1) / (n - 1) * n / sampled_from
     total = sum(w * r for w, r in zip(weights, rewards, strict=True))
-    return [scale * (total - w * r) / (count - 1) for w, r in zip(weights, rewards, strict=True)]
+    return [scale * (total - w * r) / (num_candidates - 1) for w, r in zip(weights, rewards, strict=True)]
 
 
 def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:

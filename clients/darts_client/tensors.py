@@ -188,12 +188,13 @@ def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | 
 
 
 def _pad_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
+    """Return the weight version of each token where ``mask`` is true, or None if the server did not report all."""
     versions: list[int] = []
     for trajectory in trajectories:
-        if sum(tokens for _, tokens in trajectory.version_spans) != trajectory.length:
+        if sum(count for _, count in trajectory.version_spans) != trajectory.length:
             return None
-        for version, tokens in trajectory.version_spans:
-            versions += [version] * tokens
+        for version, count in trajectory.version_spans:
+            versions += [version] * count
     padded = torch.zeros(mask.shape, dtype=torch.int64)
     padded[mask] = torch.tensor(versions, dtype=torch.int64)
     return padded

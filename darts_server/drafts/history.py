@@ -102,7 +102,7 @@ class History:
             self._keep(number, Answer(key, epoch, tokens, None))
         return unusable
 
-    def observe(self, version: object) -> None:
+    def age_if_new_version(self, version: object) -> None:
         """Age all answers if the version of the weights has changed."""
         if self._version is not None and version != self._version:
             self._epoch += 1

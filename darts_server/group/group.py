@@ -406,7 +406,7 @@ class Group:
             if self.decided_early or not self._lacks_verdicts():
                 yield self._complete()
         elif self._deliver_early:
-            for index in sorted(selector.deliveries()):
+            for index in sorted(selector.take_deliveries()):
                 if index not in self.delivered:
                     self.delivered.add(index)
                     yield Deliver(index)

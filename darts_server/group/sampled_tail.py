@@ -101,7 +101,7 @@ class SampledTailSelector(Selector):
         first_lost = bisect_left(rivals, tail_places, key=self._count_lower_draws)
         return {rival.index: DiscardReason.TAIL_PRUNED for rival in rivals[first_lost:]}
 
-    def deliveries(self) -> list[int]:
+    def take_deliveries(self) -> list[int]:
         short = [index for _, index in self.valid[: self.num_certain()]]
         tail = [winner.index for winner in self._winners() if not winner.running and self._is_final(winner)]
         return short + tail

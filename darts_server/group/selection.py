@@ -28,10 +28,10 @@ class Selector:
 
     The lists ``running``, ``valid`` and ``invalid`` are in order, the shortest candidate first.
 
-    All methods but `update` are queries. Their answers hold whatever the running candidates do, unless they fail. This
-    base class stops no candidate, and selects all.
+    All methods but `update` and `take_deliveries` are queries. All answers hold whatever the running candidates do,
+    unless they fail. This base class stops no candidate, and selects all.
 
-    ``deliver_early``: whether `deliveries` is called before the group is complete. It needs more checks.
+    ``deliver_early``: whether `take_deliveries` is called before the group is complete. It needs more checks.
     """
 
     has_deadline: ClassVar[bool] = False
@@ -151,8 +151,11 @@ class Selector:
         """Return the candidates, running or finished, that must be cut, and the number of tokens that they keep."""
         return {}
 
-    def deliveries(self) -> list[int]:
-        """Return finished candidates that are certain to be in the group, unless an earlier call has returned them."""
+    def take_deliveries(self) -> list[int]:
+        """Return finished candidates that are certain to be in the group.
+
+        Candidates that an earlier call has returned may be missing.
+        """
         return []
 
     def check_at(self) -> dict[int, int]:
@@ -231,7 +234,7 @@ class InOrderSelector(Selector):
         last = max(self.select())
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running if index > last}
 
-    def deliveries(self) -> list[int]:
+    def take_deliveries(self) -> list[int]:
         first = sorted(self.candidates)[: self.rule.size]
         return [index for index in first if not self.candidates[index].running]
 
@@ -258,7 +261,7 @@ class DualEndSelector(Selector):
 
     def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
         super().__init__(rule, deliver_early)
-        # Valid candidates that `deliveries` has not returned, the shortest first.
+        # Valid candidates that `take_deliveries` has not returned, the shortest first.
         self._undelivered: list[Key] = []
 
     def update(self, candidate: Candidate) -> None:
@@ -283,13 +286,13 @@ class DualEndSelector(Selector):
         below = self.num_below_threshold(self.rule.num_shortest)
         return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running[below:]}
 
-    def deliveries(self) -> list[int]:
-        # The certain candidates are the first and the last of the order.
+    def take_deliveries(self) -> list[int]:
+        # Only the shortest and the longest candidates can be certain of a place, so the search starts at both ends.
         certain = []
         keys = self._undelivered
-        while keys and self._is_in_group(keys[0]):
+        while keys and self._is_certain(keys[0]):
             certain.append(keys.pop(0)[1])
-        while keys and self._is_in_group(keys[-1]):
+        while keys and self._is_certain(keys[-1]):
             certain.append(keys.pop()[1])
         return certain
 
@@ -304,7 +307,7 @@ class DualEndSelector(Selector):
                 checks[key[1]] = tokens
         return checks
 
-    def _is_in_group(self, key: Key) -> bool:
+    def _is_certain(self, key: Key) -> bool:
         """Whether this valid candidate is in the group whatever the running candidates do."""
         # It is left out only if at least K valid candidates end before it and at least L after it. Every running
         # candidate may end after it, and only running candidates that are shorter so far may end before it.

@@ -52,7 +52,7 @@ NEW: CarriedCandidate[Any] = CarriedCandidate()
 """A candidate without carried tokens."""
 
 NOTHING_DUE = 1 << 60
-"""Number of missing tokens if no candidate has to report its progress."""
+"""Value of `CandidateRunner.tokens_until_check` if no candidate has to report its progress."""
 MAX_TRIES = 100
 """Replacements of a cut candidate whose engine died before it sent the tokens."""
 REPLACEMENT_POLL_SECONDS = 0.02
@@ -149,7 +149,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Requests of the next candidates, in place of the group's request."""
         self.carried = list(reversed(carried))
         """Tokens that the next candidates resume from, in reverse order."""
-        self.missing_tokens = NOTHING_DUE
+        self.tokens_until_check = NOTHING_DUE
         """Fewest tokens, at the last `poll`, that a candidate needed to reach its `Group.check_at`."""
         self.scorer: GroupScorer | None = None
         pruning = spec.plan.shaping.pruning
@@ -197,14 +197,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def poll(self) -> list[Progress | Scored]:
         """Return new scores, and the progress of candidates that have reached their `Group.check_at`."""
         events: list[Progress | Scored] = []
-        self.missing_tokens = NOTHING_DUE
+        self.tokens_until_check = NOTHING_DUE
         for index, tokens_due in self._group.check_at.items():
             tokens = None
             if index in self.running:
                 tokens = self.running[index].tokens()
             if tokens is not None and tokens >= tokens_due:
                 events.append(Progress(index, tokens))
-            self.missing_tokens = min(self.missing_tokens, tokens_due - (tokens or 0))
+            self.tokens_until_check = min(self.tokens_until_check, tokens_due - (tokens or 0))
         if self.scorer is not None:
             events += self.scorer.poll()
         return events

@@ -42,7 +42,7 @@ from darts_server.verify.types import NO_VERDICT
 
 logger = logging.getLogger(__name__)
 
-TOKENS_OF_POLL = 40
+MAX_TOKENS_BETWEEN_POLLS = 40
 """Tokens that a candidate generates between two polls of `Rollouts`, 20 ms, at most: 2,000 tokens a second. A candidate
 that is faster is stopped later."""
 MAX_SKIPPED_POLLS = 5
@@ -220,7 +220,10 @@ class GroupRun(Generic[RequestT, OutputT]):
         self._feed(DeadlineSet(tokens, cut_length))
 
     def poll(self) -> None:
-        """Feed new scores, and progress that the state machine needs. Report to the cohort if the group is late."""
+        """Send new scores, and the progress of candidates that have reached their `Group.check_at`, to the group.
+
+        Report to the cohort if the group must need more tokens than the cohort's pending cut length.
+        """
         try:
             may_be_late = self.member is not None and self.member.may_be_late
             if self.member is not None:
@@ -231,8 +234,9 @@ class GroupRun(Generic[RequestT, OutputT]):
             if events:
                 self._feed(*events)
             elif not may_be_late and self.runner.scorer is None:
-                # Polls take much of the time of a process that serves many engines.
-                self.polls_to_skip = min(self.runner.missing_tokens // TOKENS_OF_POLL, MAX_SKIPPED_POLLS)
+                # Polls take much of the time of a process that serves many engines. No candidate reaches its check
+                # before the last skipped poll, because it generates at most so many tokens between two polls.
+                self.polls_to_skip = min(self.runner.tokens_until_check // MAX_TOKENS_BETWEEN_POLLS, MAX_SKIPPED_POLLS)
         except Exception as error:
             self._handle_bug(error)
 

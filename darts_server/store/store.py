@@ -27,7 +27,9 @@ _UPSERT = (
     "INSERT INTO documents VALUES (?, ?, ?, ?) "
     "ON CONFLICT (kind, key) DO UPDATE SET document = excluded.document, crc = excluded.crc"
 )
-_CARRIED = "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
+_CREATE_CARRIED = (
+    "CREATE TABLE IF NOT EXISTS carried (number INTEGER PRIMARY KEY, value BLOB NOT NULL, crc INTEGER NOT NULL)"
+)
 """Run before each use, because files of earlier versions do not have the table."""
 
 # JSON texts by kind and key. A plain dict finds its oldest key more slowly the more keys were deleted before it.
@@ -200,21 +202,24 @@ class Store(AbstractContextManager["Store"]):
                 self._unwritten = {}
                 self.generation += 1
 
-    def add_carried(self, values: Iterable[bytes]) -> None:
-        """Write values for the next server. Raises ``StateError`` and then has written nothing."""
+    def add_carried(self, prompts: Iterable[bytes]) -> None:
+        """Write encoded prompts that are carried over, which the next server reads by `take_carried`.
+
+        Raises ``StateError`` if nothing was written.
+        """
         with self._write_lock, self._transaction() as connection:
-            connection.execute(_CARRIED)
-            rows = ((value, checksum("carried", "", value)) for value in values)
+            connection.execute(_CREATE_CARRIED)
+            rows = ((prompt, checksum("carried", "", prompt)) for prompt in prompts)
             connection.executemany("INSERT INTO carried (value, crc) VALUES (?, ?)", rows)
 
     def take_carried(self) -> list[bytes | StateDamaged]:
-        """Remove and return the values of `add_carried` in their order, with an error for each damaged value.
+        """Remove and return the prompts of `add_carried` in their order, with an error for each damaged prompt.
 
-        The previous server may add more values as it ends. Raises ``StateError`` if nothing was removed.
+        The previous server may add more prompts as it ends. Raises ``StateError`` if nothing was removed.
         """
         taken: list[bytes | StateDamaged] = []
         with self._write_lock, self._transaction() as connection:
-            connection.execute(_CARRIED)
+            connection.execute(_CREATE_CARRIED)
             for number, value, crc in connection.execute("SELECT * FROM carried ORDER BY number"):
                 if isinstance(value, bytes) and checksum("carried", "", value) == crc:
                     taken.append(value)

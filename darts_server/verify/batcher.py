@@ -38,8 +38,8 @@ class Runner:
     limits = BatchLimits()
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `prepare` need not be called."""
+    def is_started(self) -> bool:
+        """Whether the runner can run a batch without `prepare`."""
         return True
 
     async def prepare(self) -> None:
@@ -129,19 +129,26 @@ class Batcher:
         return job.future
 
     def _dispatch(self) -> None:
+        """Give waiting answers to free runners.
+
+        If no free runner has been started, start runners, at most one for each waiting answer.
+        """
         self._is_scheduled = False
         if self._is_closed:
             self._end_waiting(CLOSED)
         while self._waiting and self._free:
             jobs: list[Job] = []
-            if self._free[-1].is_ready:
+            if self._free[-1].is_started:
                 jobs = self._take(self._free[-1].limits)
+                # All waiting answers were late, or belonged to cancelled groups.
                 if not jobs:
                     return
+            # Each waiting answer already has a runner that is starting.
             elif self._starting >= len(self._waiting):
                 return
             task = asyncio.create_task(self._serve(self._free.pop(), jobs))
-            self._starting += not jobs
+            if not jobs:
+                self._starting += 1
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -156,7 +163,7 @@ class Batcher:
         # A job that must be alone is a batch.
         while self._waiting and len(jobs) < most and not (jobs and self._waiting[0].alone):
             job = self._waiting.popleft()
-            # Nobody waits if the group was cancelled.
+            # The answer was late, or its group was cancelled.
             if job.future.done():
                 self._pending.pop(job, None)
                 continue
@@ -172,11 +179,12 @@ class Batcher:
             else:
                 await runner.prepare()
         except RunnerFailed as error:
-            if self._starting == 1 and not any(each.is_ready for each in self._runners):
+            if self._starting == 1 and not any(each.is_started for each in self._runners):
                 self._end_waiting(Call(VerifierResult.CRASH, detail=f"cannot be started: {error}"))
         finally:
-            self._starting -= not jobs
-            self._free.insert(len(self._free) if runner.is_ready else 0, runner)
+            if not jobs:
+                self._starting -= 1
+            self._free.insert(len(self._free) if runner.is_started else 0, runner)
             # Also after an unexpected error, because other answers wait.
             self._dispatch()
 

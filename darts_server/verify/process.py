@@ -54,7 +54,7 @@ class Process(Runner):
         self._writer: asyncio.StreamWriter | None = None
 
     @property
-    def is_ready(self) -> bool:
+    def is_started(self) -> bool:
         return self._writer is not None and not self._reader.at_eof()
 
     async def prepare(self) -> None:

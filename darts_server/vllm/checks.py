@@ -41,7 +41,7 @@ def probe_fault(args: Namespace) -> str | None:
 
 
 def check_model(args: Namespace) -> tuple[str, str | None]:
-    """Describe the model, without loading it."""
+    """Return a description of the model, which is not loaded, and what is wrong with it or None."""
     name = str(args.model)
     path = Path(name)
     # vLLM streams models from object stores.

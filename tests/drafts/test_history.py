@@ -81,20 +81,20 @@ def test_other_prompts_get_nothing(saved: Saved) -> None:
 def test_answers_age_with_each_change_of_the_weights(saved: Saved) -> None:
     history = make(saved)
     for version in (0, 0, 1, 4):
-        history.observe(version)
+        history.age_if_new_version(version)
         history.add(KEY, tokens(version), memory=1)
     assert sent(history, KEY, 2) == [(0, [4]), (1, [1]), (2, [0]), (2, [0])]
 
 
 def test_a_restart_loses_nothing_and_its_answers_are_older(saved: Saved) -> None:
     history = make(saved)
-    history.observe(7)
+    history.age_if_new_version(7)
     history.add(KEY, tokens(5, 6), memory=1)
-    history.observe(8)
+    history.age_if_new_version(8)
     history.add(OTHER, tokens(7), memory=1)
     again = make(saved)
     assert again.restore(saved.rows(), vocabulary=10) == 0
-    again.observe(0)
+    again.age_if_new_version(0)
     assert (again.bytes, again.prompts) == (history.bytes, 2)
     assert sent(again, KEY, 1) == [(2, [5, 6])]
     assert sent(again, OTHER, 1) == [(1, [7])]
@@ -169,7 +169,7 @@ def test_any_history_agrees_with_a_plain_list(seed: int) -> None:
     keys = [key_of([number], None) for number in range(4)]
     for step in range(1, 200):
         version += int(rng.random() < 0.1)
-        history.observe(version)
+        history.age_if_new_version(version)
         key = keys[rng.integers(4)]
         memory = int(rng.integers(1, 4))
         if rng.random() < 0.7:

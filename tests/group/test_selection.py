@@ -68,7 +68,7 @@ def assess(
     for index in stops:
         selector.update(replace(selector.candidates[index], state=State.DISCARDED))
     waits = len(stops) < len(running)
-    certain = frozenset(selector.deliveries() if waits else selector.select())
+    certain = frozenset(selector.take_deliveries() if waits else selector.select())
     return Verdict(certain, stops, selector.cuts(), selector.check_at())
 
 

@@ -240,7 +240,7 @@ async def test_a_process_that_has_died_thousands_of_times_is_still_started_again
     dying._deaths = 5_000
     try:
         await dying.prepare()
-        assert dying.is_ready
+        assert dying.is_started
     finally:
         await dying.close()
 

@@ -330,7 +330,7 @@ def _check_advantages(advantages: str, baseline: str, args: GRPOConfig) -> None:
 
 @contextmanager
 def _replace_vllm_client(make_client: Callable[..., VLLMClient]) -> Iterator[None]:
-    """Let trainers that are created within the block use this client."""
+    """Let trainers that are created within the block use the client of ``make_client``."""
     # TRL has no argument for it, and reads the name once in a trainer's life, where it creates its `VLLMGeneration`.
     setattr(vllm_generation, CLIENT, make_client)
     try:

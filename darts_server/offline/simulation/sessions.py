@@ -103,18 +103,22 @@ class SessionTraining:
         return [samples[index] for index in (*chosen, *more)], rng
 
 
-def compare_with_limits(texts: Sequence[str], training: SessionTraining) -> list[Summary]:
-    """Simulate `off`, policies, and limits that are the best in hindsight, and return their figures.
+def compare_with_limits(policies: Sequence[str], training: SessionTraining) -> list[Summary]:
+    """Simulate `off`, the given policies, and `off` with fixed limits of turns or tokens.
+
+    Each limit is the smallest that cuts at most a share of the sessions (see `best_limits`): one of `LOST_SHARES`, or
+    the share that a policy cuts. Return all figures, compared with `off`.
 
     Raises:
         InvalidSetting: see `run_sessions`.
     """
-    found = [run_sessions(text, training) for text in dict.fromkeys([OFF, *texts])]
-    shares = {*LOST_SHARES, *(summary["cut_share"] for summary in found)} - {0.0}
+    summaries = [run_sessions(policy, training) for policy in dict.fromkeys([OFF, *policies])]
+    # A limit that cuts nothing is no limit, so the share 0 is left out.
+    shares = {*LOST_SHARES, *(summary["cut_share"] for summary in summaries)} - {0.0}
     for limit in best_limits(training.workload, sorted(shares)):
-        name = "hindsight " + " ".join(f"{unit} {most}" for unit, most in limit.items())
-        found.append(run_sessions(OFF, training, limit) | {"policy": name})
-    return [_compare(found[0], summary) for summary in found]
+        name = "hindsight " + " ".join(f"{unit} {maximum}" for unit, maximum in limit.items())
+        summaries.append(run_sessions(OFF, training, limit) | {"policy": name})
+    return [_compare(summaries[0], summary) for summary in summaries]
 
 
 def best_limits(workload: Sequence[Sequence[Session]], shares: Sequence[float]) -> list[dict[str, int]]:

@@ -93,7 +93,8 @@ class TracedWorkload:
 
 
 Quantiles = tuple[Sequence[float], Sequence[float]]
-"""A distribution of positive values: shares, and the values at them. Logarithms are linear between the shares."""
+"""A distribution of positive values: cumulative probabilities, and their quantiles. Between them, the logarithm of the
+value is interpolated linearly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,13 @@ class FittedWorkload:
         return max(1, round(float(self.prompt_median * np.exp(self.prompt_spread * noise))))
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
-        median_shares, medians = self.medians
-        ratio_shares, ratios = self.ratios
-        # All candidates of a prompt share its median, in every run.
-        share = np.random.default_rng([0, number, 2]).random()
-        median = np.exp(np.interp(share, median_shares, np.log(medians)))
-        lengths = np.ceil(median * np.exp(np.interp(rng.random(count), ratio_shares, np.log(ratios))))
+        median_probabilities, medians = self.medians
+        ratio_probabilities, ratios = self.ratios
+        # The seed does not depend on the run, so a prompt has the same median in every run. 2 is the stream of medians;
+        # `prompt_tokens` uses stream 1. All attempts have the same distribution, so ``attempt`` is not used.
+        probability = np.random.default_rng([0, number, 2]).random()
+        median = np.exp(np.interp(probability, median_probabilities, np.log(medians)))
+        lengths = np.ceil(median * np.exp(np.interp(rng.random(count), ratio_probabilities, np.log(ratios))))
         return np.asarray(np.clip(lengths, 1, self.max_tokens), dtype=np.int64)
 
 

@@ -289,7 +289,10 @@ class SessionGroup:
         self._carry_out(self._group.open(rule, allocation.candidates))
 
     def poll(self) -> None:
-        """Feed the progress that the state machine needs. Report to the cohort if the group is late."""
+        """Send the progress of sessions that have reached their `Group.check_at` to the group.
+
+        Report to the cohort if the group must need more tokens than the cohort's pending cut length.
+        """
         checks = self._group.check_at
         now = self.clock()
         events = []

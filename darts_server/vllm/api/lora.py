@@ -22,18 +22,23 @@ class VllmLoras:
     A LoRA adapter keeps vLLM's integer id when it is replaced. Requests that began with the old adapter continue with
     the new adapter. A request with an id that is not loaded would kill the engine.
 
-    ``checkpoint``: reads the headers of the model's tensors.
+    ``read_checkpoint``: reads the headers of the model's tensors.
     """
 
-    def __init__(self, llm: AsyncLLM, checkpoint: Callable[[], Awaitable[TensorSet]]) -> None:
+    def __init__(self, llm: AsyncLLM, read_checkpoint: Callable[[], Awaitable[TensorSet]]) -> None:
         self._llm = llm
-        self._checkpoint = checkpoint
+        self._read_checkpoint = read_checkpoint
+        # vLLM's registry of served models, and the model names that are not shaped. `attach` sets both.
         self._registry: Any = None
         self._raw_names: set[str] = set()
         self.pushed: dict[str, LoRARequest] = {}
         """Pushed adapters that are served, by name."""
         self.changes = 0
-        """Number of times that an adapter was loaded or removed."""
+        """Number of times that an adapter was loaded or removed.
+
+        If the number changes, the history of drafts ages, and an engine that is joining loads all adapters again.
+        """
+        # vLLM's ids of removed adapters: a waiting request for one of them must not reach the engine.
         self._removed_ids: set[int] = set()
         self._layers: LoraLayers | None = None
 
@@ -44,7 +49,7 @@ class VllmLoras:
 
     async def layers(self) -> LoraLayers:
         if self._layers is None:
-            tensors = await self._checkpoint()
+            tensors = await self._read_checkpoint()
             matrices: dict[str, tuple[int, int]] = {}
             # All workers have the same layers.
             names, *_ = await self._llm.collective_rpc("darts_lora_layers")

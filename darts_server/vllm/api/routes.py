@@ -495,12 +495,15 @@ def _report_responses_errors(responses: Any) -> None:
 
 
 def _report_messages_errors(messages: Any) -> None:
-    """Answer our errors on ``/v1/messages``, and the state of a session. Streams end with Anthropic's error event."""
-    chat = messages.create_chat_completion
-    convert = messages.message_stream_converter
-    convert_whole = messages.messages_full_converter
+    """Let ``/v1/messages`` return this server's errors and the state of the session.
 
-    async def answer(*args: Any, **more: Any) -> Any:
+    A stream that fails ends with Anthropic's error event.
+    """
+    chat = messages.create_chat_completion
+    convert_stream = messages.message_stream_converter
+    convert_response = messages.messages_full_converter
+
+    async def create_or_report(*args: Any, **more: Any) -> Any:
         try:
             return await chat(*args, **more)
         except DartsError as error:
@@ -508,9 +511,9 @@ def _report_messages_errors(messages: Any) -> None:
             caller.get().answered_error = error
             return messages.create_error_response(error)
 
-    def convert_with_session(answer: Any) -> Any:
-        fields = getattr(answer, SESSION_FIELD, None)
-        converted = convert_whole(answer)
+    def convert_with_session(response: Any) -> Any:
+        fields = getattr(response, SESSION_FIELD, None)
+        converted = convert_response(response)
         return converted if fields is None else _add_field(converted, fields)
 
     async def convert_with_errors(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
@@ -522,6 +525,7 @@ def _report_messages_errors(messages: Any) -> None:
             async with aclosing(chunks):
                 async for chunk in chunks:
                     error = find_stream_error(chunk)
+                    # vLLM's converter cannot parse the error, and would report its own failure to parse it.
                     if error is not None:
                         errors.append(error)
                         return
@@ -529,7 +533,10 @@ def _report_messages_errors(messages: Any) -> None:
                         session = json.loads(chunk.removeprefix("data: "))[SESSION_FIELD]
                     yield chunk
 
-        async with aclosing(until_error()) as whole, aclosing(convert(whole)) as events:
+        async with (
+            aclosing(until_error()) as chunks_before_error,
+            aclosing(convert_stream(chunks_before_error)) as events,
+        ):
             async for event in events:
                 if session is not None and event.startswith(MESSAGE_END):
                     event = _insert_field(event, session)
@@ -538,7 +545,7 @@ def _report_messages_errors(messages: Any) -> None:
             data = {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
             yield f"event: error\ndata: {json.dumps(data)}\n\n"
 
-    messages.create_chat_completion = answer
+    messages.create_chat_completion = create_or_report
     messages.messages_full_converter = convert_with_session
     messages.message_stream_converter = convert_with_errors
 

@@ -34,7 +34,8 @@ ROUTE_LINES = ("Available routes", "Route: ")
 def take_api_keys(args: Namespace) -> list[str]:
     """Remove the API keys from vLLM's flag and environment variable, and return them.
 
-    vLLM would refuse the keys of a key file. Its processes must not inherit keys.
+    This server checks API keys itself. vLLM's own check knows only these keys, so it would refuse the keys of
+    ``--api-key-file``. vLLM's engine processes must not inherit keys in their environment.
     """
     given: list[str] = args.api_key or [os.environ.get(KEY_VARIABLE, "")]
     args.api_key = None

@@ -113,13 +113,14 @@ class VllmModel:
         await self._call_workers("darts_abandon_update")
 
     async def clear_caches(self) -> None:
-        self._llm.held.leave_cached_blocks()
+        # A new salt keeps later requests away from cached blocks, also if vLLM cannot clear the cache.
+        self._llm.held.change_cache_salt()
         # vLLM clears nothing while paused requests have blocks.
         if not await self._llm.reset_prefix_cache():
-            logger.warning("paused requests keep caches of the old weights, because POST /pause kept them")
+            logger.warning("requests that POST /pause kept still use caches of the old weights")
             return
-        # A salt does not change the names of images, whose embeddings are cached too. Without running requests, no
-        # request is between an embedding and its use.
+        # The salt is no part of the keys of cached image embeddings, so these are cleared too. No request runs, so none
+        # is between computing an embedding and using it.
         if self._llm.model_config.is_multimodal_model:
             await self._llm.reset_encoder_cache()
 

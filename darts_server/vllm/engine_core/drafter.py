@@ -112,7 +112,10 @@ class Drafter:
         return end
 
     def _prompt_of(self, name: str) -> tuple[object, int, Any]:
-        """Return the key of a request's prompt, its number of tokens, and answers that are not counted yet."""
+        """Return the key of a request's prompt, and the prompt's number of tokens.
+
+        Also return the prompt's earlier answers that this worker has not counted.
+        """
         request = self.runner.requests[name]
         if request.prompt_token_ids is None:
             # A prompt of embeddings has no tokens that others could share.
@@ -121,10 +124,11 @@ class Drafter:
         extra = {}
         if params is not None and params.extra_args:
             extra = params.extra_args
-        count = extra.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
-        tokens = np.asarray(request.prompt_token_ids[:count], np.int32)
+        # The engine's prompt of a resumed request ends with generated tokens, which are no part of the key.
+        prompt_tokens = extra.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
+        tokens = np.asarray(request.prompt_token_ids[:prompt_tokens], np.int32)
         adapter = None
         if request.lora_request is not None:
             adapter = request.lora_request.lora_name
         # Answers are taken out, so that they are neither kept in memory nor counted again.
-        return (adapter, hash(tokens.tobytes())), count, extra.pop(HISTORY, [])
+        return (adapter, hash(tokens.tobytes())), prompt_tokens, extra.pop(HISTORY, [])

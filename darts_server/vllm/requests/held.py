@@ -92,7 +92,7 @@ class HeldRequests:
         """Let the engine send the tokens of a request as they are generated."""
         self._releases.add(request_id)
 
-    def leave_cached_blocks(self) -> None:
+    def change_cache_salt(self) -> None:
         """Let later requests use no block that is in the engines' prefix caches now."""
         self._salt = f"darts-caches-{next(self._salt_numbers)}/"
 

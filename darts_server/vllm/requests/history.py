@@ -26,11 +26,11 @@ ORIGIN = "darts_origin"
 
 
 class Origin(NamedTuple):
-    """Key of a request's prompt, name of its engine, and whether the request brings the engine answers."""
+    """Key of a request's prompt, name of its engine, and whether the request carries answers to the engine."""
 
     key: bytes
     engine: bytes
-    brings_answers: bool
+    carries_answers: bool
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ class RequestHistory:
         # The state of a resumed request has its true prompt, without generated tokens.
         adapter = None if request.lora_request is None else request.lora_request.lora_name
         key = self._key_of(state.prompt_token_ids, adapter)
-        self._history.observe(self._version())
+        self._history.age_if_new_version(self._version())
         answers = self._history.take_unsent(key, self._memory_of(engine).number)
         setattr(state, ORIGIN, Origin(key, engine, bool(answers)))
         if not answers:
@@ -144,15 +144,18 @@ class RequestHistory:
         return key
 
     def _finish_and_keep(self, state: RequestState) -> None:
-        """Stand in for vLLM's method, which forgets a request."""
+        """Keep the answer of a finished request in the history.
+
+        Replaces vLLM's ``_finish_request``, and then calls it.
+        """
         origin: Origin | None = getattr(state, ORIGIN, None)
         if origin is not None and state.detokenizer is not None:
             tokens = array("i", state.detokenizer.output_token_ids).tobytes()
             memory = self._memory_of(origin.engine).number
             if tokens:
-                self._history.observe(self._version())
+                self._history.age_if_new_version(self._version())
                 self._history.add(origin.key, tokens, memory)
-            elif origin.brings_answers:
+            elif origin.carries_answers:
                 # The request was aborted before it ran, so the engine did not receive the answers.
                 self._history.send_again(origin.key, memory)
         self._finish(state)

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 
 class MessageReceiver:
-    """Stands in for two methods of ``socket``, pyzmq's asynchronous socket of vLLM's client: receive, and close."""
+    """Replaces ``recv_multipart`` and ``close`` of ``socket``, the asynchronous pyzmq socket of vLLM's client."""
 
     def __init__(self, socket: Any) -> None:
         # The same socket with pyzmq's synchronous methods. The asynchronous methods of `socket` would read the events
@@ -22,8 +22,8 @@ class MessageReceiver:
         self._socket: Any = zmq.Socket.shadow(socket)
         self._loop = asyncio.get_running_loop()
         self._readable: asyncio.Future[None] | None = None
-        self._file = cast(int, self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._file, self._wake)
+        self._descriptor = cast(int, self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self._wake)
         self._is_closed = False
         self._close_socket = socket.close
         socket.recv_multipart = self.receive
@@ -52,9 +52,9 @@ class MessageReceiver:
         self._is_closed = True
         if self._readable is not None:
             self._readable.cancel()
-        # Another file may get the number of the socket's file. The loop may be closed already.
+        # Another file may get the socket's descriptor number. The loop may be closed already.
         with suppress(RuntimeError):
-            self._loop.remove_reader(self._file)
+            self._loop.remove_reader(self._descriptor)
         self._close_socket(linger=linger)
 
 

@@ -62,7 +62,7 @@ class Caches:
         self.held = self
         self.calls: list[str] = []
 
-    def leave_cached_blocks(self) -> None:
+    def change_cache_salt(self) -> None:
         self.calls.append("salt")
 
     async def reset_prefix_cache(self) -> bool:

@@ -249,7 +249,7 @@ async def test_after_new_weights_no_request_uses_older_cached_blocks() -> None:
     process = Process()
     for place, salt in enumerate((None, None, "user", "user")):
         if place % 2:
-            process.held.leave_cached_blocks()
+            process.held.change_cache_salt()
         request = new_request(f"request {place}")
         request.cache_salt = salt
         await process.add(request)

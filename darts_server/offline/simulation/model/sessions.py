@@ -70,7 +70,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class SessionRun:
-    """A session in a rollout. When the rollout is over, it says how much of the session has run."""
+    """A session in a rollout, and how much of the session has run."""
 
     session: Session
     group: int
@@ -118,9 +118,10 @@ class SessionGroup:
     group: Group
     runs: list[SessionRun]
     engine: "_Engine"
-    place: int
-    """Rank of the finished session whose length is the group's need, see `place_of_need`."""
-    need: int | None = None
+    place_of_need: int
+    """Rank of the finished session whose length the group needs, see `darts_server.policy.deadline`."""
+    needed_length: int | None = None
+    """Length that the group needs, or None until it is known."""
 
 
 # --- an engine --------------------------------------------------------------------
@@ -188,8 +189,8 @@ class _Engine:
             return run.tokens + int(self.step - run.since)
         return run.tokens
 
-    def measured(self, run: SessionRun) -> int:
-        """Return how long a session is so far."""
+    def progress(self, run: SessionRun) -> int:
+        """Return the length of a session so far, in tokens or units of time."""
         if self.by_seconds:
             return int(self.now * UNITS_PER_SECOND * (1 + TOLERANCE))
         return self.tokens(run)
@@ -426,7 +427,10 @@ class SessionRollout:
         return due
 
     def _update(self, number: int) -> bool:
-        """Give a group the events of its sessions, and do as it decides. Return whether there were events."""
+        """Send the events of a group's sessions to the group, and carry out its decisions.
+
+        Return whether there were events.
+        """
         member = self.groups[number]
         group = member.group
         engine = member.engine
@@ -437,23 +441,23 @@ class SessionRollout:
         for run in member.runs:
             if run.state is State.RUNNING and engine.tokens(run) == run.session.tokens:
                 reason = FinishReason.STOP if run.session.valid else FinishReason.LENGTH
-                events.append(Finished(run.index, engine.measured(run), reason))
+                events.append(Finished(run.index, engine.progress(run), reason))
                 engine.end(run)
-            elif run.state is not State.OVER and engine.measured(run) >= checks.get(run.index, inf):
-                events.append(Progress(run.index, engine.measured(run)))
+            elif run.state is not State.OVER and engine.progress(run) >= checks.get(run.index, inf):
+                events.append(Progress(run.index, engine.progress(run)))
         tokens = self.cohort.tokens
         if self.deadline is not None and tokens is not None and group.deadline is None:
             events.append(DeadlineSet(tokens, self.deadline.cut_length_of(tokens)))
         decisions = group.handle(*events)
 
-        # The cohort learns how long its groups are, or must be.
-        if member.need is None:
-            member.need = group.standings.nth_shortest(member.place)
-            if member.need is not None:
-                self.cohort.report_need(number, member.need)
+        # Report to the cohort the length that the group needs, or the least length that it can still need.
+        if member.needed_length is None:
+            member.needed_length = group.standings.nth_shortest(member.place_of_need)
+            if member.needed_length is not None:
+                self.cohort.report_need(number, member.needed_length)
             elif self.cohort.pending_cut_length is not None:
-                measured = {run.index: engine.measured(run) for run in member.runs}
-                minimum = group.standings.nth_shortest_minimum(member.place, measured)
+                progress = {run.index: engine.progress(run) for run in member.runs}
+                minimum = group.standings.nth_shortest_minimum(member.place_of_need, progress)
                 self.cohort.report_minimum(number, minimum)
 
         for decision in decisions:
@@ -463,9 +467,9 @@ class SessionRollout:
                 case Complete():
                     self.completed.append(number)
                     self.cohort.remove(number)
-                    # A group without a completion length counts if sessions were cut.
-                    if member.need is not None or any(candidate.cut for candidate in group.candidates):
-                        self.completion_lengths.append(member.need or 0)
+                    # 0 stands for a group that was cut before its completion length was known.
+                    if member.needed_length is not None or any(candidate.cut for candidate in group.candidates):
+                        self.completion_lengths.append(member.needed_length or 0)
         return bool(events)
 
     def _schedule(self, engine: _Engine, handled: set[int]) -> None:
@@ -475,10 +479,10 @@ class SessionRollout:
             member = self.groups[number]
             checks = member.group.check_at
             limit = inf
-            if self.cohort.pending_cut_length is not None and member.need is None:
+            if self.cohort.pending_cut_length is not None and member.needed_length is None:
                 limit = self.cohort.pending_cut_length
             for run in member.runs:
-                later = [mark for mark in (checks.get(run.index, inf), limit) if mark > engine.measured(run)]
+                later = [mark for mark in (checks.get(run.index, inf), limit) if mark > engine.progress(run)]
                 if engine.by_seconds:
                     for mark in later:
                         heappush(engine.alarms, (mark / UNITS_PER_SECOND, number, -1))
