@@ -183,13 +183,16 @@ def test_a_server_that_starts_again_drafts_what_the_one_before_has_answered(serv
     flags = ["--speculate", "auto", "--state-dir", str(tmp_path)]
 
     def draw_greedily(server: Server) -> float:
-        """Return the accepted share of the drafted tokens. How much is drafted depends on the load of the machine."""
-        draw(server, PROBLEMS, {"top_k": 1})
-        accepted = server.metric("darts_draft_accepted_tokens_total", source="prompt")
-        return accepted / server.metric("darts_draft_tokens_total", source="prompt")
+        """Return the accepted share of the drafted tokens. On a busy machine, drafts may not pay at first."""
+        for _ in range(20):
+            draw(server, PROBLEMS, {"top_k": 1})
+            drafted = server.metric("darts_draft_tokens_total", source="prompt")
+            if drafted:
+                break
+        return server.metric("darts_draft_accepted_tokens_total", source="prompt") / drafted
 
     with serve_one(DARTS, tmp_path / "log", *flags) as fresh:
-        draw_greedily(fresh)
+        draw(fresh, PROBLEMS, {"top_k": 1})
         kept_bytes = fresh.metric("darts_history_bytes")
         assert fresh.metric("darts_history_prompts") == len({problem.prompt for problem in PROBLEMS})
 

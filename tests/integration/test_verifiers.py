@@ -42,7 +42,9 @@ def is_verifier(process: psutil.Process, server: str) -> bool:
 @pytest.mark.parametrize(
     ("verifier", "complaint"),
     [
-        ("boxes", "--verifier boxes: 'boxes' is no verifier; give FILE.py:FUNCTION"),
+        pytest.param(
+            "boxes", "--verifier boxes: 'boxes' is no verifier; give FILE.py:FUNCTION", marks=pytest.mark.nightly
+        ),
         (f"{CODE}:missing", f"--verifier {CODE}:missing: {CODE} has no function missing"),
     ],
 )
