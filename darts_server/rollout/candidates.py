@@ -257,8 +257,10 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if running is None or not candidate.state.running:
             return None
         generated = running.tokens_from(start)
+        if generated is None:
+            return None
         candidate.is_streamed = True
-        if generated is None or generated.logprobs_requested:
+        if generated.logprobs_requested:
             return generated
         # The log-probs were computed for a score only.
         return replace(generated, logprobs=None)
