@@ -274,8 +274,8 @@ class Stack:
             "candidates on the engine": self.engine.unfinished,
             "groups running": len(self.rollouts.runs),
             "candidates waiting": self.rollouts.admission.waiting,
-            "candidates admitted": self.rollouts.admission.ahead,
-            "requests inside the gate": self.gate.inside,
+            "candidates admitted": self.rollouts.admission.not_in_engine,
+            "requests inside the gate": self.gate.work_inside,
             "faults of the store": int(self.store.fault is not None),
         }
         yield from (f"{what}: {count}, not 0" for what, count in gauges.items() if count)
@@ -363,7 +363,7 @@ class Callers:
         with ticket:
             async with rollouts.gate.enter():
                 allocation = await rollouts.allocator.allocate(plan, key)
-                allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
+                allocation = replace(allocation, candidates=ticket.resize_within_limits(allocation.candidates))
                 spec = GroupSpec(plan, request, group_id, key, early=early)
                 run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
                 try:

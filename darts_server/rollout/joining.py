@@ -282,7 +282,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             allocation = await self._joiner.allocator.allocate(plan, self._first.prompt_key)
             # The group may have failed meanwhile, and then its ticket is released.
             if not self.run.has_ended:
-                allocation = replace(allocation, candidates=self._ticket.fit(allocation.candidates))
+                allocation = replace(allocation, candidates=self._ticket.resize_within_limits(allocation.candidates))
         self.run.open(plan.rule_for(allocation.saturated), allocation)
 
     def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:

@@ -99,7 +99,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             self.observers.cohort_ended,
             clock,
             scale=self.redundancy_scale,
-            opening=lambda: self.gate.opening,
+            opening=lambda: self.gate.opening_number,
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(

@@ -88,7 +88,7 @@ class TokenIndex:
 
     def add(self, caller: str, key: int, rank: int | None = None, *, is_answer: bool = False) -> None:
         """Store a sequence by its hash ``key``. An answer stays an answer."""
-        earlier = self._stored.of(caller).get(key)
+        earlier = self._stored.entries_of(caller).get(key)
         is_answer = is_answer or (earlier is not None and earlier.is_answer)
         dropped = self._stored.put(caller, key, StoredSequence(is_answer, rank))
         changes = [(old, -1) for old, _ in dropped]
@@ -101,7 +101,7 @@ class TokenIndex:
 
     def find_prefixes(self, caller: str, hashes: Hashes) -> Iterator[tuple[int, StoredSequence]]:
         """Yield length and entry of each prefix in ``hashes`` that the caller has stored, the longest first."""
-        stored = self._stored.of(caller)
+        stored = self._stored.entries_of(caller)
         if not stored:
             return
         buckets = hashes >> BUCKET_SHIFT
@@ -264,13 +264,13 @@ class Turns:
         return hashes, turn.prompt_hash
 
     def _find_recent_session(self, caller: str, name: str) -> _Session | None:
-        session = self._sessions.of(caller).get(name)
+        session = self._sessions.entries_of(caller).get(name)
         if session is None or session.used_at < self._clock() - SESSION_IDLE_S:
             return None
         return session
 
     def _find_recent_restarts(self, caller: str, prompt_hash: int) -> _Restarts | None:
-        restarts = self._restarts.of(caller).get(prompt_hash)
+        restarts = self._restarts.entries_of(caller).get(prompt_hash)
         if restarts is None or restarts.aborted_at < self._clock() - RESTART_S:
             return None
         return restarts

@@ -86,7 +86,7 @@ class Confidence:
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
         """Calibrate the scores of a trajectory by its reward."""
         owner, group_id = group
-        scores = self._scores.of(owner).get(group_id, {}).get(index, {})
+        scores = self._scores.entries_of(owner).get(group_id, {}).get(index, {})
         for kind, score in scores.items():
             self.points[kind].add(Label(score, float(correct)))
             self._save_soon.request()

@@ -31,18 +31,20 @@ class AdmissionLimits:
 class Ticket:
     """Admitted candidates, which wait for the engine or run on it until `release`."""
 
-    def __init__(self, admission: "Admission", key: str | None, request: Caller | None, candidates: int = 0) -> None:
+    def __init__(
+        self, admission: "Admission", limited_key: str | None, request: Caller | None, candidates: int = 0
+    ) -> None:
         self._admission = admission
-        # Name of the key that has a limit, or None without a limit.
-        self._key = key
+        # Name of the caller's key, or None if it has no limit.
+        self._limited_key = limited_key
         # The request that was admitted, or None if `split` made the ticket.
         self._request = request
         self._is_released = False
         self.candidates = 0
         # Candidates that the engine does not have yet.
-        self._ahead = 0
+        self._not_in_engine = 0
         if request is not None:
-            admission.requests += 1
+            admission.unanswered_requests += 1
         self._add(candidates)
 
     def resize(self, candidates: int, field: str = "n") -> None:
@@ -51,35 +53,37 @@ class Ticket:
         Raises:
             Overloaded, QuotaReached, InvalidRequest: see `Admission.admit`; nothing was changed.
         """
-        more = candidates - self.candidates
-        if more > 0:
+        added = candidates - self.candidates
+        if added > 0:
             in_request = 0
             if self._request is not None:
                 in_request = self._request.num_candidates
-            self._admission.check(more, self._key, in_request, field)
-        self._add(more)
+            self._admission.check_limits(added, self._limited_key, in_request, field)
+        self._add(added)
 
-    def fit(self, candidates: int) -> int:
+    def resize_within_limits(self, candidates: int) -> int:
         """Change the number to ``candidates``, or to the maximum within limits, and return it."""
-        free = max(0, self._admission.count_free(self._key))
-        self._add(int(min(candidates - self.candidates, free)))
+        max_added = max(0, self._admission.count_free(self._limited_key))
+        self._add(int(min(candidates - self.candidates, max_added)))
         return self.candidates
 
     def split(self, candidates: int) -> "Ticket":
         """Move candidates to a new ticket, which may outlive this ticket."""
-        part = Ticket(self._admission, self._key, request=None)
-        _move(self, part, candidates)
+        part = Ticket(self._admission, self._limited_key, request=None)
+        _move_candidates(self, part, candidates)
         return part
 
     def merge(self, other: "Ticket") -> None:
         """Take over all candidates of another ticket of the same caller."""
-        _move(other, self, other.candidates)
+        _move_candidates(other, self, other.candidates)
 
     def mark_started(self, candidates: int | None = None) -> None:
         """Note that the engine has candidates (None: all), and counts them itself."""
-        started = self._ahead if candidates is None else min(candidates, self._ahead)
-        self._ahead -= started
-        self._admission.ahead -= started
+        started = self._not_in_engine
+        if candidates is not None:
+            started = min(candidates, started)
+        self._not_in_engine -= started
+        self._admission.not_in_engine -= started
 
     def release(self) -> None:
         if self._is_released:
@@ -87,7 +91,7 @@ class Ticket:
         self._is_released = True
         self._add(-self.candidates)
         if self._request is not None:
-            self._admission.requests -= 1
+            self._admission.unanswered_requests -= 1
 
     def __enter__(self) -> Self:
         return self
@@ -96,53 +100,51 @@ class Ticket:
         self.release()
 
     def _add(self, candidates: int) -> None:
-        """Add candidates. If the number is negative, drop candidates, first those that the engine does not have yet."""
-        self._count(candidates, max(candidates, -self._ahead))
+        """Add candidates, or drop candidates if the number is negative."""
+        # Candidates that the engine does not have yet are dropped first.
+        self._change_counts(candidates, max(candidates, -self._not_in_engine))
 
-    def _count(self, candidates: int, ahead: int) -> None:
-        """Change all counts. ``ahead``: change of the candidates that the engine does not have yet."""
+    def _change_counts(self, candidates: int, not_in_engine: int) -> None:
         self.candidates += candidates
-        self._ahead += ahead
-        self._admission.ahead += ahead
+        self._not_in_engine += not_in_engine
+        self._admission.not_in_engine += not_in_engine
         if self._request is not None:
             self._request.num_candidates += candidates
-        if self._key is not None:
-            by_caller = self._admission.by_caller
-            by_caller[self._key] += candidates
-            if not by_caller[self._key]:
-                del by_caller[self._key]
+        if self._limited_key is not None:
+            candidates_by_key = self._admission.candidates_by_key
+            candidates_by_key[self._limited_key] += candidates
+            if not candidates_by_key[self._limited_key]:
+                del candidates_by_key[self._limited_key]
 
 
-def _move(source: Ticket, target: Ticket, candidates: int) -> None:
-    """Move candidates between tickets, first candidates that the engine does not have yet."""
-    ahead = min(candidates, source._ahead)
-    source._count(-candidates, -ahead)
-    target._count(candidates, ahead)
+def _move_candidates(source: Ticket, target: Ticket, candidates: int) -> None:
+    # Candidates that the engine does not have yet are moved first.
+    not_in_engine = min(candidates, source._not_in_engine)
+    source._change_counts(-candidates, -not_in_engine)
+    target._change_counts(candidates, not_in_engine)
 
 
 class Admission:
     """Counts the candidates of all callers.
 
     Args:
-        unfinished: returns the number of candidates that the engine runs or queues.
+        count_unfinished: returns the number of candidates that the engine runs or queues.
         capacity: number of candidates that the engine runs at once, or None if no candidate ever waits.
     """
 
     def __init__(
-        self, unfinished: Callable[[], int], capacity: int | None, limits: AdmissionLimits | None = None
+        self, count_unfinished: Callable[[], int], capacity: int | None, limits: AdmissionLimits | None = None
     ) -> None:
-        self._unfinished = unfinished
+        self._count_unfinished = count_unfinished
         self._capacity = capacity
         self._limits = limits or AdmissionLimits()
-        # Number of candidates that may run and wait together.
-        self._limit: int | None = None
+        self._max_running_and_waiting: int | None = None
         if capacity is not None and self._limits.max_waiting is not None:
-            self._limit = capacity + self._limits.max_waiting
-        self.by_caller: Counter[str] = Counter()
+            self._max_running_and_waiting = capacity + self._limits.max_waiting
+        self.candidates_by_key: Counter[str] = Counter()
         """Candidates in flight."""
-        self.requests = 0
-        """Admitted requests that have not been answered."""
-        self.ahead = 0
+        self.unanswered_requests = 0
+        self.not_in_engine = 0
         """Admitted candidates that have not reached the engine."""
 
     @property
@@ -150,7 +152,7 @@ class Admission:
         """Number of candidates beyond the engine's capacity."""
         if self._capacity is None:
             return 0
-        return max(0, self._unfinished() + self.ahead - self._capacity)
+        return max(0, self._count_unfinished() + self.not_in_engine - self._capacity)
 
     def admit(self, candidates: int, field: str = "n") -> Ticket:
         """Admit all candidates that a request will start.
@@ -160,55 +162,57 @@ class Admission:
             QuotaReached: the caller would have too many candidates in flight.
             InvalidRequest: the request alone exceeds a limit. ``field`` names the parameter to reduce.
         """
-        who = caller.get()
-        if who is NO_CALLER:
+        request_caller = caller.get()
+        if request_caller is NO_CALLER:
             # All work without a request shares `NO_CALLER`, whose count would never return to 0.
-            who = Caller()
-        name = None if who.is_admin else who.name
+            request_caller = Caller()
+        limited_key = None if request_caller.is_admin else request_caller.name
         try:
-            self.check(candidates, name, who.num_candidates, field)
+            self.check_limits(candidates, limited_key, request_caller.num_candidates, field)
         except DartsError as error:
-            who.refusal = error
+            request_caller.refusal = error
             raise
-        return Ticket(self, name, who, candidates)
+        return Ticket(self, limited_key, request_caller, candidates)
 
-    def count_free(self, name: str | None) -> float:
+    def count_free(self, limited_key: str | None) -> float:
         """Return how many more candidates a key may have: inf without limits, below 0 after groups were restarted."""
         quota = self._limits.max_per_caller
         free = inf
-        if quota is not None and name is not None:
-            free = quota - self.by_caller[name]
-        if self._limit is not None:
-            free = min(free, self._limit - self._unfinished() - self.ahead)
+        if quota is not None and limited_key is not None:
+            free = quota - self.candidates_by_key[limited_key]
+        if self._max_running_and_waiting is not None:
+            free = min(free, self._max_running_and_waiting - self._count_unfinished() - self.not_in_engine)
         return free
 
-    def check(self, candidates: int, name: str | None, in_request: int, field: str) -> None:
+    def check_limits(self, candidates: int, limited_key: str | None, in_request: int, field: str) -> None:
         """Raise an error of `admit` unless a request with ``in_request`` candidates may have ``candidates`` more."""
-        total = in_request + candidates
+        needed = in_request + candidates
         quota = self._limits.max_per_caller
-        if quota is not None and name is not None:
-            if total > quota:
+        if quota is not None and limited_key is not None:
+            in_flight = self.candidates_by_key[limited_key]
+            if needed > quota:
                 raise InvalidRequest(
                     field,
-                    f"needs {total} candidates, and a key may have {quota} in flight (--max-candidates-per-key); "
+                    f"needs {needed} candidates, and a key may have {quota} in flight (--max-candidates-per-key); "
                     "request fewer at a time",
                 )
-            if self.by_caller[name] + candidates > quota:
+            if in_flight + candidates > quota:
                 raise QuotaReached(
-                    f"this key has {self.by_caller[name]} candidates in flight, and {candidates} more would exceed "
-                    f"its quota of {quota} (--max-candidates-per-key); retry when some have finished",
+                    f"this key has {in_flight} candidates in flight, and {candidates} more would exceed its quota of "
+                    f"{quota} (--max-candidates-per-key); retry when some have finished",
                     RETRY_SECONDS,
                 )
 
-        if self._limit is None:
+        maximum = self._max_running_and_waiting
+        if maximum is None:
             return
-        if total > self._limit:
+        if needed > maximum:
             raise InvalidRequest(
                 field,
-                f"needs {total} candidates, and at most {self._limit} may run and wait (--max-queued-candidates); "
+                f"needs {needed} candidates, and at most {maximum} may run and wait (--max-queued-candidates); "
                 "request fewer at a time",
             )
-        if self._unfinished() + self.ahead + candidates > self._limit:
+        if self._count_unfinished() + self.not_in_engine + candidates > maximum:
             raise Overloaded(
                 f"{self.waiting} candidates wait for the engine, and with {candidates} more there would be more than "
                 f"{self._limits.max_waiting} (--max-queued-candidates); retry later",

@@ -13,23 +13,23 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self.inside = 0
-        self._unshaped = 0
+        self.work_inside = 0
+        self._unshaped_inside = 0
         self._closed_by: set[str] = set()
         self._opened = asyncio.Event()
         self._opened.set()
-        self._left = asyncio.Event()
-        self._openings = 0
-        self._error: Exception | None = None
+        self._some_work_left = asyncio.Event()
+        self._times_opened = 0
+        self._failure: Exception | None = None
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         return bool(self._closed_by)
 
     @property
-    def opening(self) -> int | None:
+    def opening_number(self) -> int | None:
         """Number that changes each time the gate opens, or None while the gate is closed."""
-        return None if self.closed else self._openings
+        return None if self.is_closed else self._times_opened
 
     @asynccontextmanager
     async def enter(self, *, skip_wait: bool = False, unshaped: bool = False) -> AsyncIterator[None]:
@@ -41,32 +41,32 @@ class Gate:
         if not skip_wait:
             await self.wait_open()
         self.let_in()
-        self._unshaped += unshaped
+        self._unshaped_inside += unshaped
         try:
             yield
         finally:
-            self._unshaped -= unshaped
+            self._unshaped_inside -= unshaped
             self.leave()
 
     async def wait_open(self) -> None:
         # The gate may have been closed again before this task runs. After `fail` no work waits.
-        while self._error is None and not self._opened.is_set():
+        while self._failure is None and not self._opened.is_set():
             await self._opened.wait()
 
     def let_in(self) -> None:
         """Count work until its `leave`, or raise the error of `fail`."""
-        self.check()
-        self.inside += 1
+        self.raise_failure()
+        self.work_inside += 1
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the error of `fail`, if there is one."""
-        if self._error is not None:
+        if self._failure is not None:
             # Without this, the error's traceback would grow with each raise and keep the frames alive.
-            raise self._error.with_traceback(None)
+            raise self._failure.with_traceback(None)
 
     def leave(self) -> None:
-        self.inside -= 1
-        self._left.set()
+        self.work_inside -= 1
+        self._some_work_left.set()
 
     def close(self, by: str = "") -> None:
         """Hold new work back until each ``by`` that closed the gate has opened it."""
@@ -76,16 +76,17 @@ class Gate:
     def open(self, by: str = "") -> None:
         self._closed_by.discard(by)
         if not self._closed_by and not self._opened.is_set():
-            self._openings += 1
+            self._times_opened += 1
             self._opened.set()
 
     def fail(self, error: Exception) -> None:
         """Raise ``error`` in all work that waits or comes later."""
-        self._error = error
+        self._failure = error
+        # Work that waits wakes up, and raises the error.
         self._opened.set()
 
     async def wait_until_empty(self, *, except_groups: bool = False) -> None:
         """Wait until no work is inside, or only work of groups if ``except_groups``."""
-        while self._unshaped or (self.inside and not except_groups):
-            self._left.clear()
-            await self._left.wait()
+        while self._unshaped_inside or (self.work_inside and not except_groups):
+            self._some_work_left.clear()
+            await self._some_work_left.wait()

@@ -23,7 +23,7 @@ STACK_DEPTH = 10
 
 @contextmanager
 def watch_loop(
-    observe: Callable[[float], None],
+    report_delay: Callable[[float], None],
     interval: float = INTERVAL_SECONDS,
     late: float = LATE_SECONDS,
 ) -> Iterator[None]:
@@ -33,7 +33,7 @@ def watch_loop(
     code that keeps the interpreter shows as the line that made the call.
 
     Args:
-        observe: gets each delay in seconds.
+        report_delay: gets each delay in seconds.
         interval: seconds between two measurements.
         late: seconds of delay from which on the stack is logged.
     """
@@ -42,30 +42,30 @@ def watch_loop(
     closed = threading.Event()
     # `loop.time()` would not do: the clock of uvloop stands still within a turn.
     due = time.monotonic() + interval
-    timer = loop.call_later(interval, lambda: measure())
+    timer = loop.call_later(interval, lambda: measure_delay())
 
-    def measure() -> None:
+    def measure_delay() -> None:
         nonlocal due, timer
-        observe(max(0.0, time.monotonic() - due))
+        report_delay(max(0.0, time.monotonic() - due))
         due = time.monotonic() + interval
-        timer = loop.call_later(interval, measure)
+        timer = loop.call_later(interval, measure_delay)
 
-    def log_late_timers() -> None:
-        last_logged = 0.0
+    def log_stack_while_late() -> None:
+        last_logged_due = 0.0
         silent_until = 0.0
         while not closed.wait(interval):
             now = time.monotonic()
-            overdue_since = due
-            delay = now - overdue_since
+            due_before = due
+            delay = now - due_before
             # A long delay is logged once, and short delays must not fill the log.
-            if delay < late or overdue_since == last_logged or now < silent_until:
+            if delay < late or due_before == last_logged_due or now < silent_until:
                 continue
             frame = sys._current_frames().get(loop_thread)
             # If the timer has fired meanwhile, the frame belongs to something else.
-            if frame is None or overdue_since != due:
+            if frame is None or due_before != due:
                 continue
 
-            last_logged = overdue_since
+            last_logged_due = due_before
             silent_until = now + LOG_SECONDS
             frames = traceback.walk_stack(frame)
             # Source lines would be read from the disk.
@@ -74,7 +74,7 @@ def watch_loop(
             extra = {"seconds": round(delay, 3)}
             logger.warning("the event loop is %.2f s late, in %s", delay, calls, extra=extra)
 
-    thread = threading.Thread(target=log_late_timers, name="darts-loop-lag", daemon=True)
+    thread = threading.Thread(target=log_stack_while_late, name="darts-loop-lag", daemon=True)
     thread.start()
     try:
         yield

@@ -175,7 +175,7 @@ class Coordinator:
         try:
             self._check_weights_awake()
             if update.rule is Rule.FINISH:
-                if self.paused_by_trainer and self._gate.inside:
+                if self.paused_by_trainer and self._gate.work_inside:
                     raise UpdateFailed(
                         "groups cannot finish: the engine is paused; POST /resume first, or use the rule keep"
                     )

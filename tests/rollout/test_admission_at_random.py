@@ -160,7 +160,7 @@ class Server:
             await turns(self._rng.randint(0, 5))
             async with self.rollouts.gate.enter():
                 allocation = await self.rollouts.allocator.allocate(plan, prompt)
-                allocation = replace(allocation, candidates=ticket.fit(allocation.candidates))
+                allocation = replace(allocation, candidates=ticket.resize_within_limits(allocation.candidates))
                 spec = GroupSpec(plan, prompt, f"group {number}")
                 run = self.rollouts.start(spec, allocation, ticket.split(allocation.candidates))
                 try:
@@ -222,7 +222,7 @@ async def play(requests: Sequence[Request], seed: int) -> None:
     assert server.engine.most <= CAPACITY + MAX_WAITING
     assert server.engine.most_of_a_key <= SHARE
     admission = server.admission
-    assert (len(server.rollouts.runs), admission.ahead, admission.requests) == (0, 0, 0)
+    assert (len(server.rollouts.runs), admission.not_in_engine, admission.unanswered_requests) == (0, 0, 0)
     for name in ("one", "other"):
         assert admission.count_free(name) == SHARE  # nothing that has ended is held
 

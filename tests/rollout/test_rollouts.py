@@ -158,15 +158,15 @@ async def test_a_batch_that_needs_more_candidates_than_a_key_may_have_is_refused
 async def test_a_group_is_inside_the_gate_until_it_has_ended_with_any_outcome() -> None:
     harness = Harness(lengths(3, 4, 5, 6))
     run = harness.run(2)
-    assert harness.rollouts.gate.inside == 1
+    assert harness.rollouts.gate.work_inside == 1
     await harness.group(run)
-    assert harness.rollouts.gate.inside == 0
+    assert harness.rollouts.gate.work_inside == 0
     for end in ("cancel", "abort"):
         run = harness.run(2, group_id=end)
         await settle()
-        assert harness.rollouts.gate.inside == 1
+        assert harness.rollouts.gate.work_inside == 1
         getattr(run, end)()
-        assert harness.rollouts.gate.inside == 0
+        assert harness.rollouts.gate.work_inside == 0
 
 
 async def test_a_batch_that_is_cancelled_while_waiting_for_the_gate_starts_nothing() -> None:
@@ -177,7 +177,7 @@ async def test_a_batch_that_is_cancelled_while_waiting_for_the_gate_starts_nothi
     assert batch.cancel("too late")
     await settle()
     assert harness.engine.started == []
-    assert harness.rollouts.gate.inside == 0
+    assert harness.rollouts.gate.work_inside == 0
 
 
 async def test_a_joined_group_expects_its_missing_requests() -> None:
@@ -189,7 +189,7 @@ async def test_a_joined_group_expects_its_missing_requests() -> None:
     callers += await harness.send_all(1)
     assert not expects(key)
     await finish(harness, callers)
-    assert harness.rollouts.gate.inside == 0
+    assert harness.rollouts.gate.work_inside == 0
 
 
 # --- groups that are suspended and restarted for an update of the weights ------------

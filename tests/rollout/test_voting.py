@@ -115,7 +115,7 @@ async def test_candidates_are_stopped_once_the_leader_cannot_be_overtaken() -> N
     assert (result.record.group_id, result.record.policy) == (result.vote_id, "vote")
     assert election.outcomes == [(VoteOutcome.DECIDED_EARLY, 3)]
     assert not election.harness.rollouts.runs
-    assert election.harness.rollouts.gate.inside == 0
+    assert election.harness.rollouts.gate.work_inside == 0
 
 
 async def test_a_vote_without_answers_has_no_winner() -> None:
@@ -139,7 +139,7 @@ async def test_a_vote_fails_with_its_group() -> None:
     with pytest.raises(CandidateFailed, match="broken"):
         await election.run(create_vote(2))
     assert election.outcomes == []
-    assert election.harness.rollouts.gate.inside == 0
+    assert election.harness.rollouts.gate.work_inside == 0
 
 
 async def test_cancellation_stops_all_candidates() -> None:
@@ -357,10 +357,10 @@ async def test_a_vote_waits_at_the_gate_and_counts_as_load() -> None:
     rollouts.gate.close()
     waiting = asyncio.create_task(election.votes.run(create_vote(2)))
     await settle()
-    assert (rollouts.admission.ahead, len(election.harness.engine.started)) == (2, 0)
+    assert (rollouts.admission.not_in_engine, len(election.harness.engine.started)) == (2, 0)
     rollouts.gate.open()
     await settle()
-    assert (rollouts.admission.ahead, len(election.harness.engine.started)) == (0, 2)
+    assert (rollouts.admission.not_in_engine, len(election.harness.engine.started)) == (0, 2)
     await election.harness.engine.run()
     assert (await waiting).tally.winner == "a"
 

@@ -42,14 +42,14 @@ def test_admitted_candidates_count_until_the_engine_counts_them(engine: Engine) 
         assert admission.waiting == 2
         ticket.mark_started(5)
         engine.unfinished = 5
-        assert (admission.waiting, admission.ahead) == (2, 7)
+        assert (admission.waiting, admission.not_in_engine) == (2, 7)
         ticket.mark_started()
         engine.unfinished = 12
-        assert (admission.waiting, admission.ahead) == (2, 0)
+        assert (admission.waiting, admission.not_in_engine) == (2, 0)
         ticket.mark_started(1)
-        assert admission.ahead == 0
+        assert admission.not_in_engine == 0
     engine.unfinished = 0
-    assert (admission.waiting, admission.requests) == (0, 0)
+    assert (admission.waiting, admission.unanswered_requests) == (0, 0)
 
 
 def test_no_more_candidates_wait_than_the_limit(engine: Engine) -> None:
@@ -115,14 +115,14 @@ def test_a_ticket_grows_only_within_the_limits(engine: Engine) -> None:
         ticket.resize(6)
         with pytest.raises(InvalidRequest):
             ticket.resize(9)
-        assert (ticket.candidates, admission.ahead) == (6, 6)
-        assert [ticket.fit(most) for most in (7, 20, 3)] == [7, 8, 3]
+        assert (ticket.candidates, admission.not_in_engine) == (6, 6)
+        assert [ticket.resize_within_limits(most) for most in (7, 20, 3)] == [7, 8, 3]
         caller.set(Caller("other"))
         with admission.admit(8), admission.admit(0):
             caller.set(Caller())
             with admission.admit(7):
-                assert ticket.fit(8) == 5
-    assert admission.ahead == 0
+                assert ticket.resize_within_limits(8) == 5
+    assert admission.not_in_engine == 0
 
 
 def test_parts_of_a_ticket_outlive_it_and_can_be_merged(engine: Engine) -> None:
@@ -134,11 +134,11 @@ def test_parts_of_a_ticket_outlive_it_and_can_be_merged(engine: Engine) -> None:
     assert (ticket.candidates, part.candidates, who.num_candidates) == (5, 3, 5)
     ticket.mark_started()
     ticket.release()
-    assert (admission.ahead, admission.requests, who.num_candidates) == (3, 0, 0)
+    assert (admission.not_in_engine, admission.unanswered_requests, who.num_candidates) == (3, 0, 0)
     caller.set(Caller("one"))
     with admission.admit(5) as second:
         part.merge(second)
-        assert (part.candidates, second.candidates, admission.requests) == (8, 0, 1)
+        assert (part.candidates, second.candidates, admission.unanswered_requests) == (8, 0, 1)
         with pytest.raises(QuotaReached):
             admission.admit(1)
     part.release()

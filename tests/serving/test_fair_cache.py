@@ -64,7 +64,7 @@ def test_the_owner_with_the_most_entries_loses_its_oldest_entry(
             assert kept.pop(owner, key) == expected.pop(owner, key)
         for each in OWNERS:
             own = [entry for entry in expected.entries if entry[0] == each]
-            assert list(kept.of(each).items()) == [(entry[1], entry[2]) for entry in own]
+            assert list(kept.entries_of(each).items()) == [(entry[1], entry[2]) for entry in own]
             assert kept.weight_of(each) == sum(entry[3] for entry in own)
         assert kept.size == len(expected.entries) == sum(len(entries) for _, entries in kept)
         assert kept.weight == sum(entry[3] for entry in expected.entries)
@@ -75,16 +75,16 @@ def test_no_owner_loses_an_entry_to_an_owner_that_has_more() -> None:
     kept.put("victim", 0, "mine")
     for number in range(10_000):
         kept.put("flooder", number, "its own")
-    assert kept.of("victim") == {0: "mine"}
-    assert len(kept.of("flooder")) == 99
-    assert next(iter(kept.of("flooder"))) == 9901
+    assert kept.entries_of("victim") == {0: "mine"}
+    assert len(kept.entries_of("flooder")) == 99
+    assert next(iter(kept.entries_of("flooder"))) == 9901
 
 
 def test_the_newest_entry_stays_even_if_it_is_heavier_than_the_limit() -> None:
     kept: FairCache[int, str] = FairCache(10, 10)
     kept.put("other", 0, "light", 3)
     assert kept.put("one", 1, "heavy", 50) == [(0, "light")]
-    assert kept.of("one") == {1: "heavy"}
+    assert kept.entries_of("one") == {1: "heavy"}
     assert kept.put("other", 2, "light", 3) == [(1, "heavy")]
 
 

@@ -26,15 +26,15 @@ class Work:
 
 async def test_the_opening_changes_when_the_gate_opens_again() -> None:
     gate = Gate()
-    first = gate.opening
+    first = gate.opening_number
     gate.open()
-    assert gate.opening == first is not None
+    assert gate.opening_number == first is not None
     gate.close("trainer")
     gate.close("update")
     gate.open("update")
-    assert gate.opening is None
+    assert gate.opening_number is None
     gate.open("trainer")
-    assert gate.opening not in (None, first)
+    assert gate.opening_number not in (None, first)
 
 
 async def test_a_closed_gate_holds_new_work_back_until_it_opens() -> None:
@@ -80,11 +80,11 @@ async def test_cancelled_work_is_not_inside(waits: bool) -> None:
         gate.close()
     work = Work(gate)
     await settle()
-    assert gate.inside == (not waits)
+    assert gate.work_inside == (not waits)
     work.task.cancel()
     await asyncio.gather(work.task, return_exceptions=True)
     gate.open()
-    assert gate.inside == 0
+    assert gate.work_inside == 0
 
 
 async def test_a_failed_gate_raises_in_waiting_and_new_work() -> None:
@@ -97,7 +97,7 @@ async def test_a_failed_gate_raises_in_waiting_and_new_work() -> None:
         with pytest.raises(LookupError):
             await work.task
     with pytest.raises(LookupError):
-        gate.check()
+        gate.raise_failure()
     # A later pause makes nobody wait.
     gate.close()
     with pytest.raises(LookupError):
@@ -111,6 +111,6 @@ async def test_the_error_of_a_failed_gate_keeps_no_frames() -> None:
     depths = []
     for _ in range(2):
         with pytest.raises(LookupError):
-            gate.check()
+            gate.raise_failure()
         depths.append(len(list(walk_tb(error.__traceback__))))
     assert depths[0] == depths[1]

@@ -55,7 +55,7 @@ class Harness:
         expected = {name: values.get(name.split(".")[-2], values.get("all")) for name in SHAPES}
         expected |= {f"layers.{n}.weight": values[f"layer{n}"] for n in (0, 1) if f"layer{n}" in values}
         assert self.model.values == expected
-        assert self.gate.inside == 0
+        assert self.gate.work_inside == 0
         self.gate.let_in()
         self.gate.leave()
         assert not self.model.paused or self.updates.coordinator.paused_by_trainer

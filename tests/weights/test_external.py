@@ -30,7 +30,7 @@ async def test_an_update_pauses_the_engine_and_notifies_observers(harness: Harne
 async def test_an_update_does_not_resume_an_engine_that_the_trainer_paused(harness: Harness, mode: str) -> None:
     await harness.trainer.pause(mode)
     await harness.trainer.update()
-    assert harness.gate.closed
+    assert harness.gate.is_closed
     assert "pause" not in harness.model.calls
     assert "resume" not in harness.model.calls
     assert harness.model.calls[-3:] == ["clear_caches", "finish", "ended completed"]
@@ -90,7 +90,7 @@ async def test_an_update_that_ends_while_the_trainer_pauses_leaves_the_pause_in_
 
     await harness.updates.coordinator.pause_by_trainer("keep", pause)
     assert "resume" not in harness.model.calls
-    assert harness.gate.closed
+    assert harness.gate.is_closed
     await harness.trainer.resume()
     await enter(harness.gate)
 
@@ -123,7 +123,7 @@ async def test_a_pause_that_begins_while_the_engine_resumes_holds(harness: Harne
     with pytest.raises(RuntimeError):
         await harness.trainer.resume()
     assert harness.updates.coordinator.paused_by_trainer, "also if a resume fails"
-    assert harness.gate.closed
+    assert harness.gate.is_closed
     await harness.trainer.resume()
     await enter(harness.gate)
 

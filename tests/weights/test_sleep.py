@@ -14,15 +14,15 @@ pytestmark = pytest.mark.anyio
 
 async def test_new_requests_wait_until_all_of_the_engine_is_awake(harness: Harness) -> None:
     await harness.trainer.sleep("keep")
-    assert harness.gate.closed
+    assert harness.gate.is_closed
     await harness.trainer.wake_up("weights")
     # vLLM does nothing for unknown parts.
     await harness.trainer.wake_up("unknown", "kv_cache")
-    assert harness.gate.closed
+    assert harness.gate.is_closed
     await harness.trainer.wake_up("kv_cache")
-    assert not harness.gate.closed
+    assert not harness.gate.is_closed
     await harness.trainer.sleep(frees_memory=False)
-    assert harness.gate.closed
+    assert harness.gate.is_closed
     await harness.trainer.wake_up("scheduling")
     harness.check_serves(0, all=0)
 
@@ -45,7 +45,7 @@ async def test_an_update_needs_the_weights_in_memory_and_leaves_the_rest_asleep(
     with pytest.raises(Conflict, match=r"is asleep \(kv_cache\)"):
         await harness.trainer.resume()
     await harness.trainer.wake_up("kv_cache")
-    assert not harness.gate.closed
+    assert not harness.gate.is_closed
     assert harness.updates.coordinator.version == 2
 
 
@@ -56,7 +56,7 @@ async def test_the_cache_alone_can_be_freed_while_the_engine_is_paused(harness: 
         await harness.trainer.resume()
     await harness.push(5)
     await harness.trainer.wake_up()
-    assert not harness.gate.closed
+    assert not harness.gate.is_closed
     assert harness.updates.coordinator.version == 1
 
 
@@ -82,7 +82,7 @@ async def test_no_update_writes_weights_that_are_being_freed(harness: Harness) -
 
     with pytest.raises(RuntimeError):
         await harness.updates.coordinator.sleep_by_trainer("keep", sleep, frees_memory=True)
-    assert not harness.gate.closed
+    assert not harness.gate.is_closed
     await harness.push(5)
     harness.check_serves(1, all=5)
 
@@ -92,9 +92,9 @@ async def test_a_sleep_or_pause_that_begins_while_the_engine_wakes_up_holds(harn
         await harness.trainer.sleep()
         await harness.updates.coordinator.wake_up_by_trainer(begin)
         assert harness.updates.coordinator.paused_by_trainer
-        assert harness.gate.closed
+        assert harness.gate.is_closed
         await harness.trainer.wake_up()
-        assert not harness.gate.closed
+        assert not harness.gate.is_closed
 
 
 async def test_a_sleep_that_waits_for_groups_gives_way_to_an_update(harness: Harness) -> None:

@@ -313,7 +313,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
                     RETRY_SECONDS,
                 )
         while self._ended.weight_of(owner) + running + more > half:
-            self._drop(next(iter(self._ended.of(owner).values())))
+            self._drop(next(iter(self._ended.entries_of(owner).values())))
         for _, dropped in self._ended.shrink(whole - all_running - more):
             self._drop(dropped)
 

@@ -40,7 +40,7 @@ class Provenance:
         A group joined from single requests is found by the id of each request, and by the callers' name for it.
         """
         keys = self._by_name.get(name, ())
-        records = [self._records.of(owner)[group_id] for owner, group_id in keys if may_see(owner)]
+        records = [self._records.entries_of(owner)[group_id] for owner, group_id in keys if may_see(owner)]
         same = [record for record in records if record.group_id == name]
         if same:
             return same[-1:]

@@ -180,7 +180,7 @@ class RewardMatcher:
     def trajectory_verified(self, key: GroupKey, index: int, reward: float, correct: bool) -> None:
         """Learn the reward of a trajectory by a verifier, unless the caller has reported a reward."""
         owner, group_id = key
-        group = self._groups.of(owner).get(group_id)
+        group = self._groups.entries_of(owner).get(group_id)
         trajectory = None if group is None else group.returned.get(str(index))
         if trajectory is None or trajectory.reward is not None:
             return
@@ -190,7 +190,7 @@ class RewardMatcher:
 
     def group_rewards(self, record: GroupRecord) -> GroupRewards:
         """Return the rewards of a group; empty if they are not kept."""
-        group = self._groups.of(record.owner).get(record.group_id)
+        group = self._groups.entries_of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
         by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
@@ -268,7 +268,7 @@ class RewardMatcher:
             owners = self._owners.get(group_id, set())
             if who.is_admin and owner not in owners and len(owners) == 1:
                 [owner] = owners
-            group = self._groups.of(owner).get(group_id)
+            group = self._groups.entries_of(owner).get(group_id)
             if group is not None and index in group.returned:
                 return [group.returned[index]]
         return ()
@@ -285,7 +285,7 @@ class RewardMatcher:
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
         """Return the kept group with this key and start, or keep a new group."""
         owner, group_id = key
-        group = self._groups.of(owner).get(group_id)
+        group = self._groups.entries_of(owner).get(group_id)
         # A caller may reuse a request id. The newer group replaces the older.
         if group is not None and group.started_at != started_at:
             self._groups.pop(owner, group_id)

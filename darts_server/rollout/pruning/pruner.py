@@ -239,7 +239,7 @@ class Pruner:
 
     def _find_label(self, group: GroupKey, index: int) -> PendingLabel | None:
         owner, group_id = group
-        return self._pending.of(owner).get((group_id, index))
+        return self._pending.entries_of(owner).get((group_id, index))
 
     def _pop_label(self, group: GroupKey, index: int) -> PendingLabel | None:
         owner, group_id = group

@@ -105,7 +105,7 @@ class ControlledLLM(AsyncLLM):
 
     async def check_health(self) -> None:
         """Raise the error of `ShapingLLM.fail`, or vLLM's."""
-        self.gate.check()
+        self.gate.raise_failure()
         await super().check_health()
 
     # --- pauses ------------------------------------------------------------------

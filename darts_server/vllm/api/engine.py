@@ -189,7 +189,7 @@ class VllmEngine:
                 prompt, params = request.resumed(index, prefix.token_ids)
 
             # Groups that were admitted before the engine died must not start on it.
-            self._llm.gate.check()
+            self._llm.gate.raise_failure()
             rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
             options = placed_options(self._llm.vllm_config, request.options, rank, order)
             # The form of ids that vLLM gives to the children of a request with n > 1.

@@ -61,7 +61,7 @@ class ShapingLLM(UnshapedLLM):
     @property
     def should_respond(self) -> bool:
         """Whether the engine should send something: it has requests, and is neither paused nor asleep."""
-        return bool(self.output_processor.request_states) and not self.gate.closed
+        return bool(self.output_processor.request_states) and not self.gate.is_closed
 
     def generate(
         self,
@@ -280,7 +280,7 @@ class ShapingLLM(UnshapedLLM):
             aborts = rollouts.aborts
             allocation = await rollouts.allocator.allocate(plan, generation.prompt_key)
             # The queue may have room for fewer candidates than the policy wants.
-            allocation = replace(allocation, candidates=generation.ticket.fit(allocation.candidates))
+            allocation = replace(allocation, candidates=generation.ticket.resize_within_limits(allocation.candidates))
             run = rollouts.start(spec, allocation, generation.ticket.split(allocation.candidates))
             if rollouts.aborts != aborts:
                 # All groups were aborted while this group waited for its cohort.

@@ -172,7 +172,7 @@ class Shutdown:
     async def _is_busy_after(self, seconds: float) -> bool:
         """Wait until no caller waits for work, for ``seconds`` at most, and return whether a caller still waits."""
         # Time is counted in polls, as in `watch_engine`.
-        while self.llm.admission.requests > 0 or self.lifecycle.requests > 0:
+        while self.llm.admission.unanswered_requests > 0 or self.lifecycle.requests > 0:
             if seconds <= 0:
                 return True
             await asyncio.sleep(POLL_SECONDS)

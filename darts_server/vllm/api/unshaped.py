@@ -225,7 +225,7 @@ class UnshapedLLM(ControlledLLM):
 
     async def _wait_for_gate(self, turn: SessionTurn) -> None:
         """Wait until the gate is open, or the session has ended: then it needs no engine."""
-        if self.gate.closed:
+        if self.gate.is_closed:
             waiting = {asyncio.create_task(self.gate.wait_open()), asyncio.create_task(turn.session_ended.wait())}
             try:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

@@ -120,14 +120,14 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
 
         key = (validate.__name__, sha256(encoded).digest())
         who = caller.get().name or ""
-        outcome = _checks.of(who).get(key)
+        outcome = _checks.entries_of(who).get(key)
         if outcome is None:
             if len(encoded) > MAX_SAMPLING_BYTES:
                 raise too_large(FIELD, len(encoded))
             check_depth(content)
 
         # Start a check that is not cached. The caller's pending checks run first.
-        pending = [future for future in list(_checks.of(who).values()) if not future.done()]
+        pending = [future for future in list(_checks.entries_of(who).values()) if not future.done()]
         if outcome is None and len(pending) < MAX_PENDING:
             outcome = Future()
             trial = copy(params)

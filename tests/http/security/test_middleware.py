@@ -312,7 +312,7 @@ def test_a_request_that_is_refused_half_way_holds_nothing_afterwards() -> None:
 
     assert app.client().post("/v1/messages/count_tokens", headers=KEY).status_code == 400
     gc.collect()
-    assert (admission.requests, admission.ahead) == (0, 0)
+    assert (admission.unanswered_requests, admission.not_in_engine) == (0, 0)
 
 
 # --- shutdown ----------------------------------------------------------------

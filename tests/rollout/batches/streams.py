@@ -136,7 +136,7 @@ class Server:
         assert await self.registry.close() == 0
         await settle()
         assert len(self.harness.rollouts.runs) == len(self.engine.running) == 0
-        assert self.harness.rollouts.admission.requests == 0
+        assert self.harness.rollouts.admission.unanswered_requests == 0
 
 
 def new_server(script: Callable[[str, int], Script], policy: str = "shortest", **more: Any) -> Server:

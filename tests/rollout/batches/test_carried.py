@@ -518,7 +518,7 @@ async def test_a_cohort_ends_once_if_its_batch_is_cancelled_while_groups_are_sto
     batch.task.cancel()
     await settle()
     assert len(server.harness.recorder.cohorts) == 1
-    assert len(server.harness.rollouts.runs) == server.harness.rollouts.admission.requests == 0
+    assert len(server.harness.rollouts.runs) == server.harness.rollouts.admission.unanswered_requests == 0
 
 
 async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

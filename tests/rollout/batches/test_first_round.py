@@ -74,4 +74,4 @@ async def test_a_batch_that_is_cancelled_in_the_first_round_leaves_nothing_behin
     names = [task.get_name() for task in asyncio.all_tasks() - {asyncio.current_task()}]
     assert not any("Candidate" in name or "darts" in name for name in names), names
     assert not server.harness.rollouts.runs
-    assert server.harness.rollouts.admission.requests == 0
+    assert server.harness.rollouts.admission.unanswered_requests == 0

@@ -91,8 +91,8 @@ async def test_a_group_that_cannot_start_fails_alone_and_its_cohort_ends(
     assert errors == {"5": type(None), "30": ValueError if fails_in_start else ZeroDivisionError}
     rollouts = server.harness.rollouts
     assert len(server.harness.recorder.cohorts) == 1
-    assert (len(rollouts.runs), rollouts.gate.inside) == (0, 0)
-    assert (rollouts.admission.ahead, rollouts.admission.requests) == (0, 0)
+    assert (len(rollouts.runs), rollouts.gate.work_inside) == (0, 0)
+    assert (rollouts.admission.not_in_engine, rollouts.admission.unanswered_requests) == (0, 0)
 
 
 class BreakingCandidate(ScriptedCandidate):

@@ -71,8 +71,8 @@ async def test_skipped_prompts_are_named_and_groups_that_run_have_their_probabil
     }
     rollouts = server.harness.rollouts
     assert len(server.harness.recorder.cohorts) == 1, "skipped groups have left their cohort"
-    assert (len(rollouts.runs), rollouts.gate.inside) == (0, 0)
-    assert (rollouts.admission.ahead, rollouts.admission.requests) == (0, 0)
+    assert (len(rollouts.runs), rollouts.gate.work_inside) == (0, 0)
+    assert (rollouts.admission.not_in_engine, rollouts.admission.unanswered_requests) == (0, 0)
 
 
 async def test_a_seed_repeats_the_draws_until_the_weights_change() -> None:
@@ -111,7 +111,7 @@ async def test_a_batch_without_a_prompt_that_runs_ends_at_once() -> None:
         done = await server.run(request(*HOPELESS[:2]))
         if len(skipped(done)) == 2:
             assert done.results == []
-            assert (server.harness.rollouts.admission.requests, server.engine.started) == (0, [])
+            assert (server.harness.rollouts.admission.unanswered_requests, server.engine.started) == (0, [])
             return
     pytest.fail("no batch was skipped whole")
 

@@ -95,8 +95,8 @@ def rewards_of(result: GroupResult) -> dict[int, float | None]:
 
 def assert_idle(server: Server, judge: Judge) -> None:
     rollouts = server.harness.rollouts
-    assert (len(rollouts.runs), rollouts.gate.inside) == (0, 0)
-    assert (rollouts.admission.requests, rollouts.admission.ahead) == (0, 0)
+    assert (len(rollouts.runs), rollouts.gate.work_inside) == (0, 0)
+    assert (rollouts.admission.unanswered_requests, rollouts.admission.not_in_engine) == (0, 0)
     assert len(server.engine.running) == 0
     assert judge.pending == 0, "no verification outlives its batch"
 
@@ -191,19 +191,19 @@ async def test_a_group_that_waits_for_verdicts_alone_has_no_share_of_the_engine(
     caller.set(Caller("trainer"))
     judge.open.clear()
     first = await server.begin(0, "20", **fields)
-    assert rollouts.admission.by_caller == {"trainer": candidates}
+    assert rollouts.admission.candidates_by_key == {"trainer": candidates}
     with pytest.raises(QuotaReached):
         await server.begin(0, "5", **fields)
     await server.engine.run()
     await settle()
     assert first.end is None
-    assert rollouts.admission.by_caller == {}
+    assert rollouts.admission.candidates_by_key == {}
     second = await server.begin(0, "5", **fields)
     judge.open.set()
     for run in (first, second):
         [result] = (await finish(server.harness, run)).results
         assert len(result.samples) == SIZE
-    assert rollouts.admission.by_caller == {}
+    assert rollouts.admission.candidates_by_key == {}
     assert_idle(server, judge)
 
 

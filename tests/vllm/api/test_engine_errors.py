@@ -52,4 +52,4 @@ async def test_vllms_routes_get_vllms_own_exception() -> None:
         async for _ in Full()._serve(generation):
             pass
     assert raised.value is full
-    assert admission.requests == 0
+    assert admission.unanswered_requests == 0

@@ -226,13 +226,13 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
             call = route_call.get()
             assert call is not None
             call.ticket = admission.admit(call.beams)
-            return admission.ahead
+            return admission.not_in_engine
 
     serving = Beams()
     attach_to(openai_serving_completion=serving)
     request = SimpleNamespace(model="tiny", use_beam_search=True, prompt=prompt, n=n)
     assert await serving.create_completion(request, raw()) == beams
-    assert (admission.ahead, admission.requests, route_call.get()) == (0, 0, None)
+    assert (admission.not_in_engine, admission.unanswered_requests, route_call.get()) == (0, 0, None)
 
 
 BEAMS = {"use_beam_search": True, "prompt": "a", "n": 2, "vllm_xargs": {"darts_policy": "cap"}}
