@@ -166,7 +166,7 @@ def test_no_request_waits_for_the_end_of_a_long_check(monkeypatch: pytest.Monkey
     assert count() == 2
     go_on.set()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
-    for verdict in structured_outputs._checks.of("").values():
+    for verdict in structured_outputs._checks.entries_of("").values():
         verdict.result(60)
     validate(params(json=TOOL))
     validate(params(json=STRING))
@@ -184,7 +184,7 @@ def test_checks_of_one_caller_run_one_after_another_and_their_results_are_cached
         with pytest.raises(Overloaded):
             validate(params(json=schema))
     assert count() == 1
-    verdicts = [*structured_outputs._checks.of("").values()]
+    verdicts = [*structured_outputs._checks.entries_of("").values()]
     assert len(verdicts) == structured_outputs.MAX_PENDING
     go_on.set()
     for verdict in verdicts:
