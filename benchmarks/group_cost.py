@@ -96,7 +96,7 @@ def cost_per_event(policy: str, size: int, early: bool, seed: int) -> float:
             group.handle(deadline)
         while by_length and by_length[0][0] <= step:
             tokens, index = by_length.popleft()
-            if group.candidates[index].running:
+            if group.candidates[index].is_running:
                 group.handle(Finished(index, tokens, FinishReason.STOP))
                 count += 1
         due: list[Event] = [Progress(index, step) for index, tokens in group.check_at.items() if tokens <= step]

@@ -95,7 +95,7 @@ def replay_all(shaping: Shaping, trace: Trace) -> list[Replay]:
         ends = [(length, trace.reason(length)) for length in prompt.lengths[:count]]
         batch.append([Candidate(i, draws[i], State.FINISHED, *end) for i, end in enumerate(ends)])
     if shaping.deadline is not None:
-        valid = (sorted(one.tokens for one in candidates if one.valid) for candidates in batch)
+        valid = (sorted(one.tokens for one in candidates if one.is_valid) for candidates in batch)
         needs = [lengths[SIZE - 1] for lengths in valid if len(lengths) >= SIZE]
         limit = shaping.deadline.from_lengths(needs, len(needs))
     return [

@@ -64,17 +64,15 @@ class Candidate:
     reason: DiscardReason | None = None
 
     @property
-    def running(self) -> bool:
-        """Whether the candidate may still generate tokens."""
+    def is_running(self) -> bool:
         return self.state in (State.REQUESTED, State.RUNNING)
 
     @property
-    def alive(self) -> bool:
-        """Whether the candidate is in the group, or may still get into it."""
+    def is_alive(self) -> bool:
         return self.state is not State.DISCARDED
 
     @property
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the candidate finished at a stop token, not at a length limit."""
         return self.finish_reason is FinishReason.STOP
 
@@ -87,11 +85,15 @@ class Candidate:
         if self.cut and not isinstance(event, Rewarded):
             # The tokens of a cut candidate are final, whatever the engine still reports.
             return
-        following = MOVES.get((self.state, type(event)))
-        if following is None:
+        next_state = MOVES.get((self.state, type(event)))
+        if next_state is None:
             raise IllegalMove(f"candidate {self.index} is {self.state.name}, where {event} cannot happen")
 
-        if self.state is State.RUNNING or (self.state is State.FINISHED and isinstance(event, Scored | Rewarded)):
+        # A finished candidate may still get a score or a verdict. Other late events change nothing.
+        is_in_time = self.state is State.RUNNING
+        if isinstance(event, Scored | Rewarded):
+            is_in_time = self.state in (State.RUNNING, State.FINISHED)
+        if is_in_time:
             match event:
                 case Progress(tokens=tokens):
                     self.tokens = max(self.tokens, tokens)
@@ -103,7 +105,7 @@ class Candidate:
                 case Rewarded(reward=reward):
                     self.has_verdict = True
                     self.reward = reward
-        self.state = following
+        self.state = next_state
 
         # A reason that the group has given stays.
         if isinstance(event, Failed | Lost) and self.reason is None:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def weight_factor(survivals: Sequence[float], started: int) -> float:
+def failure_weight_factor(failed_survivals: Sequence[float], num_started: int) -> float:
     """Return the factor on the weights 1 / survival of a group with failures, ``inf`` beyond the range of floats.
 
-    The reported number of candidates is n - f: all n that were started without the f that failed. It is too large for
-    these weights, because some pruned candidates would have failed later: weighted means would be too small.
+    Of n started candidates, f failed, and n - f are reported. Without the factor weighted means would be too small,
+    because some pruned candidates would have failed later.
 
     Let d of the n candidates be doomed to fail, all sets of this size equally likely. Let W_i be 1 / survival until
     candidate i ended, and 0 if it was pruned. Given the doomed set,
@@ -21,26 +21,25 @@ def weight_factor(survivals: Sequence[float], started: int) -> float:
     * the Newton series of g(d) is the sum over k of C(d, k) / C(n - 1, k), and C(d, k) is the expectation of e_k, the
       sum over all sets of k failed candidates of the products of their W. Candidate i is in none of these sets.
 
-    Hence 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias, and times
-    (n - f) / n sums over n - f candidates. Without pruning the factor is 1. It is exact for a fixed number of
-    candidates, and an estimate if failed candidates were replaced.
-
-    Args:
-        survivals: survival of each failed candidate, fewer than ``started``.
-        started: n.
+    Hence 1 / survival times the sum over k of e_k / C(n - 1, k) estimates sums over all n without bias. Without pruning
+    the factor is 1. It is exact for a fixed number of candidates, and an estimate if failed candidates were replaced.
     """
-    pruned_survivals = [survival for survival in survivals if survival < 1]
-    k = np.arange(1, len(survivals) + 1)
-    # C(n - 1, k) / C(n - 1, k - 1) is others / k.
-    others = started - k
+    num_failed = len(failed_survivals)
+    uncertain_survivals = [survival for survival in failed_survivals if survival < 1]
+    num_certain = num_failed - len(uncertain_survivals)
 
-    # The terms e_k / C(n - 1, k) of the candidates with survival 1, for which e_k is a binomial coefficient. Neither
-    # e_k nor C(n - 1, k) alone is in the range of floats.
-    certain = len(survivals) - len(pruned_survivals)
-    terms = np.cumprod(np.concatenate([[1.0], np.maximum(certain + 1 - k, 0) / others]))
+    # terms[k] is e_k / C(n - 1, k), where e_k is the sum over all sets of k failed candidates of the products of their
+    # 1 / survival. Neither e_k nor C(n - 1, k) alone is in the range of floats, so ratios of neighbours are multiplied.
+    k = np.arange(1, num_failed + 1)
+    binomial_ratios = (num_started - k) / k
 
-    # Add the other candidates one by one.
+    # With the certain candidates alone, e_k is C(num_certain, k).
+    ratios = np.maximum(num_certain + 1 - k, 0) / k / binomial_ratios
+    terms = np.cumprod(np.concatenate([[1.0], ratios]))
+
+    # Another candidate is in a set of k, or it is not: e_k grows by e_(k-1) / survival.
     with np.errstate(over="ignore"):
-        for survival in pruned_survivals:
-            terms[1:] += terms[:-1] * (k / others) / survival
-        return float(terms.sum()) * (started - len(survivals)) / started
+        for survival in uncertain_survivals:
+            terms[1:] += terms[:-1] / binomial_ratios / survival
+        # The weights stand for the candidates that did not fail.
+        return float(terms.sum()) * (num_started - num_failed) / num_started

@@ -36,7 +36,7 @@ from darts_server.group.events import (
     Started,
     Stop,
 )
-from darts_server.group.failure_weights import weight_factor
+from darts_server.group.failure_weights import failure_weight_factor
 from darts_server.group.informative import have_equal_rewards
 from darts_server.group.selection import AllSurvivors, SelectionRule, Selector
 from darts_server.types import GONE, DiscardReason, Outcome, SelectedAs
@@ -95,8 +95,7 @@ class Group:
         self.decided_early = False
         """Whether candidates were stopped because enough others had unequal rewards."""
         self.rule: SelectionRule = UNOPENED
-        self.standings: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
-        """The candidates that are not discarded, in the order of their lengths."""
+        self.selector: Selector = UNOPENED.selector_type(UNOPENED, deliver_early)
 
         self._rng = rng
         self._survival_rng = survival_rng
@@ -104,23 +103,22 @@ class Group:
         self._waits_for_rewards = waits_for_rewards
         self._stops_when_decided = stops_when_decided
         # Random number of rules that need rewards.
-        self._start_draw = 0.0
+        self._sampling_start = 0.0
         self._max_replacements = max_replacements
         self._replacements_left = 0
-        # Losses with an engine that use up no replacements.
-        self._losses_left = 0
-        # Candidates that were lost with an engine, and are not replaced yet.
-        self._lost = 0
+        # Number of candidates that may still be lost with an engine without using up a replacement.
+        self._engine_losses_left = 0
+        # Number of candidates that were lost with an engine since the latest decision.
+        self._num_lost = 0
         self._failed_for_good = False
         self._last_error: Exception | None = None
-        self._allocated = 0
+        self._num_allocated = 0
         # Number of candidates that `resume` starts, or None while the group is not paused.
-        self._num_paused: int | None = None
+        self._num_to_resume: int | None = None
 
-        # Candidates that were cut at the cut length, and whose `Cut` was not returned yet.
-        self._finished_late: list[int] = []
+        # Candidates that were cut when they finished, and whose `Cut` was not returned yet.
+        self._unreported_cuts: list[int] = []
         self._pending_scores: list[Scored] = []
-        # Whether an event arrived that may change what is certain.
         self._needs_decision = True
 
     @property
@@ -136,16 +134,16 @@ class Group:
         """
         if self.outcome is not None:
             return {}
-        if self.standings.checks is None:
-            self.standings.checks = self.standings.check_at()
-        return self.standings.checks
+        if self.selector.cached_checks is None:
+            self.selector.cached_checks = self.selector.compute_checks()
+        return self.selector.cached_checks
 
     def add_candidate(self) -> list[Decision]:
         """Start a candidate before the group is open, or when a paused group resumes."""
         if self.is_open:
             raise IllegalMove("the group is open already")
-        if self._num_paused is not None:
-            self._num_paused += 1
+        if self._num_to_resume is not None:
+            self._num_to_resume += 1
             return []
         if self.outcome is not None:
             return []
@@ -166,22 +164,22 @@ class Group:
         self.is_open = True
         self.rule = rule
         if rule.needs_rewards:
-            # The number is drawn before the candidates of the rule are started, and so before any reward is known.
-            self._start_draw = float(self._rng.random())
-        self._allocated = candidates
+            # Drawn before any reward is known.
+            self._sampling_start = float(self._rng.random())
+        self._num_allocated = candidates
         if self._max_replacements is None:
             self._replacements_left = rule.size
-            # Replacements cover the remaining `rule.size` losses.
-            self._losses_left = (MAX_LOSSES - 1) * rule.size
+            # The replacements cover another `rule.size` losses.
+            self._engine_losses_left = (MAX_LOSSES - 1) * rule.size
         else:
             self._replacements_left = self._max_replacements
-        self._rebuild_standings()
+        self._rebuild_selector()
 
-        if self._num_paused is not None:
+        if self._num_to_resume is not None:
             # `resume` starts all candidates.
-            self._num_paused = max(self._num_paused, candidates)
+            self._num_to_resume = max(self._num_to_resume, candidates)
             return []
-        missing = candidates - len(self.standings.candidates)
+        missing = candidates - len(self.selector.candidates)
         decisions: list[Decision] = []
         if missing > 0:
             decisions.append(self._start(missing))
@@ -194,7 +192,7 @@ class Group:
             IllegalMove: an event cannot happen. Nothing is decided.
         """
         for event in events:
-            # `Started` and `Scored` cannot change what is certain.
+            # Only a length, an end, a verdict or a deadline can decide which candidates are returned.
             may_decide = not isinstance(event, Started | Scored)
             self._needs_decision |= may_decide
             if isinstance(event, DeadlineSet):
@@ -204,31 +202,32 @@ class Group:
             if not 0 <= event.index < len(self.candidates):
                 raise IllegalMove(f"no candidate {event.index} was started: {event}")
             candidate = self.candidates[event.index]
-            # If the group has stopped the candidate, the event is too late to change anything.
-            was_running = candidate.running
+            # A stopped candidate still sends events until the engine has stopped it.
+            was_running = candidate.is_running
             candidate.apply(event)
             match event:
                 case Scored() if was_running:
                     self._pending_scores.append(event)
-                case Finished() if was_running and self.standings.has_deadline:
-                    # Cut beyond the cut length, so that the result does not depend on how often progress is reported.
+                case Finished() if was_running and self.selector.has_deadline:
+                    # The candidate may have passed the cut length since its latest progress was reported.
                     if self.cut_length is not None and candidate.tokens > self.cut_length:
                         candidate.cut_at(self.cut_length)
-                        self._finished_late.append(candidate.index)
+                        self._unreported_cuts.append(candidate.index)
                 case Failed(error=error, retryable=retryable):
                     self._last_error = error
                     if not retryable:
                         self._failed_for_good = True
                         self._replacements_left = 0
                 case Lost(index=index, by_caller=by_caller) if was_running:
-                    if self._losses_left and not by_caller:
-                        self._losses_left -= 1
+                    # The first losses with an engine do not use up replacements.
+                    if self._engine_losses_left and not by_caller:
+                        self._engine_losses_left -= 1
                         self._replacements_left += 1
-                        self._lost += 1
+                        self._num_lost += 1
                     who = "caller" if by_caller else "engine"
                     self._last_error = GroupAborted(f"the {who} aborted candidate {index}, and too few others are left")
             if was_running and may_decide:
-                self.standings.update(candidate)
+                self.selector.update(candidate)
 
         if self.outcome is not None or self.is_paused or not self.candidates:
             return []
@@ -248,7 +247,7 @@ class Group:
         """Stop all candidates."""
         return list(self._close(Outcome.CANCELLED, reason))
 
-    def carry(self) -> list[Decision]:
+    def end_as_carried(self) -> list[Decision]:
         """Stop all candidates, so that another group can resume them."""
         if self.outcome is not None:
             return []
@@ -266,12 +265,12 @@ class Group:
     @property
     def is_paused(self) -> bool:
         """Whether the group waits for `resume` after a `restart`."""
-        return self._num_paused is not None
+        return self._num_to_resume is not None
 
     @property
     def needs_engine(self) -> bool:
         """Whether candidates run or will start. Otherwise the group has ended, or waits for verdicts alone."""
-        return not self.is_open or self.is_paused or bool(self.standings.running)
+        return not self.is_open or self.is_paused or bool(self.selector.running_by_length)
 
     @property
     def can_restart(self) -> bool:
@@ -288,23 +287,24 @@ class Group:
                 "the group cannot be restarted: it has ended, is paused, has delivered a trajectory, or waits for "
                 "verdicts alone"
             )
-        alive = [c for c in self.candidates if c.alive]
-        stops: list[Decision] = [Stop(c.index, DiscardReason.RESTARTED) for c in alive if c.running]
+        alive = [c for c in self.candidates if c.is_alive]
+        stops: list[Decision] = [Stop(c.index, DiscardReason.RESTARTED) for c in alive if c.is_running]
         for candidate in alive:
             candidate.discard(DiscardReason.RESTARTED)
             candidate.forget_verdict()
-        self._num_paused = self._allocated if self.is_open else len(alive)
+        # A pruned or failed candidate starts again too, unless the number of candidates is not known yet.
+        self._num_to_resume = self._num_allocated if self.is_open else len(alive)
         self.restarted_from = len(self.candidates)
-        self._rebuild_standings()
+        self._rebuild_selector()
         self._pending_scores = []
-        self._finished_late = []
-        self._lost = 0
+        self._unreported_cuts = []
+        self._num_lost = 0
         return stops
 
     def resume(self) -> list[Decision]:
         """Start new candidates after a `restart`, and decide again."""
-        count = self._num_paused
-        self._num_paused = None
+        count = self._num_to_resume
+        self._num_to_resume = None
         if self.outcome is not None or not count:
             return []
         self._needs_decision = True
@@ -316,38 +316,34 @@ class Group:
             return
         self.deadline = event.tokens
         self.cut_length = event.cut_length
-        self.standings.deadline = event.tokens
-        self.standings.cut_length = event.cut_length
-        self.standings.checks = None
+        self.selector.deadline = event.tokens
+        self.selector.cut_length = event.cut_length
+        self.selector.cached_checks = None
 
-    def _rebuild_standings(self) -> None:
-        """Create the rule's selector, and give it the candidates since the latest restart."""
-        self.standings = self.rule.selector_type(self.rule, self._deliver_early)
-        self.standings.delivered = self.delivered
-        self.standings.deadline = self.deadline
-        self.standings.cut_length = self.cut_length
-        self.standings.start = self._start_draw
+    def _rebuild_selector(self) -> None:
+        self.selector = self.rule.selector_type(self.rule, self._deliver_early)
+        self.selector.delivered = self.delivered
+        self.selector.deadline = self.deadline
+        self.selector.cut_length = self.cut_length
+        self.selector.sampling_start = self._sampling_start
         for candidate in self.current_candidates:
-            self.standings.update(candidate)
+            self.selector.update(candidate)
 
     # --- decisions ----------------------------------------------------------
 
     def _prune(self) -> Iterator[Decision]:
-        """Keep or prune each scored candidate, in the order of the scores.
-
-        A candidate that the group needs is kept with probability 1. This is its true probability given all earlier
-        decisions, so inverse propensity weights stay unbiased.
-        """
         scores = self._pending_scores
         self._pending_scores = []
         for score in scores:
             candidate = self.candidates[score.index]
-            if not candidate.running:
+            if not candidate.is_running:
                 continue
-            # Truncated candidates do not count, because a valid candidate is worth more.
-            left = len(self.standings.running) + len(self.standings.valid)
+            # A candidate that the group needs is kept with probability 1. This is its true probability given all
+            # earlier decisions, so inverse propensity weights stay unbiased. Truncated candidates do not count, because
+            # a valid candidate is worth more.
+            num_remaining = len(self.selector.running_by_length) + len(self.selector.valid_by_length)
             survival = 1.0
-            if self._survival_rng is not None and left > self.rule.fewest:
+            if self._survival_rng is not None and num_remaining > self.rule.min_remaining:
                 survival = score.survival
             # One random number serves all scores of a candidate. Given that it is below the product so far, it is
             # uniform below that product. So it is below the next product with exactly this survival probability.
@@ -361,31 +357,32 @@ class Group:
     def _decide(self) -> Iterator[Decision]:
         """Replace, cut, stop and deliver candidates, and complete the group when no candidate runs."""
         self._needs_decision = False
-        selector = self.standings
+        selector = self.selector
 
         # Replace failed candidates, or give up. All remaining candidates are in the group then, so delivered and cut
         # candidates stay in it.
-        missing = self.rule.fewest - len(selector.candidates)
+        missing = self.rule.min_remaining - len(selector.candidates)
         if missing > self._replacements_left:
             yield from self._give_up()
             return
-        # An engine loses the candidates that still run, which are the longer ones. Without others in their place, the
-        # group would be selected among too few candidates, most of which finished early. Others cannot take the places
-        # of trajectories that the caller has.
+        # An engine loses the candidates that still run, which are the longer candidates. Without replacements the group
+        # would be selected mostly among early finishers. After a delivery, a replacement could not take the place of a
+        # trajectory that the caller has.
         if not self.delivered:
-            missing = max(missing, min(self._lost, self._replacements_left))
-        self._lost = 0
+            missing = max(missing, min(self._num_lost, self._replacements_left))
+        self._num_lost = 0
         if missing > 0:
             yield self._start(missing)
             self._replacements_left -= missing
 
         # Cut the candidates that have reached the cut length. Cut candidates count as truncated, which may stop others.
         if self.cut_length is not None and selector.has_deadline:
-            # The key of a running candidate is one token more than it has.
-            reached = selector.running[bisect_left(selector.running, (self.cut_length + 1, -1)) :]
-            late = self._finished_late
-            self._finished_late = []
-            for index in sorted([*late, *(index for _, index in reached)]):
+            # The key of a running candidate has one token more than the candidate.
+            first_to_cut = bisect_left(selector.running_by_length, (self.cut_length + 1, -1))
+            reached = [index for _, index in selector.running_by_length[first_to_cut:]]
+            to_cut = sorted(self._unreported_cuts + reached)
+            self._unreported_cuts = []
+            for index in to_cut:
                 yield self._cut(index, self.cut_length)
 
         stops = selector.stops()
@@ -397,12 +394,12 @@ class Group:
             if index not in self.delivered:
                 yield self._cut(index, tokens)
 
-        if self._stops_when_decided and selector.running and self._is_decided():
+        if self._stops_when_decided and selector.running_by_length and self._is_decided():
             self.decided_early = True
-            for _, index in sorted(selector.running, key=lambda key: key[1]):
+            for index in sorted(index for _, index in selector.running_by_length):
                 yield self._stop(index, DiscardReason.DECIDED)
 
-        if not selector.running:
+        if not selector.running_by_length:
             if self.decided_early or not self._lacks_verdicts():
                 yield self._complete()
         elif self._deliver_early:
@@ -412,15 +409,13 @@ class Group:
                     yield Deliver(index)
 
     def _is_decided(self) -> bool:
-        """Whether enough candidates have rewards, and not all are equal."""
-        rewards = [c.reward for c in self.standings.candidates.values() if c.reward is not None]
+        rewards = [c.reward for c in self.selector.candidates.values() if c.reward is not None]
         return len(rewards) >= self.rule.size and have_equal_rewards(rewards) is False
 
     def _lacks_verdicts(self) -> bool:
-        """Whether the group has to wait for verdicts of finished candidates."""
         if not (self._waits_for_rewards or self.rule.needs_rewards):
             return False
-        return any(not candidate.has_verdict for candidate in self.standings.candidates.values())
+        return any(not candidate.has_verdict for candidate in self.selector.candidates.values())
 
     def _start(self, count: int) -> Start:
         """Create ``count`` candidates, and return the decision to start them."""
@@ -432,55 +427,53 @@ class Group:
                 survival_draw = float(self._survival_rng.random())
             candidate = Candidate(index, tail_draw=float(self._rng.random()), survival_draw=survival_draw)
             self.candidates.append(candidate)
-            self.standings.update(candidate)
+            self.selector.update(candidate)
         return Start(tuple(indices))
 
     def _stop(self, index: int, reason: DiscardReason) -> Stop:
         candidate = self.candidates[index]
         candidate.discard(reason)
-        self.standings.update(candidate)
+        self.selector.update(candidate)
         return Stop(index, reason)
 
     def _cut(self, index: int, tokens: int) -> Cut:
         candidate = self.candidates[index]
         candidate.cut_at(tokens)
-        self.standings.update(candidate)
+        self.selector.update(candidate)
         return Cut(index, tokens)
 
     # --- outcomes -----------------------------------------------------------
 
     def _complete(self) -> Complete:
-        """Select among the finished candidates, and discard the others."""
-        selection = self.standings.select()
+        selection = self.selector.select()
         for candidate in self.candidates:
             if candidate.index in selection:
                 candidate.select(selection[candidate.index])
-            elif candidate.alive and self.decided_early and not candidate.has_verdict:
+            elif candidate.is_alive and self.decided_early and not candidate.has_verdict:
                 candidate.discard(DiscardReason.DECIDED)
-            elif candidate.alive:
+            elif candidate.is_alive:
                 candidate.discard(self.rule.discard_reason(candidate))
         self.outcome = Outcome.COMPLETED
         return Complete(dict(sorted(selection.items())))
 
     def _give_up(self) -> Iterator[Decision]:
-        """End the group as failed, because too few candidates are left."""
         yield from self._close(Outcome.FAILED)
         yield GiveUp(self._last_error or GroupFailed("too few candidates could finish"))
 
     def _close(self, outcome: Outcome, reason: DiscardReason = DiscardReason.CANCELLED) -> Iterator[Decision]:
-        """End a group, unless it has ended. Delivered trajectories stay selected, because the caller has them."""
+        """End the group, unless it has ended."""
         if self.outcome is not None:
             return
         selection: Mapping[int, SelectedAs] = {}
         if self.delivered:
-            selection = self.standings.select()
+            selection = self.selector.select()
         for candidate in self.candidates:
-            if candidate.running:
+            if candidate.is_running:
                 yield Stop(candidate.index, reason)
             if candidate.index in self.delivered:
-                # A delivered candidate stays, even if `select` leaves it out.
+                # The caller has the trajectory, so it stays selected even if `select` leaves it out.
                 candidate.select(selection.get(candidate.index, SelectedAs.SHORT))
-            elif candidate.alive:
+            elif candidate.is_alive:
                 candidate.discard(reason)
         self.outcome = outcome
 
@@ -497,18 +490,13 @@ def selection_weights(group: Group) -> dict[int, float]:
     """
     if group.outcome is not Outcome.COMPLETED or group.decided_early:
         return {}
-    counted = []
-    failed = []
-    for candidate in group.current_candidates:
-        if candidate.reason in GONE:
-            failed.append(candidate.survival)
-        else:
-            counted.append(candidate)
+    counted = [c for c in group.current_candidates if c.reason not in GONE]
+    failed_survivals = [c.survival for c in group.current_candidates if c.reason in GONE]
     weights = group.rule.weights(counted)
     # If no failed candidate could have been pruned, the factor is 1.
-    if min(failed, default=1.0) == 1:
+    if min(failed_survivals, default=1.0) == 1:
         return weights
-    factor = weight_factor(failed, len(counted) + len(failed))
+    factor = failure_weight_factor(failed_survivals, len(group.current_candidates))
     weights = {index: weight * factor for index, weight in weights.items()}
     if not all(map(isfinite, weights.values())):
         return {}
@@ -522,14 +510,14 @@ def advantages(group: Group) -> dict[int, float]:
     return group.rule.advantages(group.current_candidates)
 
 
-def sampled_from(group: Group) -> int | None:
+def count_sampling_pool(group: Group) -> int | None:
     """Return from how many candidates a complete group was sampled uniformly, or None under other rules."""
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_survivors:
         return None
     return sum(c.reason not in (*GONE, DiscardReason.PRUNED) for c in group.current_candidates)
 
 
-def tail_share(group: Group) -> float:
+def sampled_tail_share(group: Group) -> float:
     """Return the sampled share of a complete group's tail, which is all but the short, pruned and failed candidates.
 
     It is 1 if no candidate is sampled. It is only nearly the probability to be selected, because pruning depends on the
@@ -537,10 +525,10 @@ def tail_share(group: Group) -> float:
     """
     if group.outcome is not Outcome.COMPLETED or not group.rule.samples_rest:
         return 1.0
-    left = 0
-    sampled = 0
+    num_tail = 0
+    num_sampled = 0
     for candidate in group.current_candidates:
         if candidate.reason not in (*GONE, DiscardReason.PRUNED) and candidate.selected_as is not SelectedAs.SHORT:
-            left += 1
-            sampled += candidate.selected_as is not None
-    return sampled / left if sampled else 1.0
+            num_tail += 1
+            num_sampled += candidate.selected_as is not None
+    return num_sampled / num_tail if num_sampled else 1.0

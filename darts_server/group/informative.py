@@ -42,10 +42,13 @@ def exact_deviations(rewards: Sequence[float]) -> tuple[list[int], int]:
     """Return whole numbers and a unit: each reward minus the mean reward is exactly the number divided by the unit."""
     fractions = [reward.as_integer_ratio() for reward in rewards]
     # The denominators of floats are powers of two, so the largest is a multiple of all.
-    unit = max((denominator for _, denominator in fractions), default=1)
-    numbers = [numerator * (unit // denominator) for numerator, denominator in fractions]
-    total = sum(numbers)
-    return [len(numbers) * number - total for number in numbers], unit * max(len(numbers), 1)
+    common_denominator = max((denominator for _, denominator in fractions), default=1)
+    numerators = [numerator * (common_denominator // denominator) for numerator, denominator in fractions]
+
+    # All numbers are multiplied by the number of rewards, so that the mean is a whole number too.
+    total = sum(numerators)
+    deviations = [len(rewards) * numerator - total for numerator in numerators]
+    return deviations, common_denominator * max(len(rewards), 1)
 
 
 def compute_advantages(rewards: Sequence[float | None], *, by_std: bool = False) -> list[float]:
@@ -61,17 +64,15 @@ def compute_advantages(rewards: Sequence[float | None], *, by_std: bool = False)
         relative = [deviation / largest for deviation in deviations]
         std = sqrt(fsum(value**2 for value in relative) / len(relative))
         values = [value / std for value in relative]
-    # Rewards that are None have no value.
-    advantages = []
-    remaining = iter(values)
-    for reward in rewards:
-        advantages.append(0.0 if reward is None else next(remaining))
-    return advantages
+    next_value = iter(values)
+    return [0.0 if reward is None else next(next_value) for reward in rewards]
 
 
 def have_equal_rewards(rewards: Sequence[float]) -> bool | None:
     """Whether all rewards are equal, so that GRPO learns nothing from them. None without rewards."""
-    return len(set(rewards)) == 1 if rewards else None
+    if not rewards:
+        return None
+    return len(set(rewards)) == 1
 
 
 # --- unequal probability sampling ---------------------------------------------
@@ -85,75 +86,76 @@ def inclusion_shares(sizes: Sequence[int], places: int) -> tuple[list[int], int]
 
     ``places``: at most the number of sizes.
     """
-    # The probabilities of candidates at a limit, in units of 1 / whole: the limits are ``least`` and ``whole``.
-    whole = FLOOR * max(len(sizes), 1)
-    least = places
-    limited: dict[int, int] = {}
+    # A share of `max_share` is the probability 1, and the smallest probability is a whole share too.
+    max_share = FLOOR * max(len(sizes), 1)
+    min_share = places
+    clipped_shares: dict[int, int] = {}
     while True:
-        free = [index for index in range(len(sizes)) if index not in limited]
-        budget = places * whole - sum(limited.values())
-        total = sum(sizes[index] for index in free)
-        # The probability of a free candidate is size * budget / total. These are its distances beyond the limits.
-        above = {index: sizes[index] * budget - total * whole for index in free}
-        below = {index: total * least - sizes[index] * budget for index in free}
+        free = [index for index in range(len(sizes)) if index not in clipped_shares]
+        free_budget = places * max_share - sum(clipped_shares.values())
+        free_size = sum(sizes[index] for index in free)
+        # The share of a free candidate is size * free_budget / free_size. These are its distances beyond the limits,
+        # times free_size.
+        above = {index: sizes[index] * free_budget - max_share * free_size for index in free}
+        below = {index: min_share * free_size - sizes[index] * free_budget for index in free}
         excess = sum(max(distance, 0) for distance in above.values())
         deficit = sum(max(distance, 0) for distance in below.values())
         if not excess and not deficit:
             break
-        # If the excess is larger, the limits take more from the sum than they add. Then the free probabilities grow,
-        # and candidates above 1 stay above 1. If the deficit is larger, the free probabilities shrink.
+        # If the excess is larger, the limits take more from the sum than they add. Then the free shares grow, and
+        # candidates above the limit stay above it. If the deficit is larger, the free shares shrink.
         if excess >= deficit:
-            limited.update((index, whole) for index in free if above[index] > 0)
+            clipped_shares.update((index, max_share) for index in free if above[index] > 0)
         if deficit >= excess:
-            limited.update((index, least) for index in free if below[index] > 0)
+            clipped_shares.update((index, min_share) for index in free if below[index] > 0)
 
-    if not total:
-        # All free sizes are 0.
+    if not free_size:
         sizes = [1] * len(sizes)
-        total = max(len(free), 1)
-    shares = [size * budget for size in sizes]
-    for index, limit in limited.items():
-        shares[index] = limit * total
-    return shares, whole * total
+        free_size = max(len(free), 1)
+    # All shares times free_size, so that they are whole numbers.
+    shares = [size * free_budget for size in sizes]
+    for index, share in clipped_shares.items():
+        shares[index] = share * free_size
+    return shares, max_share * free_size
 
 
 def sample_systematically(shares: Sequence[int], unit: int, start: float) -> list[int]:
     """Return the sampled indices: systematic sampling with unequal probabilities (Madow, 1949, "On the theory of
     systematic sampling, II").
 
-    The probabilities ``share / unit`` are laid end to end. An index is sampled if its part of the line has one of the
-    points start, start + 1, start + 2 and so on. If the start is uniform in [0, 1), each index is sampled with exactly
-    its probability. The sample has exactly as many indices as the sum of the probabilities, a whole number.
+    If the start is uniform in [0, 1), each index is sampled with exactly its probability ``share / unit``. The sample
+    has exactly as many indices as the sum of the probabilities, a whole number.
     """
+    # The probabilities are laid end to end. An index is sampled if its part of the line has one of the points start,
+    # start + 1, start + 2 and so on. All lengths are multiplied by unit * denominator, so that they are whole numbers.
     numerator, denominator = start.as_integer_ratio()
-    step = unit * denominator
-    point = numerator * unit
-    end = 0
+    next_point = numerator * unit
+    end_of_part = 0
     sampled = []
     for index, share in enumerate(shares):
-        end += share * denominator
-        # A share is at most a unit, so an index has at most one of the points.
-        if point < end:
+        end_of_part += share * denominator
+        # A share is at most a unit, so a part has at most one of the points.
+        if next_point < end_of_part:
             sampled.append(index)
-            point += step
+            next_point += unit * denominator
     return sampled
 
 
 def max_variance_subset(deviations: Sequence[int], places: int) -> list[int]:
     """Return the ``places`` indices whose values have the largest variance (PODS, arXiv 2504.13818, section 3).
 
-    They are the first and the last indices. Of several subsets, the most even is returned.
-
     ``deviations``: values in ascending order.
     """
 
-    def spread(first: int) -> tuple[int, int]:
-        chosen = [*deviations[:first], *deviations[len(deviations) - places + first :]]
-        variance = places * sum(value**2 for value in chosen) - sum(chosen) ** 2
-        return variance, -abs(2 * first - places)
+    # The subset of the largest variance has the lowest and the highest values. Of equal variances, the most even split
+    # is chosen.
+    def variance_and_evenness(num_lowest: int) -> tuple[int, int]:
+        chosen = [*deviations[:num_lowest], *deviations[len(deviations) - places + num_lowest :]]
+        scaled_variance = places * sum(value**2 for value in chosen) - sum(chosen) ** 2
+        return scaled_variance, -abs(2 * num_lowest - places)
 
-    first = max(range(places + 1), key=spread)
-    return [*range(first), *range(len(deviations) - places + first, len(deviations))]
+    num_lowest = max(range(places + 1), key=variance_and_evenness)
+    return [*range(num_lowest), *range(len(deviations) - places + num_lowest, len(deviations))]
 
 
 # --- the rule -------------------------------------------------------------------
@@ -165,18 +167,20 @@ class InformativeSelector(Selector):
     def select(self) -> dict[int, SelectedAs]:
         assert isinstance(self.rule, Informative)
         rewarded, unrewarded = split_by_reward(list(self.candidates.values()))
-        deviations = deviations_of(rewarded)
+        deviations = reward_deviations(rewarded)
         places = min(self.rule.size, len(rewarded))
         if self.rule.select is Select.MAX_VARIANCE:
             chosen = max_variance_subset(deviations, places)
         else:
             sizes = [abs(deviation) for deviation in deviations]
             shares, unit = inclusion_shares(sizes, places)
-            chosen = sample_systematically(shares, unit, self.start)
+            chosen = sample_systematically(shares, unit, self.sampling_start)
         selection = {rewarded[place].index: SelectedAs.REWARD for place in chosen}
+
         # Candidates without a reward fill the places that are left, in a random order.
-        fill = sorted(unrewarded, key=lambda candidate: candidate.tail_draw)
-        selection.update((candidate.index, SelectedAs.FILL) for candidate in fill[: self.rule.size - places])
+        unrewarded.sort(key=lambda candidate: candidate.tail_draw)
+        for candidate in unrewarded[: self.rule.size - places]:
+            selection[candidate.index] = SelectedAs.FILL
         return selection
 
 
@@ -188,9 +192,9 @@ def split_by_reward(candidates: Sequence[Candidate]) -> tuple[list[Candidate], l
     return rewarded, unrewarded
 
 
-def deviations_of(rewarded: Sequence[Candidate]) -> list[int]:
-    """Return the numbers of `exact_deviations`."""
-    return exact_deviations([candidate.reward or 0.0 for candidate in rewarded])[0]
+def reward_deviations(rewarded: Sequence[Candidate]) -> list[int]:
+    deviations, _ = exact_deviations([candidate.reward or 0.0 for candidate in rewarded])
+    return deviations
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,27 +218,21 @@ class Informative(SelectionRule):
     needs_rewards: ClassVar[bool] = True
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
-        """Return 1 / (probability to be sampled, given all rewards) of each selected candidate, by index.
-
-        Weights stand for the candidates with rewards. The weights of candidates that fill up stand for the candidates
-        without rewards.
-        """
         if self.select is Select.MAX_VARIANCE:
             # `super()` does not find the class that a dataclass with slots becomes.
             return SelectionRule.weights(self, candidates)
         rewarded, unrewarded = split_by_reward(candidates)
-        sizes = [abs(deviation) for deviation in deviations_of(rewarded)]
+        sizes = [abs(deviation) for deviation in reward_deviations(rewarded)]
         shares, unit = inclusion_shares(sizes, min(self.size, len(rewarded)))
         weights = {c.index: unit / share for c, share in zip(rewarded, shares, strict=True) if c.selected_as}
+        # Candidates that fill up were drawn uniformly, and stand for all candidates without a reward.
         fill = [c.index for c in unrewarded if c.selected_as]
         return weights | dict.fromkeys(fill, len(unrewarded) / max(len(fill), 1))
 
     def advantages(self, candidates: Sequence[Candidate]) -> dict[int, float]:
-        """Return the advantages of selected candidates: over all candidates with rewards, or under `max_variance` over
-        the selected candidates, as in PODS.
-        """
         counted = candidates
         if self.select is Select.MAX_VARIANCE:
+            # As in PODS.
             counted = [candidate for candidate in candidates if candidate.selected_as]
         values = compute_advantages([candidate.reward for candidate in counted], by_std=self.by_std)
         return {c.index: value for c, value in zip(counted, values, strict=True) if c.selected_as}

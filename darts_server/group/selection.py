@@ -26,8 +26,6 @@ Key = tuple[int, int]
 class Selector:
     """Follows the candidates of a group, and selects among them.
 
-    The lists ``running``, ``valid`` and ``invalid`` are in order, the shortest candidate first.
-
     All methods but `update` and `take_deliveries` are queries. All answers hold whatever the running candidates do,
     unless they fail. This base class stops no candidate, and selects all.
 
@@ -42,106 +40,103 @@ class Selector:
         self.deliver_early = deliver_early
         self.candidates: dict[int, Candidate] = {}
         """Candidates that are not discarded, by index."""
-        self.running: list[Key] = []
-        self.valid: list[Key] = []
-        self.invalid: list[Key] = []
+        # Keys in order, the shortest candidate first.
+        self.running_by_length: list[Key] = []
+        self.valid_by_length: list[Key] = []
+        self.truncated_by_length: list[Key] = []
         # The list and the key of each candidate, by index.
         self._entries: dict[int, tuple[list[Key], Key]] = {}
-        self.checks: dict[int, int] | None = None
-        """The latest result of `check_at`, or None after a change."""
+        self.cached_checks: dict[int, int] | None = None
+        """The latest result of `compute_checks`, or None after a change."""
         self.delivered: Collection[int] = ()
         """Indices of delivered candidates. The group has them with all their tokens."""
         self.deadline: int | None = None
         """The cohort's deadline in tokens, or None while it is not known."""
         self.cut_length: int | None = None
         """Length in tokens at which every candidate is cut, or None."""
-        self.start = 0.0
-        """The group's random number in [0, 1), for rules that need rewards."""
+        self.sampling_start = 0.0
+        """Start of systematic sampling in [0, 1), for rules that need rewards."""
 
     def update(self, candidate: Candidate) -> None:
         """Move a changed candidate to its place, or remove it if it was discarded."""
         index = candidate.index
-        self.checks = None
+        self.cached_checks = None
         if index in self._entries:
             keys, key = self._entries.pop(index)
             del keys[bisect_left(keys, key)]
             del self.candidates[index]
-        if not candidate.alive:
+        if not candidate.is_alive:
             return
         key = (candidate.tokens, index)
-        if candidate.running:
+        if candidate.is_running:
             # The earliest place that the candidate can get: it will have at least one token more.
-            keys = self.running
+            keys = self.running_by_length
             key = (candidate.tokens + 1, index)
-        elif candidate.valid:
-            keys = self.valid
+        elif candidate.is_valid:
+            keys = self.valid_by_length
         else:
-            keys = self.invalid
+            keys = self.truncated_by_length
         insort(keys, key)
         self._entries[index] = (keys, key)
         self.candidates[index] = candidate
 
     # --- the order of lengths -------------------------------------------------
 
-    def nth_shortest(self, n: int) -> int | None:
-        """Return the length of the ``n``-th shortest valid candidate, counted from 1, or None if there are fewer."""
-        if len(self.valid) < n:
+    def nth_shortest_length(self, n: int) -> int | None:
+        """Return the length of the ``n``-th shortest valid candidate, counted from 1."""
+        if len(self.valid_by_length) < n:
             return None
-        return self.valid[n - 1][0]
+        return self.valid_by_length[n - 1][0]
 
-    def nth_shortest_minimum(self, n: int, generated: Mapping[int, int]) -> int | None:
-        """Return the smallest length that the ``n``-th shortest valid candidate can have.
+    def min_nth_shortest_length(self, n: int, generated: Mapping[int, int]) -> int | None:
+        """Return the smallest length that the ``n``-th shortest valid candidate can have in the end.
 
-        None if there cannot be ``n`` valid candidates. ``generated``: tokens of running candidates so far, by index.
+        ``generated``: tokens of running candidates so far, by index.
         """
-        lengths = [tokens for tokens, _ in self.valid]
-        for tokens, index in self.running:
-            lengths.append(max(tokens, generated.get(index, 0) + 1))
+        lengths = [length for length, _ in self.valid_by_length]
+        for min_length, index in self.running_by_length:
+            # A running candidate will have at least one token more.
+            lengths.append(max(min_length, generated.get(index, 0) + 1))
         if len(lengths) < n:
             return None
         return sorted(lengths)[n - 1]
 
-    def num_below_threshold(self, places: int) -> int:
-        """Return the number of running candidates that can still be among the ``places`` shortest.
-
-        They come first in ``running``.
-        """
-        # The threshold is the ``places``-th shortest valid candidate so far. It can only fall, and running candidates
-        # can only get longer, so a candidate beyond the threshold stays beyond it.
-        if len(self.valid) < places:
-            return len(self.running)
+    def count_contenders(self, places: int) -> int:
+        """Return how many running candidates can still be among the ``places`` shortest. They are the shortest."""
+        # The `places`-th shortest valid length so far can only fall, and running candidates can only get longer. So a
+        # candidate beyond this length stays beyond it.
+        if len(self.valid_by_length) < places:
+            return len(self.running_by_length)
         if places == 0:
             return 0
-        return bisect_left(self.running, self.valid[places - 1])
+        return bisect_left(self.running_by_length, self.valid_by_length[places - 1])
 
-    def threshold_checks(self, places: int) -> dict[int, int]:
-        """Return the token count at which each running candidate gets beyond the threshold, if it is not beyond yet."""
-        if not 0 < places <= len(self.valid):
+    def elimination_checks(self, places: int) -> dict[int, int]:
+        """Return the token count at which each contender can no longer be among the ``places`` shortest."""
+        if not 0 < places <= len(self.valid_by_length):
             return {}
-        tokens, last = self.valid[places - 1]
-        below = self.running[: self.num_below_threshold(places)]
-        # The candidate will be longer than this count, or at least as long and have the higher index.
-        return {index: tokens if index < last else tokens - 1 for _, index in below}
+        last_length, last_index = self.valid_by_length[places - 1]
+        contenders = self.running_by_length[: self.count_contenders(places)]
+        # A contender will have at least one token more. At equal lengths, the higher index is behind.
+        return {index: last_length if index < last_index else last_length - 1 for _, index in contenders}
 
-    def next_check(self, key: Key, places: int) -> int | None:
-        """Return the token count at which a running candidate falls behind the next finished candidate.
+    def next_rank_check(self, key: Key, places: int) -> int | None:
+        """Return the token count at which a running candidate falls behind the next valid candidate.
 
-        None if the candidate is behind all finished candidates that are among the ``places`` shortest.
+        None if it is behind all valid candidates that are among the ``places`` shortest.
         """
-        rank = bisect_left(self.valid, key)
-        if rank >= min(places, len(self.valid)):
+        rank = bisect_left(self.valid_by_length, key)
+        if rank >= min(places, len(self.valid_by_length)):
             return None
-        tokens, index = self.valid[rank]
+        next_length, next_index = self.valid_by_length[rank]
         # At equal lengths, the higher index is behind.
-        if key[1] > index:
-            tokens -= 1
-        return tokens
+        return next_length if key[1] < next_index else next_length - 1
 
     # --- what is certain ------------------------------------------------------
 
     def select(self) -> dict[int, SelectedAs]:
         """Select among the finished candidates. Fewer than ``size`` are selected only if fewer have finished."""
-        return {index: SelectedAs.SURVIVOR for _, index in self.valid + self.invalid}
+        return {index: SelectedAs.SURVIVOR for _, index in self.valid_by_length + self.truncated_by_length}
 
     def stops(self) -> dict[int, DiscardReason]:
         """Return the running candidates that can no longer be in the group, with the reason."""
@@ -158,7 +153,7 @@ class Selector:
         """
         return []
 
-    def check_at(self) -> dict[int, int]:
+    def compute_checks(self) -> dict[int, int]:
         """Return the token count of each running candidate at which another query may change its answer.
 
         Candidates that can be stopped must be removed before.
@@ -186,7 +181,7 @@ class SelectionRule:
         return self.num_shortest + self.num_longest
 
     @property
-    def fewest(self) -> int:
+    def min_remaining(self) -> int:
         """Number of candidates that must be left after pruning and failures."""
         return self.size
 
@@ -197,7 +192,7 @@ class SelectionRule:
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         """Return the reason why a finished candidate was not selected."""
-        return DiscardReason.MIDDLE if candidate.valid else DiscardReason.TRUNCATED
+        return DiscardReason.MIDDLE if candidate.is_valid else DiscardReason.TRUNCATED
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
         """Return 1 / (probability to be selected) of each selected candidate of a complete group, by index.
@@ -222,21 +217,22 @@ class InOrderSelector(Selector):
     """Selects the first candidates by index, however they finish."""
 
     def select(self) -> dict[int, SelectedAs]:
-        # Truncated candidates count like the others.
-        finished = sorted(index for _, index in self.valid + self.invalid)
-        return dict.fromkeys(finished[: self.rule.size], SelectedAs.SHORT)
+        finished_indices = sorted(index for _, index in self.valid_by_length + self.truncated_by_length)
+        return dict.fromkeys(finished_indices[: self.rule.size], SelectedAs.SHORT)
 
     def stops(self) -> dict[int, DiscardReason]:
         # A running candidate may still fail, so later candidates are stopped only when enough candidates before them
         # have finished.
-        if not self.running or len(self.valid) + len(self.invalid) < self.rule.size:
+        num_finished = len(self.valid_by_length) + len(self.truncated_by_length)
+        if not self.running_by_length or num_finished < self.rule.size:
             return {}
-        last = max(self.select())
-        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running if index > last}
+        last_selected = max(self.select())
+        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running_by_length if index > last_selected}
 
     def take_deliveries(self) -> list[int]:
-        first = sorted(self.candidates)[: self.rule.size]
-        return [index for index in first if not self.candidates[index].running]
+        # If one of the first candidates fails, the others are still among the first.
+        first_indices = sorted(self.candidates)[: self.rule.size]
+        return [index for index in first_indices if not self.candidates[index].is_running]
 
 
 class InOrder(SelectionRule):
@@ -262,60 +258,64 @@ class DualEndSelector(Selector):
     def __init__(self, rule: "SelectionRule", deliver_early: bool) -> None:
         super().__init__(rule, deliver_early)
         # Valid candidates that `take_deliveries` has not returned, the shortest first.
-        self._undelivered: list[Key] = []
+        self._undelivered_by_length: list[Key] = []
 
     def update(self, candidate: Candidate) -> None:
         super().update(candidate)
-        if candidate.valid:
-            insort(self._undelivered, (candidate.tokens, candidate.index))
+        if candidate.is_valid:
+            insort(self._undelivered_by_length, (candidate.tokens, candidate.index))
 
     def select(self) -> dict[int, SelectedAs]:
-        short = self.rule.num_shortest
-        long = max(short, len(self.valid) - self.rule.num_longest)
-        missing = max(0, self.rule.size - len(self.valid))
-        selection = {index: SelectedAs.SHORT for _, index in self.valid[:short]}
-        if self.rule.num_longest:
-            selection.update((index, SelectedAs.LONG) for _, index in self.valid[long:])
-        selection.update((index, SelectedAs.FILL) for _, index in self.invalid[:missing])
+        num_shortest = self.rule.num_shortest
+        selection = {index: SelectedAs.SHORT for _, index in self.valid_by_length[:num_shortest]}
+        # The longest are at the end. With fewer than K + L valid candidates, the two parts must not overlap.
+        first_longest = max(num_shortest, len(self.valid_by_length) - self.rule.num_longest)
+        for _, index in self.valid_by_length[first_longest:]:
+            selection[index] = SelectedAs.LONG
+        for _, index in self.truncated_by_length[: self.rule.size - len(selection)]:
+            selection[index] = SelectedAs.FILL
         return selection
 
     def stops(self) -> dict[int, DiscardReason]:
         if self.rule.num_longest:
             # Any running candidate may become the longest.
             return {}
-        below = self.num_below_threshold(self.rule.num_shortest)
-        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running[below:]}
+        num_contenders = self.count_contenders(self.rule.num_shortest)
+        return {index: DiscardReason.LONGER_THAN_NEEDED for _, index in self.running_by_length[num_contenders:]}
 
     def take_deliveries(self) -> list[int]:
         # Only the shortest and the longest candidates can be certain of a place, so the search starts at both ends.
-        certain = []
-        keys = self._undelivered
+        certain_indices = []
+        keys = self._undelivered_by_length
         while keys and self._is_certain(keys[0]):
-            certain.append(keys.pop(0)[1])
+            certain_indices.append(keys.pop(0)[1])
         while keys and self._is_certain(keys[-1]):
-            certain.append(keys.pop()[1])
-        return certain
+            certain_indices.append(keys.pop()[1])
+        return certain_indices
 
-    def check_at(self) -> dict[int, int]:
+    def compute_checks(self) -> dict[int, int]:
         places = self.rule.num_shortest
         if not self.deliver_early:
-            return {} if self.rule.num_longest else self.threshold_checks(places)
+            # With places for the longest, `stops` stops no candidate, whatever its length.
+            return {} if self.rule.num_longest else self.elimination_checks(places)
+        # Each place that a candidate falls behind may make another candidate certain.
         checks = {}
-        for key in self.running[: self.num_below_threshold(places)]:
-            tokens = self.next_check(key, places)
+        for key in self.running_by_length[: self.count_contenders(places)]:
+            tokens = self.next_rank_check(key, places)
             if tokens is not None:
                 checks[key[1]] = tokens
         return checks
 
     def _is_certain(self, key: Key) -> bool:
         """Whether this valid candidate is in the group whatever the running candidates do."""
-        # It is left out only if at least K valid candidates end before it and at least L after it. Every running
-        # candidate may end after it, and only running candidates that are shorter so far may end before it.
-        rank = bisect_left(self.valid, key)
-        missing_before = max(0, self.rule.num_shortest - rank)
-        missing_after = max(0, self.rule.num_longest - (len(self.valid) - rank - 1))
-        can_precede = bisect_left(self.running, key)
-        return missing_before > can_precede or missing_before + missing_after > len(self.running)
+        # It is left out only if at least K valid candidates are shorter and at least L are longer. Every running
+        # candidate may become longer, and only running candidates that are shorter so far may stay shorter.
+        num_shorter = bisect_left(self.valid_by_length, key)
+        num_longer = len(self.valid_by_length) - num_shorter - 1
+        missing_shorter = max(0, self.rule.num_shortest - num_shorter)
+        missing_longer = max(0, self.rule.num_longest - num_longer)
+        may_stay_shorter = bisect_left(self.running_by_length, key)
+        return missing_shorter > may_stay_shorter or missing_shorter + missing_longer > len(self.running_by_length)
 
 
 class DualEnd(SelectionRule):
@@ -331,7 +331,7 @@ class DualEnd(SelectionRule):
     selector_type = DualEndSelector
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
-        if candidate.valid and not self.num_longest:
+        if candidate.is_valid and not self.num_longest:
             return DiscardReason.LONGER_THAN_NEEDED
         return super().discard_reason(candidate)
 
@@ -348,7 +348,7 @@ class AllSurvivors(SelectionRule):
     __slots__ = ()
 
     @property
-    def fewest(self) -> int:
+    def min_remaining(self) -> int:
         return 1
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
@@ -360,8 +360,9 @@ class SampledSurvivorsSelector(Selector):
     """Selects the survivors with the lowest tail draws."""
 
     def select(self) -> dict[int, SelectedAs]:
-        draws = sorted((self.candidates[index].tail_draw, index) for _, index in self.valid + self.invalid)
-        return {index: SelectedAs.SURVIVOR for _, index in draws[: self.rule.size]}
+        survivors = self.valid_by_length + self.truncated_by_length
+        by_draw = sorted((self.candidates[index].tail_draw, index) for _, index in survivors)
+        return {index: SelectedAs.SURVIVOR for _, index in by_draw[: self.rule.size]}
 
 
 class SampledSurvivors(SelectionRule):
@@ -376,11 +377,10 @@ class SampledSurvivors(SelectionRule):
     samples_survivors = True
 
     def weights(self, candidates: Sequence[Candidate]) -> dict[int, float]:
-        """Return 1 / (probability to survive x probability to be drawn among the survivors), by index."""
         selected = [c for c in candidates if c.selected_as is not None]
-        survivors = sum(c.reason is not DiscardReason.PRUNED for c in candidates)
-        share = survivors / len(selected)
-        return {c.index: share / c.survival for c in selected}
+        num_survivors = sum(c.reason is not DiscardReason.PRUNED for c in candidates)
+        survivors_per_selected = num_survivors / len(selected)
+        return {c.index: survivors_per_selected / c.survival for c in selected}
 
     def discard_reason(self, candidate: Candidate) -> DiscardReason:
         return DiscardReason.MIDDLE

@@ -159,7 +159,7 @@ class Shaping:
             return SampledSurvivors(size)
         if self.completion_share is not None:
             place = ceil(self.completion_share * size - ROUNDING)
-            return CutTail(place, size - place, last_needed=place)
+            return CutTail(place, size - place, completion_rank=place)
 
         longest = self.num_longest
         shortest = size - longest

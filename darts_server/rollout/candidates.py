@@ -211,7 +211,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
     def prepare_restart(self) -> None:
         """Keep the requests of the candidates for the next candidates, and drop carried tokens."""
-        self.own_requests.extend(c.request for c in self.candidates if c.state.alive and c.has_own_request)
+        self.own_requests.extend(c.request for c in self.candidates if c.state.is_alive and c.has_own_request)
         self.finish_times.clear()
         # Carried tokens may be too old for the new weights, also if their candidate has not started yet.
         self.carried.clear()
@@ -233,7 +233,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         candidate = self.candidates[index]
         running = self.running.get(index)
         tokens = None
-        if running is not None and candidate.state.running:
+        if running is not None and candidate.state.is_running:
             tokens = running.tokens()
         if tokens is None:
             # The candidate does not run, or the engine no longer knows its tokens.
@@ -254,7 +254,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 return None
             return self._engine.tokens_from(candidate.output.result(), start)
         running = self.running.get(index)
-        if running is None or not candidate.state.running:
+        if running is None or not candidate.state.is_running:
             return None
         generated = running.tokens_from(start)
         if generated is None:
@@ -318,7 +318,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
 
         If the candidate no longer runs, its tokens may belong to another caller, so this caller gets no tokens.
         """
-        candidate = next((c for c in reversed(self.candidates) if c.state.running and c.request is request), None)
+        candidate = next((c for c in reversed(self.candidates) if c.state.is_running and c.request is request), None)
         if candidate is None:
             caller.set_result(self._engine.aborted_output(request))
             return
@@ -361,7 +361,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     await self._first_round.wait()
                 await self._starts.wait(carried_tokens=carried.tokens)
                 # The group may have stopped the candidate while it waited.
-                if not state.running:
+                if not state.is_running:
                     self._leave_queue(index)
                     self._return_unstarted(candidate)
                     return
@@ -382,7 +382,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     self._leave_queue(index)
                 self.running[index] = running
                 candidate.history.mark_started(self._clock(), self._engine.weight_version, carried)
-                if state.running:
+                if state.is_running:
                     events: list[Event] = [Started(index)]
                     if carried.tokens:
                         events.append(Progress(index, carried.tokens))
@@ -390,7 +390,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                         events += self.scorer.mark_started(index)
                     self._on_events(*events)
                 # The group may have stopped the candidate while the engine started it, or on these events.
-                if not state.running:
+                if not state.is_running:
                     self._stop_on_engine(candidate)
 
                 result = await running.result()
@@ -401,7 +401,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     self._fail_output(candidate, error)
                 elif candidate.aborted:
                     self._return_unstarted(candidate)
-                elif state.running:
+                elif state.is_running:
                     self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
             else:
                 self._handle_result(candidate, result, self._engine.weight_version)
@@ -495,7 +495,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         version = self._engine.weight_version if carried.last_version is None else carried.last_version
         self._leave_queue(candidate.state.index)
         candidate.history.mark_started(self._clock(), version, carried)
-        if candidate.state.running:
+        if candidate.state.is_running:
             self._on_events(Started(candidate.state.index))
         self._handle_result(candidate, result, version)
 
@@ -521,7 +521,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             candidate.output.set_result(self._engine.truncate(candidate.request, result.output, self._cuts[index]))
         elif candidate.aborted:
             candidate.output.set_result(result.output)
-        elif state.running:
+        elif state.is_running:
             if result.finish_reason is not None:
                 self.finish_times.append(history.ended_at)
                 candidate.output.set_result(result.output)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from darts_server.engine.port import UNKNOWN_TOKENS, RequestTokens
-from darts_server.group.group import Group, sampled_from, tail_share
+from darts_server.group.group import Group, count_sampling_pool, sampled_tail_share
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.rollout.allocation.cohort import CohortMember
 from darts_server.types import Outcome
@@ -63,7 +63,7 @@ def make_group_record(
     completion_length = None
     if group.is_open:
         size = rule.size
-        completion_length = group.standings.nth_shortest(rule.completion_place)
+        completion_length = group.selector.nth_shortest_length(rule.completion_place)
 
     # With these a trainer can compute the weights itself.
     num_shortest = None
@@ -87,8 +87,8 @@ def make_group_record(
         factor=factor,
         completion_length=completion_length,
         num_shortest=num_shortest,
-        sampled_from=sampled_from(group),
-        tail_share=tail_share(group),
+        sampled_from=count_sampling_pool(group),
+        tail_share=sampled_tail_share(group),
         earlier_pass_rate=earlier_pass_rate,
         explored=explored,
         tokens_needed=tokens_needed,

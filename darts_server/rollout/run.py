@@ -208,7 +208,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.verification.restart()
             self._carry_out(self._group.restart())
         # A group that waits for verdicts alone needs the engine no more, and verifiers may take longer than an update.
-        is_on_engine = self._group.standings.running or self.runner.running
+        is_on_engine = self._group.selector.running_by_length or self.runner.running
         return self._group.is_paused or self.has_ended or not is_on_engine
 
     def resume(self) -> None:
@@ -255,7 +255,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """End a running group, so that another run can resume it, see `CandidateRunner.collect_carried`."""
         # An ended group was counted in its batch.
         assert not self.has_ended
-        self._carry_out(self._group.carry())
+        self._carry_out(self._group.end_as_carried())
         self._close(error)
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
@@ -270,7 +270,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         if self._group.is_paused or not self._group.candidates:
             on_abort = OnAbort.FAIL
         delivered = self._group.delivered
-        undelivered = [c for c in self.runner.candidates if c.state.alive and c.state.index not in delivered]
+        undelivered = [c for c in self.runner.candidates if c.state.is_alive and c.state.index not in delivered]
         match on_abort or self.spec.on_abort:
             case OnAbort.FAIL:
                 self.fail(error)

@@ -356,7 +356,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 # All finished candidates count, so they are collected before a check. See `MAX_DECISION_CHECKS`.
                 if run.has_ended or not run.deliveries.empty() or len(collected) % interval:
                     continue
-                if box.is_decided([c.index for c in run.candidates if c.alive and c.index not in collected]):
+                if box.is_decided([c.index for c in run.candidates if c.is_alive and c.index not in collected]):
                     run.finish_early()
                     return True
         return False

@@ -70,7 +70,7 @@ def replay(
 
     step = 0
     while group.outcome is None:
-        while not group.candidates[by_length[0]].running:
+        while not group.candidates[by_length[0]].is_running:
             by_length.popleft()
 
         # Continue with the next step at which anything can happen. A check may be due at a count that was passed
@@ -80,7 +80,7 @@ def replay(
         while by_length and candidates[by_length[0]].tokens <= step:
             i = by_length.popleft()
             finished = candidates[i]
-            if group.candidates[i].running:
+            if group.candidates[i].is_running:
                 events[i] = Finished(i, finished.tokens, finished.finish_reason or FinishReason.STOP)
 
         for decision in group.handle(*(events[i] for i in sorted(events))):

@@ -14,7 +14,7 @@ from darts_client.advantages import unbiased_advantages
 from darts_client.integrations._weighting import weighted_advantages
 from darts_client.tensors import to_tensors
 from darts_server.group.group import Group as Run
-from darts_server.group.group import sampled_from, selection_weights
+from darts_server.group.group import count_sampling_pool, selection_weights
 from darts_server.group.sampled_tail import CutTail, SampledTail
 from darts_server.group.selection import AllSurvivors, InOrder, SampledSurvivors
 from tests.group.test_weights import CELLS, Survival, complete, run_with_scores
@@ -73,7 +73,9 @@ def shaped(probability: float, candidates: Sequence[Outcome], run: Run) -> Shape
         for k, c in enumerate(chosen)
     )
     shortest = run.rule.num_shortest if run.rule.samples_rest else None
-    group = Group("g", None, trajectories, num_eligible=count, num_shortest=shortest, sampled_from=sampled_from(run))
+    group = Group(
+        "g", None, trajectories, num_eligible=count, num_shortest=shortest, sampled_from=count_sampling_pool(run)
+    )
     return ShapedGroup(probability, candidates, group, [c.index for c in chosen])
 
 
@@ -182,7 +184,7 @@ def cut(outcome: Outcome, limit: float) -> Outcome:
 
 
 @pytest.mark.parametrize("deadline", [pytest.param(1, marks=pytest.mark.nightly), 2])
-@pytest.mark.parametrize("rule", [CutTail(2, 1), CutTail(2, 2, last_needed=2)], ids=["darts_cut", "cap"])
+@pytest.mark.parametrize("rule", [CutTail(2, 1), CutTail(2, 2, completion_rank=2)], ids=["darts_cut", "cap"])
 def test_with_a_cut_the_gradient_is_that_of_the_expected_reward_below_a_limit_that_the_others_set(
     rule: CutTail, deadline: int
 ) -> None:

@@ -24,7 +24,7 @@ PLACES = [(short, tail) for short in range(4) for tail in range(3) if short + ta
 SAMPLED_TAILS = st.sampled_from(PLACES).map(lambda places: SampledTail(*places))
 LONGEST_TAILS = st.sampled_from(PLACES).map(lambda places: DualEnd(*places))
 CUT_TAILS = st.sampled_from([(1, 1), (2, 1), (1, 2), *PLACES]).map(lambda places: CutTail(*places))
-CAPS = st.sampled_from([(short, rest) for short, rest in PLACES if short]).map(lambda p: CutTail(*p, last_needed=p[0]))
+CAPS = st.sampled_from([(short, rest) for short, rest in PLACES if short]).map(lambda p: CutTail(*p, p[0]))
 WITHOUT_TAIL = st.builds(InOrder, st.integers(1, 4)) | st.builds(DualEnd, st.integers(1, 4))
 WITH_DEADLINE = CUT_TAILS | CAPS
 WITHOUT_DEADLINE: st.SearchStrategy[Rule] = WITHOUT_TAIL | LONGEST_TAILS | SAMPLED_TAILS

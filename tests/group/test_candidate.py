@@ -78,7 +78,13 @@ def test_progress_never_goes_back_and_a_finish_sets_length_and_reason() -> None:
     c.apply(Progress(0, 5))
     assert c.tokens == 7
     c.apply(Finished(0, 9, FinishReason.LENGTH))
-    assert (c.tokens, c.finish_reason, c.valid, c.alive, c.running) == (9, FinishReason.LENGTH, False, True, False)
+    assert (c.tokens, c.finish_reason, c.is_valid, c.is_alive, c.is_running) == (
+        9,
+        FinishReason.LENGTH,
+        False,
+        True,
+        False,
+    )
 
 
 @pytest.mark.parametrize("state", [State.RUNNING, State.FINISHED])
@@ -102,11 +108,11 @@ def test_a_failed_candidate_is_discarded_as_failed_or_aborted(
 ) -> None:
     c = candidate(state)
     c.apply(event)
-    assert (c.state, c.reason, c.alive, c.running) == (State.DISCARDED, reason, False, False)
+    assert (c.state, c.reason, c.is_alive, c.is_running) == (State.DISCARDED, reason, False, False)
 
 
 def test_a_cut_keeps_the_first_tokens_like_a_length_limit() -> None:
     c = candidate(tokens=8)
     c.cut_at(5)
     assert (c.state, c.tokens, c.finish_reason, c.cut) == (State.FINISHED, 5, FinishReason.LENGTH, True)
-    assert not c.valid
+    assert not c.is_valid

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from darts_server.group.failure_weights import weight_factor
+from darts_server.group.failure_weights import failure_weight_factor
 
 
 def exact(survivals: list[float], started: int) -> float:
@@ -23,13 +23,13 @@ def exact(survivals: list[float], started: int) -> float:
 def test_the_factor_is_exact_for_groups_of_any_size(failed: int, started: int, certain: float) -> None:
     rng = Random(failed)
     survivals = [1.0 if rng.random() < certain else rng.uniform(0.3, 1) for _ in range(failed)]
-    assert weight_factor(survivals, started) == pytest.approx(exact(survivals, started), rel=1e-9)
+    assert failure_weight_factor(survivals, started) == pytest.approx(exact(survivals, started), rel=1e-9)
 
 
 def test_binomial_coefficients_may_exceed_the_range_of_floats() -> None:
     with pytest.raises(OverflowError):
         float(comb(2047, 600))
-    factor = weight_factor([0.1] + [1.0] * 599, 2048)
+    factor = failure_weight_factor([0.1] + [1.0] * 599, 2048)
     assert isfinite(factor)
     assert 1 < factor < 1.01
-    assert weight_factor([0.01] * 1500, 2048) == inf
+    assert failure_weight_factor([0.01] * 1500, 2048) == inf

@@ -190,13 +190,13 @@ def test_a_carried_group_discards_all_but_failed_candidates_as_carried() -> None
     group.restart()
     group.resume()
     group.handle(Started(4), Started(5), Lost(5))
-    assert {stopped.index for stopped in group.carry() if isinstance(stopped, Stop)} == {4, 6, 7}
+    assert {stopped.index for stopped in group.end_as_carried() if isinstance(stopped, Stop)} == {4, 6, 7}
     assert group.outcome is Outcome.CANCELLED
     carried = DiscardReason.CARRIED
     failed = DiscardReason.FAILED
     restarted = DiscardReason.RESTARTED
     assert reasons(group) == [failed, restarted, restarted, restarted, carried, failed, carried, carried]
-    assert group.carry() == []
+    assert group.end_as_carried() == []
 
 
 @pytest.mark.parametrize("index", [-1, 2])

@@ -214,7 +214,7 @@ def assert_ended_well(case: Case, world: World) -> None:
     assert not group.check_at
     assert (world.selection is None) != (world.gave_up is None)
     for candidate in group.candidates:
-        assert not candidate.running
+        assert not candidate.is_running
         assert (candidate.state is State.SELECTED) == (candidate.selected_as is not None) == (candidate.reason is None)
         assert candidate.state in (State.SELECTED, State.DISCARDED)
         assert (candidate.reason is DiscardReason.FAILED) == (candidate.index in world.failed)
@@ -235,7 +235,7 @@ def assert_completed(case: Case, world: World) -> None:
     assert world.selection == {c.index: c.selected_as for c in world.group.candidates if c.selected_as is not None}
     for i in world.selection:
         candidate = world.group.candidates[i]
-        assert Fate(candidate.tokens, candidate.valid, candidate.tail_draw) == world.finished[i]
+        assert Fate(candidate.tokens, candidate.is_valid, candidate.tail_draw) == world.finished[i]
         assert candidate.cut == (i in world.cuts)
 
 
@@ -323,7 +323,7 @@ def test_no_candidate_runs_beyond_the_cut_length(case: Case, limit: int, slack: 
         candidate = world.group.candidates[i]
         assert candidate.tokens <= limit + slack or candidate.selected_as is None or i in world.finished_before
     everyone = [c for c in world.group.candidates if c.selected_as is not None]
-    event("all truncated" if everyone and not any(c.valid for c in everyone) else "some valid")
+    event("all truncated" if everyone and not any(c.is_valid for c in everyone) else "some valid")
 
 
 @given(cases(WITH_FAILURES, of=WITHOUT_DEADLINE, max_replacements=6), st.integers(0, 20), st.integers(1, 8))
@@ -355,4 +355,4 @@ def test_the_completion_length_is_the_length_at_the_completion_place(case: Case)
     for _ in world.moments():
         if world.group.is_open:
             place = case.rule.completion_place
-            assert world.group.standings.nth_shortest(place) == deadline(world.finished, place, 0)
+            assert world.group.selector.nth_shortest_length(place) == deadline(world.finished, place, 0)

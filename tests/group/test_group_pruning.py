@@ -17,7 +17,7 @@ from darts_server.group.events import (
     Started,
     Stop,
 )
-from darts_server.group.group import Group, sampled_from, selection_weights
+from darts_server.group.group import Group, count_sampling_pool, selection_weights
 from darts_server.group.selection import DualEnd
 from darts_server.types import DiscardReason, FinishReason
 from tests.group.cases import (
@@ -81,7 +81,7 @@ def test_a_sample_of_survivors_stops_only_pruned_candidates_and_has_their_weight
     assert world.stopped.keys() == world.pruned
     assert not world.delivered
     survivors = len(world.runs) - len(world.pruned)
-    assert sampled_from(world.group) == survivors
+    assert count_sampling_pool(world.group) == survivors
     for index, weight in selection_weights(world.group).items():
         assert weight == pytest.approx(survivors / case.rule.size / world.kept.get(index, 1.0), abs=1e-9)
 

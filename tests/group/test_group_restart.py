@@ -34,11 +34,11 @@ def test_candidates_before_a_restart_do_not_count() -> None:
     group.handle(Finished(0, 5, STOP))
     group.restart()
     assert group.handle(Finished(1, 6, STOP), DeadlineSet(9)) == []
-    assert group.standings.nth_shortest(1) is None
+    assert group.selector.nth_shortest_length(1) is None
     group.resume()
     group.handle(*(Started(i) for i in (3, 4, 5)))
     group.handle(Finished(5, 8, STOP))
-    assert group.standings.nth_shortest(1) == 8
+    assert group.selector.nth_shortest_length(1) == 8
     assert group.check_at.keys() <= {3, 4}
 
 

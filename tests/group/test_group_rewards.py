@@ -111,7 +111,7 @@ def test_the_verdict_on_a_candidate_that_was_cut_is_about_its_first_tokens() -> 
     group.handle(Rewarded(0, 1.0))
     assert group.outcome is Outcome.COMPLETED, "the second shortest decides the deadline"
 
-    group = waiting(CutTail(1, 1, last_needed=1), 2)
+    group = waiting(CutTail(1, 1, completion_rank=1), 2)
     group.handle(*finish(1, tokens=9), Rewarded(1, 1.0))
     assert group.handle(DeadlineSet(2), *finish(0, tokens=1)) == [Cut(1, 2)]
     assert group.handle(Rewarded(0, 1.0)) == []

@@ -239,7 +239,7 @@ def select(rule: Informative, rewards: Sequence[float | None], draws: Sequence[f
     """Return the candidates after the selection."""
     candidates = candidates_of(rewards, draws)
     selector = rule.selector_type(rule, deliver_early=False)
-    selector.start = start
+    selector.sampling_start = start
     for candidate in candidates:
         selector.update(candidate)
     for index, selected_as in selector.select().items():

@@ -69,7 +69,7 @@ def assess(
         selector.update(replace(selector.candidates[index], state=State.DISCARDED))
     waits = len(stops) < len(running)
     certain = frozenset(selector.take_deliveries() if waits else selector.select())
-    return Verdict(certain, stops, selector.cuts(), selector.check_at())
+    return Verdict(certain, stops, selector.cuts(), selector.compute_checks())
 
 
 # --- selecting ---------------------------------------------------------------
@@ -223,7 +223,7 @@ def candidates(states: States, random: Random) -> tuple[list[Candidate], list[Ca
 
 
 def known(going: Sequence[Candidate], done: Sequence[Candidate]) -> tuple[Known, Open]:
-    ends = tuple((c.index, Fate(c.tokens, c.valid, c.tail_draw)) for c in done)
+    ends = tuple((c.index, Fate(c.tokens, c.is_valid, c.tail_draw)) for c in done)
     return ends, tuple((c.index, c.tokens, c.tail_draw) for c in going)
 
 
@@ -262,7 +262,7 @@ def test_verdicts_of_a_cutting_rule_hold_in_every_future(
         outcome = frozenset(group), frozenset(cuts.items())
         assert outcomes.setdefault(others, outcome) == outcome
     unselected = {c.index for c in going} - some
-    ahead = [sum(d.valid and (d.tokens, d.index) < (c.tokens + 1, c.index) for d in done) for c in going]
+    ahead = [sum(d.is_valid and (d.tokens, d.index) < (c.tokens + 1, c.index) for d in done) for c in going]
     behind = {c.index for c, before in zip(going, ahead, strict=True) if before >= rule.size}
     is_complete = len(verdict.certain) == rule.size
     assert verdict.stops.keys() == (unselected if is_complete else unselected & behind)
@@ -293,7 +293,7 @@ def acted_on(rule: Rule, verdict: Verdict, early: bool) -> Sequence[object]:
 
 def test_a_running_candidate_sorts_with_one_token_more() -> None:
     selector = selector_of(DualEnd(2), [running(0, 3), ended(1, 3)])
-    assert (selector.running, selector.valid) == ([(4, 0)], [(3, 1)])
+    assert (selector.running_by_length, selector.valid_by_length) == ([(4, 0)], [(3, 1)])
 
 
 @given(scored(cases(WITH_FAILURES, most=20, max_length=12, max_replacements=6, cut=True)))
@@ -304,9 +304,9 @@ def test_a_group_does_at_once_everything_that_its_rule_says(case: Case) -> None:
     for _ in world.moments():
         if not group.is_open or group.outcome is not None:
             continue
-        alive = [c for c in group.candidates if c.alive]
-        running = [c for c in alive if c.running]
-        finished = [c for c in alive if not c.running]
+        alive = [c for c in group.candidates if c.is_alive]
+        running = [c for c in alive if c.is_running]
+        finished = [c for c in alive if not c.is_running]
         verdict = assess(case.rule, running, finished, early, group.deadline, group.cut_length)
         assert not verdict.stops, "not stopped yet"
         assert group.check_at == verdict.check_at

@@ -10,7 +10,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from darts_server.group.events import DeadlineSet, Failed, Finished, Scored, Started
-from darts_server.group.group import Group, sampled_from, selection_weights, tail_share
+from darts_server.group.group import Group, count_sampling_pool, sampled_tail_share, selection_weights
 from darts_server.group.sampled_tail import CutTail, SampledTail
 from darts_server.group.selection import AllSurvivors, DualEnd, InOrder, SampledSurvivors, SelectionRule
 from darts_server.types import GONE, DiscardReason, FinishReason, Outcome
@@ -28,7 +28,7 @@ def complete(
     if deadline is not None:
         group.handle(DeadlineSet(deadline))
     for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if group.candidates[i].running:
+        if group.candidates[i].is_running:
             tokens, valid = lengths[i]
             group.handle(Finished(i, tokens, FinishReason.STOP if valid else FinishReason.LENGTH))
     assert group.outcome is Outcome.COMPLETED
@@ -102,7 +102,7 @@ def test_an_incomplete_group_has_no_weights() -> None:
     group = Group(rng=Draws(0.1, 0.2))
     group.open(SampledTail(1, 1), 2)
     assert selection_weights(group) == {}
-    assert tail_share(group) == 1.0
+    assert sampled_tail_share(group) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_an_incomplete_group_has_no_weights() -> None:
     ids=str,
 )
 def test_the_share_of_the_tail_is_the_sampled_part_of_all_but_the_shortest(rule: SelectionRule, share: float) -> None:
-    assert tail_share(complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3))) == share
+    assert sampled_tail_share(complete(rule, [(3, True), (5, True), (7, True)], (0.1, 0.2, 0.3))) == share
 
 
 @pytest.mark.parametrize(("failures", "survival", "has_weights"), [(600, 0.9, True), (1000, 0.001, False)])
@@ -141,7 +141,7 @@ class TestPruning:
         for i, survival in enumerate(survivals):
             group.handle(Scored(i, 0.5, survival))
         for i in range(len(draws)):
-            if group.candidates[i].running:
+            if group.candidates[i].is_running:
                 group.handle(Finished(i, 5, FinishReason.STOP))
         assert group.outcome is Outcome.COMPLETED
         return group
@@ -149,19 +149,19 @@ class TestPruning:
     def test_survivors_that_lose_the_draw_count(self) -> None:
         group = self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], SampledSurvivors(2))
         assert selection_weights(group) == {0: 3.0, 2: 3.0}
-        assert sampled_from(group) == 3
+        assert count_sampling_pool(group) == 3
         assert [c.reason for c in group.candidates] == [None, DiscardReason.PRUNED, None, DiscardReason.MIDDLE]
-        assert sampled_from(self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], AllSurvivors(2))) is None
+        assert count_sampling_pool(self.survivors([0.5] * 4, [0.0, 0.9, 0.0, 0.0], AllSurvivors(2))) is None
 
     def test_a_choice_among_survivors_has_no_weights(self) -> None:
         pruned, certain = (self.survivors([chance] * 3, [0.0] * 3, SampledTail(1, 1)) for chance in (0.5, 1.0))
         assert selection_weights(pruned) == {}
         assert selection_weights(certain) == {0: 1.0, 1: 2.0}
-        assert (tail_share(pruned), tail_share(certain)) == (0.5, 0.5)
+        assert (sampled_tail_share(pruned), sampled_tail_share(certain)) == (0.5, 0.5)
 
     def test_a_pruned_candidate_is_not_one_of_those_that_the_tail_was_sampled_from(self) -> None:
         group = self.survivors([0.5] * 4, [0.0, 0.0, 0.0, 0.9], SampledTail(1, 1))
-        assert tail_share(group) == 0.5
+        assert sampled_tail_share(group) == 0.5
 
 
 CELLS = 4
@@ -176,7 +176,7 @@ class Survival:
         self._rng = Random(seed)
 
     def at(self, index: int, score: int, group: Group) -> float:
-        states = (state for c in group.candidates for state in (c.running, c.alive))
+        states = (state for c in group.candidates for state in (c.is_running, c.is_alive))
         return self._table.setdefault((index, score, *states), self._rng.choice([0.5, 0.5, 1.0]))
 
 
@@ -197,11 +197,11 @@ def run_with_scores(
     group.handle(*(Started(i) for i in range(len(lengths))))
     for tokens in range(1, max(length for length, _ in lengths) + 1):
         for i, (length, valid) in enumerate(lengths):
-            if group.candidates[i].running and failing.get(i) == tokens:
+            if group.candidates[i].is_running and failing.get(i) == tokens:
                 group.handle(Failed(i, RuntimeError(), retryable=True))
-            elif group.candidates[i].running and length == tokens:
+            elif group.candidates[i].is_running and length == tokens:
                 group.handle(Finished(i, tokens, FinishReason.STOP if valid else FinishReason.LENGTH))
-            elif group.candidates[i].running and tokens <= 2:
+            elif group.candidates[i].is_running and tokens <= 2:
                 group.handle(Scored(i, 0.5, survival.at(i, tokens, group)))
     assert group.outcome is Outcome.COMPLETED or failing
     return group
@@ -237,7 +237,7 @@ def test_survivors_estimate_sums_over_candidates_and_over_pairs(
                 singles[i] += weight
             for i, j in pairs:
                 if i in weights and j in weights:
-                    s = sampled_from(group) or returned
+                    s = count_sampling_pool(group) or returned
                     given_the_other = (s - 1) / (returned - 1) * returned / s
                     pairs[i, j] += weights[i] * weights[j] * given_the_other
     for total in [*singles, *([] if rule.size == 1 and isinstance(rule, SampledSurvivors) else pairs.values())]:

@@ -390,7 +390,7 @@ class World:
                     stopped.add(i)
                     returnable -= 1
                     self.gone = frozenset(self.failed) | stopped
-                    assert returnable >= self.case.rule.fewest, "pruned below what the group needs"
+                    assert returnable >= self.case.rule.min_remaining, "pruned below what the group needs"
 
     def _start(self, indices: Sequence[int]) -> None:
         assert tuple(indices) == tuple(range(len(self.runs), len(self.runs) + len(indices)))

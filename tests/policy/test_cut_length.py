@@ -54,7 +54,7 @@ def cohort(runaways: Sequence[float]) -> Cohort:
 
 
 def completion_length(rule: SelectionRule, candidates: Sequence[Candidate]) -> int | None:
-    valid = sorted(c.tokens for c in candidates if c.valid)
+    valid = sorted(c.tokens for c in candidates if c.is_valid)
     return valid[rule.completion_place - 1] if len(valid) >= rule.completion_place else None
 
 
@@ -165,9 +165,9 @@ def test_the_least_that_a_group_can_need_follows_from_running_candidates() -> No
     started = Group(rng=default_rng(0))
     started.open(POLICIES["cap"].selection_rule(4), 4)
     started.handle(*(Started(i) for i in range(4)), Finished(0, 5, FinishReason.STOP), Progress(1, 7))
-    assert [started.standings.nth_shortest_minimum(n, {2: 9, 3: 2}) for n in range(1, 6)] == [3, 5, 8, 10, None]
+    assert [started.selector.min_nth_shortest_length(n, {2: 9, 3: 2}) for n in range(1, 6)] == [3, 5, 8, 10, None]
     started.handle(Finished(2, 30, FinishReason.LENGTH))
-    assert [started.standings.nth_shortest_minimum(n, {}) for n in (3, 4)] == [8, None]
+    assert [started.selector.min_nth_shortest_length(n, {}) for n in (3, 4)] == [8, None]
 
 
 def test_the_cut_length_is_a_factor_rounded_up() -> None:

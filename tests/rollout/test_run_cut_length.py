@@ -174,7 +174,7 @@ async def test_a_candidate_cut_at_the_cut_length_is_cut_again_when_a_late_candid
     script = {0: Script(90), 1: Script(90), 2: Script(2, delay=20), 3: Script(3, delay=20)}
     harness = Harness(lambda _, index: script[index])
     run = started(harness.engine, harness.recorder)
-    run.open(CutTail(1, 2, last_needed=2), Allocation(4))
+    run.open(CutTail(1, 2, completion_rank=2), Allocation(4))
     waiting = await harness.begin(run)
     run.set_deadline(5, 8)
     await poll_each_step(harness.engine, run, 10)

@@ -163,7 +163,7 @@ class CohortMember:
         """
         if self.tokens_needed is not None or not self._group.is_open:
             return
-        self.tokens_needed = self._group.standings.nth_shortest(self._place)
+        self.tokens_needed = self._group.selector.nth_shortest_length(self._place)
         if self.tokens_needed is not None:
             self.cohort.report_need(self, self.tokens_needed)
             return
@@ -189,7 +189,7 @@ class CohortMember:
         limit = self.cohort.deadline.pending_cut_length
         if limit is None or limit == self._reported_limit:
             return
-        minimum = self._group.standings.nth_shortest_minimum(self._place, generated())
+        minimum = self._group.selector.min_nth_shortest_length(self._place, generated())
         if minimum is None or minimum > limit:
             self._reported_limit = limit
             self.cohort.report_minimum(self, minimum)

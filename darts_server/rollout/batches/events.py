@@ -227,7 +227,7 @@ class CandidateCursor:
         if self._end is None and self.run is not None:
             state = self.run.candidates[self.index]
             runner = self.run.runner
-            least = chunk if state.running else 1
+            least = chunk if state.is_running else 1
             if state.reason is not None:
                 self.end_events()
             elif runner.count_tokens(self.index) - self._sent >= least:

@@ -305,7 +305,7 @@ class SessionGroup:
                     events.append(Progress(index, progress))
         if self._member is not None:
             self._member.report_late(
-                lambda: {s.index: s.progress(now) for s in self.sessions if s.candidate.running},
+                lambda: {s.index: s.progress(now) for s in self.sessions if s.candidate.is_running},
             )
         if events:
             self._feed(*events)

@@ -452,12 +452,12 @@ class SessionRollout:
 
         # Report to the cohort the length that the group needs, or the least length that it can still need.
         if member.needed_length is None:
-            member.needed_length = group.standings.nth_shortest(member.place_of_need)
+            member.needed_length = group.selector.nth_shortest_length(member.place_of_need)
             if member.needed_length is not None:
                 self.cohort.report_need(number, member.needed_length)
             elif self.cohort.pending_cut_length is not None:
                 progress = {run.index: engine.progress(run) for run in member.runs}
-                minimum = group.standings.nth_shortest_minimum(member.place_of_need, progress)
+                minimum = group.selector.min_nth_shortest_length(member.place_of_need, progress)
                 self.cohort.report_minimum(number, minimum)
 
         for decision in decisions:

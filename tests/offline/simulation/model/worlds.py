@@ -207,7 +207,9 @@ def token_by_token(world: World) -> Outcome:
         return found
 
     def minimum(member: Member) -> int | None:
-        return member.group.standings.nth_shortest_minimum(member.place, {c.index: c.tokens for c in member.candidates})
+        return member.group.selector.min_nth_shortest_length(
+            member.place, {c.index: c.tokens for c in member.candidates}
+        )
 
     def is_beyond(member: Member, replica: int) -> bool:
         limit = limit_seen[replica]
@@ -226,7 +228,7 @@ def token_by_token(world: World) -> Outcome:
             if isinstance(event, Finished):
                 member.engine.remove(member.candidates[event.index])
         decisions = member.group.handle(*happened)
-        need = member.group.standings.nth_shortest(member.place)
+        need = member.group.selector.nth_shortest_length(member.place)
         if rule_of_deadline is not None and member.need is None:
             if need is not None:
                 member.need = need
@@ -294,7 +296,7 @@ def token_by_token(world: World) -> Outcome:
         seconds,
         [[c.tokens for c in m.candidates] for m in members],
         [
-            (m.number, c.index, c.tokens, not c.valid)
+            (m.number, c.index, c.tokens, not c.is_valid)
             for m in members
             for c in m.group.candidates
             if c.selected_as is not None
