@@ -35,8 +35,8 @@ from ._votes import Score, Vote, Weights, check_vote
 
 ItemT = TypeVar("ItemT")
 STREAM_BATCHES = 4
-# These options leave prompts to a later batch, or belong to a single batch.
-NOT_OF_A_STREAM = {"num_groups", "carry", "carried", "idempotency_key"}
+# They leave prompts to a later batch, or belong to a single batch.
+SINGLE_BATCH_OPTIONS = {"num_groups", "carry", "carried", "idempotency_key"}
 
 
 class _Cancelled(WireModel):
@@ -104,14 +104,14 @@ class AsyncClient:
         limit = TimeLimit(timeout)
         while True:
             # The last probe, too, gets enough time to succeed.
-            probe_timeout = max(limit.bound(HEALTH_TIMEOUT), HEALTH_POLL_INTERVAL)
+            probe_timeout = max(limit.shorten(HEALTH_TIMEOUT), HEALTH_POLL_INTERVAL)
             try:
                 await self._transport.send("GET", "/health", timeout=probe_timeout)
                 return
             except STARTING_ERRORS as exc:
                 if limit.is_over:
                     raise TimedOut(f"not healthy after {timeout:g} s, last answer: {exc}") from exc
-            await async_sleep(limit.bound(HEALTH_POLL_INTERVAL))
+            await async_sleep(limit.shorten(HEALTH_POLL_INTERVAL))
 
     async def models(self) -> list[str]:
         """Return the ids of the models that the server serves, in its order."""
@@ -119,7 +119,8 @@ class AsyncClient:
 
     async def metrics(self) -> str:
         """Return the server's metrics in Prometheus' text format."""
-        return (await self._transport.request("GET", "/metrics")).text
+        response = await self._transport.request("GET", "/metrics")
+        return response.text
 
     async def completions(
         self,
@@ -296,30 +297,34 @@ class AsyncClient:
         """
         if ahead < 1:
             raise ValueError(f"ahead must be at least 1, got {ahead}")
-        if refused := sorted(options.keys() & NOT_OF_A_STREAM):
+        if refused := sorted(options.keys() & SINGLE_BATCH_OPTIONS):
             raise TypeError(f"a stream yields a group for every prompt of many batches: it has no {', '.join(refused)}")
-        prompts_left = iterate_prompts(prompts)
-        size = ceil(ahead / STREAM_BATCHES)
+        remaining_prompts = iterate_prompts(prompts)
+        max_batches = min(ahead, STREAM_BATCHES)
+        batch_size = ceil(ahead / STREAM_BATCHES)
         batches: deque[AsyncRollouts[Group]] = deque()
         try:
             while True:
                 # The engine works on later batches while the first waits for its slowest group, or for its reader.
-                while len(batches) < min(ahead, STREAM_BATCHES):
-                    chunk = list(islice(prompts_left, size))
-                    if not chunk:
+                while len(batches) < max_batches:
+                    batch_prompts = list(islice(remaining_prompts, batch_size))
+                    if not batch_prompts:
                         break
-                    batches.append(self.rollouts(chunk, group_size=group_size, max_tokens=max_tokens, **options))
-                    await batches[-1].start()
+                    batch = self.rollouts(batch_prompts, group_size=group_size, max_tokens=max_tokens, **options)
+                    batches.append(batch)
+                    await batch.start()
                 if not batches:
                     return
+                oldest = batches[0]
                 try:
-                    async for group in batches[0]:
+                    async for group in oldest:
                         yield group
                 except StatusError:
-                    # A batch that has ended raises the error of its first group if all of its groups failed.
-                    if batches[0].usage is None:
+                    # If all groups of a batch failed, it has usage and raises the error of its first group.
+                    if oldest.usage is None:
                         raise
-                for group in batches.popleft().failed:
+                batches.popleft()
+                for group in oldest.failed:
                     yield group
         finally:
             for batch in batches:
@@ -345,8 +350,8 @@ class AsyncClient:
         retry finds a durable batch again. If the caller is cancelled, the server cancels the batch a minute later.
         """
         request = rollouts_request(prompts, None, group_size=group_size, max_tokens=max_tokens, **options)
-        limit = self._transport.options.request_timeout(timeout)
-        response = await self._transport.request("POST", ROLLOUTS, timeout=limit, **batch_options(request))
+        http_timeout = self._transport.options.request_timeout(timeout)
+        response = await self._transport.request("POST", ROLLOUTS, timeout=http_timeout, **batch_options(request))
         return read_batch(request, response)
 
     async def cancel(self, batch_id: str) -> bool:
@@ -355,7 +360,8 @@ class AsyncClient:
         Raises:
             NotFound: the batch is unknown.
         """
-        return parse_response(_Cancelled, await self._transport.request("DELETE", batch_path(batch_id))).cancelled
+        response = await self._transport.request("DELETE", batch_path(batch_id))
+        return parse_response(_Cancelled, response).cancelled
 
     async def rewards(self, rewarded: Rewarded, values: Values | None = None) -> RewardCounts:
         """Report the rewards of trajectories. A trajectory keeps its first reward.
@@ -409,14 +415,17 @@ class AsyncClient:
         Raises:
             ValueError: `prompt` is a `PromptSpec` with metadata.
         """
-        # The first item is the prompt. The others are the key and options of a `PromptSpec`.
-        (form, value), *items = prompt_body(prompt).items()
-        own_options = dict(items)
-        if "metadata" in own_options:
+        prompt_options = prompt_body(prompt)
+        if "metadata" in prompt_options:
             raise ValueError("a vote has no metadata: leave it out of the PromptSpec, and keep it beside the vote")
-        if chat_template_kwargs is not None and "chat_template_kwargs" in own_options:
-            own_options["chat_template_kwargs"] = {**chat_template_kwargs, **own_options["chat_template_kwargs"]}
-        own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
+        # The route names a text and token ids alike.
+        for form in ("text", "token_ids"):
+            if form in prompt_options:
+                prompt_options["prompt"] = prompt_options.pop(form)
+        if chat_template_kwargs is not None:
+            prompt_kwargs = prompt_options.pop("chat_template_kwargs", {})
+            chat_template_kwargs = {**chat_template_kwargs, **prompt_kwargs}
+        optional_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
         options = {
             "weights": weights,
             "score": score,
@@ -427,12 +436,11 @@ class AsyncClient:
             "continue_final_message": continue_final_message,
         }
         body = {
-            "messages" if form == "messages" else "prompt": value,
             "n": n,
             "pattern": pattern if isinstance(pattern, str) else {"choices": list(pattern)},
-            "sampling": {"max_tokens": max_tokens} | drop_none(own_sampling) | sampling,
+            "sampling": {"max_tokens": max_tokens} | drop_none(optional_sampling) | sampling,
             **drop_none(options),
-            **own_options,
+            **prompt_options,
         }
         response = await self._transport.request("POST", f"{API}/vote", idempotent=False, json=body)
         return check_vote(body, parse_response(Vote, response))
@@ -440,11 +448,10 @@ class AsyncClient:
     def _prepare_batch(
         self,
         request: RolloutsRequest,
-        select: Callable[[Event], ItemT | None],
+        select_item: Callable[[Event], ItemT | None],
         timeout: float | None,
         progress: bool,
     ) -> AsyncRollouts[ItemT]:
-        """Return an iterator that starts the batch at its first item. `select`: returns an event's item, or None."""
         batch = BatchReader(request, self._transport.options.retries, TimeLimit(timeout))
         bar = ProgressBar(request.num_groups) if progress else None
-        return AsyncRollouts(self._transport, batch, select, bar)
+        return AsyncRollouts(self._transport, batch, select_item, bar)

@@ -59,7 +59,8 @@ class AsyncPolicyApi(_AsyncApi):
 
     async def get(self) -> dict[str, Any]:
         """Return all runtime settings, and `policies`, the names that a request may use."""
-        return parse_response(_Settings, await self._transport.request("GET", f"{API}/policy")).root
+        response = await self._transport.request("GET", f"{API}/policy")
+        return parse_response(_Settings, response).root
 
     async def change(self, **settings: Any) -> dict[str, Any]:
         """Change settings for future groups, all or none, and return all settings. None unsets a setting."""
@@ -94,7 +95,8 @@ class AsyncWeightsApi(_AsyncApi):
 
     async def get(self) -> WeightsRecord:
         """Return the version that is served, and the result of the last update."""
-        return parse_response(WeightsRecord, await self._transport.request("GET", f"{API}/weights"))
+        response = await self._transport.request("GET", f"{API}/weights")
+        return parse_response(WeightsRecord, response)
 
     async def push(
         self,
@@ -186,7 +188,7 @@ class AsyncWeightsApi(_AsyncApi):
         Raises:
             Unauthorized: the server was started without `--enable-lora`.
         """
-        params = {"config": await async_run_blocking(_lora_config, source, config)}
+        params = {"config": await async_run_blocking(_encode_lora_config, source, config)}
         params |= _update_options(rule, version, check_finite)
         tensors = source if isinstance(source, bytes) else Path(source) / "adapter_model.safetensors"
         body = await async_run_blocking(AsyncBody, tensors)
@@ -236,15 +238,14 @@ def _update_options(
     check_finite: bool,
     partial: bool | None = None,
 ) -> dict[str, Any]:
-    """Return the options without the server's defaults."""
+    # Defaults are left to the server.
     options = drop_none({"rule": rule, "version": version, "partial": partial})
     if not check_finite:
         options["check_finite"] = False
     return options
 
 
-def _lora_config(source: Source, config: Mapping[str, Any] | None) -> str:
-    """Return the JSON of an adapter's configuration. Raise ValueError for bytes without a configuration."""
+def _encode_lora_config(source: Source, config: Mapping[str, Any] | None) -> str:
     if config is None:
         if isinstance(source, bytes):
             raise ValueError("config: the bytes of an adapter need a configuration, such as {'r': 8, 'lora_alpha': 16}")

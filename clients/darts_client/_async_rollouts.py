@@ -12,8 +12,7 @@ from ._progress import ProgressBar
 from ._requests import TimeLimit
 from ._stream import BatchReader
 
-# Seconds. The server answers a cancellation at once. Without a cancellation it cancels the batch a minute after the
-# connection is lost.
+# Seconds. The server answers a cancellation at once.
 CANCEL_TIMEOUT = 5.0
 
 ItemT = TypeVar("ItemT")
@@ -26,12 +25,12 @@ class AsyncRollouts(Generic[ItemT]):
         self,
         transport: AsyncTransport,
         batch: BatchReader,
-        select: Callable[[Event], ItemT | None],
+        select_item: Callable[[Event], ItemT | None],
         bar: ProgressBar | None,
     ) -> None:
         self._transport = transport
         self._batch = batch
-        self._select = select
+        self._select_item = select_item
         self._bar = bar
         self._items = self._read_items()
 
@@ -84,10 +83,11 @@ class AsyncRollouts(Generic[ItemT]):
         return self
 
     async def __anext__(self) -> ItemT:
-        # None is for `start` alone.
-        while (item := await anext(self._items)) is None:
-            pass
-        return item
+        while True:
+            item = await anext(self._items)
+            # None means that the batch has begun, for which only `start` waits.
+            if item is not None:
+                return item
 
     async def start(self) -> Self:
         """Start the batch before its first item is read, and return once the server has begun with it."""
@@ -105,7 +105,7 @@ class AsyncRollouts(Generic[ItemT]):
         await self._items.aclose()
 
     async def _read_items(self) -> AsyncGenerator[ItemT | None]:
-        """Yield `None` once the batch has an id, then its items."""
+        """Yield `None` once the batch has begun, then its items."""
         try:
             with self._bar or nullcontext():
                 async with aclosing(self._read_events()) as events:
@@ -115,20 +115,20 @@ class AsyncRollouts(Generic[ItemT]):
                             continue
                         if self._bar is not None:
                             self._bar.update(event)
-                        item = self._select(event)
+                        item = self._select_item(event)
                         if item is not None:
                             yield item
         finally:
             await self._cancel()
 
     async def _read_events(self) -> AsyncGenerator[Event | None]:
-        """Yield `None` once the batch has an id, then its events. Reconnect if the connection is lost."""
+        """Yield `None` once the batch has begun, then its events. Reconnect if the connection is lost."""
         while not self._batch.is_over:
             method, path, options = self._batch.next_request()
             try:
                 async with self._transport.stream_events(method, path, self._batch.limit, **options) as events:
                     async for sse in events:
-                        # `start` waits for the first event, which has the id of the batch.
+                        # The first event has the id of the batch, and nothing for the caller.
                         is_first = self._batch.id is None
                         event = self._batch.read(sse)
                         if event is not None or is_first:
@@ -141,19 +141,19 @@ class AsyncRollouts(Generic[ItemT]):
             await async_sleep(delay)
 
     async def _cancel(self) -> None:
-        """Cancel the batch if it still runs. If that fails, the server does so a minute later."""
-        # The caller may be cancelled, which must not stop this request.
+        # The caller may be cancelled, which must not stop this request. If it fails, the server cancels the batch a
+        # minute after the connection was lost.
         with suppress(DartsError), async_shield(CANCEL_TIMEOUT):
-            if self._batch.is_unnamed:
+            if self._batch.needs_id_to_cancel:
                 await self._read_id()
             if self._batch.cancel_path is not None:
                 await self._transport.send("DELETE", self._batch.cancel_path, timeout=CANCEL_TIMEOUT)
 
     async def _read_id(self) -> None:
-        """Send the request again to receive the id. Its idempotency key finds the batch that it started."""
+        # The idempotency key of the repeated request finds the batch that the first request started.
         method, path, options = self._batch.next_request()
         async with self._transport.stream_events(method, path, TimeLimit(CANCEL_TIMEOUT), **options) as events:
             async for sse in events:
                 self._batch.read(sse)
-                if not self._batch.is_unnamed:
+                if not self._batch.needs_id_to_cancel:
                     return

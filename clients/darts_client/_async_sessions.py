@@ -39,11 +39,13 @@ class AsyncSessionRequests:
 
     async def read(self, session_id: str) -> SessionTrajectory:
         """Return a session with its tokens so far."""
-        return parse_response(SessionTrajectory, await self.transport.request("GET", _session_path(session_id)))
+        response = await self.transport.request("GET", _session_path(session_id))
+        return parse_response(SessionTrajectory, response)
 
     async def get(self, group_id: str) -> SessionGroupState:
         """Return a group. Raise NotFound if it is not kept."""
-        return parse_response(SessionGroupState, await self.transport.request("GET", _group_path(group_id)))
+        response = await self.transport.request("GET", _group_path(group_id))
+        return parse_response(SessionGroupState, response)
 
     async def trajectories(self, group_id: str) -> list[SessionTrajectory]:
         """Return the selected sessions of a complete group, by index."""

@@ -94,6 +94,7 @@ class _AsyncLimitedStream(httpx.AsyncByteStream):
     """The bytes of a response, and TimedOut after the time limit."""
 
     def __init__(self, stream: object, limit: TimeLimit) -> None:
+        # httpx declares the stream of a response as sync or async.
         assert isinstance(stream, httpx.AsyncByteStream)
         self._stream = stream
         self._limit = limit

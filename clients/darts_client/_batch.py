@@ -18,7 +18,7 @@ TENSORS = "application/vnd.safetensors"
 # Earlier servers answer as JSON.
 ACCEPT = f"{TENSORS}, application/json;q=0.9"
 HEADER_LENGTH = 8
-TYPES = {"I64": "q", "I32": "i", "F32": "f", "U8": "B"}
+ARRAY_TYPES = {"I64": "q", "I32": "i", "F32": "f", "U8": "B"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class TokenRows:
 
 def batch_options(request: RolloutsRequest) -> dict[str, Any]:
     headers = {"Accept": ACCEPT, "Content-Type": "application/json"}
-    key = request.idempotency_key
-    if key is not None:
-        headers["Idempotency-Key"] = key
+    is_durable = request.idempotency_key is not None
+    if request.idempotency_key is not None:
+        headers["Idempotency-Key"] = request.idempotency_key
     # The server finds a durable batch by its key, so the request may be sent again.
-    return {"headers": headers, "content": request.content, "idempotent": key is not None}
+    return {"headers": headers, "content": request.content, "idempotent": is_durable}
 
 
 def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
@@ -97,19 +97,22 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
     source = response.url.path
     if response.headers.get("content-type") == TENSORS:
         content, rows = _read_tensors(response.content, source)
-        answer = parse(_Answer, content, source, rows)
+        answer = parse(_Answer, content, source, token_rows=rows)
     else:
         answer = parse(_Answer, response.content, source)
 
-    numbers = [group.number for group in answer.groups] + [prompt.number for prompt in answer.unfinished]
-    # With `return_zero_variance` these groups are returned, too.
-    numbers += set(answer.uninformative).difference(numbers)
-    numbers.sort()
-    sent = len(request.token_ids)
+    # Each prompt must have exactly one result.
+    prompt_numbers = [group.number for group in answer.groups] + [prompt.number for prompt in answer.unfinished]
+    # With `return_zero_variance` uninformative groups are in `answer.groups`, too.
+    prompt_numbers += set(answer.uninformative).difference(prompt_numbers)
+    prompt_numbers.sort()
+    num_sent = len(request.token_ids)
+    num_expected = num_sent
     # With `carried`, the server adds prompts of earlier batches after the sent prompts.
-    has_all = len(numbers) == sent or (request.carried and len(numbers) > sent)
-    if not has_all or numbers != list(range(len(numbers))):
-        raise ProtocolError(f"{source}: {sent} prompt(s) were sent, but the answer has {numbers}")
+    if request.carried:
+        num_expected = max(num_sent, len(prompt_numbers))
+    if prompt_numbers != list(range(num_expected)):
+        raise ProtocolError(f"{source}: {num_sent} prompt(s) were sent, but the answer has {prompt_numbers}")
 
     groups = [build_group(group, request, tokens_in_payload, answer.survivors) for group in answer.groups]
     return Batch(
@@ -127,23 +130,22 @@ def read_batch(request: RolloutsRequest, response: httpx.Response) -> Batch:
 
 
 def _read_tensors(content: bytes, source: str) -> tuple[bytes, TokenRows]:
-    """Return the JSON and the rows of a safetensors file."""
     try:
-        start = HEADER_LENGTH + int.from_bytes(content[:HEADER_LENGTH], "little")
-        fields: dict[str, Any] = json.loads(content[HEADER_LENGTH:start])
-        data = memoryview(content)[start:]
-        arrays = {name: _array(field, data) for name, field in fields.items() if name != "__metadata__"}
+        data_start = HEADER_LENGTH + int.from_bytes(content[:HEADER_LENGTH], "little")
+        header: dict[str, Any] = json.loads(content[HEADER_LENGTH:data_start])
+        data = memoryview(content)[data_start:]
+        arrays = {name: _read_array(entry, data) for name, entry in header.items() if name != "__metadata__"}
         rows = TokenRows(arrays["offsets"], arrays["token_ids"], arrays.get("logprobs"))
+        # The JSON is a tensor of bytes. It has row numbers in place of lists of tokens.
         return arrays["answer"].tobytes(), rows
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ProtocolError(f"{source}: the answer is not a file of the expected tensors: {exc!r}") from exc
 
 
 # The annotation is a string because Python 3.11 has no `array[Any]`.
-def _array(field: Mapping[str, Any], data: memoryview) -> "array[Any]":
-    """Return a tensor's numbers. `field`: its entry in the header."""
-    begin, end = field["data_offsets"]
-    values = array(TYPES[field["dtype"]])
+def _read_array(header_entry: Mapping[str, Any], data: memoryview) -> "array[Any]":
+    begin, end = header_entry["data_offsets"]
+    values = array(ARRAY_TYPES[header_entry["dtype"]])
     if not 0 <= begin <= end <= len(data):
         raise ValueError(f"a tensor ends at {end} of {len(data)} bytes")
     values.frombytes(data[begin:end])

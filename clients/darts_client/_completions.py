@@ -18,7 +18,7 @@ from ._prompts import Prompts, list_prompts
 _RESERVED = frozenset({"prompt", "n", "stream", "return_token_ids"})
 
 # Without them vLLM's route uses the model's `generation_config`, such as `top_k=20`.
-NEUTRAL: dict[str, object] = {
+NEUTRAL_SAMPLING: dict[str, object] = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
@@ -79,7 +79,8 @@ def completion_request(
 ) -> CompletionRequest:
     """Build one request for all of `prompts`."""
     prompt_list = list_prompts(prompts)
-    if len({type(prompt) for prompt in prompt_list}) > 1:
+    types = {type(prompt) for prompt in prompt_list}
+    if len(types) > 1:
         raise ValueError("one request takes text prompts or token ids, not both")
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
@@ -91,7 +92,7 @@ def completion_request(
         "prompt": prompt_list,
         "n": group_size,
         "return_token_ids": True,
-        **NEUTRAL,
+        **NEUTRAL_SAMPLING,
         **sampling,
     }
     if logprobs:
@@ -118,22 +119,19 @@ def parse_groups(request: CompletionRequest, response: httpx.Response) -> list[G
         ProtocolError: a group does not have exactly the requested number of choices, or a choice is not complete.
     """
     completion = parse_response(_Completion, response)
+    # Plain vLLM sends no such header.
     group_id = response.headers.get("X-Darts-Group-Id") or completion.id
-    choices = _by_prompt(completion.choices, prompts=len(request.prompts), group_size=request.group_size)
-    return [
-        Group(
-            group_id=group_id,
-            prompt_token_ids=_prompt_token_ids(request, number, members),
-            trajectories=tuple(_trajectory(k, choice, request.logprobs) for k, choice in enumerate(members)),
-            number=number,
-        )
-        for number, members in enumerate(choices)
-    ]
+    choices_by_prompt = _split_by_prompt(completion.choices, len(request.prompts), request.group_size)
+    groups = []
+    for number, choices in enumerate(choices_by_prompt):
+        prompt_token_ids = _checked_prompt_tokens(request, number, choices)
+        trajectories = [_build_trajectory(index, choice, request.logprobs) for index, choice in enumerate(choices)]
+        groups.append(Group(group_id, prompt_token_ids, tuple(trajectories), number))
+    return groups
 
 
-def _by_prompt(choices: list[_Choice], *, prompts: int, group_size: int) -> list[list[_Choice]]:
-    """Split the choices by prompt. The server numbers a choice as `index = prompt * group_size + k`."""
-    expected = prompts * group_size
+def _split_by_prompt(choices: list[_Choice], num_prompts: int, group_size: int) -> list[list[_Choice]]:
+    expected = num_prompts * group_size
     if len(choices) != expected:
         raise ProtocolError(f"expected {expected} choices, {group_size} for each prompt, got {len(choices)}")
     by_index: dict[int, _Choice] = {}
@@ -143,15 +141,16 @@ def _by_prompt(choices: list[_Choice], *, prompts: int, group_size: int) -> list
         if choice.index in by_index:
             raise ProtocolError(f"choice {choice.index} appears twice")
         by_index[choice.index] = choice
-    return [[by_index[start + k] for k in range(group_size)] for start in range(0, expected, group_size)]
+    # The index of a choice is `number of its prompt * group_size + index within the group`.
+    ordered = [by_index[index] for index in range(expected)]
+    return [ordered[start : start + group_size] for start in range(0, expected, group_size)]
 
 
-def _prompt_token_ids(request: CompletionRequest, number: int, members: list[_Choice]) -> tuple[int, ...] | None:
-    """Return the tokens of the prompt, if all members answer that prompt."""
+def _checked_prompt_tokens(request: CompletionRequest, number: int, choices: list[_Choice]) -> tuple[int, ...] | None:
     # Only its index links a choice to its prompt. If a prompt had a choice too few, and the next prompt a choice too
     # many, an answer would be in the wrong group. The prompt's tokens reveal that.
-    token_ids = members[0].prompt_token_ids
-    if any(choice.prompt_token_ids != token_ids for choice in members):
+    token_ids = choices[0].prompt_token_ids
+    if any(choice.prompt_token_ids != token_ids for choice in choices):
         raise ProtocolError(f"the choices of prompt {number} answer different prompts")
     prompt = request.prompts[number]
     can_compare = token_ids is not None and not isinstance(prompt, str)
@@ -160,7 +159,7 @@ def _prompt_token_ids(request: CompletionRequest, number: int, members: list[_Ch
     return token_ids
 
 
-def _trajectory(k: int, choice: _Choice, with_logprobs: bool) -> Trajectory:
+def _build_trajectory(index: int, choice: _Choice, with_logprobs: bool) -> Trajectory:
     name = f"choice {choice.index}"
     if choice.finish_reason not in _FINISH_REASONS:
         raise ProtocolError(f"{name} has finish reason {choice.finish_reason!r}, not stop or length")
@@ -173,4 +172,4 @@ def _trajectory(k: int, choice: _Choice, with_logprobs: bool) -> Trajectory:
         logprobs = choice.logprobs.token_logprobs
         if len(logprobs) != len(choice.token_ids):
             raise ProtocolError(f"{name} has {len(choice.token_ids)} tokens but {len(logprobs)} logprobs")
-    return Trajectory(k, choice.text, choice.token_ids, logprobs, _FINISH_REASONS[choice.finish_reason])
+    return Trajectory(index, choice.text, choice.token_ids, logprobs, _FINISH_REASONS[choice.finish_reason])

@@ -93,7 +93,7 @@ class ServerFault(StatusError):
     """The server failed."""
 
 
-_BY_STATUS: dict[int, type[StatusError]] = {
+_CLASS_BY_STATUS: dict[int, type[StatusError]] = {
     400: BadRequest,
     409: BadRequest,
     422: BadRequest,
@@ -132,8 +132,8 @@ def was_never_sent(error: DartsError) -> bool:
 def raise_for_status(response: httpx.Response) -> None:
     if response.is_success:
         return
-    # The header may also be a date.
     seconds = response.headers.get("Retry-After", "")
+    # The header may also be a date, which is ignored.
     retry_after = float(seconds) if seconds.isdecimal() else None
     raise _status_error(response.status_code, _error_object(response), response.reason_phrase, retry_after)
 
@@ -152,17 +152,16 @@ def _status_error(
     retry_after: float | None = None,
 ) -> StatusError:
     """Return the exception. `error`: OpenAI's object, or FastAPI's with a `detail`."""
-    default_kind = ServerFault if status >= 500 else StatusError
-    kind = _BY_STATUS.get(status, default_kind)
+    error_class = _CLASS_BY_STATUS.get(status, ServerFault if status >= 500 else StatusError)
     if error.get("type") == "darts_session_over":
-        kind = SessionOver
-    message = _text(error.get("message")) or _text(error.get("detail")) or default_message
+        error_class = SessionOver
+    message = _to_text(error.get("message")) or _to_text(error.get("detail")) or default_message
     code = error.get("code")
-    return kind(
+    return error_class(
         f"HTTP {status}: {message[:_MAX_MESSAGE_CHARS]}",
         status_code=status,
-        type=_text(error.get("type")),
-        param=_text(error.get("param")),
+        type=_to_text(error.get("type")),
+        param=_to_text(error.get("param")),
         code=code if isinstance(code, str | int) else None,
         retry_after=retry_after,
     )
@@ -174,13 +173,14 @@ def _error_object(response: httpx.Response) -> Mapping[str, object]:
         body = response.json()
     except ValueError:
         return {"message": response.text.strip()}
-    error = body.get("error", body) if isinstance(body, dict) else body
-    if isinstance(error, dict):
-        return error
-    return {"message": error}
+    if isinstance(body, dict):
+        body = body.get("error", body)
+    if isinstance(body, dict):
+        return body
+    return {"message": body}
 
 
-def _text(value: object) -> str | None:
+def _to_text(value: object) -> str | None:
     return None if value is None else str(value)
 
 

@@ -39,6 +39,10 @@ class Row:
     inputs: Sequence[int]
     targets: Sequence[int]
 
+    @property
+    def past_length(self) -> int:
+        return sum(len(part) for part in self.past)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
@@ -60,15 +64,16 @@ class TokenSequence:
     @property
     def num_pending(self) -> int:
         """Number of tokens that can be forwarded now."""
+        # Logits of the last token would score a token that is not known yet.
         return len(self.tokens) - 1 - self.num_forwarded
 
-    def past(self) -> list[KeysValues]:
+    def past_caches(self) -> list[KeysValues]:
         return [] if self.cache is None else [self.cache]
 
     def next_row(self, count: int) -> Row:
-        """Return the row of the next `count` tokens. A prompt's tokens are not scored."""
         end = self.num_forwarded + count
-        return Row(self.past(), self.tokens[self.num_forwarded : end], [])
+        # A prompt's tokens are not scored.
+        return Row(self.past_caches(), self.tokens[self.num_forwarded : end], targets=[])
 
     def add_result(self, result: Result) -> None:
         if self.cache is None:
@@ -86,9 +91,9 @@ class PromptSequence(TokenSequence):
     candidates: "list[CandidateSequence]" = field(default_factory=list)
 
     def drop_cache_if_unused(self) -> None:
-        """Drop the cache, and skip pending tokens, if no candidate can attend to them."""
         if self.is_closed and not any(candidate.may_continue for candidate in self.candidates):
             self.cache = None
+            # No token is pending any more.
             self.num_forwarded = len(self.tokens) - 1
 
 
@@ -112,15 +117,15 @@ class CandidateSequence(TokenSequence):
         """Whether it has, or may get, tokens to forward."""
         return not self.is_finished or self.num_pending > 0
 
-    def past(self) -> list[KeysValues]:
+    def past_caches(self) -> list[KeysValues]:
         # `super()` fails in a dataclass with slots.
-        return [*self.prompt.past(), *TokenSequence.past(self)]
+        return [*self.prompt.past_caches(), *TokenSequence.past_caches(self)]
 
     def next_row(self, count: int) -> Row:
-        """Return the row of the next `count` tokens, which scores the tokens after them."""
         start = self.num_forwarded
         end = start + count
-        return Row(self.past(), self.tokens[start:end], self.tokens[start + 1 : end + 1])
+        # The logits of each token score the token after it.
+        return Row(self.past_caches(), self.tokens[start:end], targets=self.tokens[start + 1 : end + 1])
 
     def add_result(self, result: Result) -> None:
         TokenSequence.add_result(self, result)
@@ -130,7 +135,8 @@ class CandidateSequence(TokenSequence):
         self._drop_cache_if_done()
 
     def finish(self, length: int) -> None:
-        """Finish with the first `length` completion tokens, which follow the prompt's last token."""
+        """Finish with the first `length` completion tokens."""
+        # The first token is the prompt's last.
         del self.tokens[length + 1 :]
         self.num_forwarded = min(self.num_forwarded, length)
         self.is_finished = True
@@ -141,10 +147,11 @@ class CandidateSequence(TokenSequence):
             self.cache = None
             self.prompt.drop_cache_if_unused()
 
-    def concat(self, chunks: list[Tensor]) -> Tensor:
-        """Concatenate log-probs or entropies to [length], without values past the end of a finished candidate."""
+    def concat_values(self, chunks: list[Tensor]) -> Tensor:
+        """Concatenate log-probs or entropies to [length]."""
         if not chunks:
             return torch.empty(0)
+        # Tokens may have been forwarded before the server cut the candidate.
         return torch.cat(chunks)[: self.length]
 
 
@@ -159,9 +166,10 @@ def next_batch(sequences: Iterable[TokenSequence], batch_tokens: int) -> list[tu
     # Most pending tokens first: rows of similar length need little padding, and no sequence falls behind.
     for sequence in sorted(sequences, key=lambda sequence: sequence.num_pending, reverse=True):
         row = sequence.next_row(min(sequence.num_pending, batch_tokens))
-        longest_past = max(longest_past, sum(map(len, row.past)))
+        longest_past = max(longest_past, row.past_length)
         most_inputs = max(most_inputs, len(row.inputs))
-        if batch and (len(batch) + 1) * (longest_past + most_inputs) > batch_tokens:
+        padded_tokens = (len(batch) + 1) * (longest_past + most_inputs)
+        if batch and padded_tokens > batch_tokens:
             break
         batch.append((sequence, row))
     return batch
@@ -193,77 +201,73 @@ def forward(model: Any, rows: Sequence[Row], *, temperature: float, entropy: boo
     # Dropout would be active in training mode.
     if model.training:
         raise ValueError("model: is in training mode; call model.eval() first")
-    cache, lengths = _pad_caches([row.past for row in rows], model.config)
-    counts = [len(row.inputs) for row in rows]
+    past_width = max(row.past_length for row in rows)
+    most_inputs = max(len(row.inputs) for row in rows)
+    cache = _pad_caches(rows, past_width, model.config)
     # Logits take the most memory, and rows without targets do not use them.
     needs_logits = any(row.targets for row in rows)
     logits = model(
-        **_inputs(rows, lengths, model.device),
+        **_model_inputs(rows, model.device),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=max(counts) if needs_logits else 1,
+        logits_to_keep=most_inputs if needs_logits else 1,
     ).logits
-    new = _split_new(cache, max(lengths), counts)
-    return [
-        Result(new[index], *_score(logits[index], row.targets, temperature, entropy)) for index, row in enumerate(rows)
-    ]
-
-
-def _pad_caches(rows: Sequence[Sequence[KeysValues]], config: Any) -> tuple[DynamicCache, list[int]]:
-    """Return a cache with the joined parts of each row, padded with zeros at the end, and the tokens of each row."""
-    cache = DynamicCache(config=config)
-    lengths = [sum(map(len, parts)) for parts in rows]
-    all_parts = [part for parts in rows for part in parts]
-    if all_parts:
-        keys = _stack([[part.keys for part in parts] for parts in rows], all_parts[0].keys, max(lengths))
-        values = _stack([[part.values for part in parts] for parts in rows], all_parts[0].values, max(lengths))
-        for layer in range(len(keys)):
-            cache.update(keys[layer], values[layer], layer)
-    return cache, lengths
-
-
-def _split_new(cache: Any, past_width: int, counts: Sequence[int]) -> list[KeysValues]:
-    """Return the first `counts[row]` tokens of each row after `past_width` positions."""
+    # The model has appended the inputs to the cache, behind the padding.
     keys = torch.stack([layer.keys[:, :, past_width:] for layer in cache.layers])
     values = torch.stack([layer.values[:, :, past_width:] for layer in cache.layers])
-    # Copies let the padded cache be freed.
-    return [
-        KeysValues(keys[:, row, :, :count].clone(), values[:, row, :, :count].clone())
-        for row, count in enumerate(counts)
-    ]
+    results = []
+    for index, row in enumerate(rows):
+        # Copies let the padded cache be freed.
+        row_keys = keys[:, index, :, : len(row.inputs)].clone()
+        row_values = values[:, index, :, : len(row.inputs)].clone()
+        logprobs, entropies = _score(logits[index], row.targets, temperature, entropy)
+        results.append(Result(KeysValues(row_keys, row_values), logprobs, entropies))
+    return results
 
 
-def _stack(rows: Sequence[Sequence[Tensor]], like: Tensor, width: int) -> Tensor:
-    """Return [layers, rows, heads, width, size]: the parts of each row, then zeros. `like`: any part."""
-    layers, heads, _, size = like.shape
-    result = like.new_zeros(layers, len(rows), heads, width, size)
+def _pad_caches(rows: Sequence[Row], width: int, config: Any) -> Any:
+    """Return a cache with the past of each row, padded with zeros at the end to `width` tokens."""
+    cache: Any = DynamicCache(config=config)
+    if width:
+        keys = _stack_padded([[part.keys for part in row.past] for row in rows], width)
+        values = _stack_padded([[part.values for part in row.past] for row in rows], width)
+        for layer in range(len(keys)):
+            cache.update(keys[layer], values[layer], layer)
+    return cache
+
+
+def _stack_padded(rows: Sequence[Sequence[Tensor]], width: int) -> Tensor:
+    """Return [layers, rows, heads, width, size]: the parts of each row, then zeros."""
+    any_part = next(part for parts in rows for part in parts)
+    layers, heads, _, size = any_part.shape
+    stacked = any_part.new_zeros(layers, len(rows), heads, width, size)
     for row, parts in enumerate(rows):
         start = 0
         for part in parts:
             end = start + part.shape[2]
-            result[:, row, :, start:end] = part
+            stacked[:, row, :, start:end] = part
             start = end
-    return result
+    return stacked
 
 
-def _inputs(rows: Sequence[Row], lengths: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return the model's arguments: ids and positions [rows, most inputs], mask [rows, longest past + most inputs]."""
-    counts = torch.tensor([len(row.inputs) for row in rows])
-    past = torch.tensor(lengths)
-    offsets = torch.arange(int(counts.max())).expand(len(rows), -1)
+def _model_inputs(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:
+    """Return ids and positions [rows, most inputs], and the mask [rows, longest past + most inputs]."""
+    num_inputs = torch.tensor([len(row.inputs) for row in rows])[:, None]
+    past_lengths = torch.tensor([row.past_length for row in rows])[:, None]
+    offsets = torch.arange(int(num_inputs.max())).expand(len(rows), -1)
     ids = torch.zeros(offsets.shape, dtype=torch.long)
     for index, row in enumerate(rows):
         ids[index, : len(row.inputs)] = torch.tensor(row.inputs)
     # Padding repeats the last position, because a higher position may be beyond the model's limit.
-    positions = past[:, None] + offsets.minimum(counts[:, None] - 1)
+    positions = past_lengths + offsets.minimum(num_inputs - 1)
     # The padding of a row's past lies before its inputs.
-    cached = torch.arange(int(past.max())) < past[:, None]
-    mask = torch.cat([cached, offsets < counts[:, None]], dim=1).long()
+    is_cached = torch.arange(int(past_lengths.max())) < past_lengths
+    is_input = offsets < num_inputs
+    mask = torch.cat([is_cached, is_input], dim=1).long()
     return {"input_ids": ids.to(device), "position_ids": positions.to(device), "attention_mask": mask.to(device)}
 
 
 def _score(logits: Tensor, targets: Sequence[int], temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the targets' log-probs, and entropies if requested."""
     # Float32 scores over the vocabulary exist for one row at a time.
     scores = (logits[: len(targets)].float() / temperature).log_softmax(dim=-1)
     target_ids = torch.tensor(targets, dtype=torch.long, device=logits.device)

@@ -21,13 +21,13 @@ class WireModel(BaseModel):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def parse(model: type[ModelT], content: str | bytes, source: str, rows: Any = None) -> ModelT:
+def parse(model: type[ModelT], content: str | bytes, source: str, token_rows: Any = None) -> ModelT:
     """Parse JSON. Raise ProtocolError, with `source` and the field in its message, if it does not fit the model.
 
-    `rows` are the `TokenRows` of an answer that has row numbers in place of lists of tokens and log-probs.
+    `token_rows`: `TokenRows` of an answer that has row numbers in place of lists of tokens and log-probs.
     """
     try:
-        return model.model_validate_json(content, context=rows)
+        return model.model_validate_json(content, context=token_rows)
     except ValidationError as exc:
         first = exc.errors(include_url=False, include_input=False)[0]
         field_path = ".".join(str(part) for part in first["loc"]) or "body"
@@ -38,16 +38,17 @@ def parse_response(model: type[ModelT], response: httpx.Response) -> ModelT:
     return parse(model, response.content, response.url.path)
 
 
-def _list_or_row(name: str) -> WrapValidator:
-    """Return a validator that reads a list, or calls the method `name` of `TokenRows` with a row number."""
+def _list_or_row(read_row: str) -> WrapValidator:
+    """Return a validator that reads a list, or a row by the method `read_row` of `TokenRows`."""
 
-    def read(value: Any, handler: Callable[[Any], Any], info: ValidationInfo) -> Any:
-        if info.context is not None:
-            return getattr(info.context, name)(value)
+    def read(value: Any, validate: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        token_rows = info.context
+        if token_rows is not None:
+            return getattr(token_rows, read_row)(value)
         # A strict validator does not accept the parsed list as a tuple.
         if isinstance(value, list):
             value = tuple(value)
-        return handler(value)
+        return validate(value)
 
     return WrapValidator(read)
 

@@ -40,7 +40,8 @@ class ProgressBar:
         """Count the group that the event completes, if any."""
         if not isinstance(event, GroupEvent):
             return
-        self._tokens += sum(event.group.lengths) + sum(d.length for d in event.group.discarded)
+        self._tokens += sum(event.group.lengths)
+        self._tokens += sum(candidate.length for candidate in event.group.discarded)
         seconds = self._progress.tasks[self._task].elapsed or 0
         speed = f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""
         self._progress.update(self._task, advance=1, tokens=speed)

@@ -55,26 +55,26 @@ def list_prompts(prompts: Prompts) -> list[str | list[int]]:
     >>> list_prompts(["a", "b"])
     ['a', 'b']
     """
-    return [prompt if isinstance(prompt, str) else as_token_ids(prompt) for prompt in _as_list(prompts)]
+    return [prompt if isinstance(prompt, str) else as_token_ids(prompt) for prompt in _as_prompt_list(prompts)]
 
 
 def list_rollout_prompts(prompts: RolloutPrompts) -> list[dict[str, Any]]:
     """Return the JSON of prompts for `/darts/v1/rollouts`."""
-    return [prompt_body(prompt) for prompt in _as_list(prompts)]
+    return [prompt_body(prompt) for prompt in _as_prompt_list(prompts)]
 
 
 def iterate_prompts(prompts: Any) -> Iterator[Any]:
     """Iterate over one prompt, several prompts, or the prompts of an iterator."""
     if isinstance(prompts, Iterator):
         return prompts
-    return iter(_as_list(prompts))
+    return iter(_as_prompt_list(prompts))
 
 
 def prompt_body(prompt: Any) -> dict[str, Any]:
     """Return the JSON of a prompt in any form."""
     if isinstance(prompt, PromptSpec):
-        others = {field.name: getattr(prompt, field.name) for field in fields(prompt) if field.name != "prompt"}
-        return prompt_body(prompt.prompt) | drop_none(others)
+        options = {field.name: getattr(prompt, field.name) for field in fields(prompt) if field.name != "prompt"}
+        return prompt_body(prompt.prompt) | drop_none(options)
     if isinstance(prompt, str):
         return {"text": prompt}
     if len(prompt) and isinstance(prompt[0], Mapping):
@@ -83,7 +83,6 @@ def prompt_body(prompt: Any) -> dict[str, Any]:
 
 
 def as_token_ids(tokens: Any) -> list[int]:
-    """Convert to plain integers; raise TypeError for anything else."""
     # `index` accepts numpy's integers, which JSON does not, and rejects floats that look like token ids.
     return [operator.index(token) for token in tokens]
 
@@ -92,7 +91,7 @@ def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _as_list(prompts: Any) -> list[Any]:
+def _as_prompt_list(prompts: Any) -> list[Any]:
     """Return a list, also for a single prompt."""
     if isinstance(prompts, str | PromptSpec):
         return [prompts]

@@ -17,7 +17,7 @@ MAX_DELAY = 10.0
 # If a server asks for a longer pause, the caller should decide.
 MAX_RETRY_AFTER = 60.0
 # A gateway lost its server. The request may have been served, so only an idempotent request is sent again.
-_GATEWAY = frozenset({502, 504})
+_GATEWAY_STATUSES = frozenset({502, 504})
 
 # The route only reads the engine's state, so a later answer means that the server is not well.
 HEALTH_TIMEOUT = 10.0
@@ -82,9 +82,9 @@ class TransportOptions:
 
     def stream_timeout(self, limit: "TimeLimit") -> httpx.Timeout:
         """Return httpx's timeouts for a stream."""
-        connect = limit.bound(self.connect_timeout)
+        connect = limit.shorten(self.connect_timeout)
         # The server sends comments while it generates, so a silent stream is a lost connection.
-        read = limit.bound(self.idle_timeout)
+        read = limit.shorten(self.idle_timeout)
         return httpx.Timeout(self.timeout, connect=connect, read=read)
 
 
@@ -93,7 +93,6 @@ class RetrySchedule:
 
     Args:
         idempotent: whether the request may be served twice.
-        retry_timeouts: whether a timeout means a lost connection, and not a slow answer.
         random: returns numbers in [0, 1) for the jitter.
     """
 
@@ -105,8 +104,8 @@ class RetrySchedule:
         retry_timeouts: bool = False,
         random: Callable[[], float] = random.random,
     ) -> None:
-        self._retries_left = retries
-        self._delay = FIRST_DELAY
+        self._remaining_retries = retries
+        self._next_delay = FIRST_DELAY
         self._idempotent = idempotent
         self._retry_timeouts = retry_timeouts
         self._random = random
@@ -117,13 +116,13 @@ class RetrySchedule:
         Raises:
             DartsError: `error` itself, if another try is not safe or cannot help, or no retry is left.
         """
-        if self._retries_left <= 0 or not self._is_retryable(error):
+        if self._remaining_retries <= 0 or not self._is_retryable(error):
             raise error
-        self._retries_left -= 1
+        self._remaining_retries -= 1
 
-        # Jitter spreads clients that failed at the same moment.
-        delay = self._delay * (1 + self._random()) / 2
-        self._delay = min(2 * self._delay, MAX_DELAY)
+        # Jitter of up to half the delay spreads clients that failed at the same moment.
+        delay = self._next_delay * (1 + self._random()) / 2
+        self._next_delay = min(2 * self._next_delay, MAX_DELAY)
         if isinstance(error, StatusError) and error.retry_after is not None:
             return max(delay, error.retry_after)
         return delay
@@ -133,10 +132,11 @@ class RetrySchedule:
             case Overloaded():
                 return error.retry_after is not None and error.retry_after <= MAX_RETRY_AFTER
             case StatusError():
-                return self._idempotent and error.status_code in _GATEWAY
+                return self._idempotent and error.status_code in _GATEWAY_STATUSES
             case ConnectionFailed():
                 return self._idempotent or was_never_sent(error)
             case TimedOut():
+                # Unless the timeout means a lost connection, the server is slow, and a retry would take as long.
                 return (self._idempotent and self._retry_timeouts) or was_never_sent(error)
             case _:
                 return False
@@ -150,12 +150,13 @@ class TimeLimit:
         self._clock = clock
         self._end = None if seconds is None else clock() + seconds
 
-    def bound(self, seconds: float) -> float:
-        """Shorten a timeout to the time that is left, but to no less than a millisecond."""
+    def shorten(self, seconds: float) -> float:
+        """Shorten a timeout to the remaining time."""
         if self._end is None:
             return seconds
-        time_left = max(self._end - self._clock(), 0.001)
-        return min(seconds, time_left)
+        # httpx needs a positive timeout.
+        remaining = max(self._end - self._clock(), 0.001)
+        return min(seconds, remaining)
 
     @property
     def is_over(self) -> bool:

@@ -88,7 +88,7 @@ def as_rewards(rewarded: Rewarded, values: Values | None = None) -> list[Reward]
     if isinstance(rewarded, Group):
         return _rewards_of_groups([rewarded], None if values is None else [values])
     if isinstance(rewarded, Mapping):
-        rewards = [_reward_of_key(key, float(value)) for key, value in rewarded.items()]
+        rewards = [_reward_by_name(name, float(value)) for name, value in rewarded.items()]
     else:
         items: list[Any] = list(rewarded)
         if items and all(isinstance(item, Group) for item in items):
@@ -104,16 +104,19 @@ def as_rewards(rewarded: Rewarded, values: Values | None = None) -> list[Reward]
 def values_by_group(groups: Sequence[Group], values: Any) -> list[list[float]]:
     """Return a list of floats for each group. Raise ValueError unless each trajectory has a finite value."""
     if values is None or len(values) != len(groups):
-        raise ValueError(f"{len(groups)} group(s) need as many lists of rewards, got {values and len(values)}")
-    rows = [[float(value) for value in row] for row in values]
-    for index, (group, row) in enumerate(zip(groups, rows, strict=True)):
-        if len(row) != len(group.trajectories):
-            raise ValueError(f"group {index} has {len(group.trajectories)} trajectories but {len(row)} rewards")
-        for place, value in enumerate(row):
+        count = None if values is None else len(values)
+        raise ValueError(f"{len(groups)} group(s) need as many lists of rewards, got {count}")
+    checked = [[float(value) for value in group_values] for group_values in values]
+    for index, (group, group_values) in enumerate(zip(groups, checked, strict=True)):
+        if len(group_values) != len(group.trajectories):
+            raise ValueError(
+                f"group {index} has {len(group.trajectories)} trajectories but {len(group_values)} rewards"
+            )
+        for place, value in enumerate(group_values):
             # One NaN would make the loss of the whole batch NaN.
             if not math.isfinite(value):
                 raise ValueError(f"trajectory {place} of group {index} has the reward {value}; leave the group out")
-    return rows
+    return checked
 
 
 def split_rewards(
@@ -154,19 +157,19 @@ def to_rows(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | None =
             "group_id": group.group_id,
             "number": group.number,
             "prompt_key": group.prompt_key,
-            "metadata": _copy(dict[str, Any], group.metadata),
-            "prompt_token_ids": _copy(list[int], group.prompt_token_ids),
+            "metadata": _convert_or_none(dict[str, Any], group.metadata),
+            "prompt_token_ids": _convert_or_none(list[int], group.prompt_token_ids),
             "trajectory_id": trajectory.trajectory_id,
             "token_ids": list(trajectory.token_ids),
-            "logprobs": _copy(list[float], trajectory.logprobs),
+            "logprobs": _convert_or_none(list[float], trajectory.logprobs),
             "text": trajectory.text,
             "finish_reason": trajectory.finish_reason,
             "cut": trajectory.cut,
             "weight_version": trajectory.weight_version_end,
             "reward": value,
         }
-        for group, row in zip(groups, values, strict=True)
-        for trajectory, value in zip(group.trajectories, row, strict=True)
+        for group, group_values in zip(groups, values, strict=True)
+        for trajectory, value in zip(group.trajectories, group_values, strict=True)
     ]
 
 
@@ -179,8 +182,8 @@ def to_dataset(groups: Sequence[Group], rewards: Sequence[Sequence[float]] | Non
     return Dataset.from_list(to_rows(groups, rewards))
 
 
-def _copy(kind: Callable[[Any], T], values: object) -> T | None:
-    return None if values is None else kind(values)
+def _convert_or_none(convert: Callable[[Any], T], value: object) -> T | None:
+    return None if value is None else convert(value)
 
 
 def _reward_body(reward: Reward) -> dict[str, Any]:
@@ -197,19 +200,20 @@ def _reward_body(reward: Reward) -> dict[str, Any]:
 
 def _rewards_of_groups(groups: Sequence[Group], values: Any) -> list[Reward]:
     return [
-        _reward_of(trajectory, value, group.prompt_token_ids)
-        for group, row in zip(groups, values_by_group(groups, values), strict=True)
-        for trajectory, value in zip(group.trajectories, row, strict=True)
+        _reward_of_trajectory(trajectory, value, group.prompt_token_ids)
+        for group, group_values in zip(groups, values_by_group(groups, values), strict=True)
+        for trajectory, value in zip(group.trajectories, group_values, strict=True)
     ]
 
 
-def _reward_of_key(key: Trajectory | str, value: float) -> Reward:
-    if isinstance(key, str):
-        return Reward(trajectory_id=key, reward=value)
-    return _reward_of(key, value, None)
+def _reward_by_name(name: Trajectory | str, value: float) -> Reward:
+    if isinstance(name, str):
+        return Reward(trajectory_id=name, reward=value)
+    return _reward_of_trajectory(name, value, None)
 
 
-def _reward_of(trajectory: Trajectory, value: float, prompt_token_ids: Sequence[int] | None) -> Reward:
+def _reward_of_trajectory(trajectory: Trajectory, value: float, prompt_token_ids: Sequence[int] | None) -> Reward:
+    # Plain vLLM's trajectories have no id, and the server finds its own by their tokens.
     if trajectory.trajectory_id is not None:
         return Reward(trajectory_id=trajectory.trajectory_id, reward=value)
     if prompt_token_ids is None:

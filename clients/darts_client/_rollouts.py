@@ -20,7 +20,7 @@ Tokens = tuple[tuple[int, ...], tuple[float, ...] | None]
 """Token ids and their log-probs."""
 
 
-OPTIONS = frozenset(
+BATCH_OPTIONS = frozenset(
     {
         "budget",
         "survivors",
@@ -120,13 +120,14 @@ def rollouts_request(
     logprobs: bool = True,
     durable: bool = True,
     idempotency_key: str | None = None,
-    **others: Any,
+    **options_and_sampling: Any,
 ) -> RolloutsRequest:
-    """Build the request from the arguments of `Client.rollouts`. `others`: `OPTIONS` and sampling parameters."""
+    """Build the request from the arguments of `Client.rollouts`."""
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
     if idempotency_key is not None and not durable:
         raise ValueError("idempotency_key makes a batch durable; leave durable=False out")
+    # The server keeps a batch with a key if its connection is lost.
     if durable and not idempotency_key:
         idempotency_key = uuid4().hex
 
@@ -140,10 +141,11 @@ def rollouts_request(
         "carried": carried or None,
         "return_zero_variance": return_zero_variance or None,
     }
-    own_sampling = {"temperature": temperature, "seed": seed, "logprobs": logprobs or None}
-    sampling = {"max_tokens": max_tokens} | drop_none(own_sampling)
-    for name, value in others.items():
-        if name in OPTIONS:
+    # `max_tokens` is sent even if it is None, which allows all tokens of the model's length.
+    sampling: dict[str, Any] = {"max_tokens": max_tokens}
+    sampling |= drop_none({"temperature": temperature, "seed": seed, "logprobs": logprobs or None})
+    for name, value in options_and_sampling.items():
+        if name in BATCH_OPTIONS:
             options[name] = value
         else:
             sampling[name] = value
@@ -163,7 +165,6 @@ def rollouts_request(
 
 
 def tokens_in_payload(payload: TrajectoryPayload) -> Tokens:
-    """Return the tokens that the payload itself contains."""
     if payload.token_ids is None:
         raise ProtocolError(f"trajectory {payload.trajectory_id} has no token_ids")
     return payload.token_ids, payload.logprobs
@@ -172,43 +173,42 @@ def tokens_in_payload(payload: TrajectoryPayload) -> Tokens:
 def build_group(
     payload: GroupPayload,
     request: RolloutsRequest,
-    tokens: Callable[[TrajectoryPayload], Tokens],
-    survivors: bool = False,
+    tokens_of: Callable[[TrajectoryPayload], Tokens],
+    returns_survivors: bool,
 ) -> Group:
     """Build a group with exactly `group_size` trajectories, or with an error and none.
 
     Args:
-        tokens: returns the tokens of a trajectory.
-        survivors: whether the group has all unpruned trajectories, at least one, instead of `group_size`.
+        returns_survivors: whether the group has all unpruned trajectories, at least one, instead of `group_size`.
 
     Raises:
         ProtocolError: the group has another number of trajectories, or a trajectory is not complete.
     """
-    expected = 0 if payload.error is not None else request.group_size
-    found = len(payload.trajectories)
-    may_differ = survivors and payload.error is None and found > 0
-    if found != expected and not may_differ:
-        raise ProtocolError(f"group {payload.number} has {found} trajectories, not {expected}")
+    expected_size = 0 if payload.error is not None else request.group_size
+    size = len(payload.trajectories)
+    may_differ = returns_survivors and payload.error is None and size > 0
+    if size != expected_size and not may_differ:
+        raise ProtocolError(f"group {payload.number} has {size} trajectories, not {expected_size}")
 
     prompt_token_ids = None
     # Prompts that the server has kept are numbered after the request's prompts.
     if payload.number < len(request.token_ids):
         prompt_token_ids = request.token_ids[payload.number]
-    copied = {name: getattr(payload, name) for name in _COPIED_TO_GROUP}
+    trajectories = [
+        _build_trajectory(index, trajectory, tokens_of(trajectory), request.logprobs)
+        for index, trajectory in enumerate(payload.trajectories)
+    ]
+    copied_fields = {name: getattr(payload, name) for name in _COPIED_TO_GROUP}
     return Group(
-        **copied,
+        **copied_fields,
         prompt_token_ids=prompt_token_ids,
-        trajectories=tuple(
-            _trajectory(index, trajectory, tokens(trajectory), request.logprobs)
-            for index, trajectory in enumerate(payload.trajectories)
-        ),
+        trajectories=tuple(trajectories),
         error=None if payload.error is None else error_from_object(payload.error),
         aborted=payload.aborted or (),
     )
 
 
-def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_logprobs: bool) -> Trajectory:
-    """Build a trajectory. Raise ProtocolError unless it is complete."""
+def _build_trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_logprobs: bool) -> Trajectory:
     token_ids, logprobs = tokens
     name = f"trajectory {payload.trajectory_id}"
     if len(token_ids) != payload.length:
@@ -218,14 +218,18 @@ def _trajectory(index: int, payload: TrajectoryPayload, tokens: Tokens, with_log
     elif logprobs is None or len(logprobs) != payload.length:
         count = "no" if logprobs is None else len(logprobs)
         raise ProtocolError(f"{name} has {payload.length} tokens but {count} logprobs")
-    copied = {name: getattr(payload, name) for name in _COPIED_TO_TRAJECTORY}
-    return Trajectory(index=index, token_ids=token_ids, logprobs=logprobs, **copied)
+    copied_fields = {name: getattr(payload, name) for name in _COPIED_TO_TRAJECTORY}
+    return Trajectory(index=index, token_ids=token_ids, logprobs=logprobs, **copied_fields)
 
 
-def _copied_fields(payload: type[WireModel], made: type[Group | Trajectory], *without: str) -> list[str]:
-    """Return the names of the fields that are copied from the payload."""
-    return [field.name for field in fields(made) if field.name in payload.model_fields and field.name not in without]
+def _find_copied_fields(
+    payload_class: type[WireModel],
+    result_class: type[Group | Trajectory],
+    converted_fields: set[str],
+) -> list[str]:
+    names = [field.name for field in fields(result_class)]
+    return [name for name in names if name in payload_class.model_fields and name not in converted_fields]
 
 
-_COPIED_TO_GROUP = _copied_fields(GroupPayload, Group, "trajectories", "error", "aborted")
-_COPIED_TO_TRAJECTORY = _copied_fields(TrajectoryPayload, Trajectory, "token_ids", "logprobs")
+_COPIED_TO_GROUP = _find_copied_fields(GroupPayload, Group, {"trajectories", "error", "aborted"})
+_COPIED_TO_TRAJECTORY = _find_copied_fields(TrajectoryPayload, Trajectory, {"token_ids", "logprobs"})

@@ -24,14 +24,14 @@ SessionsApi = SessionRequests
 logger = logging.getLogger(__name__)
 
 # Seconds of a long poll. Some proxies close a connection after 30 silent seconds.
-WAIT = 20.0
+EVENTS_WAIT = 20.0
 # Seconds to delete a group. Silent sessions end half an hour later.
 DELETE_TIMEOUT = 30.0
 # Seconds after the group's end to close environments.
 CLEANUP_TIMEOUT = 60.0
 
-# Reading them takes 80 ms, and each session has a client.
-certificates = cache(httpx.create_ssl_context)
+# Reading root certificates takes 80 ms, and each session has a client.
+cached_ssl_context = cache(httpx.create_ssl_context)
 
 
 class RunningSession:
@@ -58,8 +58,8 @@ class RunningSession:
 
         options.setdefault("max_retries", 0)
         if "http_client" not in options:
-            hooks = {"response": [self._hold]}
-            options["http_client"] = DefaultAsyncHttpxClient(verify=certificates(), event_hooks=hooks)
+            hooks = {"response": [self._wait_if_stopped]}
+            options["http_client"] = DefaultAsyncHttpxClient(verify=cached_ssl_context(), event_hooks=hooks)
         client = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
         self.clients.append(client)
         return client
@@ -76,9 +76,10 @@ class RunningSession:
                 headers=self.headers,
             )
         except SessionOver:
+            # The event of the end cancels the agent's task, which is better than an error in the agent.
             await self.over.wait()
             raise
-        await self._hold(response)
+        await self._wait_if_stopped(response)
         return response.json()
 
     async def end(
@@ -97,6 +98,7 @@ class RunningSession:
             usable: False if a tool failed. Another session takes the place.
             finish_reason: "length" if the agent reached its own limit.
         """
+        # Set before the request, so that the event of the end does not cancel the agent.
         self.is_ended = True
         try:
             return await self._requests.end(
@@ -119,8 +121,8 @@ class RunningSession:
         """Wait until the session is over."""
         await self.over.wait()
 
-    async def _hold(self, response: Any) -> None:
-        """Hold the answer to a stopped session until its event cancels the agent."""
+    async def _wait_if_stopped(self, response: Any) -> None:
+        # The agent must not go on with this answer. The event of the stop cancels its task.
         if response.status_code == 410 or "state=over" in response.headers.get("X-Darts-Session", ""):
             await self.over.wait()
 
@@ -137,39 +139,41 @@ class SessionGroup:
         self._options = options
         self._sessions: dict[str, RunningSession] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Sessions for the loop, then None.
-        self._new: asyncio.Queue[RunningSession | None] = asyncio.Queue()
-        self._outcome: SessionEvent | None = None
+        # New sessions for the loop, and None at the end of the group.
+        self._started_sessions: asyncio.Queue[RunningSession | None] = asyncio.Queue()
+        self._end_event: SessionEvent | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
-        self.id = (await self._requests.create(**self._options)).group_id
-        self._watcher = asyncio.create_task(self._watch(), name=f"darts-{self.id}")
+        created = await self._requests.create(**self._options)
+        self.id = created.group_id
+        self._watcher = asyncio.create_task(self._follow_events(), name=f"darts-{self.id}")
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        # Without an outcome, the block was left early.
-        outcome = self._outcome if kind is None else None
+    async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        # If the block was left early, nothing is awaited and no error hides the caller's error.
+        end_event = self._end_event if exc_type is None else None
         try:
-            if outcome is not None and self._tasks:
+            if end_event is not None and self._tasks:
                 await asyncio.wait(self._tasks.values(), timeout=CLEANUP_TIMEOUT)
         finally:
             await self._close()
-        if outcome is None:
+        if end_event is None:
             return
-        if outcome.type != "completed":
-            raise GroupFailed(f"group of sessions {self.id}: {outcome.type}: {outcome.reason}")
+        if end_event.type != "completed":
+            raise GroupFailed(f"group of sessions {self.id}: {end_event.type}: {end_event.reason}")
         self.trajectories = await self._requests.trajectories(self.id)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> RunningSession:
-        while (session := await self._new.get()) is not None:
+        while (session := await self._started_sessions.get()) is not None:
             if not session.over.is_set():
                 return session
-        self._new.put_nowait(None)
-        # Raise the watcher's error, if any.
+        # Further calls end, too.
+        self._started_sessions.put_nowait(None)
+        # The error of the watcher, if any, is raised here.
         await self._watcher
         raise StopAsyncIteration
 
@@ -181,7 +185,7 @@ class SessionGroup:
         if self._is_closed or session.id in self._tasks:
             agent.close()
             raise RuntimeError(f"session {session.id} has an agent already, or the block of its group has ended")
-        task = asyncio.create_task(self._run(session, agent), name=f"darts-{session.id}")
+        task = asyncio.create_task(self._run_agent(session, agent), name=f"darts-{session.id}")
         # A task that is cancelled before its first step never awaits the agent.
         task.add_done_callback(lambda _: agent.close())
         self._tasks[session.id] = task
@@ -201,26 +205,27 @@ class SessionGroup:
             for row in trajectory.rows
         ]
 
-    async def _watch(self) -> None:
+    async def _follow_events(self) -> None:
         try:
-            count = 0
-            while self._outcome is None:
-                answer = await self._requests.events(self.id, after=count, wait=WAIT)
-                count = answer.next
+            num_read = 0
+            while self._end_event is None:
+                answer = await self._requests.events(self.id, after=num_read, wait=EVENTS_WAIT)
+                num_read = answer.next
                 for event in answer.events:
-                    self._handle(event)
+                    self._apply_event(event)
         finally:
-            self._new.put_nowait(None)
+            # Without events nothing may wait: neither the loop over sessions, nor an agent for its cancellation.
+            self._started_sessions.put_nowait(None)
             for session in self._sessions.values():
                 session.over.set()
 
-    def _handle(self, event: SessionEvent) -> None:
+    def _apply_event(self, event: SessionEvent) -> None:
         if event.start is not None:
             session = RunningSession(self._requests, event.start)
             self._sessions[session.id] = session
-            self._new.put_nowait(session)
+            self._started_sessions.put_nowait(session)
         elif event.type in ("completed", "failed", "cancelled"):
-            self._outcome = event
+            self._end_event = event
         elif event.type in ("stopped", "ended"):
             session = self._sessions[event.session or ""]
             session.over.set()
@@ -229,44 +234,38 @@ class SessionGroup:
             if session.id in self._tasks and not is_finished:
                 self._tasks[session.id].cancel()
 
-    async def _run(self, session: RunningSession, agent: Coroutine[Any, Any, object]) -> None:
+    async def _run_agent(self, session: RunningSession, agent: Coroutine[Any, Any, object]) -> None:
         result: object = None
         error: BaseException | None = None
         try:
             result = await agent
         except (Exception, asyncio.CancelledError) as exc:
             is_stopped = session.over.is_set() and not session.is_ended
+            # The server's stop, or the end of the block, is no fault of the agent.
             if self._is_closed or is_stopped:
                 raise
             error = exc
         is_failed = error is not None
         if not (session.is_ended or self._is_closed):
-            reward = None
-            # A tensor with a single number is a reward, too.
-            if isinstance(result, SupportsFloat):
-                with suppress(TypeError, ValueError, OverflowError, RuntimeError):
-                    reward = float(result)
-                if reward is None or not isfinite(reward):
-                    logger.warning("session %s gets no reward: its agent returned %r", session.id, result)
-                    reward = None
+            reward = _reward_of_result(result, session.id)
             try:
                 state = await session.end(reward=reward, usable=not is_failed)
             except DartsError as exc:
                 logger.warning("session %s could not be ended: %s", session.id, exc)
                 return
-            # The server may have stopped the session, and then refused a turn.
+            # The server may have stopped the session, and then refused a turn, which is no fault of the agent.
             is_failed = state.end == "failed"
         if is_failed:
             logger.warning("the agent of session %s failed", session.id, exc_info=error)
 
     async def _close(self) -> None:
-        """Cancel all tasks, and delete the group if it runs."""
         self._is_closed = True
         tasks = [self._watcher, *self._tasks.values()]
         for task in tasks:
             task.cancel()
         try:
-            if self._outcome is None:
+            # Without its last event the group still runs on the server.
+            if self._end_event is None:
                 with suppress(DartsError), async_shield(DELETE_TIMEOUT):
                     await self._requests.delete(self.id)
         finally:
@@ -274,6 +273,18 @@ class SessionGroup:
             for session in self._sessions.values():
                 for client in session.clients:
                     await client.close()
+
+
+def _reward_of_result(result: object, session_id: str) -> float | None:
+    # A tensor with a single number is a reward, too. Tensors of several numbers raise an error.
+    if not isinstance(result, SupportsFloat):
+        return None
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        reward = float(result)
+        if isfinite(reward):
+            return reward
+    logger.warning("session %s gets no reward: its agent returned %r", session_id, result)
+    return None
 
 
 class AsyncSessionsApi(AsyncSessionRequests):

@@ -3,8 +3,9 @@
 The server numbers the events. A new connection continues after the last event that was received.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from httpx_sse import ServerSentEvent
@@ -84,11 +85,11 @@ class CandidateAssembly:
     def __init__(self, with_logprobs: bool) -> None:
         self._with_logprobs = with_logprobs
         self._groups: dict[int, dict[str, _Candidate]] = {}
-        self._closed: set[int] = set()
+        self._closed_groups: set[int] = set()
 
     def append(self, delta: Delta) -> Delta:
         """Append a delta, and return it. Raise ProtocolError unless it starts where the previous delta ended."""
-        candidate = self._open_candidate(delta.number, delta.trajectory_id)
+        candidate = self._get_or_add_candidate(delta.number, delta.trajectory_id)
         received = len(candidate.token_ids)
         if delta.start != received:
             raise ProtocolError(f"a delta of {delta.trajectory_id} starts at {delta.start}, not at {received}")
@@ -100,44 +101,44 @@ class CandidateAssembly:
         return delta
 
     def select(self, end: TrajectoryEnd) -> TrajectoryEvent:
-        candidate = self._open_candidate(end.number, end.trajectory_id)
+        candidate = self._get_or_add_candidate(end.number, end.trajectory_id)
         received = len(candidate.token_ids)
         # Deltas may go beyond the length at which the server cuts a candidate.
-        if end.length > received or (end.length < received and not end.cut):
+        has_all_tokens = end.length == received or (end.cut and end.length < received)
+        if not has_all_tokens:
             raise ProtocolError(f"trajectory {end.trajectory_id} has {received} tokens, but its length is {end.length}")
         candidate.is_finished = True
         candidate.selected_length = end.length
-        token_ids, logprobs = self._tokens(candidate)
+        token_ids, logprobs = self._received_tokens(candidate)
         return TrajectoryEvent(token_ids=token_ids, logprobs=logprobs, **end.model_dump(exclude={"length"}))
 
     def discard(self, discard: Discard) -> Discard:
-        candidate = self._open_candidate(discard.number, discard.trajectory_id)
+        candidate = self._get_or_add_candidate(discard.number, discard.trajectory_id)
         candidate.is_finished = True
+        # The candidate itself stays until its group is complete, so that a later event is refused.
         candidate.token_ids.clear()
         candidate.logprobs.clear()
         return discard
 
-    def tokens(self, number: int, trajectory: TrajectoryPayload) -> Tokens:
-        """Return the tokens of a trajectory in a `group` event."""
+    def selected_tokens(self, number: int, trajectory: TrajectoryPayload) -> Tokens:
         candidate = self._groups.get(number, {}).get(trajectory.trajectory_id)
         if candidate is None or candidate.selected_length is None:
             raise ProtocolError(f"trajectory {trajectory.trajectory_id} is in its group but was not streamed")
-        return self._tokens(candidate)
+        return self._received_tokens(candidate)
 
-    def close(self, number: int) -> None:
-        """Drop the candidates of a complete group. Raise ProtocolError if a candidate has not finished."""
+    def close_group(self, number: int) -> None:
         for trajectory_id, candidate in self._groups.pop(number, {}).items():
             if not candidate.is_finished:
                 raise ProtocolError(f"group {number} is complete, but {trajectory_id} has not finished")
-        self._closed.add(number)
+        self._closed_groups.add(number)
 
-    def _open_candidate(self, number: int, trajectory_id: str) -> _Candidate:
+    def _get_or_add_candidate(self, number: int, trajectory_id: str) -> _Candidate:
         candidate = self._groups.setdefault(number, {}).setdefault(trajectory_id, _Candidate())
-        if candidate.is_finished or number in self._closed:
+        if candidate.is_finished or number in self._closed_groups:
             raise ProtocolError(f"an event of {trajectory_id} came after its end")
         return candidate
 
-    def _tokens(self, candidate: _Candidate) -> Tokens:
+    def _received_tokens(self, candidate: _Candidate) -> Tokens:
         length = candidate.selected_length
         token_ids = tuple(candidate.token_ids[:length])
         if self._with_logprobs:
@@ -166,9 +167,9 @@ class BatchReader:
         self._may_be_running = False
         self._retries = retries
         self._schedule = self._new_schedule()
-        self._last_event = 0
-        self._survivors = False
-        self._finished: set[int] = set()
+        self._last_event_number = 0
+        self._returns_survivors = False
+        self._finished_groups: set[int] = set()
         self._assembly = CandidateAssembly(request.logprobs)
 
     def next_request(self) -> tuple[str, str, Mapping[str, Any]]:
@@ -176,7 +177,7 @@ class BatchReader:
         self._may_be_running = True
         headers = dict(_EVENT_STREAM)
         if self.id is not None:
-            headers["Last-Event-ID"] = str(self._last_event)
+            headers["Last-Event-ID"] = str(self._last_event_number)
             return "GET", batch_path(self.id), {"headers": headers}
         headers["Content-Type"] = "application/json"
         if self._request.idempotency_key is not None:
@@ -184,7 +185,7 @@ class BatchReader:
         return "POST", ROLLOUTS, {"headers": headers, "content": self._request.content}
 
     def read(self, sse: ServerSentEvent) -> Event | None:
-        """Return the event for the caller, or None for an event of ours, or one that was received before.
+        """Return the event for the caller, or None if the caller does not need it.
 
         Raises:
             ProtocolError: the event is not allowed at this point of the stream.
@@ -195,9 +196,11 @@ class BatchReader:
             return None
         if not sse.id.isdecimal():
             raise ProtocolError(f"a {sse.event!r} event has no number")
-        if int(sse.id) <= self._last_event:
+        number = int(sse.id)
+        # A new connection may repeat events.
+        if number <= self._last_event_number:
             return None
-        self._last_event = int(sse.id)
+        self._last_event_number = number
         # An event shows that the connection works, so the retries start again.
         self._schedule = self._new_schedule()
 
@@ -205,7 +208,7 @@ class BatchReader:
             self.is_over = True
             raise error_from_object(_parse_event(_BatchError, sse).error)
         if sse.event == "batch":
-            self._start(_parse_event(_BatchStarted, sse))
+            self._record_start(_parse_event(_BatchStarted, sse))
             return None
         if self.id is None:
             raise ProtocolError(f"the first event is {sse.event!r}, not batch")
@@ -217,17 +220,16 @@ class BatchReader:
             case "discard":
                 return self._assembly.discard(_parse_event(Discard, sse))
             case "group":
-                return self._finish_group(_parse_event(GroupPayload, sse))
+                return self._read_group(_parse_event(GroupPayload, sse))
             case "done":
-                return self._finish(_parse_event(_BatchDone, sse))
+                return self._record_end(_parse_event(_BatchDone, sse))
         # The event belongs to a later version of the server.
         return None
 
     def delay_after(self, error: DartsError) -> float:
-        """Return the seconds until the next connection.
+        """Return the seconds until the next connection. Raise `error` if another connection cannot help.
 
         Raises:
-            DartsError: `error` itself, if another connection cannot help.
             TimedOut: the time of the batch is over.
         """
         # An error status, or a request that was never sent, means that no batch has started.
@@ -236,19 +238,19 @@ class BatchReader:
             raise error
         delay = self._schedule.delay_after(error)
         self.limit.raise_if_over()
-        return self.limit.bound(delay)
+        return self.limit.shorten(delay)
 
     def connection_lost(self) -> ConnectionFailed:
         return ConnectionFailed(f"{ROLLOUTS}: the connection was closed before the end of the batch")
 
     @property
-    def is_unnamed(self) -> bool:
-        """Whether the batch may run on the server and outlive its caller, but its id has not arrived."""
+    def needs_id_to_cancel(self) -> bool:
+        # The server itself cancels a batch that is not durable, because its connection closes.
         return self._may_be_running and self._is_durable and self.id is None and not self.is_over
 
     @property
     def cancel_path(self) -> str | None:
-        """Path that cancels the batch, or None if the batch does not outlive its caller or its id has not arrived."""
+        """Path that cancels the batch, or None if it is over, not durable, or without an id."""
         if self.id is None or not self._is_durable or self.is_over:
             return None
         return batch_path(self.id)
@@ -257,7 +259,7 @@ class BatchReader:
     def _is_durable(self) -> bool:
         return self._request.idempotency_key is not None
 
-    def _start(self, started: _BatchStarted) -> None:
+    def _record_start(self, started: _BatchStarted) -> None:
         # With `carried`, the server may add prompts of earlier batches.
         if self._request.carried:
             self._num_prompts = max(self._num_prompts, started.groups)
@@ -266,30 +268,31 @@ class BatchReader:
         self.id = started.id
         self.policy = started.policy
         self.sampling = started.sampling
-        self._survivors = started.survivors
+        self._returns_survivors = started.survivors
 
-    def _finish_group(self, payload: GroupPayload) -> GroupEvent:
+    def _read_group(self, payload: GroupPayload) -> GroupEvent:
         number = payload.number
-        if not 0 <= number < self._num_prompts or number in self._finished:
+        if not 0 <= number < self._num_prompts or number in self._finished_groups:
             raise ProtocolError(f"group {number} is not one of {self._num_prompts}, or came twice")
-        self._finished.add(number)
+        self._finished_groups.add(number)
+        tokens_of: Callable[[TrajectoryPayload], Tokens] = tokens_in_payload
+        # In a token stream, the `group` event has no tokens, because deltas have sent them.
         if self._request.stream == "tokens":
-            group = build_group(payload, self._request, lambda t: self._assembly.tokens(number, t), self._survivors)
-            self._assembly.close(number)
-        else:
-            group = build_group(payload, self._request, tokens_in_payload, self._survivors)
+            tokens_of = partial(self._assembly.selected_tokens, number)
+        group = build_group(payload, self._request, tokens_of, self._returns_survivors)
+        self._assembly.close_group(number)
         if group.error is not None:
             self.failed.append(group)
         return GroupEvent(group)
 
-    def _finish(self, done: _BatchDone) -> Done:
-        """Record the results of the batch, or raise its first error, see `read`."""
-        numbers = list(self._finished) + [prompt.number for prompt in done.unfinished]
-        # With `return_zero_variance` these groups are returned, too.
-        numbers += [number for number in done.uninformative if number not in self._finished]
-        numbers.sort()
-        if numbers != list(range(self._num_prompts)):
-            raise ProtocolError(f"the batch has {self._num_prompts} groups, but reported {numbers}")
+    def _record_end(self, done: _BatchDone) -> Done:
+        # Each prompt must have exactly one result.
+        prompt_numbers = list(self._finished_groups) + [prompt.number for prompt in done.unfinished]
+        # With `return_zero_variance` uninformative groups were sent, too.
+        prompt_numbers += [number for number in done.uninformative if number not in self._finished_groups]
+        prompt_numbers.sort()
+        if prompt_numbers != list(range(self._num_prompts)):
+            raise ProtocolError(f"the batch has {self._num_prompts} groups, but reported {prompt_numbers}")
         self.is_over = True
         self.usage = done.usage
         self.unfinished = done.unfinished
@@ -297,11 +300,10 @@ class BatchReader:
         self.shortfall = done.shortfall
         self.uninformative = done.uninformative
 
-        # The first error is raised only if the caller would get nothing else: no whole group, no tokens of an aborted
-        # group, and no unfinished prompt.
-        has_groups = len(self.failed) < len(self._finished)
-        has_tokens = any(candidate.token_ids for group in self.failed for candidate in group.aborted)
-        if self.failed and not (has_groups or has_tokens or self.unfinished):
+        # The first error is raised only if the caller would get nothing else.
+        has_whole_group = len(self.failed) < len(self._finished_groups)
+        has_aborted_tokens = any(candidate.token_ids for group in self.failed for candidate in group.aborted)
+        if self.failed and not (has_whole_group or has_aborted_tokens or self.unfinished):
             assert self.failed[0].error is not None
             raise self.failed[0].error
         return Done(done.usage, done.unfinished, done.shortfall, done.uninformative)

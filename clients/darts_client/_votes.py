@@ -62,12 +62,12 @@ def check_vote(body: dict[str, Any], vote: Vote) -> Vote:
         if body["sampling"].get("logprobs") and len(voter.logprobs or ()) != voter.length:
             raise ProtocolError(f"{name} does not have one logprob for each token")
 
-    counted = Counter(voter.answer for voter in vote.trajectories if voter.answer is not None)
-    if counted != vote.votes or set(vote.weights) != set(vote.votes):
-        raise ProtocolError(f"vote {vote.id} has the tally {vote.votes}, but its trajectories {dict(counted)}")
+    tally = Counter(voter.answer for voter in vote.trajectories if voter.answer is not None)
+    if tally != vote.votes or set(vote.weights) != set(vote.votes):
+        raise ProtocolError(f"vote {vote.id} has the tally {vote.votes}, but its trajectories {dict(tally)}")
 
-    largest = max(vote.weights.values(), default=None)
-    weight = None if vote.answer is None else vote.weights.get(vote.answer)
-    if weight != largest:
+    largest_weight = max(vote.weights.values(), default=None)
+    answer_weight = None if vote.answer is None else vote.weights.get(vote.answer)
+    if answer_weight != largest_weight:
         raise ProtocolError(f"the answer of vote {vote.id}, {vote.answer!r}, has not the largest of {vote.weights}")
     return vote

@@ -16,7 +16,9 @@ from ._records import CandidateRecord, GroupRecord
 
 def run_weight(group: Group | GroupRecord) -> float:
     """Return 1 / (probability that the server ran the group's prompt), a factor of all advantages."""
-    return 1 / (group.run_probability or 1.0)
+    if group.run_probability is None:
+        return 1.0
+    return 1 / group.run_probability
 
 
 def unbiased_advantages(
@@ -43,7 +45,7 @@ def unbiased_advantages(
         ValueError: the number of rewards is wrong, the group's policy returns no weights, or it selects by rewards and
             no `baseline` is given.
     """
-    weights, num_candidates = _weights(group, rewards)
+    weights, num_candidates = _checked_weights(group, rewards)
     if group.num_rewarded is not None and baseline is None:
         # A sample of as many right as wrong trajectories says nothing about the mean reward of the others.
         raise ValueError(
@@ -57,6 +59,7 @@ def unbiased_advantages(
     else:
         baselines = _weighted_means_of_others(weights, rewards, num_candidates, group.sampled_from)
     scale = run_weight(group) * len(rewards) / num_candidates
+    # A_i = (n / N) w_i (r_i - b_i), times the weight of the run.
     return [scale * w * (r - b) for w, r, b in zip(weights, rewards, baselines, strict=True)]
 
 
@@ -70,7 +73,7 @@ def server_advantages(group: Group | GroupRecord) -> list[float]:
     Raises:
         ValueError: the group's policy does not select by rewards.
     """
-    returned = _returned(group)
+    returned = _returned_trajectories(group)
     advantages = []
     for trajectory in returned:
         if trajectory.advantage is None or group.num_rewarded is None:
@@ -91,10 +94,7 @@ def _weighted_means_of_others(
     num_candidates: int,
     sampled_from: int | None,
 ) -> list[float]:
-    """Estimate the mean reward of the group's other candidates for each returned trajectory.
-
-    ``weights``, ``sampled_from``: see `Trajectory` and `Group`.
-    """
+    """Estimate the mean reward of the group's other candidates for each returned trajectory."""
     n = len(weights)
     # Without another returned trajectory there is no estimate.
     if n == 1:
@@ -104,32 +104,38 @@ def _weighted_means_of_others(
     scale = 1.0
     if sampled_from is not None:
         scale = (sampled_from - 1) / (n - 1) * n / sampled_from
-    total = sum(w * r for w, r in zip(weights, rewards, strict=True))
-    return [scale * (total - w * r) / (num_candidates - 1) for w, r in zip(weights, rewards, strict=True)]
+    weighted_rewards = [weight * reward for weight, reward in zip(weights, rewards, strict=True)]
+    total = sum(weighted_rewards)
+    return [scale * (total - weighted_reward) / (num_candidates - 1) for weighted_reward in weighted_rewards]
 
 
 def _means_of_shortest_others(group: Group | GroupRecord, count: int, rewards: Sequence[float]) -> list[float]:
     """Return the mean reward of the `count` shortest others of each trajectory."""
-    returned = _returned(group)
-    shortest = [i for i, trajectory in enumerate(returned) if trajectory.selected_as == "short"]
-    # Sessions may have been compared by seconds: the server's rank tells their places, and their tokens do not.
-    shortest.sort(key=lambda i: (returned[i].length if returned[i].rank is None else returned[i].rank, i))
+    returned = _returned_trajectories(group)
+
+    def place(index: int) -> tuple[int, int]:
+        # Sessions may have been compared by seconds: the server's rank has their places, and their tokens do not.
+        rank = returned[index].rank
+        return (returned[index].length if rank is None else rank), index
+
+    shortest = [index for index, trajectory in enumerate(returned) if trajectory.selected_as == "short"]
+    shortest.sort(key=place)
     means = []
     for index in range(len(rewards)):
-        others = [rewards[i] for i in shortest if i != index][:count]
-        means.append(sum(others) / max(len(others), 1))
+        rewards_of_others = [rewards[other] for other in shortest if other != index][:count]
+        means.append(sum(rewards_of_others) / max(len(rewards_of_others), 1))
     return means
 
 
-def _weights(group: Group | GroupRecord, values: Sequence[float]) -> tuple[list[float], int]:
-    """Return the weight of each trajectory, and N. Check that there is one of `values` for each."""
-    returned = _returned(group)
+def _checked_weights(group: Group | GroupRecord, rewards: Sequence[float]) -> tuple[list[float], int]:
+    """Return the weight of each trajectory, and N. Check that each has a reward."""
+    returned = _returned_trajectories(group)
     name = _name(group)
-    remedy = "through client.rollouts" if isinstance(group, Group) else f"not {group.policy!r}"
-    if len(values) != len(returned):
-        raise ValueError(f"{name} has {len(returned)} trajectories, got {len(values)} values")
+    if len(rewards) != len(returned):
+        raise ValueError(f"{name} has {len(returned)} trajectories, got {len(rewards)} values")
     weights = [trajectory.weight for trajectory in returned if trajectory.weight is not None]
-    if group.num_eligible is None or len(weights) < len(values):
+    if group.num_eligible is None or len(weights) < len(returned):
+        remedy = "through client.rollouts" if isinstance(group, Group) else f"not {group.policy!r}"
         raise ValueError(
             f"the trajectories of {name} have no weights, so their advantages cannot be unbiased; sample with a "
             f'policy that returns weights, such as "uniform", {remedy}'
@@ -141,5 +147,5 @@ def _name(group: Group | GroupRecord) -> str:
     return f"group {group.number if isinstance(group, Group) else group.group_id}"
 
 
-def _returned(group: Group | GroupRecord) -> Sequence[Trajectory | CandidateRecord]:
+def _returned_trajectories(group: Group | GroupRecord) -> Sequence[Trajectory | CandidateRecord]:
     return group.trajectories if isinstance(group, Group) else group.selected

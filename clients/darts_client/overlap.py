@@ -77,7 +77,7 @@ class Overlap:
         check_supported(model)
         self._model = model
         self._temperature = temperature
-        self._entropy = entropy
+        self._with_entropy = entropy
         self._batch_tokens = batch_tokens
         self._vocabulary_size = int(model.get_input_embeddings().num_embeddings)
         self._prompts: dict[int, PromptSequence] = {}
@@ -103,7 +103,7 @@ class Overlap:
             raise ValueError(f"prompt {number} was already added")
         if not token_ids:
             raise ValueError(f"prompt {number} has no tokens")
-        self._prompts[number] = PromptSequence(self._check_tokens(token_ids))
+        self._prompts[number] = PromptSequence(self._checked_tokens(token_ids))
 
     def add_tokens(self, trajectory_id: str, number: int, token_ids: Sequence[int], start: int | None = None) -> None:
         """Append tokens that a candidate of prompt `number` has generated, from position `start` of its completion.
@@ -112,7 +112,7 @@ class Overlap:
             ValueError: tokens are missing or repeated, or the prompt or trajectory accepts none. Nothing has changed.
         """
         self._check_not_dropped(trajectory_id)
-        tokens = self._check_tokens(token_ids)
+        tokens = self._checked_tokens(token_ids)
         candidate = self._candidates.get(trajectory_id)
         length = 0 if candidate is None else candidate.length
         if start is not None and start != length:
@@ -120,7 +120,7 @@ class Overlap:
             raise ValueError(f"trajectory {trajectory_id!r}: tokens {problem}: it has {length}, these start at {start}")
 
         if candidate is None:
-            prompt = self._prompt(number)
+            prompt = self._get_prompt(number)
             if prompt.is_closed:
                 raise ValueError(f"prompt {number} is closed, trajectory {trajectory_id!r} cannot be added")
             last_token = prompt.tokens[-1:]
@@ -135,7 +135,7 @@ class Overlap:
 
     def finish(self, trajectory_id: str, length: int | None = None) -> None:
         """Finish a trajectory with its first `length` tokens. `step` forwards pending tokens, and frees the cache."""
-        candidate = self._candidate(trajectory_id)
+        candidate = self._get_candidate(trajectory_id)
         if candidate.is_finished:
             raise ValueError(f"trajectory {trajectory_id!r} is finished")
         if length is None:
@@ -146,7 +146,7 @@ class Overlap:
 
     def drop(self, trajectory_id: str) -> None:
         """Remove a trajectory with all its results. It cannot be added again."""
-        candidate = self._candidate(trajectory_id)
+        candidate = self._get_candidate(trajectory_id)
         del self._candidates[trajectory_id]
         self._dropped.add(trajectory_id)
         candidate.prompt.candidates.remove(candidate)
@@ -154,7 +154,7 @@ class Overlap:
 
     def close_prompt(self, number: int) -> None:
         """Drop the candidates of a prompt that are not finished, and accept no new candidates."""
-        prompt = self._prompt(number)
+        prompt = self._get_prompt(number)
         for candidate in list(prompt.candidates):
             if not candidate.is_finished:
                 self.drop(candidate.trajectory_id)
@@ -204,7 +204,7 @@ class Overlap:
         if not batch:
             return []
         rows = [row for _, row in batch]
-        results = forward(self._model, rows, temperature=self._temperature, entropy=self._entropy)
+        results = forward(self._model, rows, temperature=self._temperature, entropy=self._with_entropy)
 
         chunks = []
         for (sequence, _), result in zip(batch, results, strict=True):
@@ -217,14 +217,14 @@ class Overlap:
     def logprobs(self, trajectory_id: str) -> Tensor:
         """Return the natural log-probs of all its tokens: [tokens], float32. Pending tokens are forwarded first."""
         candidate = self._forward_all(trajectory_id)
-        return candidate.concat(candidate.logprobs)
+        return candidate.concat_values(candidate.logprobs)
 
     def entropies(self, trajectory_id: str) -> Tensor:
         """Return the entropies of the tokens' distributions at the temperature: [tokens], in nats, float32."""
-        if not self._entropy:
+        if not self._with_entropy:
             raise ValueError("entropies are not computed: create the Overlap with entropy=True")
         candidate = self._forward_all(trajectory_id)
-        return candidate.concat(candidate.entropies)
+        return candidate.concat_values(candidate.entropies)
 
     def _discard(self, trajectory_id: str) -> None:
         # A candidate that is discarded before its first delta was never added.
@@ -232,8 +232,7 @@ class Overlap:
             self.drop(trajectory_id)
 
     def _forward_all(self, trajectory_id: str) -> CandidateSequence:
-        """Return a trajectory after all its tokens have been forwarded."""
-        candidate = self._candidate(trajectory_id)
+        candidate = self._get_candidate(trajectory_id)
         while candidate.num_pending:
             self.step()
         return candidate
@@ -241,7 +240,7 @@ class Overlap:
     def _sequences(self) -> list[TokenSequence]:
         return [*self._prompts.values(), *self._candidates.values()]
 
-    def _candidate(self, trajectory_id: str) -> CandidateSequence:
+    def _get_candidate(self, trajectory_id: str) -> CandidateSequence:
         self._check_not_dropped(trajectory_id)
         if trajectory_id not in self._candidates:
             raise ValueError(f"unknown trajectory {trajectory_id!r}: add its first tokens before")
@@ -251,12 +250,12 @@ class Overlap:
         if trajectory_id in self._dropped:
             raise ValueError(f"trajectory {trajectory_id!r} was dropped")
 
-    def _prompt(self, number: int) -> PromptSequence:
+    def _get_prompt(self, number: int) -> PromptSequence:
         if number not in self._prompts:
             raise ValueError(f"unknown prompt {number}: add it with add_prompt() before")
         return self._prompts[number]
 
-    def _check_tokens(self, token_ids: Sequence[int]) -> list[int]:
+    def _checked_tokens(self, token_ids: Sequence[int]) -> list[int]:
         # On a GPU an id outside the vocabulary would only fail an assertion without a message.
         for token_id in token_ids:
             if not 0 <= token_id < self._vocabulary_size:

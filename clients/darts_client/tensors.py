@@ -99,26 +99,22 @@ def to_tensors(
     if len(prompts) == len(trajectories):
         prompt_ids, prompt_mask = _pad(prompts, pad_id, left=True)
 
-    # The rewards of selected trajectories are no sample.
-    is_sample = rewards is not None or all(group.num_rewarded is None for group in groups)
+    # Trajectories that were selected by the server's rewards are no random sample of those rewards.
+    are_sampled = rewards is not None or all(group.num_rewarded is None for group in groups)
     if rewards is None and all(trajectory.reward is not None for trajectory in trajectories):
         rewards = [[trajectory.reward or 0.0 for trajectory in group.trajectories] for group in groups]
     rewards_tensor = None
-    advantages_tensor = None
-    parts: list[Tensor] = []
+    group_advantages: list[Tensor] = []
     if advantages == "server":
-        parts = [torch.tensor(server_advantages(group)) for group in groups]
+        group_advantages = [torch.tensor(server_advantages(group)) for group in groups]
     if rewards is not None:
-        rows = values_by_group(groups, rewards)
-        rewards_tensor = torch.tensor([value for row in rows for value in row])
-        if advantages == "unbiased":
-            parts = [torch.tensor(unbiased_advantages(*each)) for each in zip(groups, rows, baselines, strict=True)]
-        elif advantages == "grpo" and is_sample:
-            parts = [
-                run_weight(group) * _grpo_advantages(row, scale, eps) for group, row in zip(groups, rows, strict=True)
-            ]
-    if parts:
-        advantages_tensor = torch.cat(parts)
+        checked_rewards = values_by_group(groups, rewards)
+        rewards_tensor = torch.tensor([reward for group_rewards in checked_rewards for reward in group_rewards])
+        for group, group_rewards, baseline in zip(groups, checked_rewards, baselines, strict=True):
+            if advantages == "unbiased":
+                group_advantages.append(torch.tensor(unbiased_advantages(group, group_rewards, baseline)))
+            elif advantages == "grpo" and are_sampled:
+                group_advantages.append(run_weight(group) * _grpo_advantages(group_rewards, scale, eps))
 
     weights = [trajectory.weight for trajectory in trajectories if trajectory.weight is not None]
     return Tensors(
@@ -129,7 +125,7 @@ def to_tensors(
         logprobs=_pad_logprobs(trajectories, completion_mask),
         weight_versions=_pad_versions(trajectories, completion_mask),
         rewards=rewards_tensor,
-        advantages=advantages_tensor,
+        advantages=torch.cat(group_advantages) if group_advantages else None,
         weights=torch.tensor(weights) if len(weights) == len(trajectories) else None,
         group=torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories]),
     )
@@ -158,20 +154,21 @@ def session_tensors(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Sessi
     token_ids, attention_mask = _pad([row["token_ids"] for row in rows], pad_id)
     logprobs = torch.zeros(attention_mask.shape)
     logprobs[attention_mask] = torch.tensor([value for row in rows for value in row["logprobs"]])
+    completion_mask, _ = _pad([row["mask"] for row in rows], 0)
     return SessionTensors(
         token_ids=token_ids,
         attention_mask=attention_mask,
-        completion_mask=_pad([row["mask"] for row in rows], 0)[0].bool(),
+        completion_mask=completion_mask.bool(),
         logprobs=logprobs,
         advantages=torch.tensor([row["advantage"] for row in rows]),
     )
 
 
-def _grpo_advantages(row: Sequence[float], scale: bool, eps: float) -> Tensor:
+def _grpo_advantages(group_rewards: Sequence[float], scale: bool, eps: float) -> Tensor:
     # The mean of equal rewards may differ from them by a rounding error, which their standard deviation would enlarge.
-    if not row or min(row) == max(row):
-        return torch.zeros(len(row))
-    rewards = torch.tensor(row, dtype=torch.float64)
+    if not group_rewards or min(group_rewards) == max(group_rewards):
+        return torch.zeros(len(group_rewards))
+    rewards = torch.tensor(group_rewards, dtype=torch.float64)
     centred = rewards - rewards.mean()
     if scale:
         centred = centred / (rewards.std() + eps)
@@ -188,20 +185,19 @@ def _pad_logprobs(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | 
 
 
 def _pad_versions(trajectories: Sequence[Trajectory], mask: Tensor) -> Tensor | None:
-    """Return the weight version of each token where ``mask`` is true, or None if the server did not report all."""
     versions: list[int] = []
     for trajectory in trajectories:
-        if sum(count for _, count in trajectory.version_spans) != trajectory.length:
+        # The server may not have reported the versions of all tokens.
+        if sum(num_tokens for _, num_tokens in trajectory.version_spans) != trajectory.length:
             return None
-        for version, count in trajectory.version_spans:
-            versions += [version] * count
+        for version, num_tokens in trajectory.version_spans:
+            versions += [version] * num_tokens
     padded = torch.zeros(mask.shape, dtype=torch.int64)
     padded[mask] = torch.tensor(versions, dtype=torch.int64)
     return padded
 
 
 def _pad(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the padded ids, and a mask that is false in the padding."""
     lengths = torch.tensor([len(row) for row in rows])
     positions = torch.arange(int(lengths.max()))
     if left:

@@ -117,16 +117,16 @@ def test_retries_may_be_0_but_not_negative() -> None:
 def test_a_time_limit_bounds_every_timeout_and_its_end_is_an_error() -> None:
     clock = Clock()
     limit, none = TimeLimit(10, clock), TimeLimit(None, clock)
-    assert limit.bound(60) == 10
+    assert limit.shorten(60) == 10
     clock.now += 9
     limit.raise_if_over()
-    assert limit.bound(60) == 1
+    assert limit.shorten(60) == 1
     clock.now += 1
-    assert 0 < limit.bound(60) < 0.1
+    assert 0 < limit.shorten(60) < 0.1
     with pytest.raises(TimedOut, match="after 10 s"):
         limit.raise_if_over()
     none.raise_if_over()
-    assert none.bound(60) == 60
+    assert none.shorten(60) == 60
 
 
 @pytest.mark.parametrize("root", ["http://server", "https://proxy/darts"])

@@ -179,16 +179,16 @@ def test_a_batch_does_not_reconnect_after_its_time_limit() -> None:
 
 def test_a_batch_may_run_unnamed_once_the_server_may_have_its_request_and_can_be_cancelled_until_it_is_over() -> None:
     batch = build_reader()
-    assert (batch.is_unnamed, batch.cancel_path) == (False, None)
+    assert (batch.needs_id_to_cancel, batch.cancel_path) == (False, None)
     batch.next_request()
-    assert batch.is_unnamed
+    assert batch.needs_id_to_cancel
     batch.delay_after(batch.connection_lost())
-    assert batch.is_unnamed
+    assert batch.needs_id_to_cancel
     batch.delay_after(Overloaded("busy", status_code=503, retry_after=0.0))
-    assert not batch.is_unnamed
+    assert not batch.needs_id_to_cancel
     batch.next_request()
     read(batch, started())
-    assert not batch.is_unnamed
+    assert not batch.needs_id_to_cancel
     assert batch.cancel_path == f"/darts/v1/rollouts/{BATCH}"
     read(batch, ("group", group(1)), ("group", group(0)), done(), first=2)
     assert batch.cancel_path is None

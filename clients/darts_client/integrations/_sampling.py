@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from .._async_transport import AsyncTransport
-from .._completions import NEUTRAL, ChoiceLogprobs, first_model, parse_models
+from .._completions import NEUTRAL_SAMPLING, ChoiceLogprobs, first_model, parse_models
 from .._errors import ProtocolError
 from .._models import WireModel, parse_response
 from .._prompts import drop_none
@@ -17,7 +17,7 @@ from .._requests import TransportOptions
 TIMEOUT = 7200.0
 """Seconds for one trajectory. It may wait for its group, and for new weights."""
 
-SAMPLING = frozenset(NEUTRAL) | {
+SAMPLING = frozenset(NEUTRAL_SAMPLING) | {
     "temperature",
     "max_tokens",
     "min_tokens",
@@ -115,7 +115,7 @@ class Sampler:
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "n": 1,
             "return_token_ids": True,
-            **NEUTRAL,
+            **NEUTRAL_SAMPLING,
             **sampling,
         }
         if logprobs:

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 from darts_server.exceptions import InvalidRequest
 from darts_server.vllm.requests.sampling import SamplingReader, check_logprobs, json_type
 
-NEUTRAL = {
+NEUTRAL_SAMPLING = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,
@@ -39,7 +39,7 @@ CHANGING: list[dict[str, Any]] = [
 
 def test_parameters_that_a_request_does_not_name_are_neutral() -> None:
     found = PROCESSED.resolve({"max_tokens": 7, "logprobs": True})
-    assert NEUTRAL.items() <= found.items()
+    assert NEUTRAL_SAMPLING.items() <= found.items()
     assert (found["max_tokens"], found["logprobs"]) == (7, 0)
     assert not {"seed", "stop", "logit_bias", "n", "output_kind", "extra_args"} & found.keys()
 
@@ -73,7 +73,7 @@ def test_the_error_names_the_field_of_the_caller() -> None:
 
 def test_raw_logprobs_of_the_models_own_distribution_are_returned() -> None:
     everything_else = {"seed": 3, "stop": ["a"], "ignore_eos": True, "max_tokens": 9, "detokenize": True}
-    RAW.resolve({**NEUTRAL, **everything_else, "top_k": -1, "logprobs": 5})
+    RAW.resolve({**NEUTRAL_SAMPLING, **everything_else, "top_k": -1, "logprobs": 5})
 
 
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
