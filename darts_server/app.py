@@ -522,7 +522,7 @@ def _make_reads(
         "darts_answer_length_tokens": rewards.mean_length,
         "darts_deadline_lost_share": deadlines.lost_share,
         "darts_deadline_lost_groups": deadlines.lost_group_share,
-        "darts_deadline_factor": deadlines.factor,
+        "darts_deadline_factor": deadlines.deadline_factor,
     }
 
 

@@ -44,7 +44,7 @@ class Control:
 
     def current(self) -> dict[str, object]:
         in_force = self.settings.model_dump(mode="json", include=set(RUNTIME_NAMES))
-        names = list(self.planner.names())
+        names = list(self.planner.policy_names())
         if not self.settings.verifier:
             names.remove("informative")
         return {**in_force, "policies": names}

@@ -319,7 +319,7 @@ class Callers:
         self._rng = Random(seed)
         # The server of the soak has no verifier, which `informative` needs.
         others = (OFF, AUTO, Select.INFORMATIVE)
-        self._policies = [name for name in stack.control.planner.names() if name not in others]
+        self._policies = [name for name in stack.control.planner.policy_names() if name not in others]
         self._background: set[asyncio.Task[None]] = set()
 
     async def work(self, numbers: Iterator[int]) -> None:
@@ -357,14 +357,14 @@ class Callers:
         plan = rollouts.plan(self._rng.choice(SIZES), RequestOptions(self._rng.choice(self._policies)))
         assert plan is not None
         key, group_id, early = request.partition("#")[0], f"g{number}", self._rng.random() < 0.3
-        ticket = rollouts.admission.admit(rollouts.usual_candidates(plan))
+        ticket = rollouts.admission.admit(rollouts.estimate_candidates(plan))
         if self._rng.random() < ABORTED:
             self._later(rollouts.abort, group_id)
         with ticket:
             async with rollouts.gate.enter():
                 allocation = await rollouts.allocator.allocate(plan, key)
                 allocation = replace(allocation, candidates=ticket.resize_within_limits(allocation.candidates))
-                spec = GroupSpec(plan, request, group_id, key, early=early)
+                spec = GroupSpec(plan, request, group_id, key, delivers_early=early)
                 run = rollouts.start(spec, allocation, ticket.split(allocation.candidates))
                 try:
                     indices = [trajectory.index async for trajectory in run.trajectories()]
@@ -404,7 +404,7 @@ class Callers:
         key = f"{plan.policy}/{name}"
         with rollouts.admission.admit(1) as ticket:
             joining = JoinRequest(f"{prompt}#{request_id}", request_id, plan, prompt, key, ticket, name)
-            async with rollouts.gate.enter(skip_wait=rollouts.joiner.expects(joining.join_key)):
+            async with rollouts.gate.enter(skip_wait=rollouts.joiner.has_open_group(joining.join_key)):
                 return await rollouts.joiner.join(joining, lambda _: None)
 
     async def _vote(self, number: int, _: Iterator[int]) -> str:

@@ -29,7 +29,7 @@ def test_the_planner_follows_the_settings() -> None:
     assert uniform.tail is Tail.LONGEST
     assert [shaping(planner, name).adaptive for name in ("uniform", "darts")] == [False, True]
     assert (planner.default_policy, planner.limits) == ("off", Limits(group_size=16))
-    assert make_planner(load({"group_pattern": "(.+)_[0-9]+"}, None)).limits.group_name("17_3") == "17"
+    assert make_planner(load({"group_pattern": "(.+)_[0-9]+"}, None)).limits.group_name_of_session("17_3") == "17"
 
 
 def test_auto_has_the_limits_of_the_settings() -> None:
@@ -89,7 +89,7 @@ async def test_pruning_follows_the_settings_and_their_changes() -> None:
     control = Control(load({"keep_ratio": "0.4"}, None))
     arrol = shaping(control.planner, "arrol")
     assert arrol.pruning == Pruning(keep_ratio=0.4)
-    names = control.planner.names()[1:]
+    names = control.planner.policy_names()[1:]
     assert [name for name in names if shaping(control.planner, name).prunes] == ["arrol", "darts+arrol"]
     await control.change({"keep_ratio": 0.25})
     changed = shaping(control.planner, "arrol")
@@ -134,7 +134,7 @@ def test_a_lost_share_of_one_never_moves_the_deadline(share: str, limits: MaxLos
 
 
 def test_the_settings_the_simulator_and_the_schema_name_every_policy() -> None:
-    assert list(Control(load({}, None)).planner.names()) == list(POLICIES)
+    assert list(Control(load({}, None)).planner.policy_names()) == list(POLICIES)
     assert [name for name in POLICIES if name not in NAMES] == ["arrol", "darts+arrol", "informative"]
     policy = Control(load({}, None)).schema()["properties"]["policy"]  # type: ignore[index]
     assert policy["enum"] == list(POLICIES)

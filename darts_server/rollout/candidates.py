@@ -123,7 +123,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     After a discard, changes are recorded, but are no events.
 
     Args:
-        owner, ticket, carried, order: see `GroupRun`.
+        owner, ticket, carried, starting_order: see `GroupRun`.
         group: only read here.
         on_bug: called with an error that does not come from the engine.
     """
@@ -138,7 +138,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         on_events: Callable[..., None],
         on_bug: Callable[[Exception], None],
         carried: Sequence[CarriedCandidate[OutputT]],
-        order: StartingOrder,
+        starting_order: StartingOrder,
     ) -> None:
         self.candidates: list[CandidateRun[RequestT, OutputT]] = []
         self.running: dict[int, RunningCandidate[OutputT]] = {}
@@ -157,7 +157,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             assert context.scorer is not None
             self.scorer = GroupScorer(context.scorer, (owner, spec.group_id), pruning, self.running, on_events)
         self._engine = context.engine
-        self._starts = context.starts
+        self._start_queue = context.start_queue
         self._first_round = spec.first_round
         self._group_id = spec.group_id
         self._clock = context.clock
@@ -165,7 +165,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._keeps_results = spec.on_abort is OnAbort.CARRY
         self._group = group
         self._ticket = ticket
-        self._order = order
+        self._starting_order = starting_order
         self._on_events = on_events
         self._on_bug = on_bug
         # Numbers of kept tokens of candidates that were cut before they had an output, by index.
@@ -359,14 +359,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             try:
                 if self._first_round is not None and index > 0:
                     await self._first_round.wait()
-                await self._starts.wait(carried_tokens=carried.tokens)
+                await self._start_queue.wait_for_candidate(carried.tokens)
                 # The group may have stopped the candidate while it waited.
                 if not state.is_running:
                     self._leave_queue(index)
                     self._return_unstarted(candidate)
                     return
 
-                order = self._order(carried.tokens)
+                order = self._starting_order(carried.tokens)
                 probe = None
                 if self.scorer is not None and not carried.tokens:
                     probe = self.scorer.create_probe(index)
@@ -419,7 +419,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Report that a candidate does not wait for the engine any more."""
         self._ticket.mark_started(candidates=1)
         if self._first_round is not None and index == 0:
-            self._first_round.arrive(self._group_id)
+            self._first_round.mark_group_started(self._group_id)
 
     def _carry_received(
         self,

@@ -146,7 +146,7 @@ class _CountedGroup:
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
         if not groups.draining:
-            groups.report_closed(full=is_full, planned=self.size)
+            groups.report_group_closed(full=is_full, planned=self.size)
         groups.observer.group_ended(
             GroupRecord(
                 group_id=self.group_id,
@@ -174,21 +174,21 @@ class CountedGroups:
     leaves its seat to another request.
 
     Args:
-        report_closed: called with ``full`` and ``planned`` when a group ends.
+        report_group_closed: called with ``full`` and ``planned`` when a group ends.
         timeout, named_timeout: see `GroupJoiner`.
     """
 
     def __init__(
         self,
         observer: GroupEvents,
-        report_closed: Callable[..., None],
+        report_group_closed: Callable[..., None],
         weight_version: Callable[[], int],
         timeout: float,
         named_timeout: float,
         clock: Callable[[], float],
     ) -> None:
         self.observer = observer
-        self.report_closed = report_closed
+        self.report_group_closed = report_group_closed
         self.weight_version = weight_version
         self.clock = clock
         self.draining = False

@@ -87,7 +87,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._early_is_logged = False
         self.counted = CountedGroups(
             observer,
-            self.report_closed,
+            self.report_group_closed,
             weight_version,
             timeout,
             self._named_timeout,
@@ -112,10 +112,10 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             if not seat.answered:
                 seat.caller = None
                 seat.aborted = False
-            group.stop_if_unattended()
+            group.stop_if_no_caller_waits()
         return output
 
-    def expects(self, join_key: str) -> bool:
+    def has_open_group(self, join_key: str) -> bool:
         """Return whether a group waits for further requests."""
         return any(not group.closed.is_set() for group in self.groups.get(join_key, ()))
 
@@ -139,7 +139,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             group.closed.set()
         self.counted.drain()
 
-    def report_closed(self, *, full: bool, planned: int) -> None:
+    def report_group_closed(self, *, full: bool, planned: int) -> None:
         """Report a closed group, and log once if many lack some of their ``planned`` requests."""
         self._observer.group_closed(full)
         self._closed_early.append(not full)
@@ -198,9 +198,9 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             first.request,
             self.group_id,
             first.prompt_key,
-            early=True,
+            delivers_early=True,
             on_abort=OnAbort.ANSWER,
-            tokens=first.tokens,
+            request_tokens=first.tokens,
         )
         self._ticket = first.ticket.split(candidates=0)
         self.run = joiner.create_run(spec, self.closed.set, self._ticket)
@@ -238,7 +238,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self.run.request_ids += (request.request_id,)
         return seat
 
-    def stop_if_unattended(self) -> None:
+    def stop_if_no_caller_waits(self) -> None:
         if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
             self._end()
             self._task.cancel()
@@ -275,10 +275,10 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         plan = self._first.plan
         full = len(self.seats) == plan.size
         if not full:
-            plan = plan.shrunk(len(self.seats))
+            plan = plan.shrink_to(len(self.seats))
         allocation = Allocation(plan.size)
         if not self._joiner.draining:
-            self._joiner.report_closed(full=full, planned=self._first.plan.size)
+            self._joiner.report_group_closed(full=full, planned=self._first.plan.size)
             allocation = await self._joiner.allocator.allocate(plan, self._first.prompt_key)
             # The group may have failed meanwhile, and then its ticket is released.
             if not self.run.has_ended:
@@ -302,7 +302,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
     def _end(self) -> None:
         """Remove the group and stop its candidates, once."""
         # The group's task calls this when it ends. A task that is cancelled before its first step does not, so
-        # `stop_if_unattended` calls it, too.
+        # `stop_if_no_caller_waits` calls it, too.
         if self._ended:
             return
         self._ended = True

@@ -41,11 +41,11 @@ class Plan:
             return self.shaping.selection_rule(self.size, saturated)
         return self.rule
 
-    def candidates(self, scale: float) -> int:
+    def candidates_without_statistics(self, scale: float) -> int:
         """Return the number of candidates without statistics. ``scale``: share of the redundancy to use, 0 to 1."""
         return reduce_candidates(self.shaping.candidates(self.size), self.size, scale)
 
-    def shrunk(self, size: int) -> "Plan":
+    def shrink_to(self, size: int) -> "Plan":
         """Return the plan for fewer requests. Sizes that the policy does not support, and 1, are not shaped."""
         if size == 1:
             return replace(self, shaping=UNSHAPED, size=1, auto=None)
@@ -67,7 +67,7 @@ class Limits:
     group_pattern: re.Pattern[str] | None = None
     """Pattern of session names. Its first capturing group is the name of the group."""
 
-    def group_name(self, session: str | None) -> str | None:
+    def group_name_of_session(self, session: str | None) -> str | None:
         if self.group_pattern is None or session is None:
             return None
         match = self.group_pattern.fullmatch(session)
@@ -75,7 +75,7 @@ class Limits:
             return None
         return match[1] or None
 
-    def joins(self, kind: TurnKind) -> bool:
+    def should_join(self, kind: TurnKind) -> bool:
         """Return whether a single request is joined to a group."""
         if kind is TurnKind.OPENING:
             return True
@@ -110,7 +110,7 @@ class Planner:
         """
         name = self.default_policy if options.policy is None else options.policy
         if name != OFF and name not in self._policies:
-            raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.names())}")
+            raise InvalidRequest("policy", f"{name!r} is unknown; choose one of {', '.join(self.policy_names())}")
 
         # The group's size: n, or the number of single requests that are joined.
         size = n
@@ -148,5 +148,5 @@ class Planner:
     def shaping(self, policy: str) -> Shaping | None:
         return self._policies.get(policy)
 
-    def names(self) -> list[str]:
+    def policy_names(self) -> list[str]:
         return [OFF, *(name for name in self._policies if name != OFF)]

@@ -90,7 +90,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.statistics = statistics
         self.gate = gate or Gate()
         self.turns = Turns()
-        self.starts = StartQueue()
+        self.start_queue = StartQueue()
         self.admission = Admission(lambda: engine.unfinished, engine.capacity, admission_limits)
         self.observers = GroupEvents()
         self.allocator = Allocator(
@@ -114,10 +114,10 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.poll_seconds = intervals.poll
         self.runs: dict[GroupRun[RequestT, OutputT], None] = {}
         """Running groups, the oldest first."""
-        self.aborts = 0
+        self.abort_all_count = 0
         """Number of calls of `abort_all`."""
         self._brownout = brownout or Brownout(0, 0)
-        self._context = GroupContext(engine, self.observers, scorer, self.starts, clock)
+        self._context = GroupContext(engine, self.observers, scorer, self.start_queue, clock)
         self._polling: asyncio.Task[None] | None = None
         self._suspended = False
         self._group_ended = asyncio.Event()
@@ -128,13 +128,13 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Plan a request, see `Planner.plan`. Without ``turn`` a single request opens a trajectory.
 
         Raises:
-            InvalidRequest: see `Planner.plan` and `check_scorable`; or the policy needs rewards.
+            InvalidRequest: see `Planner.plan` and `check_can_prune`; or the policy needs rewards.
         """
         plan = self.planner.plan(n, options)
         if plan is None:
             return None
         if plan.shaping.prunes:
-            self.check_scorable(plan)
+            self.check_can_prune(plan)
         if plan.shaping.needs_rewards:
             raise InvalidRequest(
                 "policy",
@@ -144,11 +144,11 @@ class Rollouts(Generic[RequestT, OutputT]):
         if plan.single and turn is not None:
             kind = self.turns.classify(turn)
             self.observers.single_request_classified(kind)
-            if not self.planner.limits.joins(kind):
+            if not self.planner.limits.should_join(kind):
                 return None
         return plan
 
-    def check_scorable(self, plan: Plan) -> None:
+    def check_can_prune(self, plan: Plan) -> None:
         """Raise `InvalidRequest` if this server cannot score candidates for a policy that prunes."""
         if self.can_score:
             return
@@ -168,9 +168,9 @@ class Rollouts(Generic[RequestT, OutputT]):
             return False
         return not scorer.uses_hidden_states or self.engine.probe_width is not None
 
-    def usual_candidates(self, plan: Plan) -> int:
+    def estimate_candidates(self, plan: Plan) -> int:
         """Return the candidates that a prompt without statistics would get now."""
-        return plan.candidates(self.redundancy_scale())
+        return plan.candidates_without_statistics(self.redundancy_scale())
 
     def redundancy_scale(self) -> float:
         """Return the share of the redundancy that the load allows, 0 to 1."""
@@ -182,7 +182,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         # With priorities, the engine orders candidates by their expected lengths.
         return self.engine.drafts_from_siblings and not self.engine.has_priorities
 
-    def starting_order(self, prompt_key: str | None) -> StartingOrder:
+    def make_starting_order(self, prompt_key: str | None) -> StartingOrder:
         """Return the order of the candidates of a request that arrives now.
 
         Each expected token makes a candidate earlier by `TOKEN_SECONDS`, so the longest candidates start first, unless
@@ -244,7 +244,7 @@ class Rollouts(Generic[RequestT, OutputT]):
                 self.observers.scored_group_ended(run.record)
 
         try:
-            order = self.starting_order(spec.prompt_key)
+            starting_order = self.make_starting_order(spec.prompt_key)
             earlier_pass_rate = None
             if spec.prompt_key is not None:
                 rewards = self.statistics.rewards.prompts.load(spec.prompt_key)
@@ -256,7 +256,7 @@ class Rollouts(Generic[RequestT, OutputT]):
                 group_ticket,
                 on_end=end,
                 carried=carried,
-                order=order,
+                starting_order=starting_order,
                 earlier_pass_rate=earlier_pass_rate,
             )
             self.gate.let_in()
@@ -284,7 +284,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             self._brownout.update(self.admission.waiting)
         self._polling = None
 
-    def learn_unshaped(
+    def learn_unshaped_lengths(
         self,
         prompt_key: str,
         ends: Sequence[tuple[int, FinishReason]],
@@ -337,7 +337,7 @@ class Rollouts(Generic[RequestT, OutputT]):
                 run.abort()
 
     def abort_all(self, reason: str) -> None:
-        self.aborts += 1
+        self.abort_all_count += 1
         for run in list(self.runs):
             run.abort(reason)
 
@@ -348,12 +348,15 @@ class Rollouts(Generic[RequestT, OutputT]):
     async def suspend(self) -> None:
         """Stop the candidates of all groups until `resume`, and wait for the end of groups that cannot be restarted."""
         self._suspended = True
-        unfinished = [run for run in list(self.runs) if not run.suspend()]
-        while any(not run.has_ended for run in unfinished):
+        for run in list(self.runs):
+            run.suspend()
+        # Groups that cannot be restarted run to their end with the old weights.
+        blocking_runs = [run for run in self.runs if run.needs_engine]
+        while any(not run.has_ended for run in blocking_runs):
             self._group_ended.clear()
             await self._group_ended.wait()
 
-    def weights_change(self) -> None:
+    def prepare_weight_change(self) -> None:
         """Record the weight version of all tokens, before the paused model gets new weights."""
         for run in list(self.runs):
             run.runner.record_weight_version()

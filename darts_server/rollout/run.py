@@ -69,7 +69,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         ticket: holds the group's candidates.
         on_end: called once, with any outcome.
         carried: tokens that the first candidates resume from, by index.
-        order: order of the group's candidates among waiting candidates.
+        starting_order: order of the group's candidates among waiting candidates.
         earlier_pass_rate: see `GroupRecord`.
     """
 
@@ -80,7 +80,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         ticket: Ticket,
         on_end: Callable[["GroupRun[RequestT, OutputT]"], None],
         carried: Sequence[CarriedCandidate[OutputT]] = (),
-        order: StartingOrder = lambda _: 0.0,
+        starting_order: StartingOrder = lambda _: 0.0,
         earlier_pass_rate: float | None = None,
     ) -> None:
         self.spec = spec
@@ -95,8 +95,8 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Error that ended the group from outside."""
         self.is_surplus = False
         """Whether the group was carried over because its batch had enough groups."""
-        self.is_counted = False
-        """Whether the group is complete and `Quota.left` was lowered for it."""
+        self.has_used_quota = False
+        """Whether the group is complete and has lowered `Quota.missing_groups`."""
         self.polls_to_skip = 0
         """Number of the next polls by `Rollouts` that cannot find anything, unless an event arrives."""
         self._is_poll_scheduled = False
@@ -113,7 +113,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         tail_rng = np.random.default_rng(spec.tail_seed)
         self._group = Group(
             rng=tail_rng,
-            deliver_early=spec.early,
+            deliver_early=spec.delivers_early,
             survival_rng=survival_rng,
             waits_for_rewards=spec.only_informative,
             stops_when_decided=spec.stops_when_decided,
@@ -126,18 +126,18 @@ class GroupRun(Generic[RequestT, OutputT]):
             self.owner,
             self._group,
             ticket,
-            on_events=self._feed,
+            on_events=self._handle_events,
             on_bug=self._handle_bug,
             carried=carried,
-            order=order,
+            starting_order=starting_order,
         )
         self._earlier_pass_rate = earlier_pass_rate
 
         self.member: CohortMember | None = None
         """The group in its cohort, or None for a group that was allocated alone."""
 
-        # Number of trajectories for the caller, or None until it is certain.
-        self._selected: int | None = None
+        # Number of trajectories for the caller, or None until the group ends.
+        self._num_returned: int | None = None
         self.deliveries: asyncio.Queue[int | Exception] = asyncio.Queue()
         """Indices of candidates, or an error, for the caller."""
 
@@ -146,7 +146,7 @@ class GroupRun(Generic[RequestT, OutputT]):
     def add_candidate(self, request: RequestT) -> None:
         """Start a candidate with a request of its own, before the group's size is known."""
         self.runner.own_requests.append(request)
-        self._carry_out(self._group.add_candidate())
+        self._apply_decisions(self._group.add_candidate())
 
     def open(self, rule: SelectionRule, allocation: Allocation) -> None:
         """Set the selection rule, join the cohort, and start the missing candidates of the allocation."""
@@ -162,7 +162,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 allocation.candidates,
                 self.set_deadline,
             )
-        self._carry_out(self._group.open(rule, allocation.candidates))
+        self._apply_decisions(self._group.open(rule, allocation.candidates))
 
     async def trajectories(self) -> AsyncGenerator[Trajectory[OutputT], None]:
         """Yield each trajectory once it is certain to be in the group. Leaving early stops all candidates.
@@ -171,13 +171,13 @@ class GroupRun(Generic[RequestT, OutputT]):
             EngineError: error of the last failed candidate, if too few candidates could finish.
             GroupFailed, GroupAborted
         """
-        count = 0
+        num_yielded = 0
         try:
-            while count != self._selected:
+            while num_yielded != self._num_returned:
                 index = await self.deliveries.get()
                 if isinstance(index, Exception):
                     raise index
-                count += 1
+                num_yielded += 1
                 candidate = self.runner.candidates[index]
                 # Without the shield, a cancelled caller would cancel the future that the candidate's task still sets.
                 output = await asyncio.shield(candidate.output)
@@ -194,68 +194,73 @@ class GroupRun(Generic[RequestT, OutputT]):
                             self.owner,
                         )
                     )
-                selected = self._group.rule.size if self._selected is None else self._selected
-                yield Trajectory(index, output, last=count == selected)
-                if count == selected:
+                # A trajectory that is delivered before the group's end belongs to a group of the rule's size.
+                num_expected = self._group.rule.size if self._num_returned is None else self._num_returned
+                is_last = num_yielded == num_expected
+                yield Trajectory(index, output, is_last)
+                if is_last:
                     return
         finally:
             self.cancel()
 
-    def suspend(self) -> bool:
-        """Stop all candidates until `resume`, if possible. Return whether no candidate runs."""
+    def suspend(self) -> None:
+        """Stop all candidates until `resume`, if the group can be restarted."""
         if self._group.can_restart:
             self.runner.prepare_restart()
             self.verification.restart()
-            self._carry_out(self._group.restart())
-        # A group that waits for verdicts alone needs the engine no more, and verifiers may take longer than an update.
-        is_on_engine = self._group.selector.running_by_length or self.runner.running
-        return self._group.is_paused or self.has_ended or not is_on_engine
+            self._apply_decisions(self._group.restart())
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the group still needs the engine, although it may be suspended."""
+        if self._group.is_paused or self.has_ended:
+            return False
+        # A group that waits for verdicts alone needs no engine, and verifiers may take longer than an update.
+        return bool(self._group.selector.running_by_length or self.runner.running)
 
     def resume(self) -> None:
         """Start new candidates after `suspend`."""
-        self._carry_out(self._group.resume())
+        self._apply_decisions(self._group.resume())
 
     def set_deadline(self, tokens: int, cut_length: int | None = None) -> None:
         """Apply the cohort's deadline, and the length in tokens at which every candidate is cut."""
-        self._feed(DeadlineSet(tokens, cut_length))
+        self._handle_events(DeadlineSet(tokens, cut_length))
 
     def poll(self) -> None:
-        """Send new scores, and the progress of candidates that have reached their `Group.check_at`, to the group.
-
-        Report to the cohort if the group must need more tokens than the cohort's pending cut length.
-        """
+        """Read tokens and scores of the running candidates, and report them to the group and its cohort."""
         try:
-            may_be_late = self.member is not None and self.member.may_be_late
-            if self.member is not None:
-                self.member.report_late(
+            needs_every_poll = self.runner.scorer is not None
+            if self.member is not None and self.member.may_exceed_cut_length:
+                needs_every_poll = True
+                self.member.report_if_over_cut_length(
                     lambda: {index: running.tokens() or 0 for index, running in self.runner.running.items()}
                 )
             events = self.runner.poll()
             if events:
-                self._feed(*events)
-            elif not may_be_late and self.runner.scorer is None:
+                self._handle_events(*events)
+            elif not needs_every_poll:
                 # Polls take much of the time of a process that serves many engines. No candidate reaches its check
                 # before the last skipped poll, because it generates at most so many tokens between two polls.
                 self.polls_to_skip = min(self.runner.tokens_until_check // MAX_TOKENS_BETWEEN_POLLS, MAX_SKIPPED_POLLS)
         except Exception as error:
             self._handle_bug(error)
 
-    def finish_early(self) -> None:
+    def end_with_delivered(self) -> None:
         """End the group with the delivered trajectories."""
-        self._carry_out(self._group.end_as_decided())
+        self._apply_decisions(self._group.end_as_decided())
         self._close()
 
     def cancel(self, error: Exception | None = None, reason: DiscardReason = DiscardReason.CANCELLED) -> None:
-        """End the group and stop its candidates. ``error``: the reason, for the record."""
+        """End the group and stop its candidates. ``error``: recorded as the cause."""
         # Nothing is awaited, so this works while the caller is being cancelled.
-        self._carry_out(self._group.cancel(reason))
+        self._apply_decisions(self._group.cancel(reason))
         self._close(error)
 
     def stop_to_carry(self, error: DartsError | None = None) -> None:
         """End a running group, so that another run can resume it, see `CandidateRunner.collect_carried`."""
         # An ended group was counted in its batch.
         assert not self.has_ended
-        self._carry_out(self._group.end_as_carried())
+        self._apply_decisions(self._group.end_as_carried())
         self._close(error)
 
     def abort(self, reason: str = "the request was aborted while its group was running") -> None:
@@ -278,7 +283,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                 # The caller waits for a number of trajectories: it gets the candidates that started first.
                 if self._group.is_open:
                     undelivered = undelivered[: self._group.rule.size - len(delivered)]
-                self._selected = len(delivered) + len(undelivered)
+                self._num_returned = len(delivered) + len(undelivered)
                 for candidate in undelivered:
                     candidate.aborted = True
                 self.cancel(error)
@@ -326,7 +331,7 @@ class GroupRun(Generic[RequestT, OutputT]):
         """Number of returned trajectories, or None before it is known."""
         return self._group.rule.size if self._group.is_open else None
 
-    def candidate_record(
+    def make_candidate_record(
         self,
         index: int,
         weight: float | None = None,
@@ -373,24 +378,24 @@ class GroupRun(Generic[RequestT, OutputT]):
 
     # --- the state machine --------------------------------------------------
 
-    def _feed(self, *events: Event) -> None:
+    def _handle_events(self, *events: Event) -> None:
         quota = self.spec.quota
         try:
-            if quota is not None and not quota.left and not self.has_ended:
+            if quota is not None and not quota.missing_groups and not self.has_ended:
                 # Several groups may finish in one step of the engine. Stop this group before its state machine handles
                 # the event, as a complete group cannot be carried over.
                 self.is_surplus = True
                 self.stop_to_carry()
                 self.deliveries.put_nowait(GroupAborted("enough other groups of its batch are complete"))
                 return
-            self._carry_out(self._group.handle(*events))
+            self._apply_decisions(self._group.handle(*events))
             if not self._group.needs_engine:
                 # While a group waits for verdicts alone, its caller may use its share of the engine for others.
                 self._ticket.release()
             for event in events:
                 if isinstance(event, Finished):
                     self._poll_soon()
-                    if self._may_verify:
+                    if self._needs_verdicts:
                         self.verification.start(event.index, self.runner.candidates[event.index].output)
         except Exception as error:
             self._handle_bug(error, *events)
@@ -402,29 +407,29 @@ class GroupRun(Generic[RequestT, OutputT]):
         """
         if not self._is_poll_scheduled:
             self._is_poll_scheduled = True
-            asyncio.get_running_loop().call_soon(self._poll_scheduled)
+            asyncio.get_running_loop().call_soon(self._run_scheduled_poll)
 
-    def _poll_scheduled(self) -> None:
+    def _run_scheduled_poll(self) -> None:
         self._is_poll_scheduled = False
         if not self.has_ended:
             self.poll()
 
     @property
-    def _may_verify(self) -> bool:
-        """Whether verdicts are still of use."""
+    def _needs_verdicts(self) -> bool:
+        # A complete group is returned with all verdicts, unless it was decided without the missing verdicts.
         return self._group.outcome in (None, Outcome.COMPLETED) and not self._group.decided_early
 
     def _handle_verdict(self, index: int, reward: float | None) -> None:
         if not self.has_ended:
-            self._feed(Rewarded(index, reward))
+            self._handle_events(Rewarded(index, reward))
 
     def _handle_bug(self, error: Exception, *events: Event) -> None:
-        """End this group, and no other group, after an error of ours."""
+        # An error of ours ends this group, and no other group.
         logger.error("group %s failed on the events %s", self.spec.group_id, events, exc_info=error)
         self.fail(error)
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
-        # What must be reported may have changed.
+    def _apply_decisions(self, decisions: list[Decision]) -> None:
+        # Decisions may change which candidates must be checked at the next poll.
         self.polls_to_skip = 0
         if self.member is not None:
             has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
@@ -440,14 +445,16 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self.runner.scorer.record_kept(index, self._group.candidates[index].survival)
                 case Cut(index=index, tokens=tokens):
                     self.runner.cut(index, tokens)
+                    # The cut answer may get another reward.
                     self.verification.start(index, self.runner.candidates[index].output, again=True)
                 case Deliver(index=index):
                     self.deliveries.put_nowait(index)
                 case Complete(selection=selection):
-                    self._selected = len(selection)
-                    if self.spec.quota is not None:
-                        self.is_counted = not self.spec.only_informative or self.zero_variance is False
-                        self.spec.quota.left -= self.is_counted
+                    self._num_returned = len(selection)
+                    counts = not self.spec.only_informative or self.zero_variance is False
+                    if self.spec.quota is not None and counts:
+                        self.spec.quota.missing_groups -= 1
+                        self.has_used_quota = True
                     self._close()
                     for index in selection:
                         if index not in self._group.delivered:
@@ -464,7 +471,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             return
         self._is_closed = True
         # No further verdict can change the selection, and a batch waits only for verdicts of complete groups.
-        if not self._may_verify:
+        if not self._needs_verdicts:
             self.verification.cancel()
         try:
             self.record = self._make_record(self._group.outcome, error)
@@ -483,11 +490,14 @@ class GroupRun(Generic[RequestT, OutputT]):
         now = self._clock()
 
         # Stopped candidates still run for a moment on the engine, but their records do not change any more.
-        weights = selection_weights(group)
-        signal = advantages(group)
+        weights_by_index = selection_weights(group)
+        advantages_by_index = advantages(group)
         candidates = []
         for index in range(len(self.runner.candidates)):
-            candidates.append(self.candidate_record(index, weights.get(index), signal.get(index)))
+            weight = weights_by_index.get(index)
+            candidates.append(self.make_candidate_record(index, weight, advantages_by_index.get(index)))
+
+        # Seconds that the group has waited for its tail, after enough candidates for the shortest trajectories.
         tail_wait = None
         finish_times = self.runner.finish_times
         if outcome is Outcome.COMPLETED and len(finish_times) >= rule.num_shortest:
@@ -508,7 +518,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             earlier_pass_rate=self._earlier_pass_rate,
             request_ids=self.request_ids,
             owner=self.owner,
-            tokens=self.spec.tokens,
+            tokens=self.spec.request_tokens,
             run_probability=self.spec.run_probability,
             weight_version=self.engine.weight_version,
         )

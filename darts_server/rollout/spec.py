@@ -34,7 +34,7 @@ class Quota:
     A complete group counts even if its engine dies before its answer is read, so a batch may return fewer groups.
     """
 
-    left: int
+    missing_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class GroupSpec(Generic[RequestT]):
     tail_seed: Sequence[int] | None = None
     """Seed of the sampled tail."""
     _: KW_ONLY
-    early: bool = False
+    delivers_early: bool = False
     """Whether a trajectory is delivered as soon as it is certain to be in the group."""
     on_abort: OnAbort = OnAbort.FAIL
     quota: Quota | None = None
     first_round: FirstRound | None = None
-    tokens: RequestTokens = UNKNOWN_TOKENS
+    request_tokens: RequestTokens = UNKNOWN_TOKENS
     verify: Verify | None = None
-    """Gives rewards to finished candidates, or None to verify nothing."""
+    """Gives rewards to finished candidates."""
     only_informative: bool = False
     """Whether the group takes a place of its quota only if its rewards are not all equal."""
     stops_when_decided: bool = False
@@ -87,6 +87,6 @@ class GroupContext(Generic[RequestT, OutputT]):
     engine: Engine[RequestT, OutputT]
     observer: GroupEvents
     scorer: Pruner | None
-    starts: StartQueue
+    start_queue: StartQueue
     clock: Callable[[], float]
     """Monotonic seconds."""

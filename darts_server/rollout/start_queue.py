@@ -9,12 +9,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 
-TURN = 128
-"""Cost that starts in one turn of the event loop: some five milliseconds on a slow core."""
+MAX_TURN_COST = 128
+"""Cost of the starts in one turn of the event loop: some five milliseconds on a slow core."""
 CANDIDATE_COST = 8
 """vLLM checks and encodes the parameters of a candidate in a quarter of a millisecond."""
-CARRIED_TOKENS = 16
-"""Carried tokens for one unit of cost: vLLM detokenizes them at the start."""
+CARRIED_TOKENS_PER_COST = 16
+"""vLLM detokenizes carried tokens at the start."""
 TOKEN_SECONDS = 0.03
 """Head start for each expected token: about a decode step of a full engine."""
 
@@ -30,14 +30,14 @@ class FirstRound:
     have an answer while the others need drafts.
     """
 
-    def __init__(self, groups: Iterable[str]) -> None:
-        self._missing = set(groups)
+    def __init__(self, group_ids: Iterable[str]) -> None:
+        self._unstarted_group_ids = set(group_ids)
         self._is_over = asyncio.Event()
 
-    def arrive(self, group_id: str, _: object = None) -> None:
+    def mark_group_started(self, group_id: str) -> None:
         """Record that a group has started its first candidate, or has ended."""
-        self._missing.discard(group_id)
-        if not self._missing:
+        self._unstarted_group_ids.discard(group_id)
+        if not self._unstarted_group_ids:
             self._is_over.set()
 
     async def wait(self) -> None:
@@ -51,42 +51,45 @@ class StartQueue:
     """
 
     def __init__(self) -> None:
-        self._candidates: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._groups: deque[tuple[asyncio.Future[None], int]] = deque()
-        self._spent = 0
+        # Each start that waits has a future, which is set when it may start, and a cost.
+        self._waiting_candidates: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting_groups: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._spent_in_turn = 0
 
-    async def wait(self, *, carried_tokens: int = 0, group: int | None = None) -> None:
-        """Wait until a candidate may start, or a ``group`` of that many candidates."""
-        if group is None:
-            waiting = self._candidates
-            cost = CANDIDATE_COST + carried_tokens // CARRIED_TOKENS
-        else:
-            waiting = self._groups
-            cost = group
-        # A group waits while any candidate waits. Candidates keep their order, and groups theirs.
-        if self._candidates or waiting or not self._spend(cost):
-            turn = asyncio.get_running_loop().create_future()
-            waiting.append((turn, cost))
-            await turn
+    async def wait_for_candidate(self, carried_tokens: int) -> None:
+        """Wait until a candidate may start that resumes from ``carried_tokens`` tokens."""
+        cost = CANDIDATE_COST + carried_tokens // CARRIED_TOKENS_PER_COST
+        if self._waiting_candidates or not self._spend(cost):
+            await self._wait(self._waiting_candidates, cost)
+
+    async def wait_for_group(self, candidates: int) -> None:
+        """Wait until a group of that many candidates may start."""
+        # One unit of cost for each candidate that the group will create.
+        if self._waiting_candidates or self._waiting_groups or not self._spend(candidates):
+            await self._wait(self._waiting_groups, candidates)
+
+    async def _wait(self, queue: deque[tuple[asyncio.Future[None], int]], cost: int) -> None:
+        may_start = asyncio.get_running_loop().create_future()
+        queue.append((may_start, cost))
+        await may_start
 
     def _spend(self, cost: int) -> bool:
-        """Spend the cost unless this turn has spent `TURN`; return whether it was spent."""
-        if self._spent >= TURN:
+        """Spend the cost unless this turn has spent `MAX_TURN_COST`; return whether it was spent."""
+        if self._spent_in_turn >= MAX_TURN_COST:
             return False
-        if not self._spent:
-            asyncio.get_running_loop().call_soon(self._next_turn)
-        self._spent += cost
+        if self._spent_in_turn == 0:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._spent_in_turn += cost
         return True
 
-    def _next_turn(self) -> None:
-        """Begin a turn: let waiting candidates start, and then groups."""
-        self._spent = 0
-        for waiting in (self._candidates, self._groups):
-            while waiting:
-                turn, cost = waiting[0]
+    def _begin_turn(self) -> None:
+        self._spent_in_turn = 0
+        for queue in (self._waiting_candidates, self._waiting_groups):
+            while queue:
+                may_start, cost = queue[0]
                 # The place of a task that was cancelled costs nothing.
-                if not turn.done():
+                if not may_start.done():
                     if not self._spend(cost):
                         return
-                    turn.set_result(None)
-                waiting.popleft()
+                    may_start.set_result(None)
+                queue.popleft()

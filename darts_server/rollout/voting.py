@@ -289,8 +289,8 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 vote_id,
                 prompt_key=vote.prompt.key or self._renderer.prompt_key(request),
                 tail_seed=self._renderer.tail_seed(request),
-                early=True,
-                tokens=self._renderer.tokens(request),
+                delivers_early=True,
+                request_tokens=self._renderer.tokens(request),
             )
             started_at = self._clock()
             async with self._rollouts.gate.enter():
@@ -357,7 +357,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 if run.has_ended or not run.deliveries.empty() or len(collected) % interval:
                     continue
                 if box.is_decided([c.index for c in run.candidates if c.is_alive and c.index not in collected]):
-                    run.finish_early()
+                    run.end_with_delivered()
                     return True
         return False
 

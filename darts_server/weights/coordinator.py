@@ -187,7 +187,7 @@ class Coordinator:
             # Without a rule, the trainer has paused the engine.
             if update.rule is not None:
                 await update.run_phase("pause", self._model.pause)
-            self._groups.weights_change()
+            self._groups.prepare_weight_change()
             self.state = State.UPDATING
         except BaseException as error:
             # This includes the cancellation, if the trainer disconnects while groups are awaited.

@@ -184,7 +184,7 @@ class Groups(Protocol):
     async def suspend(self) -> None:
         """Stop every group that can be restarted, and return when all others have ended."""
 
-    def weights_change(self) -> None:
+    def prepare_weight_change(self) -> None:
         """Record that the present weights sampled all tokens since the last update. The model is paused."""
 
     def resume(self) -> None:
@@ -197,7 +197,7 @@ class Groups(Protocol):
 class NoGroups:
     async def suspend(self) -> None: ...
 
-    def weights_change(self) -> None: ...
+    def prepare_weight_change(self) -> None: ...
 
     def resume(self) -> None: ...
 

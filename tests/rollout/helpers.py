@@ -163,7 +163,7 @@ class Harness:
     ) -> GroupRun[str, list[int]]:
         """Start a group under a policy that is allocated alone."""
         plan = self.plan(size, policy)
-        spec = GroupSpec(plan, group_id, group_id, group_id, (tail_seed,), early=early)
+        spec = GroupSpec(plan, group_id, group_id, group_id, (tail_seed,), delivers_early=early)
         return self.rollouts.start(spec, Allocation(plan.shaping.candidates(size)))
 
     async def start_cohort(self, size: int, policy: str, group_ids: Sequence[str]) -> list[GroupRun[str, list[int]]]:
@@ -182,7 +182,7 @@ class Harness:
 
     def collect(self, request: str, policy: str, tail_seed: Sequence[int] | None = None) -> GroupRun[str, list[int]]:
         """Create a group that is not open yet."""
-        spec = GroupSpec(Plan(policy, UNSHAPED, 1), request, request, tail_seed=tail_seed, early=True)
+        spec = GroupSpec(Plan(policy, UNSHAPED, 1), request, request, tail_seed=tail_seed, delivers_early=True)
         return self.rollouts.create_run(spec)
 
     def plan(self, size: int, policy: str) -> Plan:

@@ -155,7 +155,7 @@ class Server:
     async def _group(self, request: Request, prompt: str, number: int) -> None:
         plan = self.rollouts.plan(request.size, RequestOptions(request.policy))
         assert plan is not None
-        ticket = self.admission.admit(self.rollouts.usual_candidates(plan))
+        ticket = self.admission.admit(self.rollouts.estimate_candidates(plan))
         with ticket:
             await turns(self._rng.randint(0, 5))
             async with self.rollouts.gate.enter():

@@ -30,8 +30,8 @@ def test_a_plan_has_the_rule_of_its_policy_and_of_its_size() -> None:
     plan = Plan("uniform", POLICIES["uniform"], 8)
     assert plan.rule is plan.rule_for(saturated=False)
     assert plan.rule == POLICIES["uniform"].selection_rule(8)
-    assert plan.shrunk(3).rule == POLICIES["uniform"].selection_rule(3)
-    assert plan.shrunk(1).rule == InOrder(1)
+    assert plan.shrink_to(3).rule == POLICIES["uniform"].selection_rule(3)
+    assert plan.shrink_to(1).rule == InOrder(1)
 
 
 def test_a_group_of_a_saturated_prompt_has_the_rule_that_returns_the_shortest() -> None:
@@ -50,7 +50,7 @@ def test_a_plan_cannot_have_a_size_that_its_policy_does_not_support() -> None:
 
 def test_a_plan_gives_up_redundancy_but_never_a_trajectory() -> None:
     plan = Plan("uniform", Shaping(redundancy=2.0), 8)
-    assert [plan.candidates(scale) for scale in (1.0, 0.5, 0.0)] == [16, 12, 8]
+    assert [plan.candidates_without_statistics(scale) for scale in (1.0, 0.5, 0.0)] == [16, 12, 8]
 
 
 # --- groups of one request --------------------------------------------------------
@@ -66,7 +66,7 @@ def test_off_is_never_shaped_even_if_a_policy_has_that_name(n: int) -> None:
     assert planner(default="off").plan(n, RequestOptions()) is None
     for default in ("uniform", "off"):
         assert planner(8, default).plan(n, RequestOptions(policy="off")) is None
-    assert list(planner().names()) == ["off", "uniform", "six tails"]
+    assert list(planner().policy_names()) == ["off", "uniform", "six tails"]
 
 
 # --- single requests ----------------------------------------------------------------
@@ -174,9 +174,9 @@ def test_unsupported_sizes_are_refused_and_off_is_always_available(
 def test_a_group_with_missing_requests_is_shaped_by_its_actual_size_if_the_policy_supports_it(
     plan: Plan, size: int, shrunk: Plan
 ) -> None:
-    assert plan.shrunk(size) == shrunk
+    assert plan.shrink_to(size) == shrunk
 
 
 @pytest.mark.parametrize("shaping", [Shaping(), Shaping(num_longest=0, adaptive=True), Shaping(deadline=Deadline())])
 def test_one_request_alone_is_never_shaped(shaping: Shaping) -> None:
-    assert Plan("any", shaping, 8, single=True).shrunk(1) == Plan("any", UNSHAPED, 1, single=True)
+    assert Plan("any", shaping, 8, single=True).shrink_to(1) == Plan("any", UNSHAPED, 1, single=True)

@@ -182,12 +182,12 @@ async def test_a_batch_that_is_cancelled_while_waiting_for_the_gate_starts_nothi
 
 async def test_a_joined_group_expects_its_missing_requests() -> None:
     harness = by_caller(3, 4)
-    expects = harness.rollouts.joiner.expects
+    has_open_group = harness.rollouts.joiner.has_open_group
     callers = await harness.send_all(3)
     [key] = harness.rollouts.joiner.groups
-    assert (expects(key), expects("another")) == (True, False)
+    assert (has_open_group(key), has_open_group("another")) == (True, False)
     callers += await harness.send_all(1)
-    assert not expects(key)
+    assert not has_open_group(key)
     await finish(harness, callers)
     assert harness.rollouts.gate.work_inside == 0
 

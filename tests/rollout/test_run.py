@@ -85,7 +85,7 @@ async def test_a_group_is_marked_if_weights_were_changed_and_changed_back_meanwh
     waiting = await harness.begin(harness.run(6, "longest"))
     for version in (1, 0):
         await harness.steps(3)
-        harness.rollouts.weights_change()
+        harness.rollouts.prepare_weight_change()
         harness.engine.weight_version = version
     await harness.engine.run()
     await waiting
@@ -99,11 +99,11 @@ async def test_the_spans_of_running_and_of_stopped_candidates_name_the_present_v
     harness = Harness(lengths(8, 8, 8, 20, 20, 20))
     waiting = await harness.begin(harness.run(3))
     await harness.steps(3)
-    harness.rollouts.weights_change()
+    harness.rollouts.prepare_weight_change()
     harness.engine.weight_version = 1
     await harness.steps(2)
     [run] = harness.rollouts.runs
-    spans = {run.candidate_record(candidate.index).version_spans for candidate in run.candidates}
+    spans = {run.make_candidate_record(candidate.index).version_spans for candidate in run.candidates}
     assert spans == {((0, 3), (1, 2))}
     await harness.engine.run()
     await waiting

@@ -25,7 +25,7 @@ def anyio_backend() -> tuple[str, dict[str, object]]:
 
 def start(harness: Harness, size: int, policy: str = "shortest", *, early: bool = False) -> GroupRun[str, list[int]]:
     plan = harness.plan(size, policy)
-    spec = GroupSpec(plan, "p", "g", "p", (7,), early=early, on_abort=OnAbort.ANSWER)
+    spec = GroupSpec(plan, "p", "g", "p", (7,), delivers_early=early, on_abort=OnAbort.ANSWER)
     return harness.rollouts.start(spec, Allocation(plan.shaping.candidates(size)))
 
 

@@ -112,7 +112,7 @@ async def test_a_cut_candidate_that_the_engine_loses_goes_on_from_the_tokens_tha
         await settle()
     assert {t.index: t.output for t in await waiting}[3] == list(range(7))
     assert [each.index for each in engine.started].count(3) == 2
-    assert run.candidate_record(3).version_spans == ((0, 7),)
+    assert run.make_candidate_record(3).version_spans == ((0, 7),)
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

@@ -122,7 +122,8 @@ async def test_the_deadline_waits_again_for_a_restarted_group() -> None:
     harness, runs, tasks, cohort = await eight(script)
     await harness.steps(15)
     assert (cohort.deadline.tokens, cohort.deadline.pending_cut_length) == (None, 20)
-    assert runs[7].suspend()
+    runs[7].suspend()
+    assert not runs[7].needs_engine
     for _ in range(10):
         runs[7].poll()
     assert cohort.deadline.tokens is None, "it has no candidates, but will have"

@@ -13,13 +13,13 @@ from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.spec import GroupSpec
-from darts_server.rollout.start_queue import CANDIDATE_COST, TOKEN_SECONDS, TURN, StartQueue
+from darts_server.rollout.start_queue import CANDIDATE_COST, MAX_TURN_COST, TOKEN_SECONDS, StartQueue
 from tests.rollout.helpers import Harness
 from tests.rollout.joining.joining import SteppedLoop
 
 SIZE = 2
 SHAPINGS = {"two": Shaping(redundancy=1.0, num_longest=0), "more": Shaping(redundancy=2.0, num_longest=0)}
-A_TURN = TURN // CANDIDATE_COST
+A_TURN = MAX_TURN_COST // CANDIDATE_COST
 
 pytestmark = pytest.mark.anyio
 
@@ -32,11 +32,11 @@ class Starts:
         self.order: list[str] = []
 
     async def candidate(self, name: str, carried_tokens: int = 0) -> None:
-        await self.queue.wait(carried_tokens=carried_tokens)
+        await self.queue.wait_for_candidate(carried_tokens)
         self.order.append(name)
 
     async def group(self, name: str, candidates: int) -> None:
-        await self.queue.wait(group=candidates)
+        await self.queue.wait_for_group(candidates)
         self.order.append(name)
         async with asyncio.TaskGroup() as tasks:
             for i in range(candidates):
@@ -63,17 +63,17 @@ async def test_a_few_candidates_start_at_once_and_the_others_in_later_turns_in_t
 async def test_a_start_without_others_does_not_wait() -> None:
     queue = StartQueue()
     for _ in range(3 * A_TURN):
-        await asyncio.wait_for(queue.wait(), 5)
-    await asyncio.wait_for(queue.wait(group=2 * TURN), 5)
+        await asyncio.wait_for(queue.wait_for_candidate(0), 5)
+    await asyncio.wait_for(queue.wait_for_group(2 * MAX_TURN_COST), 5)
 
 
 async def test_a_group_starts_when_no_candidate_waits() -> None:
     starts = Starts()
-    await asyncio.gather(*(starts.group(name, TURN) for name in "abc"))
+    await asyncio.gather(*(starts.group(name, MAX_TURN_COST) for name in "abc"))
     candidates = [name for name in starts.order if len(name) > 1]
-    assert candidates == [f"{name}{i}" for name in "abc" for i in range(TURN)]
+    assert candidates == [f"{name}{i}" for name in "abc" for i in range(MAX_TURN_COST)]
     # The second group starts in the turn in which the first one makes its candidates.
-    assert starts.order.index("c") > starts.order.index(f"b{TURN - 1}") > starts.order.index("b")
+    assert starts.order.index("c") > starts.order.index(f"b{MAX_TURN_COST - 1}") > starts.order.index("b")
 
 
 async def test_a_cancelled_start_takes_no_turn() -> None:

@@ -138,7 +138,7 @@ class FakeGroups:
         self.halted = False
         self.changes = 0
 
-    def weights_change(self) -> None:
+    def prepare_weight_change(self) -> None:
         self.changes += 1
 
     async def suspend(self) -> None:

@@ -68,7 +68,7 @@ class Allocator:
     async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
         """Allocate candidates to one group. Most policies wait ``window`` seconds for other groups."""
         if not plan.shaping.uses_cohort:
-            return Allocation(plan.candidates(self._scale()))
+            return Allocation(plan.candidates_without_statistics(self._scale()))
         name = _policy_and_size(plan)
         if name not in self._waiting:
             self._waiting[name] = []

@@ -173,18 +173,18 @@ class CohortMember:
             self.cohort.report_minimum(self, 0)
 
     @property
-    def may_be_late(self) -> bool:
-        """Whether `report_late` may report something now or later."""
+    def may_exceed_cut_length(self) -> bool:
+        """Whether `report_if_over_cut_length` may report something now or later."""
         return self.cohort.rule is not None and self.tokens_needed is None
 
-    def report_late(self, generated: Callable[[], Mapping[int, int]]) -> None:
+    def report_if_over_cut_length(self, generated: Callable[[], Mapping[int, int]]) -> None:
         """Report that the group needs more than the cohort's pending cut length, so that the cohort does not wait.
 
         The report is made once for each pending cut length.
 
         ``generated``: returns the number of tokens of each running candidate, by index.
         """
-        if not self.may_be_late or self._group.is_paused:
+        if not self.may_exceed_cut_length or self._group.is_paused:
             return
         limit = self.cohort.deadline.pending_cut_length
         if limit is None or limit == self._reported_limit:

@@ -39,31 +39,33 @@ class Deadlines:
         self._lost_groups = StoredValues(documents, LOST_GROUPS)
         self._rng = rng
 
-    def losses(self, policy: str) -> DeadlineLosses:
+    def load_losses(self, policy: str) -> DeadlineLosses:
         """Return the answers that the policy's deadlines discard."""
         return self._losses.load(policy) or DeadlineLosses()
 
-    def lost_groups(self, policy: str) -> GroupLosses:
+    def load_lost_groups(self, policy: str) -> GroupLosses:
         """Return the groups that lose all correct answers to the policy's deadlines."""
         return self._lost_groups.load(policy) or GroupLosses()
 
     def lost_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of correct answers that is lost, or None if too few are known."""
-        return self.losses(policy).share(self.factor(policy, max_lost))
+        return self.load_losses(policy).share(self.deadline_factor(policy, max_lost))
 
     def lost_group_share(self, policy: str, max_lost: MaxLost) -> float | None:
         """Return the share of groups that lose all correct answers, or None if too few are known."""
-        return self.lost_groups(policy).share(self.factor(policy, max_lost))
+        return self.load_lost_groups(policy).share(self.deadline_factor(policy, max_lost))
 
-    def factor(self, policy: str, max_lost: MaxLost) -> float:
+    def deadline_factor(self, policy: str, max_lost: MaxLost) -> float:
         """Return the factor on the policy's deadlines, at least 1."""
-        return max(self.losses(policy).factor(max_lost.answers), self.lost_groups(policy).factor(max_lost.groups))
+        factor_for_answers = self.load_losses(policy).factor(max_lost.answers)
+        factor_for_groups = self.load_lost_groups(policy).factor(max_lost.groups)
+        return max(factor_for_answers, factor_for_groups)
 
     def current_rule(self, shaping: Shaping, policy: str) -> Deadline | None:
         rule = shaping.deadline
         if rule is None:
             return None
-        return replace(rule, factor=self.factor(policy, rule.max_lost))
+        return replace(rule, factor=self.deadline_factor(policy, rule.max_lost))
 
     def recent_lengths(self, policy_and_size: str) -> RecentCompletionLengths:
         return self._lengths.load(policy_and_size) or RecentCompletionLengths()
@@ -74,7 +76,7 @@ class Deadlines:
         Whole cohorts explore. The same share of single groups would delay nearly every cohort, as a cohort waits for
         its last group.
         """
-        losses = self.losses(policy)
+        losses = self.load_losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
             losses = replace(losses, first_groups=min(losses.first_groups + groups, LARGEST))
             self._losses.save(policy, _fields(losses))
@@ -98,7 +100,7 @@ class Deadlines:
         if max_lost is None:
             return
         policy = record.policy
-        before = self.losses(policy)
+        before = self.load_losses(policy)
         losses = before
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
@@ -108,7 +110,7 @@ class Deadlines:
             losses = losses.with_answers(_answers(record, correct), record.explored, max_lost.answers)
             group = _shortest_answer(record, correct)
             if group is not None:
-                self._lost_groups.save(policy, _fields(self.lost_groups(policy).with_group(group)))
+                self._lost_groups.save(policy, _fields(self.load_lost_groups(policy).with_group(group)))
         if losses != before:
             self._losses.save(policy, _fields(losses))
 

@@ -158,7 +158,7 @@ async def prepare_batch(
     owner = caller.get().name
     plan = plan_batch(batch, rollouts, new_planner)
     sampling = renderer.effective_sampling(batch.sampling)
-    usual = len(batch.prompts) * rollouts.usual_candidates(plan)
+    usual = len(batch.prompts) * rollouts.estimate_candidates(plan)
     ticket = rollouts.admission.admit(batch.budget or usual, "prompts")
     taken: list[CarriedPrompt] = []
     try:
@@ -439,7 +439,7 @@ def plan_batch(batch: BatchRequest, rollouts: Rollouts[Any, Any], new_planner: N
     if batch.budget is not None and plan.auto is not None:
         raise InvalidRequest("budget", f"policy {plan.policy!r} chooses the number of candidates itself; leave it out")
     if plan.shaping.prunes:
-        rollouts.check_scorable(plan)
+        rollouts.check_can_prune(plan)
     check_verifiers(batch, plan, rollouts.verifier)
     return plan
 

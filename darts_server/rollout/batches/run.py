@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 from darts_server.caller import caller
@@ -252,18 +251,16 @@ class BatchRun:
         try:
             async with self._rollouts.gate.enter():
                 self._has_entered = True
-                for group in self._starting_order()[: self._prepared.request.max_prompts]:
+                for group in self._groups_in_starting_order()[: self._prepared.request.max_prompts]:
                     task = asyncio.create_task(self._run_with_streams(group))
                     tasks[group.number] = task
-                    if self._first_round is not None:
-                        task.add_done_callback(partial(self._first_round.arrive, group.group_id))
                 await self._collect_results(tasks)
                 if self._carry is Carry.RESUME:
                     await self._stop_to_carry(tasks)
         finally:
             await self._stop_groups(tasks)
 
-    def _starting_order(self) -> list[BatchGroup]:
+    def _groups_in_starting_order(self) -> list[BatchGroup]:
         """Return carried groups first, and then long groups, so that no long group runs alone at the end."""
         statistics = self._rollouts.statistics
         means: dict[int, float] = {}
@@ -294,9 +291,9 @@ class BatchRun:
             group = self._prepared.groups[result.number]
             if counts:
                 self._shortfall -= 1
-            elif self._quota is not None and group.run is not None and group.run.is_counted:
+            elif self._quota is not None and group.run is not None and group.run.has_used_quota:
                 # The group's tokens could not be read. A group that is not stopped yet may complete instead.
-                self._quota.left += 1
+                self._quota.missing_groups += 1
             self._decide(group, result)
             if not self._shortfall:
                 break
@@ -387,14 +384,19 @@ class BatchRun:
     # --- one group ----------------------------------------------------------
 
     async def _run_with_streams(self, group: BatchGroup) -> GroupResult | None:
-        with self._renderer.reuse_streams(group.request):
-            return await self._run_group(group)
+        try:
+            with self._renderer.reuse_streams(group.request):
+                return await self._run_group(group)
+        finally:
+            # The other groups must not wait for a group that has ended before its first candidate started.
+            if self._first_round is not None:
+                self._first_round.mark_group_started(group.group_id)
 
     async def _run_group(self, group: BatchGroup) -> GroupResult | None:
         """Run one group; return None if it stays undecided."""
         await self._places.acquire()
-        await self._rollouts.starts.wait(group=group.allocation.candidates)
-        if self._quota is not None and not self._quota.left:
+        await self._rollouts.start_queue.wait_for_group(group.allocation.candidates)
+        if self._quota is not None and not self._quota.missing_groups:
             return None
         result = GroupResult(
             group.number,
@@ -503,11 +505,11 @@ class BatchRun:
             tail_seed,
             # A trajectory is streamed as soon as it is certain, unless its group may continue in a later batch or may
             # not be returned.
-            early=streams and not can_carry and self._prepared.request.only is None,
+            delivers_early=streams and not can_carry and self._prepared.request.only is None,
             on_abort=self._on_abort,
             quota=self._quota,
             first_round=self._first_round,
-            tokens=self._renderer.tokens(group.request),
+            request_tokens=self._renderer.tokens(group.request),
             verify=self._verify(group),
             only_informative=self._prepared.request.only is not None,
             stops_when_decided=self._prepared.request.stop_when is not None,

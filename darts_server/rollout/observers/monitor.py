@@ -141,7 +141,7 @@ class Viewer:
                 if index < len(old) and _is_final(old[index]):
                     candidates.append(old[index])
                 else:
-                    candidates.append(_candidate_fields(group.candidate_record(index)))
+                    candidates.append(_candidate_fields(group.make_candidate_record(index)))
             now["candidates"] = candidates
             self._running[group_id] = now
             changes.append(_changes(now, before))

@@ -284,9 +284,9 @@ class SessionGroup:
                 self._group,
                 rule.completion_place,
                 allocation.candidates,
-                lambda tokens, cut_length: self._feed(DeadlineSet(tokens, cut_length)),
+                lambda tokens, cut_length: self._handle_events(DeadlineSet(tokens, cut_length)),
             )
-        self._carry_out(self._group.open(rule, allocation.candidates))
+        self._apply_decisions(self._group.open(rule, allocation.candidates))
 
     def poll(self) -> None:
         """Send the progress of sessions that have reached their `Group.check_at` to the group.
@@ -304,11 +304,11 @@ class SessionGroup:
                 if progress >= tokens:
                     events.append(Progress(index, progress))
         if self._member is not None:
-            self._member.report_late(
+            self._member.report_if_over_cut_length(
                 lambda: {s.index: s.progress(now) for s in self.sessions if s.candidate.is_running},
             )
         if events:
-            self._feed(*events)
+            self._handle_events(*events)
 
     def end_silent(self, idle_seconds: float) -> None:
         """End sessions that have had no request for ``idle_seconds`` seconds."""
@@ -326,7 +326,7 @@ class SessionGroup:
         if self.ended_at is not None:
             return
         self.error = self.error or error or GroupAborted("the group was ended by its caller")
-        self._carry_out(self._group.cancel(DiscardReason.ABORTED))
+        self._apply_decisions(self._group.cancel(DiscardReason.ABORTED))
         self._close()
 
     @property
@@ -413,7 +413,7 @@ class SessionGroup:
         is_returned = not inner.is_over or session.candidate.cut
         inner.end_turn(self.clock(), tokens, finished if is_returned else None)
         if not inner.is_over:
-            self._feed(Progress(session.index, session.progress(self.clock())))
+            self._handle_events(Progress(session.index, session.progress(self.clock())))
         elif session.candidate.cut:
             inner.cut(session.candidate.tokens)
 
@@ -458,7 +458,7 @@ class SessionGroup:
         self._end(session, SessionEnd.FINISHED, "finished")
         # The state machine knows no shorter length than 1.
         length = max(1, session.length(now))
-        self._feed(
+        self._handle_events(
             Finished(session.index, length, report.finish_reason),
             Rewarded(session.index, report.reward),
         )
@@ -490,17 +490,17 @@ class SessionGroup:
     def _end_failed(self, session: AgentSession, end: SessionEnd, error: DartsError) -> None:
         self._end(session, end, str(error))
         session.session.drop_rows()
-        self._feed(Failed(session.index, error))
+        self._handle_events(Failed(session.index, error))
 
-    def _feed(self, *events: Event) -> None:
+    def _handle_events(self, *events: Event) -> None:
         try:
-            self._carry_out(self._group.handle(*events))
+            self._apply_decisions(self._group.handle(*events))
         except Exception as error:
             # A bug of ours ends this group, and no other group.
             logger.exception("session group %s failed on the events %s", self.spec.group_id, events)
             self.cancel(GroupAborted(f"an internal error: {error!r}"))
 
-    def _carry_out(self, decisions: list[Decision]) -> None:
+    def _apply_decisions(self, decisions: list[Decision]) -> None:
         if self._member is not None:
             has_new_candidates = any(isinstance(decision, Start) for decision in decisions)
             self._member.report_need(has_new_candidates=has_new_candidates)
@@ -512,7 +512,7 @@ class SessionGroup:
                         self.sessions.append(session)
                         self._add_event(SessionEvent("started", session))
                     self._observer.candidates_started(len(indices))
-                    self._carry_out(self._group.handle(*[Started(index) for index in indices]))
+                    self._apply_decisions(self._group.handle(*[Started(index) for index in indices]))
                 case Stop(index=index, reason=reason):
                     is_aborted = reason in (DiscardReason.ABORTED, DiscardReason.CANCELLED)
                     end = SessionEnd.ABORTED if is_aborted else SessionEnd.STOPPED
@@ -556,7 +556,7 @@ class SessionGroup:
         signal = advantages(self._group)
         candidates = []
         for index in range(len(self.sessions)):
-            candidates.append(self.candidate_record(index, weights.get(index), signal.get(index)))
+            candidates.append(self.make_candidate_record(index, weights.get(index), signal.get(index)))
         return make_group_record(
             self._group,
             candidates,
@@ -608,7 +608,7 @@ class SessionGroup:
 
     # --- what others read -------------------------------------------------------
 
-    def candidate_record(
+    def make_candidate_record(
         self,
         index: int,
         weight: float | None = None,

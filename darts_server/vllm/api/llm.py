@@ -99,7 +99,7 @@ class ShapingLLM(UnshapedLLM):
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns = rollouts.turns
             turn = make_turn(request, shaping, next(iter(route.sessions), None), caller.get().name, self.tokenizer)
-            group_name = shaping.group_id or rollouts.planner.limits.group_name(turn.session)
+            group_name = shaping.group_id or rollouts.planner.limits.group_name_of_session(turn.session)
             turn.names_group = group_name is not None
             plan = rollouts.plan(sampling_params.n, shaping, turn)
             is_counted = plan is not None and plan.policy == OFF
@@ -119,7 +119,7 @@ class ShapingLLM(UnshapedLLM):
 
         # Admit the candidates last: a call that raises must not hold any.
         if rollouts is not None and plan is not None:
-            ticket = rollouts.admission.admit(1 if plan.single else rollouts.usual_candidates(plan))
+            ticket = rollouts.admission.admit(1 if plan.single else rollouts.estimate_candidates(plan))
             if not plan.single:
                 route.groups.append(request_id)
             elif not is_counted:
@@ -257,7 +257,7 @@ class ShapingLLM(UnshapedLLM):
         reasons = {reason for _, reason in ends.values()}
         if len(ends) == request.params.n and reasons <= set(FinishReason):
             lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
-            self.rollouts.learn_unshaped(generation.prompt_key, lengths, request.tokens)
+            self.rollouts.learn_unshaped_lengths(generation.prompt_key, lengths, request.tokens)
 
     async def _generate_group(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
         """Generate a group. A stream gets each trajectory whole, once it is certain to be in the group."""
@@ -272,17 +272,17 @@ class ShapingLLM(UnshapedLLM):
             request.request_id,
             generation.prompt_key,
             seed,
-            early=streaming,
+            delivers_early=streaming,
             on_abort=OnAbort.ANSWER,
-            tokens=request.tokens,
+            request_tokens=request.tokens,
         )
         async with self.gate.enter():
-            aborts = rollouts.aborts
+            abort_all_count = rollouts.abort_all_count
             allocation = await rollouts.allocator.allocate(plan, generation.prompt_key)
             # The queue may have room for fewer candidates than the policy wants.
             allocation = replace(allocation, candidates=generation.ticket.resize_within_limits(allocation.candidates))
             run = rollouts.start(spec, allocation, generation.ticket.split(allocation.candidates))
-            if rollouts.aborts != aborts:
+            if rollouts.abort_all_count != abort_all_count:
                 # All groups were aborted while this group waited for its cohort.
                 run.abort()
             try:
@@ -324,7 +324,7 @@ class ShapingLLM(UnshapedLLM):
                 joined.enter_context(self.ranks.joined(request.request_id, group_id))
 
             # A closed gate must not keep out a request that a running group waits for.
-            async with self.gate.enter(skip_wait=joiner.expects(joining.join_key)):
+            async with self.gate.enter(skip_wait=joiner.has_open_group(joining.join_key)):
                 output = await joiner.join(joining, on_join)
             generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
             await prepare_output(output, generation.route)

@@ -81,7 +81,7 @@ class UnshapedLLM(ControlledLLM):
         turn = generation.turn
         member = generation.member
         # With priorities, the request waits in line with the candidates of groups.
-        order = None if self.rollouts is None else self.rollouts.starting_order(prompt_key=None)(0)
+        order = None if self.rollouts is None else self.rollouts.make_starting_order(prompt_key=None)(0)
         with ExitStack() as placed:
             if member is not None:
                 placed.enter_context(self.ranks.joined(request.request_id, member.group.group_id))

@@ -46,7 +46,7 @@ async def server() -> Server:
 
 async def test_groups_that_are_aborted_return_what_their_candidates_had_generated(server: Server) -> None:
     batch = await server.begin(11, "5", "30", "10")
-    server.harness.rollouts.weights_change()
+    server.harness.rollouts.prepare_weight_change()
     server.engine.weight_version = 1
     await server.engine.step()
     server.harness.rollouts.abort_all("an update")
@@ -261,7 +261,7 @@ async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(see
                     harness.engine.weight_version += 1
                     harness.rollouts.resume()
                 case 3:
-                    harness.rollouts.weights_change()
+                    harness.rollouts.prepare_weight_change()
                     harness.engine.weight_version += 1
                 case _:
                     await harness.engine.step()

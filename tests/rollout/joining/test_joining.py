@@ -267,7 +267,7 @@ async def test_a_named_group_does_not_wait_for_ever() -> None:
 
 
 async def test_frequent_groups_with_missing_requests_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_closed
+    report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_group_closed
     with caplog.at_level(logging.WARNING):
         for number in range(3 * WINDOW):
             report(full=number % 3 > 0, planned=8)
@@ -280,8 +280,8 @@ async def test_frequent_groups_with_missing_requests_are_logged_once(caplog: pyt
     [("uid_3", "uid"), ("a_b_12", "a_b"), ("uid", None), ("uid_x", None), ("_1", None), (None, None)],
 )
 def test_a_session_names_its_group_if_it_matches_the_pattern(session: str | None, name: str | None) -> None:
-    assert Limits(8, group_pattern=re.compile("(.+)_[0-9]+")).group_name(session) == name
-    assert Limits(8).group_name(session) is None
+    assert Limits(8, group_pattern=re.compile("(.+)_[0-9]+")).group_name_of_session(session) == name
+    assert Limits(8).group_name_of_session(session) is None
 
 
 # --- the engine, the store or our own code fails: every caller gets an error at once ---

@@ -291,7 +291,7 @@ async def test_a_stream_of_tokens_yields_survivors_when_all_have_ended() -> None
     harness = create_house(FakeScorer(4), [10, 20], {1: (0.5, PRUNED)})
     plan = harness.plan(2, "arrol")
     plan = replace(plan, shaping=replace(plan.shaping, return_survivors=True))
-    spec = GroupSpec(plan, "p", "g", tail_seed=(7,), early=True)
+    spec = GroupSpec(plan, "p", "g", tail_seed=(7,), delivers_early=True)
     run = harness.rollouts.start(spec, Allocation(4))
     trajectories = await harness.group(run)
     assert [(t.index, t.last) for t in trajectories] == [(0, False), (2, False), (3, True)]

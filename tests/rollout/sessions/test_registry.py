@@ -273,7 +273,7 @@ async def test_a_deadline_cuts_sessions_in_any_turn(world: World) -> None:
     world.answer(first, 5)
     turn = world.begin(second)
     world.generated[turn] = 12
-    group._feed(DeadlineSet(10, 10))
+    group._handle_events(DeadlineSet(10, 10))
     group.poll()
     assert world.aborted == [turn]
     assert second.session.end_reason is SessionEnd.STOPPED
@@ -348,7 +348,7 @@ async def test_weight_versions_are_those_of_the_tokens(world: World) -> None:
     world.answer(session, 2)
     turn = world.begin(session)
     world.generated[turn] = 3
-    world.harness.rollouts.weights_change()
+    world.harness.rollouts.prepare_weight_change()
     world.harness.engine.weight_version += 1
     turn.finish([1, 2, 2, 5], [6] * 4, [-1.0] * 4)
     group.end_session(session)

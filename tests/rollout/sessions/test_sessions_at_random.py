@@ -223,7 +223,7 @@ def test_cap_returns_all_sessions_and_cuts_each_at_the_deadline() -> None:
     cuts = 0
     for world in worlds("cap", 80):
         deadline = int(world.rng.integers(4, 25))
-        world.group._feed(DeadlineSet(deadline, deadline))
+        world.group._handle_events(DeadlineSet(deadline, deadline))
         world.run()
         world.check_books()
         assert world.selected == set(range(world.size))
