@@ -39,11 +39,11 @@ class Runner:
 
     @property
     def is_started(self) -> bool:
-        """Whether the runner can run a batch without `prepare`."""
+        """Whether the runner can run a batch without `start`."""
         return True
 
-    async def prepare(self) -> None:
-        """Start the runner. Raises `RunnerFailed`."""
+    async def start(self) -> None:
+        """Raises `RunnerFailed`."""
 
     async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
         """Run a batch. Never raises. None stands for an answer that must be called again, alone."""
@@ -56,8 +56,8 @@ class Runner:
 class Job:
     answer: Answer
     future: asyncio.Future[Call]
-    began: float
-    alone: bool = False
+    submitted_at: float
+    must_run_alone: bool = False
 
 
 class Batcher:
@@ -65,34 +65,34 @@ class Batcher:
 
     Args:
         wait_limit: seconds after which an answer has no reward, also if its call has not begun.
-        ended: called with each call that ends, and its seconds including the wait for a runner.
+        report_call: called with each call that ends, and its seconds including the wait for a runner.
     """
 
     def __init__(
         self,
         runners: Sequence[Runner],
         wait_limit: float,
-        ended: Callable[[Call, float], None],
+        report_call: Callable[[Call, float], None],
     ) -> None:
-        self._ended = ended
+        self._report_call = report_call
         self._wait_limit = wait_limit
-        self._late = Call(
+        self._late_call = Call(
             VerifierResult.TIMEOUT,
             detail=f"gave no verdict within {wait_limit:g} seconds, as too many answers wait: raise "
             "--verifier-processes (of a URL, --verifier-requests) or --verifier-timeout",
         )
         self._runners = runners
         # The runner that ended last is used first. Runners that must be started stand in front.
-        self._free = list(runners)
-        self._starting = 0
+        self._free_runners = list(runners)
+        self._num_starting = 0
         self._waiting: deque[Job] = deque()
-        # All answers that wait or are called, the oldest first.
-        self._pending: dict[Job, None] = {}
-        # Calls `_end_late` when the oldest answer may be late.
-        self._timer: asyncio.TimerHandle | None = None
+        # All jobs that wait or run, the oldest first.
+        self._unfinished: dict[Job, None] = {}
+        # Calls `_end_late_jobs` when the oldest job may be late.
+        self._late_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._seconds = math.inf
-        self._is_scheduled = False
+        self._seconds_per_answer = math.inf
+        self._is_dispatch_scheduled = False
         self._is_closed = False
 
     async def start(self) -> None:
@@ -101,125 +101,132 @@ class Batcher:
         Raises:
             RunnerFailed
         """
-        await self._free[-1].prepare()
+        await self._free_runners[-1].start()
 
     async def close(self) -> None:
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._end_waiting(CLOSED)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._end_waiting_jobs(CLOSED)
+        if self._late_timer is not None:
+            self._late_timer.cancel()
         await asyncio.gather(*(runner.close() for runner in self._runners))
 
-    def call(self, answer: Answer) -> asyncio.Future[Call]:
+    def submit(self, answer: Answer) -> asyncio.Future[Call]:
         """Return a future, which never has an exception."""
         loop = asyncio.get_running_loop()
         job = Job(answer, loop.create_future(), loop.time())
         self._waiting.append(job)
-        self._pending[job] = None
+        self._unfinished[job] = None
         # A timer for each answer would cost as much as the rest of the queue.
-        if self._timer is None:
-            self._timer = loop.call_later(self._wait_limit, self._end_late)
+        if self._late_timer is None:
+            self._late_timer = loop.call_later(self._wait_limit, self._end_late_jobs)
         # Answers of the same turn of the event loop go into the same batch.
-        if not self._is_scheduled:
-            self._is_scheduled = True
+        if not self._is_dispatch_scheduled:
+            self._is_dispatch_scheduled = True
             loop.call_soon(self._dispatch)
         return job.future
 
     def _dispatch(self) -> None:
-        """Give waiting answers to free runners.
-
-        If no free runner has been started, start runners, at most one for each waiting answer.
-        """
-        self._is_scheduled = False
+        """Give waiting jobs to free runners, and start runners if no free runner has been started."""
+        self._is_dispatch_scheduled = False
         if self._is_closed:
-            self._end_waiting(CLOSED)
-        while self._waiting and self._free:
-            jobs: list[Job] = []
-            if self._free[-1].is_started:
-                jobs = self._take(self._free[-1].limits)
-                # All waiting answers were late, or belonged to cancelled groups.
+            self._end_waiting_jobs(CLOSED)
+        while self._waiting and self._free_runners:
+            runner = self._free_runners[-1]
+            if runner.is_started:
+                jobs = self._take_batch(runner.limits)
+                # All waiting jobs were late, or belonged to cancelled groups.
                 if not jobs:
                     return
-            # Each waiting answer already has a runner that is starting.
-            elif self._starting >= len(self._waiting):
-                return
-            task = asyncio.create_task(self._serve(self._free.pop(), jobs))
-            if not jobs:
-                self._starting += 1
+                work = self._run_batch(runner, jobs)
+            else:
+                # Each waiting job already has a runner that is starting.
+                if self._num_starting >= len(self._waiting):
+                    return
+                self._num_starting += 1
+                work = self._start_runner(runner)
+            self._free_runners.pop()
+            task = asyncio.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def _take(self, limits: BatchLimits) -> list[Job]:
+    def _take_batch(self, limits: BatchLimits) -> list[Job]:
         """Remove and return the next batch."""
-        most = limits.answers
+        max_jobs = limits.answers
         if limits.seconds < math.inf:
-            most = max(1, min(most, int(limits.seconds / self._seconds)))
+            max_jobs = max(1, min(max_jobs, int(limits.seconds / self._seconds_per_answer)))
         if limits.shared:
-            most = min(most, math.ceil(len(self._waiting) / len(self._runners)))
+            max_jobs = min(max_jobs, math.ceil(len(self._waiting) / len(self._runners)))
+
         jobs: list[Job] = []
-        # A job that must be alone is a batch.
-        while self._waiting and len(jobs) < most and not (jobs and self._waiting[0].alone):
+        while self._waiting and len(jobs) < max_jobs:
+            if jobs and self._waiting[0].must_run_alone:
+                break
             job = self._waiting.popleft()
-            # The answer was late, or its group was cancelled.
+            # The job was late, or its group was cancelled.
             if job.future.done():
-                self._pending.pop(job, None)
+                self._unfinished.pop(job, None)
                 continue
             jobs.append(job)
-            most = 1 if job.alone else most
+            if job.must_run_alone:
+                break
         return jobs
 
-    async def _serve(self, runner: Runner, jobs: Sequence[Job]) -> None:
-        """Run a batch, or start the runner if ``jobs`` is empty."""
+    async def _start_runner(self, runner: Runner) -> None:
         try:
-            if jobs:
-                await self._run(runner, jobs)
-            else:
-                await runner.prepare()
+            await runner.start()
         except RunnerFailed as error:
-            if self._starting == 1 and not any(each.is_started for each in self._runners):
-                self._end_waiting(Call(VerifierResult.CRASH, detail=f"cannot be started: {error}"))
+            # No other runner can serve the waiting jobs.
+            if self._num_starting == 1 and not any(each.is_started for each in self._runners):
+                self._end_waiting_jobs(Call(VerifierResult.CRASH, detail=f"cannot be started: {error}"))
         finally:
-            if not jobs:
-                self._starting -= 1
-            self._free.insert(len(self._free) if runner.is_started else 0, runner)
-            # Also after an unexpected error, because other answers wait.
-            self._dispatch()
+            self._num_starting -= 1
+            self._release(runner)
 
-    async def _run(self, runner: Runner, jobs: Sequence[Job]) -> None:
+    async def _run_batch(self, runner: Runner, jobs: Sequence[Job]) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
+        # If this task is cancelled, the server is stopping.
         calls: Sequence[Call | None] = [CLOSED] * len(jobs)
         try:
             calls = await runner.run([job.answer for job in jobs])
         finally:
             seconds = max((loop.time() - began) / len(jobs), MIN_SECONDS)
-            self._seconds = seconds if self._seconds == math.inf else max(seconds, DECAY * self._seconds)
+            if self._seconds_per_answer < math.inf:
+                seconds = max(seconds, DECAY * self._seconds_per_answer)
+            self._seconds_per_answer = seconds
             for job, call in zip(jobs, calls, strict=True):
-                if call is None and not job.alone:
-                    job.alone = True
+                if call is None and not job.must_run_alone:
+                    job.must_run_alone = True
                     self._waiting.appendleft(job)
                 else:
-                    self._end(job, call or LOST)
+                    self._end_job(job, call or LOST)
+            # Also after an unexpected error, because other jobs wait.
+            self._release(runner)
 
-    def _end_waiting(self, call: Call) -> None:
+    def _release(self, runner: Runner) -> None:
+        self._free_runners.insert(len(self._free_runners) if runner.is_started else 0, runner)
+        self._dispatch()
+
+    def _end_waiting_jobs(self, call: Call) -> None:
         while self._waiting:
-            self._end(self._waiting.popleft(), call)
+            self._end_job(self._waiting.popleft(), call)
 
-    def _end_late(self) -> None:
+    def _end_late_jobs(self) -> None:
         loop = asyncio.get_running_loop()
-        self._timer = None
-        for job in list(self._pending):
-            late_at = job.began + self._wait_limit
+        self._late_timer = None
+        for job in list(self._unfinished):
+            late_at = job.submitted_at + self._wait_limit
             if late_at > loop.time():
-                self._timer = loop.call_at(late_at, self._end_late)
+                self._late_timer = loop.call_at(late_at, self._end_late_jobs)
                 break
-            self._end(job, self._late)
+            self._end_job(job, self._late_call)
 
-    def _end(self, job: Job, call: Call) -> None:
-        self._pending.pop(job, None)
+    def _end_job(self, job: Job, call: Call) -> None:
+        self._unfinished.pop(job, None)
+        # A late job or a cancelled group has ended already.
         if not job.future.done():
             job.future.set_result(call)
-            self._ended(call, asyncio.get_running_loop().time() - job.began)
+            self._report_call(call, asyncio.get_running_loop().time() - job.submitted_at)

@@ -25,14 +25,14 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """Why there is no reward."""
 
 
-def columns_of(metadata: bytes | None) -> dict[str, Any]:
+def decode_columns(metadata: bytes | None) -> dict[str, Any]:
     """Return the columns in a prompt's metadata."""
     columns = msgspec.json.decode(metadata or b"{}")
     return columns if isinstance(columns, dict) else {}
 
 
-def call_of(returned: object) -> Call:
-    """Return the end of a call that returned a number, also of numpy or torch, a boolean, or a dictionary of these."""
+def interpret_returned(returned: object) -> Call:
+    """Interpret a number, also of numpy or torch, a boolean, or a dictionary of these."""
     try:
         reward: object = returned
         correct: object = None
@@ -40,28 +40,28 @@ def call_of(returned: object) -> Call:
             if not any(key in returned for key in REWARD_KEYS):
                 return Call(VerifierResult.INVALID, detail="returned a dictionary without 'score'")
             # NeMo-Gym masks a sample whose reward means nothing.
-            reward = None if returned.get("mask_sample") else _find(returned, REWARD_KEYS)
-            correct = _find(returned, CORRECT_KEYS)
+            reward = None if returned.get("mask_sample") else _first_value(returned, REWARD_KEYS)
+            correct = _first_value(returned, CORRECT_KEYS)
         elif isinstance(returned, bool):
             correct = returned
         if reward is None:
             return Call(VerifierResult.NONE, detail="returned None")
-        number = _number(reward)
+        number = _to_float(reward)
         if number is None or not math.isfinite(number):
             detail = f"returned {reprlib.repr(reward)} ({type(reward).__name__}) instead of a finite number"
             return Call(VerifierResult.INVALID, detail=detail)
-        is_correct = _number(correct)
-        return Call(VerifierResult.REWARD, number, None if is_correct is None else is_correct > 0)
+        correctness = _to_float(correct)
+        return Call(VerifierResult.REWARD, number, None if correctness is None else correctness > 0)
     except Exception as error:
         # A returned object is foreign code too.
         return Call(VerifierResult.INVALID, detail=f"returned a value that raises {type(error).__name__}")
 
 
-def _find(returned: Mapping[object, object], keys: tuple[str, ...]) -> object:
+def _first_value(returned: Mapping[object, object], keys: tuple[str, ...]) -> object:
     return next((returned[key] for key in keys if key in returned), None)
 
 
-def _number(value: object) -> float | None:
+def _to_float(value: object) -> float | None:
     item = getattr(value, "item", None)
     if callable(item):
         value = item()

@@ -14,9 +14,9 @@ import msgspec
 from darts_server.verify.calls import Call
 from darts_server.verify.specs import Kind
 
-RUNNING = struct.Struct("=dq")
+RUNNING_CALL = struct.Struct("=dq")
 """Shared memory: when the running call started, by the monotonic clock, and the index of its answer in the batch."""
-SEVERAL = -1
+SEVERAL_ANSWERS = -1
 """In place of an index: no call runs yet, or the call is for several answers."""
 LENGTH = struct.Struct("=I")
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from darts_server.estimates.answers import create_extractor, last, normalise
-from darts_server.verify.calls import columns_of
+from darts_server.verify.calls import decode_columns
 from darts_server.verify.channel import Item, Task
 from darts_server.verify.specs import Kind
 
@@ -30,53 +30,53 @@ class LoadError(Exception):
     """The function cannot be used. The message names the remedy."""
 
 
-def load(task: Task) -> tuple[Function, bool]:
+def load_function(task: Task) -> tuple[Function, bool]:
     """Load the function of a task, and return whether it has TRL's form.
 
     Raises:
         LoadError: and whatever the user's file raises.
     """
     if task.kind is Kind.MATH_VERIFY:
-        return partial(_each, _math_verify()), False
+        return partial(_call_each, _load_math_verify()), False
     if task.kind in (Kind.BOXED, Kind.REGEX):
         extract = create_extractor(task.target or task.kind.value)
 
         def compare(item: Item) -> bool:
-            wanted = normalise(str(_column(item, "answer")))
-            return wanted is not None and wanted == last(extract(item.text.decode()))
+            right_answer = normalise(str(_require_column(item, "answer")))
+            return right_answer is not None and right_answer == last(extract(item.text.decode()))
 
-        return partial(_each, compare), False
+        return partial(_call_each, compare), False
 
-    function = _import(task.target, task.function)
+    function = _import_function(task.target, task.function)
     parameters = inspect.signature(function).parameters
+    # Only TRL passes `completions`, and only veRL passes `solution_str`.
     is_trl = "completions" in parameters
     if task.kind is Kind.FUNCTION and is_trl == ("solution_str" in parameters):
         raise LoadError(
             f"{task.function} has neither veRL's parameters (data_source, solution_str, ground_truth, extra_info) nor "
             f"TRL's (prompts, completions, completion_ids, **columns); write verl:... or trl:... to choose"
         )
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    wanted = None if takes_all else set(parameters)
-    runner = asyncio.Runner()
+    takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    event_loop = asyncio.Runner()
 
-    def run(arguments: Mapping[str, object]) -> object:
-        given = {name: value for name, value in arguments.items() if wanted is None or name in wanted}
-        returned = function(**given)
-        return runner.run(returned) if inspect.iscoroutine(returned) else returned
+    def call(arguments: Mapping[str, object]) -> object:
+        accepted = {name: value for name, value in arguments.items() if takes_any_name or name in parameters}
+        returned = function(**accepted)
+        return event_loop.run(returned) if inspect.iscoroutine(returned) else returned
 
     if task.kind is Kind.TRL or (task.kind is Kind.FUNCTION and is_trl):
-        return partial(_call_trl, run), True
-    return partial(_each, partial(_call_verl, run)), False
+        return partial(_call_trl, call), True
+    return partial(_call_each, partial(_call_verl, call)), False
 
 
-def _import(path: str, name: str) -> Callable[..., Any]:
-    """Return a function of a file. Modules beside the file, and in the current folder, can be imported by it."""
+def _import_function(path: str, name: str) -> Callable[..., Any]:
+    # The file may import modules beside it and in the current folder.
     sys.path[:0] = [str(Path(path).parent), os.getcwd()]
     spec = importlib.util.spec_from_file_location(f"darts_verifier_{Path(path).stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and the like look their module up.
+    # Dataclasses and the like look their module up while the file runs.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function: Callable[..., Any] | None = getattr(module, name, None)
@@ -86,12 +86,12 @@ def _import(path: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _each(function: Callable[[Item], object], items: Sequence[Item]) -> list[object]:
+def _call_each(function: Callable[[Item], object], items: Sequence[Item]) -> list[object]:
     return [function(item) for item in items]
 
 
-def _column(item: Item, name: str) -> Any:
-    columns = columns_of(item.metadata)
+def _require_column(item: Item, name: str) -> Any:
+    columns = decode_columns(item.metadata)
     if name not in columns:
         raise ValueError(f"the prompt's metadata has no {name!r}, which the verifier needs")
     return columns[name]
@@ -100,13 +100,13 @@ def _column(item: Item, name: str) -> Any:
 # --- veRL -------------------------------------------------------------------
 
 
-def _call_verl(run: Callable[[Mapping[str, object]], object], item: Item) -> object:
-    columns = columns_of(item.metadata)
-    return run(
+def _call_verl(call: Callable[[Mapping[str, object]], object], item: Item) -> object:
+    columns = decode_columns(item.metadata)
+    return call(
         {
             "data_source": columns.get("data_source"),
             "solution_str": item.text.decode(),
-            "ground_truth": _column(item, "ground_truth"),
+            "ground_truth": _require_column(item, "ground_truth"),
             "extra_info": columns.get("extra_info"),
         }
     )
@@ -115,49 +115,50 @@ def _call_verl(run: Callable[[Mapping[str, object]], object], item: Item) -> obj
 # --- TRL --------------------------------------------------------------------
 
 
-def trl_key(item: Item) -> tuple[object, ...]:
-    """Return the form of the prompt and the columns, which all answers of a call have in common."""
-    return (isinstance(_prompt(item), list), *sorted(columns_of(item.metadata)))
+def trl_call_key(item: Item) -> tuple[object, ...]:
+    """Return a key that is equal for answers that may be in one call: chat or text, and the names of the columns."""
+    is_chat = isinstance(_decode_prompt(item), list)
+    return (is_chat, *sorted(decode_columns(item.metadata)))
 
 
-def _prompt(item: Item) -> Any:
-    """Return a list of messages, or a text. A prompt of token ids has its text in the column ``prompt``."""
+def _decode_prompt(item: Item) -> Any:
+    """Return a list of messages, or a text."""
     if item.messages is not None:
         return msgspec.json.decode(item.messages)
     if item.prompt_text is not None:
         return item.prompt_text.decode()
-    return columns_of(item.metadata).get("prompt", "")
+    # The prompt was sent as token ids.
+    return decode_columns(item.metadata).get("prompt", "")
 
 
-def _call_trl(run: Callable[[Mapping[str, object]], object], items: Sequence[Item]) -> list[object]:
-    prompts = [_prompt(item) for item in items]
+def _call_trl(call: Callable[[Mapping[str, object]], object], items: Sequence[Item]) -> list[object]:
+    prompts = [_decode_prompt(item) for item in items]
     completions: list[object] = [item.text.decode() for item in items]
+    # All prompts of a call have the same form and columns, see `trl_call_key`.
     if isinstance(prompts[0], list):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
-    columns = [columns_of(item.metadata) for item in items]
-    arguments: dict[str, object] = {
-        name: [each[name] for each in columns] for name in columns[0] if name not in TRL_RESERVED
-    }
+    rows = [decode_columns(item.metadata) for item in items]
+    arguments: dict[str, object] = {name: [row[name] for row in rows] for name in rows[0] if name not in TRL_RESERVED}
     arguments |= {
         "prompts": prompts,
         "completions": completions,
         "completion_ids": [list(item.token_ids) for item in items],
         "trainer_state": None,
-        "log_extra": _ignore,
-        "log_metric": _ignore,
+        # TRL's functions that log do nothing here, because there is no trainer.
+        "log_extra": _do_nothing,
+        "log_metric": _do_nothing,
     }
-    returned: Any = run(arguments)
+    returned: Any = call(arguments)
     return list(returned)
 
 
-def _ignore(*_: object) -> None:
-    """Stand in for TRL's functions that log, because there is no trainer here."""
+def _do_nothing(*_: object) -> None: ...
 
 
 # --- the library math-verify --------------------------------------------------
 
 
-def _math_verify() -> Callable[[Item], object]:
+def _load_math_verify() -> Callable[[Item], object]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
@@ -173,6 +174,7 @@ def _math_verify() -> Callable[[Item], object]:
         return gold
 
     def check(item: Item) -> object:
-        return bool(verify(parse_gold(str(_column(item, "answer"))), parse(item.text.decode())))
+        gold = parse_gold(str(_require_column(item, "answer")))
+        return bool(verify(gold, parse(item.text.decode())))
 
     return check

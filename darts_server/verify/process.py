@@ -20,7 +20,7 @@ import msgspec
 from darts_server.types import VerifierResult
 from darts_server.verify.batcher import BatchLimits, Runner, RunnerFailed
 from darts_server.verify.calls import Call
-from darts_server.verify.channel import RUNNING, SEVERAL, Item, Report, Task, frame
+from darts_server.verify.channel import RUNNING_CALL, SEVERAL_ANSWERS, Item, Report, Task, frame
 from darts_server.verify.types import Answer
 
 MAX_BATCH = 256
@@ -39,15 +39,14 @@ REPORT_BYTES = 1 << 20
 
 
 class Process(Runner):
-    """A runner that starts its process in `prepare`, and kills it if a call takes longer than ``timeout`` seconds."""
+    """A runner that kills its process if a call takes longer than ``timeout`` seconds."""
 
     def __init__(self, task: Task, timeout: float) -> None:
         self.limits = BatchLimits(MAX_BATCH, BATCH_SECONDS)
         self._task = task
         self._timeout = timeout
         self._is_trl = False
-        # Deaths since the last batch that ended.
-        self._deaths = 0
+        self._starts_since_last_report = 0
         self._table = memoryview(b"")
         self._process: asyncio.subprocess.Process | None = None
         self._reader = asyncio.StreamReader()
@@ -57,14 +56,14 @@ class Process(Runner):
     def is_started(self) -> bool:
         return self._writer is not None and not self._reader.at_eof()
 
-    async def prepare(self) -> None:
+    async def start(self) -> None:
         await self.close()
-        if self._deaths > 1:
-            await asyncio.sleep(min(0.1 * self._deaths, MAX_DELAY))
-        self._deaths += 1
+        if self._starts_since_last_report > 1:
+            await asyncio.sleep(min(0.1 * self._starts_since_last_report, MAX_DELAY))
+        self._starts_since_last_report += 1
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await self._start()
+                await self._spawn()
                 report = await self._read_report()
         except OSError as error:
             report = Report(fault=f"its process cannot be started within {LOAD_SECONDS:g} seconds: {error}")
@@ -76,21 +75,21 @@ class Process(Runner):
             # A call may take long for each answer, or not longer for many answers than for one.
             self.limits = BatchLimits(TRL_ANSWERS, self._timeout / 2)
 
-    async def _start(self) -> None:
+    async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=REPORT_BYTES)
         with theirs, os.fdopen(os.memfd_create("darts-verifier"), "r+b") as table:
-            table.truncate(RUNNING.size)
-            self._table = memoryview(mmap.mmap(table.fileno(), RUNNING.size))
-            files = (theirs.fileno(), table.fileno())
+            table.truncate(RUNNING_CALL.size)
+            self._table = memoryview(mmap.mmap(table.fileno(), RUNNING_CALL.size))
+            inherited = (theirs.fileno(), table.fileno())
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "darts_server.verify.worker"),
-                *map(str, (*files, os.getpid())),
+                *map(str, (*inherited, os.getpid())),
                 # Whatever the user's code prints is dropped, so it can neither fill the log nor wait for a reader.
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
-                pass_fds=files,
+                pass_fds=inherited,
                 # There are many processes: threads within them would only wait for each other.
                 env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
@@ -98,21 +97,22 @@ class Process(Runner):
 
     async def run(self, answers: Sequence[Answer]) -> Sequence[Call | None]:
         assert self._writer is not None
-        RUNNING.pack_into(self._table, 0, time.monotonic(), SEVERAL)
-        self._writer.write(frame(msgspec.msgpack.encode([self._item(answer) for answer in answers])))
-        report = await self._wait()
+        RUNNING_CALL.pack_into(self._table, 0, time.monotonic(), SEVERAL_ANSWERS)
+        self._writer.write(frame(msgspec.msgpack.encode([self._to_item(answer) for answer in answers])))
+        report = await self._wait_for_report()
         if report is not None and len(report.calls) == len(answers):
-            self._deaths = 0
+            self._starts_since_last_report = 0
             return report.calls
 
         failure = Call(VerifierResult.TIMEOUT, detail=f"took longer than {self._timeout:g} seconds")
         if report is not None:
             failure = Call(VerifierResult.CRASH, detail=f"ended {report.fault}")
         await self.close()
-        _, running = RUNNING.unpack_from(self._table)
+        # Only the answer whose call ran has failed.
+        _, running = RUNNING_CALL.unpack_from(self._table)
         return [failure if index == running else None for index in range(len(answers))]
 
-    def _item(self, answer: Answer) -> Item:
+    def _to_item(self, answer: Answer) -> Item:
         prompt = answer.prompt
         item = Item(answer.text.encode(errors="replace"), prompt.metadata)
         if self._is_trl:
@@ -122,16 +122,16 @@ class Process(Runner):
                 item.prompt_text = prompt.text.encode(errors="replace")
         return item
 
-    async def _wait(self) -> Report | None:
+    async def _wait_for_report(self) -> Report | None:
         """Return the report of a batch, or None if a call takes too long."""
-        left = self._timeout
-        while left > 0:
+        seconds_left = self._timeout
+        while seconds_left > 0:
             with suppress(TimeoutError):
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(seconds_left):
                     return await self._read_report()
-            # Each call has its own time.
-            started, _ = RUNNING.unpack_from(self._table)
-            left = started + self._timeout - time.monotonic()
+            # The process may have begun another call of the batch meanwhile, which has its own timeout.
+            call_started_at, _ = RUNNING_CALL.unpack_from(self._table)
+            seconds_left = call_started_at + self._timeout - time.monotonic()
         # If the event loop was busy, the report may have come in time.
         with suppress(TimeoutError):
             async with asyncio.timeout(LATE_SECONDS):
@@ -147,6 +147,7 @@ class Process(Runner):
 
     async def close(self) -> None:
         """Kill the process with all programs that it has started."""
+        # From here on, `is_started` is false.
         writer = self._writer
         process = self._process
         self._writer = None

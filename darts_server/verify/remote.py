@@ -16,7 +16,7 @@ import msgspec
 
 from darts_server.types import VerifierResult
 from darts_server.verify.batcher import BatchLimits, Runner
-from darts_server.verify.calls import Call, call_of, columns_of
+from darts_server.verify.calls import Call, decode_columns, interpret_returned
 from darts_server.verify.specs import Kind
 from darts_server.verify.types import Answer
 
@@ -63,9 +63,9 @@ class Connection(Runner):
         else:
             rewards = [returned]
             if self._kind is Kind.OPENRLHF:
-                rewards = _rewards_of(returned)
+                rewards = _find_rewards(returned)
             if len(rewards) == len(answers):
-                return list(map(call_of, rewards))
+                return list(map(interpret_returned, rewards))
             detail = f"returned {len(rewards)} rewards for {len(answers)} answers"
             failure = Call(VerifierResult.INVALID, detail=detail)
         # An answer that the server cannot bear must not cost the other answers their rewards.
@@ -79,13 +79,14 @@ class Connection(Runner):
         """
         try:
             # Long texts would delay the event loop.
-            body = await asyncio.to_thread(_encode, self._kind, answers)
+            body = await asyncio.to_thread(_encode_request, self._kind, answers)
         except (UnicodeEncodeError, RecursionError) as error:
             raise Refused(f"cannot get the answer: {error}") from error
+        # None stands for the last attempt.
         for pause in (*RETRY_SECONDS, None):
             try:
                 async with self._client.stream("POST", self._url, content=body, headers=HEADERS) as response:
-                    content = await _read(response)
+                    content = await _read_limited(response)
                 if response.status_code not in RETRIED or pause is None:
                     break
             except httpx.HTTPError:
@@ -101,7 +102,7 @@ class Connection(Runner):
             raise Refused(f"did not answer with JSON: {shown}") from error
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def _read_limited(response: httpx.Response) -> bytes:
     content = bytearray()
     async for part in response.aiter_bytes():
         content += part
@@ -110,29 +111,29 @@ async def _read(response: httpx.Response) -> bytes:
     return bytes(content)
 
 
-def _rewards_of(returned: Any) -> list[object]:
+def _find_rewards(returned: Any) -> list[object]:
     rewards = returned.get("rewards") if isinstance(returned, Mapping) else None
     return rewards if isinstance(rewards, list) else []
 
 
-def _encode(kind: Kind, answers: Sequence[Answer]) -> bytes:
-    columns = [columns_of(answer.prompt.metadata) for answer in answers]
-    labels = [_label(each) for each in columns]
+def _encode_request(kind: Kind, answers: Sequence[Answer]) -> bytes:
+    rows = [decode_columns(answer.prompt.metadata) for answer in answers]
+    labels = [_find_label(row) for row in rows]
     if kind is Kind.OPENRLHF:
-        prompts = [_prompt_text(answer, each) for answer, each in zip(answers, columns, strict=True)]
+        prompts = [_prompt_text(answer, row) for answer, row in zip(answers, rows, strict=True)]
         queries = [prompt + answer.text for prompt, answer in zip(prompts, answers, strict=True)]
         return msgspec.json.encode({"query": queries, "prompts": prompts, "labels": labels})
 
     # Only OpenRLHF's requests have several answers.
     [answer] = answers
-    prompt = _messages(answer) or _prompt_text(answer, columns[0])
+    prompt = _decode_messages(answer) or _prompt_text(answer, rows[0])
     if kind is Kind.SLIME:
         return msgspec.json.encode({"prompt": prompt, "response": answer.text, "label": labels[0]})
-    row = {"responses_create_params": {"input": prompt}, **columns[0]}
-    return msgspec.json.encode({**row, "response": _response_of(answer)})
+    nemo_gym_row = {"responses_create_params": {"input": prompt}, **rows[0]}
+    return msgspec.json.encode({**nemo_gym_row, "response": _build_openai_response(answer)})
 
 
-def _response_of(answer: Answer) -> dict[str, object]:
+def _build_openai_response(answer: Answer) -> dict[str, object]:
     content = {"type": "output_text", "text": answer.text, "annotations": []}
     message = {"type": "message", "id": "msg", "role": "assistant", "status": "completed", "content": [content]}
     return {
@@ -147,18 +148,18 @@ def _response_of(answer: Answer) -> dict[str, object]:
     }
 
 
-def _label(columns: Mapping[str, Any]) -> object:
+def _find_label(columns: Mapping[str, Any]) -> object:
     return next((columns[name] for name in ("label", "answer", "ground_truth") if name in columns), None)
 
 
-def _messages(answer: Answer) -> Any:
+def _decode_messages(answer: Answer) -> Any:
     return None if answer.prompt.messages is None else msgspec.json.decode(answer.prompt.messages)
 
 
 def _prompt_text(answer: Answer, columns: Mapping[str, Any]) -> str:
-    """Return a prompt's text, the contents of its messages, or for token ids the column ``prompt``."""
-    messages = _messages(answer)
+    messages = _decode_messages(answer)
     if messages is None:
+        # A prompt of token ids may have its text in a column.
         return answer.prompt.text or str(columns.get("prompt", ""))
     contents = [message.get("content") for message in messages]
     return "\n".join(content for content in contents if isinstance(content, str))

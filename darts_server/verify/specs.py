@@ -59,7 +59,7 @@ def parse_specs(texts: Sequence[str]) -> tuple[Spec, ...]:
     Raises:
         InvalidSetting
     """
-    specs = tuple(map(_parse, texts))
+    specs = tuple(map(_parse_spec, texts))
     names = Counter(spec.name for spec in specs)
     for spec in specs:
         if names[spec.name] > 1:
@@ -69,7 +69,7 @@ def parse_specs(texts: Sequence[str]) -> tuple[Spec, ...]:
     return specs
 
 
-def _parse(text: str) -> Spec:
+def _parse_spec(text: str) -> Spec:
     head = HEAD.fullmatch(text.strip())
     if head is None:
         raise InvalidSetting(f"--verifier: must not be empty; give {FORMS}")
@@ -92,8 +92,8 @@ def _parse(text: str) -> Spec:
 
     url = URL.fullmatch(spec)
     if url is not None:
-        ends = (kind for path, kind in PATHS.items() if url["url"].endswith(path))
-        kind = url["kind"] or next(ends, None)
+        kinds_by_path = (kind for path, kind in PATHS.items() if url["url"].endswith(path))
+        kind = url["kind"] or next(kinds_by_path, None)
         if kind is None:
             raise InvalidSetting(
                 f"--verifier {text}: the URL does not show what its server expects; write openrlhf+{url['url']}, "

@@ -66,9 +66,10 @@ class Verifiers:
         limits = limits or VerifierLimits()
         wait_limit = max(WAIT_TIMEOUTS * limits.seconds, MIN_WAIT)
         self._batchers = {
-            spec.name: Batcher(_runners(spec, limits), wait_limit, partial(self._record, spec.name)) for spec in specs
+            spec.name: Batcher(_create_runners(spec, limits), wait_limit, partial(self._report_call, spec.name))
+            for spec in specs
         }
-        self._named: set[tuple[str, VerifierResult, str]] = set()
+        self._logged_failures: set[tuple[str, VerifierResult, str]] = set()
 
     @property
     def names(self) -> Sequence[str]:
@@ -94,12 +95,14 @@ class Verifiers:
         chosen = tuple(dict.fromkeys(names)) or self.names
         if not chosen or not self._specs.keys() >= set(chosen):
             return NO_VERDICT
-        futures = [self._batchers[name].call(answer) for name in chosen]
+        futures = [self._batchers[name].submit(answer) for name in chosen]
         try:
             calls = [await future for future in futures]
         finally:
+            # If the group is cancelled, its waiting answers are not called.
             for future in futures:
                 future.cancel()
+
         total = 0.0
         says_correct = []
         for name, call in zip(chosen, calls, strict=True):
@@ -114,15 +117,15 @@ class Verifiers:
             return NO_VERDICT
         return Verdict(total, all(says_correct) if says_correct else total > 0)
 
-    def _record(self, name: str, call: Call, seconds: float) -> None:
+    def _report_call(self, name: str, call: Call, seconds: float) -> None:
         self.called(name, call.result, seconds)
         if call.result is VerifierResult.REWARD:
             return
         # A timeout of the call and a timeout of the wait have different remedies. Other details vary without end.
         detail = call.detail if call.result is VerifierResult.TIMEOUT else ""
         failure = (name, call.result, detail)
-        if failure not in self._named:
-            self._named.add(failure)
+        if failure not in self._logged_failures:
+            self._logged_failures.add(failure)
             logger.warning(
                 "the verifier %s gave no reward (%s): it %s; further answers like this are only counted, in "
                 "darts_verifier_calls_total",
@@ -132,7 +135,7 @@ class Verifiers:
             )
 
 
-def _runners(spec: Spec, limits: VerifierLimits) -> list[Runner]:
+def _create_runners(spec: Spec, limits: VerifierLimits) -> list[Runner]:
     if spec.kind in REMOTE:
         client = httpx.AsyncClient(
             # `Connection` limits the time.

@@ -23,25 +23,26 @@ def main(channel: int, table: int, server: int) -> None:
     worker = os.fork()
     # Imported after the fork, so that the guard stays small.
     if worker == 0:
-        from darts_server.verify.loop import run
+        from darts_server.verify.loop import serve_batches
 
         os.nice(NICE)
-        run(channel, table)
+        serve_batches(channel, table)
         os._exit(0)
 
-    processes = []
+    pidfds = []
     try:
-        processes = [os.pidfd_open(pid) for pid in (server, worker)]
+        pidfds = [os.pidfd_open(pid) for pid in (server, worker)]
     except ProcessLookupError:
         # The server has ended already.
         os.killpg(0, signal.SIGKILL)
-    select.select(processes, [], [])
-    ended, status = os.waitpid(worker, os.WNOHANG)
-    if ended:
-        code = os.waitstatus_to_exitcode(status)
-        fault = f"its process, which exited with status {code}"
-        if code < 0:
-            fault = f"its process, which was killed by {signal.Signals(-code).name}"
+    # A pidfd is readable once its process has ended.
+    select.select(pidfds, [], [])
+    ended_pid, status = os.waitpid(worker, os.WNOHANG)
+    if ended_pid:
+        exit_code = os.waitstatus_to_exitcode(status)
+        fault = f"its process, which exited with status {exit_code}"
+        if exit_code < 0:
+            fault = f"its process, which was killed by {signal.Signals(-exit_code).name}"
         with socket.socket(fileno=channel) as sock:
             sock.send(b'{"fault":"%s"}\n' % fault.encode(), socket.MSG_DONTWAIT)
     os.killpg(0, signal.SIGKILL)

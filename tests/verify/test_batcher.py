@@ -61,7 +61,7 @@ class Queue:
         self.batcher = Batcher([self.runner], WAIT_LIMIT, lambda call, _: self.results.append(call.result))
 
     def call(self, *texts: str) -> list[asyncio.Future[Call]]:
-        return [self.batcher.call(answer(text)) for text in texts]
+        return [self.batcher.submit(answer(text)) for text in texts]
 
 
 def results_of(futures: Sequence[asyncio.Future[Call]]) -> list[VerifierResult]:

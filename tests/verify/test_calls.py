@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from darts_server.types import VerifierResult
-from darts_server.verify.calls import Call, call_of
+from darts_server.verify.calls import Call, interpret_returned
 from tests.verify.user_code import Raising
 
 
@@ -30,12 +30,12 @@ from tests.verify.user_code import Raising
     ],
 )
 def test_numbers_are_rewards(returned: object, reward: float, correct: bool | None) -> None:
-    assert call_of(returned) == Call(VerifierResult.REWARD, reward, correct)
+    assert interpret_returned(returned) == Call(VerifierResult.REWARD, reward, correct)
 
 
 @pytest.mark.parametrize("returned", [None, {"score": None}])
 def test_none_is_no_reward(returned: object) -> None:
-    assert call_of(returned) == Call(VerifierResult.NONE, detail="returned None")
+    assert interpret_returned(returned) == Call(VerifierResult.NONE, detail="returned None")
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,13 @@ def test_none_is_no_reward(returned: object) -> None:
     ],
 )
 def test_everything_else_is_invalid_and_shown_in_short(returned: object, detail: str) -> None:
-    call = call_of(returned)
+    call = interpret_returned(returned)
     assert (call.result, call.reward, call.correct) == (VerifierResult.INVALID, None, None)
     assert re.search(detail, call.detail), call.detail
     assert len(call.detail) < 200
 
 
 def test_an_object_that_raises_is_invalid() -> None:
-    assert call_of(Raising()) == Call(VerifierResult.INVALID, detail="returned a value that raises RuntimeError")
+    assert interpret_returned(Raising()) == Call(
+        VerifierResult.INVALID, detail="returned a value that raises RuntimeError"
+    )

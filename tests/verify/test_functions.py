@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from darts_server.verify.channel import Item, Task
-from darts_server.verify.functions import Function, LoadError, load, trl_key
+from darts_server.verify.functions import Function, LoadError, load_function, trl_call_key
 from darts_server.verify.specs import Kind
 
 CODE = str(Path(__file__).with_name("user_code.py"))
@@ -16,7 +16,7 @@ MESSAGES = json.dumps([{"role": "user", "content": "1+1"}]).encode()
 
 
 def function(name: str, kind: Kind = Kind.FUNCTION) -> Function:
-    return load(Task(kind, CODE, name, 0))[0]
+    return load_function(Task(kind, CODE, name, 0))[0]
 
 
 def item(text: str, messages: bytes | None = None, prompt: str | None = "1+1", **columns: Any) -> Item:
@@ -43,13 +43,13 @@ def item(text: str, messages: bytes | None = None, prompt: str | None = "1+1", *
 def test_the_last_answer_is_compared_with_the_metadata(
     kind: Kind, pattern: str, text: str, answer: Any, reward: bool
 ) -> None:
-    run, is_trl = load(Task(kind, pattern, "", 0))
+    run, is_trl = load_function(Task(kind, pattern, "", 0))
     assert run([item(text, answer=answer)]) == [reward]
     assert not is_trl
 
 
 def test_a_missing_answer_is_an_error_that_names_the_column() -> None:
-    run, _ = load(Task(Kind.BOXED, "", "", 0))
+    run, _ = load_function(Task(Kind.BOXED, "", "", 0))
     for metadata in (b"{}", None, b"[1]"):
         with pytest.raises(ValueError, match="metadata has no 'answer', which the verifier needs"):
             run([Item(b"", metadata)])
@@ -69,12 +69,12 @@ def test_a_missing_answer_is_an_error_that_names_the_column() -> None:
     ],
 )
 def test_math_verify_compares_values(text: str, answer: str, reward: bool) -> None:
-    run, _ = load(Task(Kind.MATH_VERIFY, "", "", 0))
+    run, _ = load_function(Task(Kind.MATH_VERIFY, "", "", 0))
     assert run([item(text, answer=answer)]) == [reward]
 
 
 def test_an_answer_that_math_verify_cannot_parse_is_an_error() -> None:
-    run, _ = load(Task(Kind.MATH_VERIFY, "", "", 0))
+    run, _ = load_function(Task(Kind.MATH_VERIFY, "", "", 0))
     with pytest.raises(ValueError, match=r"cannot parse metadata.answer = ''"):
         run([item("1", answer="")])
 
@@ -83,7 +83,7 @@ def test_a_missing_library_is_an_error_that_names_the_extra(monkeypatch: pytest.
     # Importing a module that is None fails.
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(LoadError, match=r"math-verify cannot be imported .*; pip install 'darts-server\[math\]'"):
-        load(Task(Kind.MATH_VERIFY, "", "", 0))
+        load_function(Task(Kind.MATH_VERIFY, "", "", 0))
 
 
 # --- veRL -------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_functions_of_trls_form_get_lists_and_columns() -> None:
     items = [item("2", answer="2", level=1), item("3", answer="2", level=2)]
     assert function("with_columns")(items) == [1.0, 0.0]
     assert function("prompts_too")(items) == [1.0, 1.0]
-    assert load(Task(Kind.FUNCTION, CODE, "lengths", 0))[1]
+    assert load_function(Task(Kind.FUNCTION, CODE, "lengths", 0))[1]
 
 
 def test_completions_are_messages_if_the_prompt_was() -> None:
@@ -124,7 +124,9 @@ def test_the_column_prompt_is_the_prompt_of_token_ids() -> None:
 
 
 def test_answers_of_one_call_have_the_same_columns_and_the_same_form_of_prompt() -> None:
-    keys = [trl_key(each) for each in (item("a", a=1, b=2), item("b", b=1, a=1), item("c", a=1), item("c", MESSAGES))]
+    keys = [
+        trl_call_key(each) for each in (item("a", a=1, b=2), item("b", b=1, a=1), item("c", a=1), item("c", MESSAGES))
+    ]
     assert keys[0] == keys[1]
     assert len(set(keys)) == 3
 
@@ -154,5 +156,5 @@ def test_a_file_can_import_the_modules_beside_it(tmp_path: Path, monkeypatch: py
     (tmp_path / "beside_it.py").write_text("REWARD = 0.75")
     file = tmp_path / "rewards.py"
     file.write_text("import beside_it\ndef score(solution_str, **_):\n    return beside_it.REWARD\n")
-    run, _ = load(Task(Kind.FUNCTION, str(file), "score", 0))
+    run, _ = load_function(Task(Kind.FUNCTION, str(file), "score", 0))
     assert run([item("a", ground_truth="")]) == [0.75]

@@ -80,8 +80,8 @@ async def test_openrlhf_gets_lists() -> None:
             answer("4", PromptSpec(token_ids=[1], metadata=b'{"prompt": "2+2=", "ground_truth": "2"}')),
             answer("2", messages()),
         ]
-        await batcher.call(asked[0])
-        calls = await asyncio.gather(*map(batcher.call, asked))
+        await batcher.submit(asked[0])
+        calls = await asyncio.gather(*map(batcher.submit, asked))
         assert [call.reward for call in calls] == [1.0, 0.0, 1.0, 0.0]
         assert bodies[1] == {
             "query": ["1+1=2", "1+1=3", "2+2=4", "Add.\n1+12"],
@@ -96,39 +96,39 @@ async def test_a_batch_for_openrlhf_is_as_large_as_the_answers_that_wait() -> No
         return JSONResponse({"rewards": [1.0] * len(body["query"])})
 
     async with served(rewards, Kind.OPENRLHF, connections=1) as (batcher, bodies):
-        await batcher.call(answer())
-        assert all(call.reward for call in await asyncio.gather(*(batcher.call(answer()) for _ in range(150))))
+        await batcher.submit(answer())
+        assert all(call.reward for call in await asyncio.gather(*(batcher.submit(answer()) for _ in range(150))))
         assert [len(body["query"]) for body in bodies] == [1, 64, 64, 22]
 
 
 async def test_slime_gets_one_answer_and_returns_a_number() -> None:
     async with served(lambda body: JSONResponse(0.5)) as (batcher, bodies):
-        assert await batcher.call(answer()) == Call(VerifierResult.REWARD, 0.5)
-        assert await batcher.call(answer("x" * 100_000, messages(label=[1]))) == Call(VerifierResult.REWARD, 0.5)
+        assert await batcher.submit(answer()) == Call(VerifierResult.REWARD, 0.5)
+        assert await batcher.submit(answer("x" * 100_000, messages(label=[1]))) == Call(VerifierResult.REWARD, 0.5)
         assert bodies[0] == {"prompt": "1+1=", "response": "2", "label": "2"}
         assert bodies[1]["prompt"] == MESSAGES
         assert bodies[1]["label"] == [1]
     async with served(lambda body: JSONResponse({"score": 1, "acc": False})) as (batcher, _):
-        assert await batcher.call(answer()) == Call(VerifierResult.REWARD, 1.0, False)
+        assert await batcher.submit(answer()) == Call(VerifierResult.REWARD, 1.0, False)
 
 
 async def test_nemo_gym_gets_the_row_with_a_response() -> None:
     async with served(lambda body: JSONResponse({**body, "reward": 1.0}), Kind.NEMO_GYM) as (batcher, bodies):
-        assert await batcher.call(answer("4", messages(expected_answer="4"))) == Call(VerifierResult.REWARD, 1.0)
+        assert await batcher.submit(answer("4", messages(expected_answer="4"))) == Call(VerifierResult.REWARD, 1.0)
         [body] = bodies
         assert body["expected_answer"] == "4"
         assert body["responses_create_params"] == {"input": MESSAGES}
         assert OpenAiResponse.model_validate(body["response"]).output_text == "4"
         # A row of NeMo-Gym's data set has the parameters itself.
         row = {"responses_create_params": {"input": "2+2", "tools": []}}
-        await batcher.call(answer("4", messages(**row)))
+        await batcher.submit(answer("4", messages(**row)))
         assert bodies[1]["responses_create_params"] == row["responses_create_params"]
 
 
 async def test_a_sample_that_nemo_gym_masks_has_no_reward() -> None:
     masked = {"reward": 0.0, "mask_sample": True}
     async with served(lambda body: JSONResponse(masked), Kind.NEMO_GYM) as (batcher, _):
-        assert (await batcher.call(answer())).result is VerifierResult.NONE
+        assert (await batcher.submit(answer())).result is VerifierResult.NONE
 
 
 # --- failures ---------------------------------------------------------------
@@ -154,7 +154,7 @@ async def test_an_error_or_nonsense_is_no_reward(
 ) -> None:
     monkeypatch.setattr(remote, "MAX_BYTES", 200_000)
     async with served(lambda body: response) as (batcher, _):
-        call = await batcher.call(answer())
+        call = await batcher.submit(answer())
         assert (call.result, call.reward) == (result, None)
         assert detail in call.detail
 
@@ -162,7 +162,7 @@ async def test_an_error_or_nonsense_is_no_reward(
 @pytest.mark.parametrize("rewards", [[], [1.0, 2.0], None, {"a": 1}, "x"])
 async def test_a_wrong_count_of_rewards_is_invalid(rewards: Any) -> None:
     async with served(lambda body: JSONResponse({"rewards": rewards}), Kind.OPENRLHF) as (batcher, _):
-        call = await batcher.call(answer())
+        call = await batcher.submit(answer())
         assert call.result is VerifierResult.INVALID
         assert "rewards for 1 answers" in call.detail
 
@@ -176,7 +176,7 @@ async def test_a_request_is_sent_again_if_the_server_is_busy(status: int) -> Non
         return JSONResponse(1.0) if attempts[body["response"]] > 1 else Response("", status)
 
     async with served(busy_once) as (batcher, bodies):
-        assert await batcher.call(answer()) == Call(VerifierResult.REWARD, 1.0)
+        assert await batcher.submit(answer()) == Call(VerifierResult.REWARD, 1.0)
         assert len(bodies) == 2
 
 
@@ -187,9 +187,9 @@ async def test_an_answer_that_the_server_refuses_costs_no_other_answer_its_rewar
         return JSONResponse({"rewards": [1.0] * len(body["labels"])})
 
     async with served(refusing, Kind.OPENRLHF, connections=1) as (batcher, _):
-        await batcher.call(answer())
+        await batcher.submit(answer())
         labels = ["good"] * 10 + ["bad"] + ["good"] * 10
-        calls = await asyncio.gather(*(batcher.call(answer(label=label)) for label in labels))
+        calls = await asyncio.gather(*(batcher.submit(answer(label=label)) for label in labels))
         assert [call.reward for call in calls] == [1.0] * 10 + [None] + [1.0] * 10
 
 
@@ -199,7 +199,7 @@ async def test_a_server_that_takes_too_long_gives_no_reward() -> None:
         return JSONResponse(1.0)
 
     async with served(slow, timeout=0.2) as (batcher, _):
-        slow_call, call = await asyncio.gather(batcher.call(answer("slow")), batcher.call(answer()))
+        slow_call, call = await asyncio.gather(batcher.submit(answer("slow")), batcher.submit(answer()))
         assert slow_call == Call(VerifierResult.TIMEOUT, detail="took longer than 0.2 seconds")
         assert call.reward == 1.0
 
@@ -217,17 +217,17 @@ async def test_requests_at_the_same_time_are_limited() -> None:
         return JSONResponse(1.0)
 
     async with served(counting, connections=3) as (batcher, _):
-        calls = await asyncio.gather(*(batcher.call(answer()) for _ in range(30)))
+        calls = await asyncio.gather(*(batcher.submit(answer()) for _ in range(30)))
         assert all(call.reward == 1.0 for call in calls)
         assert most == 3
 
 
 async def test_a_text_that_json_cannot_carry_is_an_error() -> None:
     async with served(lambda body: JSONResponse(1.0)) as (batcher, _):
-        call = await batcher.call(answer("\ud800"))
+        call = await batcher.submit(answer("\ud800"))
         assert call.result is VerifierResult.ERROR
         assert "cannot get the answer" in call.detail
-        assert (await batcher.call(answer())).reward == 1.0
+        assert (await batcher.submit(answer())).reward == 1.0
 
 
 async def test_a_server_that_cannot_be_reached_is_no_verdict() -> None:
