@@ -82,18 +82,18 @@ class Coordinator:
         self._source: str | None = None
         self._task: asyncio.Task[UpdateRecord] | None = None
         self._paused_by_update = False
-        self._trainer_resumes = 0
-        self._asleep: set[str] = set()
+        self._num_trainer_resumes = 0
+        self._sleeping_parts: set[str] = set()
 
     @property
     def is_settled(self) -> bool:
         """Whether all engines have the same weights in memory, until the event loop's next turn."""
-        return self.state in (State.SERVING, State.STAGING) and not self._asleep
+        return self.state in (State.SERVING, State.STAGING) and not self._sleeping_parts
 
     # --- an update, from its beginning to its end ---------------------------
 
     async def run(self, update: Update, version: int | None) -> UpdateRecord:
-        """Run an update of our own routes. ``version``: see `begin`.
+        """Run an update of our own routes. ``version``: None for the next version.
 
         Raises:
             InvalidRequest: the request is bad; nothing was changed.
@@ -116,14 +116,13 @@ class Coordinator:
         return await asyncio.shield(self._task)
 
     async def _run_staged(self, update: Update) -> UpdateRecord:
-        """Pause the engine, load the staged weights, and resume it. If that fails, restore the old weights."""
         try:
-            await self.pause(update)
+            await self.pause_for(update)
             try:
                 await update.apply()
                 await self._model.set_version(update.version)
             except Exception as error:
-                lost = await self.fail(update, error)
+                lost = await self.roll_back(update, error)
                 if lost is not None:
                     raise lost from error
                 raise
@@ -133,7 +132,7 @@ class Coordinator:
             update.clean_up()
 
     def begin(self, update: Update, version: int | None) -> None:
-        """Begin an update, which excludes other updates until `finish`. ``version``: None for the next version.
+        """Begin an update, which excludes other updates until `finish`.
 
         Raises:
             InvalidRequest: the version is served already.
@@ -154,9 +153,9 @@ class Coordinator:
         """Raise an error if an update is in progress in any state, or if the weights are lost."""
         self._check_not_lost()
         if self._source is not None:
-            raise self._running_error()
+            raise self._update_running()
 
-    async def pause(self, update: Update) -> None:
+    async def pause_for(self, update: Update) -> None:
         """Announce the update, apply its rule to running groups, and pause the engine until `finish`.
 
         Raises:
@@ -194,16 +193,18 @@ class Coordinator:
             await self.finish(update, error)
             raise
 
-    async def fail(self, update: Update, error: Exception) -> WeightsLost | None:
+    async def roll_back(self, update: Update, error: Exception) -> WeightsLost | None:
         """Restore the old weights after ``error``, and end the update. Raises as `finish`.
 
         Return the error that the caller must raise if the weights are lost, otherwise None.
         """
         self.state = State.RESTORING
         try:
-            restored = await update.roll_back()
-        except Exception as second:
-            lost = self._enter_lost(f"an update failed ({error}), and restoring the old weights failed too ({second})")
+            addition = await update.roll_back()
+        except Exception as second_error:
+            lost = self._enter_lost(
+                f"an update failed ({error}), and restoring the old weights failed too ({second_error})"
+            )
             try:
                 # The caller must learn that the weights are lost, whatever fails here.
                 with suppress(Exception):
@@ -211,8 +212,8 @@ class Coordinator:
             finally:
                 await self.finish(update, lost)
             return lost
-        if restored:
-            error = UpdateFailed(f"{error}; {restored}")
+        if addition:
+            error = UpdateFailed(f"{error}; {addition}")
         await self.finish(update, error)
         return None
 
@@ -229,11 +230,11 @@ class Coordinator:
                     # The engine must resume, even if the caller has disconnected.
                     with CancelScope(shield=True):
                         await update.run_phase("resume", self._model.resume)
-        except Exception as failed:
+        except Exception as resume_error:
             # If the weights are lost, that error is reported, and nothing is served anyway.
             if self.state is not State.LOST:
-                error = self._enter_lost(f"the engine does not resume after an update ({failed})")
-                raise error from failed
+                error = self._enter_lost(f"the engine does not resume after an update ({resume_error})")
+                raise error from resume_error
         finally:
             outcome = UpdateOutcome.FAILED
             if self.state is State.LOST:
@@ -247,7 +248,7 @@ class Coordinator:
                 self.state = State.SERVING
             self._source = None
             self._gate.open(UPDATE)
-            self.last = record = UpdateRecord(
+            record = UpdateRecord(
                 version=self.version,
                 outcome=outcome,
                 source=update.source,
@@ -255,8 +256,9 @@ class Coordinator:
                 partial=update.partial,
                 lora=update.lora,
                 seconds=update.seconds,
-                error=None if error is None else _describe(error),
+                error=None if error is None else _describe_error(error),
             )
+            self.last = record
             if record.error is not None:
                 self.last_error = record.error
                 logger.warning("a weight update was %s: %s", record.outcome, record.error)
@@ -285,9 +287,9 @@ class Coordinator:
         self._check_not_lost()
         # While the update has paused groups, a wait for them would not end.
         if self.state in (State.ANNOUNCED, State.RESTORING) or (self._paused_by_update and mode == "wait"):
-            raise self._running_error()
+            raise self._update_running()
         was_paused = self.paused_by_trainer
-        resumes = self._trainer_resumes
+        resumes_before = self._num_trainer_resumes
         self._gate.close(TRAINER)
         try:
             if mode == "wait" and not was_paused:
@@ -297,7 +299,7 @@ class Coordinator:
                 self._groups.abort_all(
                     "the engine was paused with mode=abort while its group was running; send it again"
                 )
-            if resumes != self._trainer_resumes:
+            if resumes_before != self._num_trainer_resumes:
                 raise UpdateFailed("the engine was resumed while groups were waited for")
             # This is set before the pause, because an update that ends meanwhile must not resume the engine.
             self.paused_by_trainer = True
@@ -306,7 +308,7 @@ class Coordinator:
                 await pause()
             except BaseException:
                 # An earlier pause still holds, unless it was resumed meanwhile.
-                self.paused_by_trainer = was_paused and resumes == self._trainer_resumes
+                self.paused_by_trainer = was_paused and resumes_before == self._num_trainer_resumes
                 # The pause may have failed half-way.
                 if not self.paused_by_trainer and not self._paused_by_update:
                     await self._model.resume()
@@ -325,9 +327,10 @@ class Coordinator:
         Raises:
             Conflict: the engine is asleep.
         """
-        if self._asleep:
-            raise Conflict("engine", f"is asleep ({', '.join(sorted(self._asleep))}); {WAKE_UP}")
-        with self._ending_pause():
+        if self._sleeping_parts:
+            raise Conflict("engine", f"is asleep ({', '.join(sorted(self._sleeping_parts))}); {WAKE_UP}")
+        with self._ending_trainer_pause():
+            # An update that has paused the engine resumes it.
             if not self._paused_by_update:
                 await resume()
 
@@ -335,7 +338,7 @@ class Coordinator:
         """Abort requests by ``abort``. ``everything``: fail whole groups, with an error for their callers."""
         self._check_not_lost()
         if self._paused_by_update and not self.paused_by_trainer:
-            raise self._running_error()
+            raise self._update_running()
         if everything:
             self._groups.abort_all("all requests were aborted while its group was running; send it again")
         await abort()
@@ -352,12 +355,12 @@ class Coordinator:
         async def fall_asleep() -> None:
             # Check again, because an update may have been announced while groups were awaited.
             self._check_no_update_announced()
-            with self._falling_asleep(parts):
+            with self._marking_asleep(parts):
                 await sleep()
             # Set these again, because the engine may have been woken up before it slept.
             self.paused_by_trainer = True
             self._gate.close(TRAINER)
-            self._asleep = self._asleep | parts
+            self._sleeping_parts = self._sleeping_parts | parts
 
         self._check_no_update_announced()
         await self.pause_by_trainer(mode, fall_asleep)
@@ -365,47 +368,48 @@ class Coordinator:
     async def free_by_trainer(self, part: str, free: Callable[[], Awaitable[None]]) -> None:
         """Free one part of `MEMORY` by ``free``, which fails unless the engine is paused."""
         self._check_no_update_announced()
-        with self._falling_asleep([part]):
+        with self._marking_asleep([part]):
             await free()
 
     async def wake_up_by_trainer(self, wake_up: Callable[[], Awaitable[T]], parts: Collection[str] | None = None) -> T:
         """Wake up parts of `MEMORY`, by default all. The engine resumes when its last part wakes up."""
         self._check_no_update_announced()
-        asleep = self._asleep
+        sleeping_before = self._sleeping_parts
         woken = set(MEMORY) if parts is None else set(parts) - {SCHEDULING}
         # vLLM does nothing if one of the parts is not asleep.
-        if parts is not None and not woken <= asleep:
+        if parts is not None and not woken <= sleeping_before:
             woken = set()
-        with self._ending_pause() if woken >= asleep else nullcontext():
+        with self._ending_trainer_pause() if woken >= sleeping_before else nullcontext():
             answer = await wake_up()
-            # If the engine was put to sleep meanwhile, its parts are asleep again.
-            if self._asleep is asleep:
-                self._asleep = asleep - woken
+            # Another set means that the engine was put to sleep meanwhile, so its parts are asleep again.
+            if self._sleeping_parts is sleeping_before:
+                self._sleeping_parts = sleeping_before - woken
         return answer
 
     @contextmanager
-    def _ending_pause(self) -> Iterator[None]:
-        """End the trainer's pause by the block, and open the gate unless another pause has begun."""
+    def _ending_trainer_pause(self) -> Iterator[None]:
+        """Count the trainer's pause as ended while the block resumes the engine. If it fails, the pause holds."""
         was_paused = self.paused_by_trainer
-        self._trainer_resumes += 1
+        self._num_trainer_resumes += 1
         self.paused_by_trainer = False
         try:
             yield
         except BaseException:
             self.paused_by_trainer |= was_paused
             raise
+        # The trainer may have paused the engine again meanwhile.
         if not self.paused_by_trainer:
             self._gate.open(TRAINER)
 
     @contextmanager
-    def _falling_asleep(self, parts: Collection[str]) -> Iterator[None]:
-        """Count parts of `MEMORY` as asleep while they are freed, because no update may write them."""
-        before = self._asleep
-        self._asleep = before | set(parts)
+    def _marking_asleep(self, parts: Collection[str]) -> Iterator[None]:
+        # Mark the parts before they are freed, because no update may write them from now on.
+        sleeping_before = self._sleeping_parts
+        self._sleeping_parts = sleeping_before | set(parts)
         try:
             yield
         except BaseException:
-            self._asleep = before
+            self._sleeping_parts = sleeping_before
             raise
 
     def _check_not_lost(self) -> None:
@@ -413,24 +417,23 @@ class Coordinator:
             raise WeightsLost(self.last_error or "")
 
     def _check_no_update_announced(self) -> None:
-        """Raise an error if an update is between its announcement and its end, or if the weights are lost."""
         self._check_not_lost()
         # A staging update has changed nothing yet. It checks again that the weights are awake before it goes on.
         if self.state not in (State.SERVING, State.STAGING):
-            raise self._running_error()
+            raise self._update_running()
 
     def _check_weights_awake(self) -> None:
-        if WEIGHTS in self._asleep:
+        if WEIGHTS in self._sleeping_parts:
             raise Conflict("engine", f"is asleep, and its weights are not in memory; {WAKE_UP}")
 
-    def _running_error(self) -> UpdateRunning:
-        remedy = f"it is {self.state}"
+    def _update_running(self) -> UpdateRunning:
+        progress = f"it is {self.state}"
         if self._source == VLLM_ROUTES:
-            remedy = "POST /finish_weight_update ends it"
-        return UpdateRunning(f"an update by {self._source} is in progress; {remedy}; try again then")
+            progress = "POST /finish_weight_update ends it"
+        return UpdateRunning(f"an update by {self._source} is in progress; {progress}; try again then")
 
 
-def _describe(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     # The text of a cancellation is about the task.
     if isinstance(error, asyncio.CancelledError):
         return "the caller has disconnected"

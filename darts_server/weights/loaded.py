@@ -20,30 +20,32 @@ class LoadedWeights:
     """Whether all weights have the same version."""
     _tensors: TensorSet | None = None
     """None for the checkpoint that the engine was started with."""
-    _in_files: bool = True
+    _are_in_files: bool = True
     """Whether the served weights are the weights in these files."""
 
     @property
     def files(self) -> set[Path]:
-        """Paths that must stay."""
+        """Files that must stay."""
         return {file.path for file in (self._tensors or {}).values()}
 
     @property
     def are_initial(self) -> bool:
         """Whether the weights were never updated."""
-        return self._tensors is None and self._in_files
+        return self._tensors is None and self._are_in_files
 
     def record(self, tensors: TensorSet | None) -> None:
         """Record the files that the model was loaded from, or None for weights that are in no file."""
-        self._in_files = tensors is not None
+        self._are_in_files = tensors is not None
         self.intact = True
-        self._tensors = tensors or self._tensors
+        if tensors is not None:
+            self._tensors = tensors
 
     def record_mixture(self) -> None:
         """Record that the weights have several versions."""
-        self._in_files = self.intact = False
+        self._are_in_files = False
+        self.intact = False
 
-    async def complete(self, partial: TensorSet, field: str) -> TensorSet:
+    async def complete_partial(self, partial: TensorSet, field: str) -> TensorSet:
         """Return a full set: the partial set, and the served tensors that it lacks.
 
         Raises:
@@ -51,13 +53,15 @@ class LoadedWeights:
         """
         # The engine can load a fused layer (q, k and v in one matrix) only as a whole, so it always gets a full set.
         remedy = "send a full set"
-        if not self._in_files:
+        if not self._are_in_files:
             raise InvalidRequest(field, f"is partial, and the other tensors came by vLLM's own routes; {remedy}")
-        loaded = self._tensors or await self.model.checkpoint_tensors()
-        gone = await run_sync(changed_files, loaded)
-        if gone:
-            raise InvalidRequest(field, f"is partial, and {gone[0]}, which has the others, has changed since; {remedy}")
-        return {**loaded, **partial}
+        served = self._tensors or await self.model.checkpoint_tensors()
+        changed = await run_sync(changed_files, served)
+        if changed:
+            raise InvalidRequest(
+                field, f"is partial, and {changed[0]}, which has the others, has changed since; {remedy}"
+            )
+        return {**served, **partial}
 
     async def restore(self, update: Update) -> bool:
         """Load the weights into the model again. Return False, and touch nothing, if no unchanged files have them.
@@ -65,13 +69,13 @@ class LoadedWeights:
         Raises:
             UpdateFailed: loading failed half-way.
         """
-        loaded: TensorSet = {}
+        served: TensorSet = {}
         # The checkpoint of an unsupported model cannot be loaded again, as if its files were gone.
         with suppress(UpdateUnsupported):
-            if self._in_files:
-                loaded = self._tensors or await self.model.checkpoint_tensors()
-        changed = await run_sync(changed_files, loaded)
-        if changed or not loaded:
+            if self._are_in_files:
+                served = self._tensors or await self.model.checkpoint_tensors()
+        changed = await run_sync(changed_files, served)
+        if changed or not served:
             return False
-        await update.run_phase("restore", lambda: self.model.load(names_by_file(loaded)))
+        await update.run_phase("restore", lambda: self.model.load(names_by_file(served)))
         return True

@@ -94,25 +94,25 @@ class Loras:
 
         async def fetch(layers: LoraLayers) -> tuple[LoraConfig, Path]:
             folder, root = await run_sync(resolve_path, self.root, path)
-            opening = CONFIG
+            file_name = CONFIG
             try:
                 config = await run_sync(read_file, folder / CONFIG, MAX_CONFIG_BYTES, root)
-                opening = TENSORS
-                file = await run_sync(open_file, folder / TENSORS, root)
+                file_name = TENSORS
+                tensor_file = await run_sync(open_file, folder / TENSORS, root)
             except OSError as error:
-                problem = f"{folder} must be a folder with {CONFIG} and {TENSORS}: {opening}: {error.strerror}"
+                problem = f"{folder} must be a folder with {CONFIG} and {TENSORS}: {file_name}: {error.strerror}"
                 raise InvalidRequest(FIELD, problem) from error
 
-            async def chunks() -> AsyncIterator[bytes]:
-                while chunk := await run_sync(file.read, BUFFER_BYTES):
+            async def read_chunks() -> AsyncIterator[bytes]:
+                while chunk := await run_sync(tensor_file.read, BUFFER_BYTES):
                     yield chunk
 
-            with file:
+            with tensor_file:
                 limit = layers.max_bytes
-                if os.fstat(file.fileno()).st_size > limit:
+                if os.fstat(tensor_file.fileno()).st_size > limit:
                     problem = f"{TENSORS} has more than {limit} bytes, the most for a LoRA adapter of this model"
                     raise InvalidRequest(FIELD, problem)
-                return parse_config(config, FIELD), await self.staging.write(chunks())
+                return parse_config(config, FIELD), await self.staging.write(read_chunks())
 
         update = _LoraUpdate(source="disk", lora=name, loras=self, fetch=fetch, field=FIELD, **options)
         return await self._run(update, version)
@@ -124,13 +124,15 @@ class Loras:
         return await self._run(update, None)
 
     async def _run(self, update: "_LoraUpdate", version: int | None) -> UpdateRecord:
-        name = update.lora
         if self.engine is None:
             raise Forbidden("this server's model takes no LoRA adapters; start it with --enable-lora")
-        if update.fetch is not None:
-            self.engine.check_name(name)
-        elif name not in self.served:
-            raise NotFound("name", f"no LoRA adapter {name!r} was pushed; GET /darts/v1/weights lists the pushed ones")
+        is_removal = update.fetch is None
+        if not is_removal:
+            self.engine.check_name(update.lora)
+        elif update.lora not in self.served:
+            raise NotFound(
+                "name", f"no LoRA adapter {update.lora!r} was pushed; GET /darts/v1/weights lists the pushed ones"
+            )
         return await self.coordinator.run(update, version)
 
 
@@ -154,7 +156,7 @@ class _LoraUpdate(Update):
     """Fetches the new adapter. None to remove the old adapter."""
     field: str = ""
     """Field of the request that errors of the new adapter name."""
-    new: LoadedLora | None = None
+    staged: LoadedLora | None = None
 
     @property
     def engine(self) -> LoraEngine:
@@ -163,8 +165,9 @@ class _LoraUpdate(Update):
         return self.loras.engine
 
     async def stage(self) -> None:
-        """Fetch and check the adapter, write the folder that vLLM loads, and set ``new``."""
+        """Fetch and check the adapter, and write the folder that vLLM loads."""
         fetch = self.fetch
+        # The update removes the adapter.
         if fetch is None:
             return
         layers = await self.engine.layers()
@@ -181,41 +184,40 @@ class _LoraUpdate(Update):
             (folder / CONFIG).write_text(dump_config(config, tensors))
 
         await self.run_phase("check", lambda: run_sync(check))
-        self.new = LoadedLora(self.version, config, folder)
+        self.staged = LoadedLora(self.version, config, folder)
 
     async def apply(self) -> None:
-        await self._load_or_unload("load", self.new)
+        await self._load_or_unload("load", self.staged)
 
     async def roll_back(self) -> str:
         await self._load_or_unload("restore", self.loras.served.get(self.lora))
         return ""
 
     def commit(self) -> None:
-        if self.new is None:
+        if self.staged is None:
             del self.loras.served[self.lora]
         else:
-            self.loras.served[self.lora] = self.new
+            self.loras.served[self.lora] = self.staged
 
     def clean_up(self) -> None:
         """Delete the folders and links of adapters that are no longer served."""
         served = self.loras.served
         staging = self.loras.staging
-        used = {lora.folder for lora in served.values()}
-        for folder in set(staging.glob(f"*{FOLDER_SUFFIX}")) - used:
+        served_folders = {lora.folder for lora in served.values()}
+        for folder in set(staging.glob(f"*{FOLDER_SUFFIX}")) - served_folders:
             shutil.rmtree(folder, ignore_errors=True)
         for link in staging.glob(f"{LINK_PREFIX}*"):
             if link.name.removeprefix(LINK_PREFIX) not in served:
                 link.unlink(missing_ok=True)
 
     async def _load_or_unload(self, phase: str, adapter: LoadedLora | None) -> None:
-        """Load an adapter under the update's name, or unload the name if the adapter is None."""
         if adapter is None:
             await self.run_phase(phase, lambda: self.engine.unload(self.lora))
             return
-        # Replace the link with this name atomically.
+        # vLLM may load an adapter again at any time, so its path stays: replace the link to the folder atomically.
         link = adapter.folder.with_name(LINK_PREFIX + self.lora)
-        new = adapter.folder.with_name(f"new-{LINK_PREFIX}")
-        new.unlink(missing_ok=True)
-        new.symlink_to(adapter.folder)
-        os.replace(new, link)
+        new_link = adapter.folder.with_name(f"new-{LINK_PREFIX}")
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(adapter.folder)
+        os.replace(new_link, link)
         await self.run_phase(phase, lambda: self.engine.load(self.lora, link))

@@ -65,14 +65,14 @@ def parse_config(text: str | bytes, field: str) -> LoraConfig:
         InvalidRequest: about ``field``; names the key that is wrong or not supported.
     """
     try:
-        given = json.loads(text)
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(field, "is no JSON; send PEFT's adapter_config.json") from error
-    if not isinstance(given, dict):
+    if not isinstance(config, dict):
         raise InvalidRequest(field, "must be an object, such as PEFT's adapter_config.json")
-    rank = given.pop("r", None)
-    alpha = given.pop("lora_alpha", None)
-    rslora = given.pop("use_rslora", False)
+    rank = config.pop("r", None)
+    alpha = config.pop("lora_alpha", None)
+    rslora = config.pop("use_rslora", False)
     if type(rank) is not int or rank < 1:
         raise InvalidRequest(field, "r must be a whole number, at least 1")
     # `not <` also refuses NaN.
@@ -80,7 +80,8 @@ def parse_config(text: str | bytes, field: str) -> LoraConfig:
         raise InvalidRequest(field, f"lora_alpha must be a number, below {MAX_ALPHA:g}")
     if type(rslora) is not bool:
         raise InvalidRequest(field, "use_rslora must be true or false")
-    for key, value in given.items():
+    # The remaining keys must not change what the adapter computes.
+    for key, value in config.items():
         allowed_values = ALLOWED_VALUES.get(key)
         if allowed_values is None:
             # PEFT also writes keys that are not set, as null, false or an empty object.
@@ -128,23 +129,23 @@ def check_lora(
         outputs, inputs = layers.shapes[layer]
         shape = (config.rank, inputs) if suffix == LORA_A else (outputs, config.rank)
         if tensor.shape != shape or tensor.dtype not in FLOAT_DTYPES:
-            must = f"must have floats and the shape {list(shape)} with r = {config.rank}"
-            raise InvalidRequest(field, f"tensor {name} is {tensor}, and {must}")
-        other = f"{PREFIX}{layer}{other_suffix}"
-        if other not in tensors:
-            raise InvalidRequest(field, f"tensor {other} is missing, and {name} is there; send both")
+            requirement = f"must have floats and the shape {list(shape)} with r = {config.rank}"
+            raise InvalidRequest(field, f"tensor {name} is {tensor}, and {requirement}")
+        other_name = f"{PREFIX}{layer}{other_suffix}"
+        if other_name not in tensors:
+            raise InvalidRequest(field, f"tensor {other_name} is missing, and {name} is there; send both")
 
 
 def dump_config(config: LoraConfig, tensors: TensorSet) -> str:
     """Return the ``adapter_config.json`` that the engine reads."""
-    targets = sorted({name.removeprefix(PREFIX).removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors})
+    layer_names = sorted({name.removeprefix(PREFIX).removesuffix(LORA_A).removesuffix(LORA_B) for name in tensors})
     return json.dumps(
         {
             "peft_type": "LORA",
             "r": config.rank,
             "lora_alpha": config.alpha,
             "use_rslora": config.rslora,
-            "target_modules": targets,
+            "target_modules": layer_names,
             "bias": "none",
         }
     )

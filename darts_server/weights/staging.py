@@ -33,7 +33,7 @@ class Staging:
         self._parent = parent or Path(tempfile.gettempdir())
         self._folder: Path | None = None
         self._lock: int | None = None
-        self._count = 0
+        self._num_files = 0
 
     def __enter__(self) -> "Staging":
         """Remove the folders of killed processes."""
@@ -62,13 +62,9 @@ class Staging:
             DiskFull
         """
         if self._folder is None:
-            # Lock the folder before it gets its name: another process that starts meanwhile would remove it.
-            hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=self._parent))
-            self._lock = os.open(hidden / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._folder = hidden.rename(self._parent / hidden.name.removeprefix("."))
-        self._count += 1
-        path = self._folder / f"{self._count}{SUFFIX}"
+            self._folder = self._create_folder()
+        self._num_files += 1
+        path = self._folder / f"{self._num_files}{SUFFIX}"
         buffer = bytearray()
         try:
             with path.open("xb") as file:
@@ -89,9 +85,15 @@ class Staging:
             raise
         return path
 
-    def keep_only(self, files: set[Path]) -> None:
-        """Remove all other files of tensors from the folder."""
-        for path in set(self.glob(f"*{SUFFIX}")) - files:
+    def _create_folder(self) -> Path:
+        # Lock the folder before it gets its name: another process that starts meanwhile would remove it.
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=self._parent))
+        self._lock = os.open(hidden / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return hidden.rename(self._parent / hidden.name.removeprefix("."))
+
+    def remove_all_except(self, kept_files: set[Path]) -> None:
+        for path in set(self.glob(f"*{SUFFIX}")) - kept_files:
             path.unlink(missing_ok=True)
 
     def glob(self, pattern: str) -> list[Path]:

@@ -106,26 +106,27 @@ def read_tensors(path: Path, field: str, root: Path | None = None) -> TensorSet:
     Raises:
         InvalidRequest: about ``field``; a file is missing, not regular, not safetensors, or incomplete.
     """
-    tensors: dict[str, TensorFile] = {}
+    file_of_tensor: dict[str, TensorFile] = {}
     try:
-        for place in _list_files(path, field, root):
-            with open_file(place, root) as opened:
+        for file_path in _list_files(path, field, root):
+            with open_file(file_path, root) as opened:
                 try:
                     with safe_open(path_of(opened), "numpy") as header:
                         # The header is no mapping.
                         slices = {name: header.get_slice(name) for name in header.keys()}  # noqa: SIM118
-                        found = {name: Tensor(tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+                        tensors = {name: Tensor(tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
                 except SafetensorError as error:
                     problem = f"not a whole safetensors file: {error}; send or write it again"
                     raise InvalidRequest(field, problem) from error
-                file = TensorFile(place, found, stamp_of(opened))
-            for name in found:
-                if name in tensors:
-                    raise InvalidRequest(field, f"tensor {name} is in {tensors[name].path.name} and in {place.name}")
-                tensors[name] = file
+                file = TensorFile(file_path, tensors, stamp_of(opened))
+            for name in tensors:
+                if name in file_of_tensor:
+                    earlier = file_of_tensor[name].path.name
+                    raise InvalidRequest(field, f"tensor {name} is in {earlier} and in {file_path.name}")
+                file_of_tensor[name] = file
     except OSError as error:
-        raise _unreadable(field, path, error) from error
-    return tensors
+        raise _unreadable_error(field, path, error) from error
+    return file_of_tensor
 
 
 def check_tensors(
@@ -157,7 +158,7 @@ def check_tensors(
             try:
                 is_equal = _have_equal_data(file, name, given[tied_to], tied_to)
             except OSError as error:
-                raise _unreadable(field, file.path, error) from error
+                raise _unreadable_error(field, file.path, error) from error
             if not is_equal:
                 raise InvalidRequest(
                     field, f"tensor {name} differs from {tied_to}, and the model has one for both; leave it out"
@@ -169,10 +170,10 @@ def check_tensors(
         if len(missing) > 1:
             problem += f", and {len(missing) - 1} more"
         raise InvalidRequest(field, f"{problem}; send all {len(expected.tensors)}, or say partial=true")
-    checked = {name: file for name, file in given.items() if name in expected.tensors}
-    if not checked:
+    without_tied = {name: file for name, file in given.items() if name in expected.tensors}
+    if not without_tied:
         raise InvalidRequest(field, "has no tensor; send at least one")
-    return checked
+    return without_tied
 
 
 def check_numbers(tensors: TensorSet, field: str) -> None:
@@ -186,7 +187,7 @@ def check_numbers(tensors: TensorSet, field: str) -> None:
             with open_unchanged(file.path, file.stamp) as opened:
                 name = _find_nonfinite(opened, file, names)
         except OSError as error:
-            raise _unreadable(field, file.path, error) from error
+            raise _unreadable_error(field, file.path, error) from error
         if name is not None:
             raise InvalidRequest(
                 field,
@@ -221,15 +222,15 @@ def _have_equal_data(
     other: TensorFile,
     other_name: str,
 ) -> bool:
-    with open_unchanged(file.path, file.stamp) as a, open_unchanged(other.path, other.stamp) as b:
-        remaining = _seek(a, *_read_header(a)[name])
-        if remaining != _seek(b, *_read_header(b)[other_name]):
+    with open_unchanged(file.path, file.stamp) as opened, open_unchanged(other.path, other.stamp) as other_opened:
+        remaining_bytes = _seek_tensor(opened, *_read_byte_ranges(opened)[name])
+        if remaining_bytes != _seek_tensor(other_opened, *_read_byte_ranges(other_opened)[other_name]):
             return False
-        while remaining:
-            size = min(CHUNK_BYTES, remaining)
-            if a.read(size) != b.read(size):
+        while remaining_bytes:
+            size = min(CHUNK_BYTES, remaining_bytes)
+            if opened.read(size) != other_opened.read(size):
                 return False
-            remaining -= size
+            remaining_bytes -= size
         return True
 
 
@@ -240,39 +241,40 @@ def _find_nonfinite(opened: BinaryIO, file: TensorFile, names: Sequence[str]) ->
         OSError: the file has changed.
     """
     # As integers, the bits of floats increase with their size, and the bits of infinity and NaN are the largest. A
-    # positive float is not finite if its bits, as a signed integer, are at least `positive`. Negative floats are the
-    # largest unsigned integers, and are compared with `negative`. The two maxima of a part are enough, which is some
-    # twenty times as fast as `isfinite`.
-    places = _read_header(opened)
-    chunk = np.empty(CHUNK_BYTES, np.uint8)
+    # positive float is not finite if its bits, as a signed integer, are at least those of infinity. Negative floats are
+    # the largest unsigned integers, and are compared with negative infinity. The two maxima of a part are enough, which
+    # is some twenty times as fast as `isfinite`.
+    byte_ranges = _read_byte_ranges(opened)
+    buffer = np.empty(CHUNK_BYTES, np.uint8)
     for name in names:
         # Integers are always finite.
-        size, positive = NONFINITE.get(file.tensors[name].dtype, (0, 0))
+        size, infinity = NONFINITE.get(file.tensors[name].dtype, (0, 0))
         if not size:
             continue
-        negative = positive | 1 << (8 * size - 1)
-        remaining = _seek(opened, *places[name])
-        while remaining:
+        negative_infinity = infinity | 1 << (8 * size - 1)
+        remaining_bytes = _seek_tensor(opened, *byte_ranges[name])
+        while remaining_bytes:
             # The file is read and not mapped into memory: a mapped file that is truncated would end the process.
-            part = chunk[: min(remaining, CHUNK_BYTES)]
+            part = buffer[: min(remaining_bytes, CHUNK_BYTES)]
             if opened.readinto(part) != len(part):  # type: ignore[attr-defined]
                 raise OSError(errno.ESTALE, "has changed since it was checked", str(file.path))
-            if part.view(f"i{size}").max() >= positive or part.view(f"u{size}").max() >= negative:
+            if part.view(f"i{size}").max() >= infinity or part.view(f"u{size}").max() >= negative_infinity:
                 return name
-            remaining -= len(part)
+            remaining_bytes -= len(part)
     return None
 
 
-def _read_header(file: BinaryIO) -> Mapping[str, tuple[int, int]]:
+def _read_byte_ranges(file: BinaryIO) -> Mapping[str, tuple[int, int]]:
     """Return the byte range of each tensor's data, which safetensors does not expose."""
     # A file has the length of the header (8 bytes, little-endian), the header and the data.
-    length = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(length))
+    header_bytes = int.from_bytes(file.read(8), "little")
+    header = json.loads(file.read(header_bytes))
+    data_start = 8 + header_bytes
     offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    return {name: (8 + length + start, 8 + length + end) for name, (start, end) in offsets.items()}
+    return {name: (data_start + start, data_start + end) for name, (start, end) in offsets.items()}
 
 
-def _seek(file: BinaryIO, start: int, end: int) -> int:
+def _seek_tensor(file: BinaryIO, start: int, end: int) -> int:
     """Move to the start of a tensor's data, and return its size in bytes."""
     file.seek(start)
     return end - start
@@ -280,15 +282,17 @@ def _seek(file: BinaryIO, start: int, end: int) -> int:
 
 def _list_files(path: Path, field: str, root: Path | None) -> list[Path]:
     """Return the file itself, or a folder's safetensors files: the files that its index names, or else all."""
-    in_folder = list_folder(path, root)
-    if in_folder is None:
+    names_in_folder = list_folder(path, root)
+    # The path is no folder.
+    if names_in_folder is None:
         return [path]
-    names = sorted(name for name in in_folder if name.endswith(SUFFIX))
-    index = min((name for name in in_folder if name.endswith(INDEX_SUFFIX)), default=None)
+    names = sorted(name for name in names_in_folder if name.endswith(SUFFIX))
+    index = min((name for name in names_in_folder if name.endswith(INDEX_SUFFIX)), default=None)
     if index is not None:
         content = read_file(path / index, MAX_INDEX_BYTES, root)
         try:
             names = sorted(set(json.loads(content)["weight_map"].values()))
+            # A name with a slash could leave the folder.
             are_plain = all(name.endswith(SUFFIX) and Path(name).name == name and "\0" not in name for name in names)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidRequest(field, f"{index} is no index of safetensors files") from error
@@ -299,5 +303,5 @@ def _list_files(path: Path, field: str, root: Path | None) -> list[Path]:
     return [path / name for name in names]
 
 
-def _unreadable(field: str, path: Path, error: OSError) -> InvalidRequest:
+def _unreadable_error(field: str, path: Path, error: OSError) -> InvalidRequest:
     return InvalidRequest(field, f"{error.filename or path} cannot be read: {error.strerror}")

@@ -124,7 +124,7 @@ class _WeightUpdate(Update):
             if self.check_finite:
                 await run_sync(check_numbers, tensors, self.field)
             if tensors.keys() != expected.tensors.keys():
-                return await self.owner.loaded.complete(tensors, self.field)
+                return await self.owner.loaded.complete_partial(tensors, self.field)
             return tensors
 
         self.tensors = await self.run_phase("check", check)
@@ -147,4 +147,4 @@ class _WeightUpdate(Update):
     def clean_up(self) -> None:
         # The next update tries again to remove a file.
         with suppress(OSError):
-            self.owner.staging.keep_only(self.owner.loaded.files)
+            self.owner.staging.remove_all_except(self.owner.loaded.files)
