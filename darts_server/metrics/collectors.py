@@ -88,18 +88,18 @@ class Collectors:
         return Counter(name, text, ("model_name",), registry=self._registry).labels(self._model)
 
     def _counters(self, name: str, text: str, label: str, values: Iterable[ValueT]) -> dict[ValueT, Counter]:
-        # All counters are exported from the start, at 0: otherwise `rate` would miss the first increment.
         counter = Counter(name, text, ("model_name", label), registry=self._registry)
+        # All counters are exported from the start, at 0: otherwise `rate` would miss the first increment.
         return {value: counter.labels(self._model, _label_value(value)) for value in values}
 
-    # Gauges and histograms appear with their first value, not from the start.
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        # Gauges and histograms appear with their first value, not from the start.
         return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
     def _create_read_metrics(self, described: Described, reads: Reads, family: Family = GaugeMetricFamily) -> None:
-        """Create metrics of a ``family`` that read their values at each scrape."""
         for name, (text, labels) in described.items():
             metric = ReadMetric(family(name, text, labels=("model_name", *labels)), self._registry)
+            # A series for each combination of the labels' values.
             for values in product(*labels.values()):
                 metric.reads[self._model, *map(str, values)] = partial(reads[name], *values)
 
@@ -131,7 +131,7 @@ class ServingMetrics(Collectors):
 class AccessMetrics(Collectors):
     def __init__(self, model_name: str, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._refused = self._counters(
+        self._refused_requests = self._counters(
             "darts_requests_refused",
             "Refused requests by reason: key (missing or wrong), permission, body (too large or incomplete), queue "
             "(too many candidates wait), quota (of a key), shutdown (the server is stopping, or its engine failed).",
@@ -140,7 +140,7 @@ class AccessMetrics(Collectors):
         )
 
     def refused(self, reason: str) -> None:
-        self._refused[reason].inc()
+        self._refused_requests[reason].inc()
 
 
 class WeightMetrics(Collectors):

@@ -39,19 +39,23 @@ class QualityMetrics(Collectors, PruningObserver):
             "outcome",
             ("kept", "pruned"),
         )
-        self._states = self._counters(
+        self._hidden_states = self._counters(
             "darts_probe_states",
             "Hidden states expected at detection points, by whether the engine sent them.",
             "received",
             BOOLEANS,
         )
-        self._labels = self._counter("darts_quality_labels", "Scored trajectories whose rewards were learned from.")
-        self._dropped = self._counter(
+        self._learned_labels = self._counter(
+            "darts_quality_labels", "Scored trajectories whose rewards were learned from."
+        )
+        self._dropped_labels = self._counter(
             "darts_quality_labels_dropped",
             "Scored trajectories that were dropped before their reward was reported, because too many were kept.",
         )
-        self._steps = self._counter("darts_quality_training_steps", "Training steps of the quality head.")
-        self._seconds = self._counter("darts_quality_training_seconds", "Seconds spent training the quality head.")
+        self._training_steps = self._counter("darts_quality_training_steps", "Training steps of the quality head.")
+        self._training_seconds = self._counter(
+            "darts_quality_training_seconds", "Seconds spent training the quality head."
+        )
         self._divergences = self._counter(
             "darts_quality_divergences",
             "Trainings of the quality head that diverged and were undone.",
@@ -65,22 +69,22 @@ class QualityMetrics(Collectors, PruningObserver):
         self._decisions["kept" if kept else "pruned"].inc()
 
     def hidden_state_expected(self, *, received: bool) -> None:
-        self._states[received].inc()
+        self._hidden_states[received].inc()
 
     def label_learned(self) -> None:
-        self._labels.inc()
+        self._learned_labels.inc()
 
     def pending_labels_dropped(self, count: int) -> None:
-        self._dropped.inc(count)
+        self._dropped_labels.inc(count)
 
     def trained(self, steps: int, seconds: float, divergences: int) -> None:
         """Add the growth of the trainer process's totals to the counters. Any thread may call this method."""
         totals = (steps, seconds, divergences)
-        before = self._last_totals
+        last_totals = self._last_totals
         self._last_totals = totals
         # A smaller total is a new trainer's, whose totals began at 0.
-        if any(now < last for now, last in zip(totals, before, strict=True)):
-            before = (0, 0.0, 0)
-        self._steps.inc(steps - before[0])
-        self._seconds.inc(seconds - before[1])
-        self._divergences.inc(divergences - before[2])
+        if any(total < last_total for total, last_total in zip(totals, last_totals, strict=True)):
+            last_totals = (0, 0.0, 0)
+        self._training_steps.inc(steps - last_totals[0])
+        self._training_seconds.inc(seconds - last_totals[1])
+        self._divergences.inc(divergences - last_totals[2])

@@ -68,31 +68,33 @@ DEADLINE_GAUGES = {
 class RolloutMetrics(Collectors):
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
-        self._sealed = self._counters(
+        self._joined_groups = self._counters(
             "darts_joined_groups",
             "Groups of single requests, by whether they had all their requests when they were closed.",
             "full",
             BOOLEANS,
         )
-        self._single = self._counters(
+        self._single_requests = self._counters(
             "darts_single_requests",
             "Requests for one trajectory: 'opening' requests may join a group, others run alone for this reason.",
             "turn",
             TurnKind,
         )
-        self._groups = self._counters("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
-        self._skipped = self._counter(
+        self._ended_groups = self._counters("darts_groups", "Ended groups by outcome.", "outcome", Outcome)
+        self._skipped_prompts = self._counter(
             "darts_prompts_skipped",
             "Prompts that batches did not run, because their rewards were almost surely equal (--skip-floor).",
         )
-        self._started = self._counter("darts_candidates_started", "Started candidates.")
-        self._ended = self._counters(
+        self._started_candidates = self._counter("darts_candidates_started", "Started candidates.")
+        self._ended_candidates = self._counters(
             "darts_candidates_ended",
             "Ended candidates by reason: 'selected', or why they were discarded.",
             "reason",
             ("selected", *DiscardReason),
         )
-        self._cut = self._counter("darts_candidates_cut", "Returned candidates that were cut at the deadline.")
+        self._cut_candidates = self._counter(
+            "darts_candidates_cut", "Returned candidates that were cut at the deadline."
+        )
         self._tokens = self._counters(
             "darts_tokens",
             "Tokens of all candidates (generated), of returned candidates (returned), of returned candidates by older "
@@ -108,12 +110,12 @@ class RolloutMetrics(Collectors):
             "darts_resumed_tokens",
             "Tokens of earlier batches that were continued and not generated again.",
         )
-        self._candidates = self._histogram(
+        self._candidates_per_group = self._histogram(
             "darts_candidates_per_group",
             "Candidates started per group.",
             CANDIDATE_BUCKETS,
         )
-        self._duration = self._histogram(
+        self._group_seconds = self._histogram(
             "darts_group_duration_seconds",
             "Time from a group's first candidate to its end.",
             SECONDS_BUCKETS,
@@ -123,7 +125,7 @@ class RolloutMetrics(Collectors):
             "Time from the finish of the K-th trajectory to the completed group.",
             SECONDS_BUCKETS,
         )
-        self._length = self._histogram(
+        self._trajectory_length = self._histogram(
             "darts_trajectory_length_tokens",
             "Generated tokens per candidate (until it ended or was stopped), and per returned trajectory.",
             LENGTH_BUCKETS,
@@ -137,18 +139,18 @@ class RolloutMetrics(Collectors):
         )
         self._mean_candidates = self._gauge("darts_budget_mean_candidates", "Candidates per group of the last cohort.")
         self._deadline = self._gauge("darts_deadline_tokens", "Deadline of the last cohort that had one.")
-        self._rollout = self._histogram(
+        self._cohort_seconds = self._histogram(
             "darts_rollout_seconds",
             "Time from the start of a cohort's first group to the end of its last.",
             SECONDS_BUCKETS,
         )
-        self._explored = self._counters(
+        self._explored_candidates = self._counters(
             "darts_explored_candidates",
             "Tail candidates of explored cohorts, by whether they finished within the deadline or beyond it.",
             "deadline",
             ("beyond", "within"),
         )
-        self._explored_tokens = self._counter(
+        self._explored_beyond_tokens = self._counter(
             "darts_explored_beyond_tokens",
             "Tokens of explored tail candidates beyond the deadline.",
         )
@@ -165,7 +167,7 @@ class RolloutMetrics(Collectors):
             BOOLEANS,
         )
         self._votes = self._counters("darts_votes", "Ended votes by outcome.", "outcome", VoteOutcome)
-        self._vote_stopped = self._counter(
+        self._vote_stopped_candidates = self._counter(
             "darts_vote_candidates_stopped",
             "Candidates stopped because they could not change the result of a vote.",
         )
@@ -178,46 +180,46 @@ class RolloutMetrics(Collectors):
         self._create_read_metrics(TOTALS, reads, CounterMetricFamily)
 
     def single_request_classified(self, kind: TurnKind) -> None:
-        self._single[kind].inc()
+        self._single_requests[kind].inc()
 
     def group_closed(self, full: bool) -> None:
-        self._sealed[full].inc()
+        self._joined_groups[full].inc()
 
     def prompts_skipped(self, count: int) -> None:
-        self._skipped.inc(count)
+        self._skipped_prompts.inc(count)
 
     def candidates_started(self, count: int) -> None:
-        self._started.inc(count)
+        self._started_candidates.inc(count)
 
     def group_ended(self, record: GroupRecord) -> None:
-        self._groups[record.outcome].inc()
-        self._candidates.labels(self._model).observe(len(record.candidates))
-        self._duration.labels(self._model).observe(record.ended_at - record.started_at)
+        self._ended_groups[record.outcome].inc()
+        self._candidates_per_group.labels(self._model).observe(len(record.candidates))
+        self._group_seconds.labels(self._model).observe(record.ended_at - record.started_at)
         if record.tail_wait is not None:
             self._tail_wait.labels(self._model).observe(record.tail_wait)
 
         self._tokens["generated"].inc(record.generated_tokens)
         self._tokens["returned"].inc(record.returned_tokens)
         self._tokens["wasted"].inc(record.generated_tokens - record.returned_tokens)
-        resumed = sum(candidate.resumed for candidate in record.candidates)
-        if resumed:
+        resumed_tokens = sum(candidate.resumed for candidate in record.candidates)
+        if resumed_tokens:
             self._resumed_groups.inc()
-            self._resumed_tokens.inc(resumed)
+            self._resumed_tokens.inc(resumed_tokens)
 
         for candidate in record.candidates:
-            self._ended[candidate.reason or "selected"].inc()
+            self._ended_candidates[candidate.reason or "selected"].inc()
             # A carried candidate counts at its end, in a later group.
             if candidate.reason is not DiscardReason.CARRIED:
-                self._length.labels(self._model, "generated").observe(candidate.tokens)
+                self._trajectory_length.labels(self._model, "generated").observe(candidate.tokens)
             if candidate.selected_as is not None:
-                self._length.labels(self._model, "returned").observe(candidate.tokens)
+                self._trajectory_length.labels(self._model, "returned").observe(candidate.tokens)
                 if candidate.cut:
-                    self._cut.inc()
+                    self._cut_candidates.inc()
             is_tail = candidate.selected_as in (SelectedAs.LONG, SelectedAs.FILL)
             if record.explored and record.deadline is not None and is_tail:
-                beyond = max(0, candidate.tokens - record.deadline)
-                self._explored["beyond" if beyond else "within"].inc()
-                self._explored_tokens.inc(beyond)
+                tokens_beyond = max(0, candidate.tokens - record.deadline)
+                self._explored_candidates["beyond" if tokens_beyond else "within"].inc()
+                self._explored_beyond_tokens.inc(tokens_beyond)
 
         # The first group of a policy with a deadline adds the policy's series.
         if record.max_lost is not None:
@@ -231,7 +233,7 @@ class RolloutMetrics(Collectors):
         self._mean_candidates.labels(self._model).set(record.mean_candidates)
         if record.deadline is not None:
             self._deadline.labels(self._model).set(record.deadline)
-        self._rollout.labels(self._model).observe(record.measured_seconds)
+        self._cohort_seconds.labels(self._model).observe(record.measured_seconds)
 
     def rewards_reported(self, matched: int, unknown: int) -> None:
         self._rewards[True].inc(matched)
@@ -242,4 +244,4 @@ class RolloutMetrics(Collectors):
 
     def vote_ended(self, outcome: VoteOutcome, stopped: int) -> None:
         self._votes[outcome].inc()
-        self._vote_stopped.inc(stopped)
+        self._vote_stopped_candidates.inc(stopped)

@@ -14,7 +14,7 @@ class SessionMetrics(Collectors):
     def __init__(self, model_name: str, reads: Reads, registry: CollectorRegistry = REGISTRY) -> None:
         super().__init__(model_name, registry)
         self._create_read_metrics(GAUGES, reads)
-        self._ends = self._counters(
+        self._ended_sessions = self._counters(
             "darts_sessions",
             "Sessions of agents that are over, by their end. 'stopped' sessions were not needed any more.",
             "end",
@@ -26,15 +26,15 @@ class SessionMetrics(Collectors):
         self._tool_seconds = self._histogram(
             "darts_session_tool_seconds", "Time between the turns of a session, by its end.", SECONDS_BUCKETS, "end"
         )
-        self._refused = self._counter(
+        self._refused_requests = self._counter(
             "darts_session_requests_refused",
             "Requests of a session after its end. A harness that sends them has not noticed the end.",
         )
 
     def session_ended(self, end: SessionEnd, turns: int, tool_seconds: float) -> None:
-        self._ends[end].inc()
+        self._ended_sessions[end].inc()
         self._turns.labels(self._model, end).observe(turns)
         self._tool_seconds.labels(self._model, end).observe(tool_seconds)
 
     def request_refused(self) -> None:
-        self._refused.inc()
+        self._refused_requests.inc()

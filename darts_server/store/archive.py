@@ -37,7 +37,7 @@ _LINE_BYTES = 6 * (KEY_BYTES + DOCUMENT_BYTES) + 100
 _LEVEL = 3
 
 
-def check_name(kind: str, key: str) -> None:
+def check_kind_and_key(kind: str, key: str) -> None:
     """Check that kind and key can be stored.
 
     Raises:
@@ -90,46 +90,49 @@ def unpack(data: bytes, limit: int) -> Iterator[Row]:
         StateDamaged: the file is in another format, incomplete or too large. May be raised after some rows.
         StateTooNew: a newer version made the file.
     """
-    first = _FIRST_LINE.match(data)
-    if not first:
-        raise damaged("is not a saved state")
-    if int(first[1]) > VERSION:
+    first_line = _FIRST_LINE.match(data)
+    if not first_line:
+        raise damaged_error("is not a saved state")
+    version = int(first_line[1])
+    if version > VERSION:
         raise StateTooNew(
-            f"the state given was saved by a newer darts-server (format {int(first[1])}, this one reads {VERSION}); "
+            f"the state given was saved by a newer darts-server (format {version}, this one reads {VERSION}); "
             "nothing was changed. Upgrade this server"
         )
-    if hashlib.sha256(memoryview(data)[first.end() :]).hexdigest().encode() != first[2]:
-        raise damaged("is incomplete or was changed: its checksum is wrong")
+    body = memoryview(data)[first_line.end() :]
+    if hashlib.sha256(body).hexdigest().encode() != first_line[2]:
+        raise damaged_error("is incomplete or was changed: its checksum is wrong")
 
     file = io.BytesIO(data)
-    file.seek(first.end())
+    file.seek(first_line.end())
     lines = gzip.GzipFile(fileobj=file, mode="rb")
-    size = 0
+    unpacked_bytes = 0
     previous: tuple[str, str] | None = None
     while True:
         try:
             line = lines.readline(_LINE_BYTES)
         except (OSError, EOFError, zlib.error) as error:
-            raise damaged(f"cannot be decompressed ({error})") from error
+            raise damaged_error(f"cannot be decompressed ({error})") from error
         if not line:
             return
-        size += len(line)
-        if size > limit:
-            raise damaged(f"has more than {limit} bytes when decompressed")
+        unpacked_bytes += len(line)
+        if unpacked_bytes > limit:
+            raise damaged_error(f"has more than {limit} bytes when decompressed")
         if not line.endswith(b"\n"):
-            raise damaged("has a line that is too long or cut off")
+            raise damaged_error("has a line that is too long or cut off")
 
         try:
             kind, key, document = json.loads(line)
-            check_name(kind, key)
+            check_kind_and_key(kind, key)
             text = encode(document)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise damaged(f"has a line that is no document ({error})") from error
+            raise damaged_error(f"has a line that is no document ({error})") from error
+        # Rows in ascending order cannot repeat a key.
         if previous is not None and (kind, key) <= previous:
-            raise damaged(f"has {kind} {key[:64]!r} twice or out of order")
+            raise damaged_error(f"has {kind} {key[:64]!r} twice or out of order")
         previous = (kind, key)
         yield kind, key, text
 
 
-def damaged(problem: str) -> StateDamaged:
+def damaged_error(problem: str) -> StateDamaged:
     return StateDamaged(f"the state given {problem}; nothing was changed. Send a saved file, byte for byte")

@@ -48,14 +48,15 @@ def open_database(path: Path) -> sqlite3.Connection:
                 raise StateDamaged(f"{log} exists without {path.name}: put that file back, or move this one away too")
             _create(path)
 
-        # Without a log no other process uses the file. Then SQLite creates no files beside a file that may not be ours.
+        # Without a log no other process uses the file. `immutable` keeps SQLite from creating files beside a file that
+        # may not be ours.
         with closing(_connect(path, "ro" if log.exists() else "ro&immutable=1")) as connection:
             if _read_pragma(connection, "application_id") != APPLICATION_ID:
-                raise damaged(path, "it is another program's file")
+                raise damaged_error(path, "it is another program's file")
             refuse_newer(path, connection)
-            result = _read_pragma(connection, "quick_check(1)")
-            if result != "ok":
-                raise damaged(path, str(result).splitlines()[-1])
+            problem = _read_pragma(connection, "quick_check(1)")
+            if problem != "ok":
+                raise damaged_error(path, str(problem).splitlines()[-1])
 
         connection = _connect(path, "rw")
         try:
@@ -71,20 +72,20 @@ def open_database(path: Path) -> sqlite3.Connection:
 
 
 def _create(path: Path) -> None:
-    """Create the file, unless another process is first."""
     # The file gets its name when it is complete. It is touched first, so that the umask decides who may write it.
-    new = Path(f"{path}.new-{secrets.token_hex(8)}")
+    unnamed = Path(f"{path}.new-{secrets.token_hex(8)}")
     try:
-        new.touch()
-        with closing(_connect(new, "rw")) as connection:
+        unnamed.touch()
+        with closing(_connect(unnamed, "rw")) as connection:
             connection.executescript(
                 f"PRAGMA journal_mode = MEMORY; BEGIN; {_TABLES}; PRAGMA application_id = {APPLICATION_ID}; "
                 f"PRAGMA user_version = {VERSION}; COMMIT"
             )
+        # Another process may be first.
         with suppress(FileExistsError):
-            os.link(new, path)
+            os.link(unnamed, path)
     finally:
-        new.unlink(missing_ok=True)
+        unnamed.unlink(missing_ok=True)
 
 
 def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
@@ -97,7 +98,6 @@ def refuse_newer(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
-    """Open a connection. ``mode``: SQLite's URI parameter, perhaps with more parameters after ``&``."""
     uri = f"{path.absolute().as_uri()}?mode={mode}"
     connection = sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     # SQLite advises both for files that may be damaged.
@@ -116,7 +116,7 @@ def checksum(kind: str, key: str, value: bytes) -> int:
     return zlib.crc32(value, zlib.crc32(f"{kind}\0{key}\0".encode()))
 
 
-def damaged(path: Path, problem: str) -> StateDamaged:
+def damaged_error(path: Path, problem: str) -> StateDamaged:
     return StateDamaged(
         f"{path} is damaged: {problem}; it was not touched. Put a saved copy in its place, or move it "
         f"({path.name}, {path.name}-wal, {path.name}-shm) away to start without its content"
@@ -132,12 +132,12 @@ def translate_errors(path: Path) -> Iterator[None]:
         raise StateError(f"{path} cannot be used: {error}; give another --state-dir") from error
     except UnicodeDecodeError as error:
         # sqlite3 raises this when SQLite's message quotes damaged text.
-        raise damaged(path, "its tables are not ours") from error
+        raise damaged_error(path, "its tables are not ours") from error
     except sqlite3.Error as error:
         # The lowest byte is the primary code. Errors of the Python module itself have no code.
-        code = getattr(error, "sqlite_errorcode", -1) & 0xFF
-        if code not in _TRANSIENT:
-            raise damaged(path, str(error)) from error
+        primary_code = getattr(error, "sqlite_errorcode", -1) & 0xFF
+        if primary_code not in _TRANSIENT:
+            raise damaged_error(path, str(error)) from error
         remedy = "look for a full disk, missing rights, another process that has it open, or a folder on a network disk"
-        kind = StateFull if code == sqlite3.SQLITE_FULL else StateError
-        raise kind(f"{path} cannot be used: {error} ({error.sqlite_errorname}); {remedy}") from error
+        error_type = StateFull if primary_code == sqlite3.SQLITE_FULL else StateError
+        raise error_type(f"{path} cannot be used: {error} ({error.sqlite_errorname}); {remedy}") from error

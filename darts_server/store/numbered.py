@@ -31,8 +31,9 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
         self.fault: str | None = None
         """Why the last write failed, or None."""
         self._path = Path(name) if folder is None else folder / name
-        self._lock = threading.Lock()
-        self._writing = threading.Lock()
+        self._memory_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        # None for a value to remove.
         self._unwritten: dict[int, bytes | None] = {}
         self._connection: sqlite3.Connection | None = None
         self._stop = threading.Event()
@@ -56,7 +57,7 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
     def put(self, number: int, value: bytes | None) -> None:
         """Store a value under a new number, or remove a value (None)."""
         if self._connection is not None:
-            with self._lock:
+            with self._memory_lock:
                 if value is None and self._unwritten.get(number) is not None:
                     # The value was never written, so the file has nothing to remove.
                     del self._unwritten[number]
@@ -66,27 +67,28 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
     def flush(self) -> None:
         """Write all changes now. A failure is logged, and the changes stay in memory for the next attempt."""
         # The thread may be writing earlier changes, which must be in the file when this returns.
-        with self._writing:
+        with self._write_lock:
             if self._connection is None:
                 return
-            with self._lock:
+            with self._memory_lock:
                 changes = self._unwritten
                 self._unwritten = {}
             if not changes:
                 return
-            kept = [(number, value) for number, value in changes.items() if value is not None]
-            removed = [(number,) for number, value in changes.items() if value is None]
             try:
                 with self._connection as connection:
                     connection.execute("BEGIN IMMEDIATE")
-                    rows = ((number, value, checksum("numbered", str(number), value)) for number, value in kept)
-                    connection.executemany("INSERT OR REPLACE INTO numbered VALUES (?, ?, ?)", rows)
-                    connection.executemany("DELETE FROM numbered WHERE number = ?", removed)
+                    for number, value in changes.items():
+                        if value is None:
+                            connection.execute("DELETE FROM numbered WHERE number = ?", (number,))
+                        else:
+                            row = (number, value, checksum("numbered", str(number), value))
+                            connection.execute("INSERT OR REPLACE INTO numbered VALUES (?, ?, ?)", row)
             except sqlite3.Error as error:
                 if self.fault is None:
                     logger.error("%s cannot be written, and is kept in memory until it can: %s", self._path, error)
                 self.fault = str(error)
-                with self._lock:
+                with self._memory_lock:
                     # Changes that were made during the write are newer.
                     self._unwritten = {**changes, **self._unwritten}
                 return
@@ -111,8 +113,8 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             self.flush()
 
     def _open(self) -> sqlite3.Connection | None:
-        """Open the file, or return None. A file that cannot be used is moved away, and another file is created."""
-        # The second attempt creates the file.
+        """Open the file, or return None if that fails twice."""
+        # The second attempt creates the file, because the first has moved it away.
         for _ in range(2):
             try:
                 return self._connect()
@@ -135,9 +137,9 @@ class NumberedFile(AbstractContextManager["NumberedFile"]):
             [[version]] = connection.execute("PRAGMA user_version")
             if version not in (0, VERSION):
                 raise sqlite3.DatabaseError(f"it has version {version}, and this server reads {VERSION}")
-            [[result]] = connection.execute("PRAGMA quick_check(1)")
-            if result != "ok":
-                raise sqlite3.DatabaseError(result)
+            [[problem]] = connection.execute("PRAGMA quick_check(1)")
+            if problem != "ok":
+                raise sqlite3.DatabaseError(problem)
             connection.execute("PRAGMA journal_mode = WAL")
             # Values in this file may be lost, so writes need not survive a power failure.
             connection.execute("PRAGMA synchronous = NORMAL")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from darts_server.exceptions import StateDamaged, StateError
 from darts_server.store import archive
-from darts_server.store.archive import LIMIT_BYTES, Document, Scalar, check_name
-from darts_server.store.database import checksum, damaged, open_database, refuse_newer, translate_errors
+from darts_server.store.archive import LIMIT_BYTES, Document, Scalar, check_kind_and_key
+from darts_server.store.database import checksum, damaged_error, open_database, refuse_newer, translate_errors
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class Store(AbstractContextManager["Store"]):
         default = MAX_IN_MEMORY if folder is None else MAX_ON_DISK
         self._limit = default if limit is None else limit
 
-        # `_lock` guards what is in memory, and is never held while waiting for the disk. `_write_lock` guards the file
-        # and a restore, and is taken first.
-        self._lock = threading.Lock()
+        # `_memory_lock` is never held while a thread waits for the disk. `_write_lock` guards the file and a restore,
+        # and is taken first.
+        self._memory_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._texts = _Texts(OrderedDict)
         # None for a document that was dropped.
@@ -88,10 +88,10 @@ class Store(AbstractContextManager["Store"]):
         if folder is not None:
             self._path = folder / FILE_NAME
             self._connection = open_database(self._path)
-            self._version: object = None
+            self._read_version: object = None
             try:
                 self._inode = self._path.stat().st_ino
-                self._read(self._connection)
+                self._read_if_changed(self._connection)
             except BaseException:
                 self._connection.close()
                 raise
@@ -101,13 +101,13 @@ class Store(AbstractContextManager["Store"]):
         """Store a document, in place of an earlier document of this kind and key.
 
         Raises:
-            InvalidRequest, ValueError: see `check_name`.
+            InvalidRequest, ValueError: see `check_kind_and_key`.
             TypeError, ValueError: see `archive.encode`.
             StateError: the store is closed.
         """
-        check_name(kind, key)
+        check_kind_and_key(kind, key)
         text = archive.encode(document)
-        with self._lock:
+        with self._memory_lock:
             self._refuse_closed()
             self._texts[kind][key] = text
             self._texts[kind].move_to_end(key)
@@ -118,15 +118,15 @@ class Store(AbstractContextManager["Store"]):
 
     def get(self, kind: str, key: str) -> dict[str, Scalar] | None:
         """Return a copy of a document, or None. Raises as `put`."""
-        check_name(kind, key)
-        with self._lock:
+        check_kind_and_key(kind, key)
+        with self._memory_lock:
             self._refuse_closed()
             text = self._texts[kind].get(key)
         document: dict[str, Scalar] | None = None if text is None else json.loads(text)
         return document
 
     def count(self, kind: str) -> int:
-        with self._lock:
+        with self._memory_lock:
             return len(self._texts[kind])
 
     def flush(self) -> None:
@@ -136,21 +136,21 @@ class Store(AbstractContextManager["Store"]):
             StateError: the disk cannot be used. ``fault`` and the log say why. The documents stay in memory.
         """
         with self._write_lock:
-            with self._lock:
+            with self._memory_lock:
                 self._refuse_closed()
                 rows = list(self._unwritten.items())
             if self._connection is None:
                 return
             try:
                 if rows:
-                    self._write(rows)
-                with self._lock:
-                    for name, text in rows:
+                    self._write_rows(rows)
+                with self._memory_lock:
+                    for kind_and_key, text in rows:
                         # A newer document may have been put meanwhile.
-                        if name in self._unwritten and self._unwritten[name] is text:
-                            del self._unwritten[name]
+                        if kind_and_key in self._unwritten and self._unwritten[kind_and_key] is text:
+                            del self._unwritten[kind_and_key]
                 # The previous server may still have written documents.
-                self._read(self._connection)
+                self._read_if_changed(self._connection)
             except Exception as error:
                 if self.fault != str(error):
                     logger.error("the learned state cannot be written and is kept in memory until it can: %s", error)
@@ -162,8 +162,9 @@ class Store(AbstractContextManager["Store"]):
 
     def export(self) -> bytes:
         """Return all documents as one file, which takes seconds per million documents."""
-        with self._lock:
+        with self._memory_lock:
             self._refuse_closed()
+            # Sorting takes seconds, so the lock is held only for the copies.
             copies = [(kind, list(texts.items())) for kind, texts in self._texts.items()]
         return archive.pack(sorted((kind, key, text) for kind, texts in copies for key, text in texts))
 
@@ -182,22 +183,22 @@ class Store(AbstractContextManager["Store"]):
                 self._check(kind, json.loads(text))
             except ValueError as error:
                 problem = f"has a document that cannot be used: {kind} {key[:64]!r}: {str(error)[:200]}"
-                raise archive.damaged(problem) from error
+                raise archive.damaged_error(problem) from error
             restored[kind][key] = text
             restored[kind].move_to_end(key)
         self._drop_oldest(restored)
 
         with self._write_lock:
-            with self._lock:
+            with self._memory_lock:
                 self._refuse_closed()
             if self._connection is not None:
                 rows = (((kind, key), text) for kind, texts in restored.items() for key, text in texts.items())
                 try:
-                    self._write(rows, replace=True)
+                    self._write_rows(rows, replace=True)
                 except StateDamaged as error:
                     # The state file is damaged, not ``data``, which was checked above.
                     raise StateError(str(error)) from error
-            with self._lock:
+            with self._memory_lock:
                 self._texts = restored
                 self._unwritten = {}
                 self.generation += 1
@@ -239,7 +240,7 @@ class Store(AbstractContextManager["Store"]):
         try:
             self.flush()
         finally:
-            with self._write_lock, self._lock:
+            with self._write_lock, self._memory_lock:
                 self._is_closed = True
                 if self._connection is not None:
                     self._connection.close()
@@ -254,9 +255,9 @@ class Store(AbstractContextManager["Store"]):
     def _drop_oldest(self, texts: _Texts) -> dict[tuple[str, str], None]:
         """Drop the oldest texts beyond the limit. Return kind and key of each, with None in place of its text."""
         dropped: dict[tuple[str, str], None] = {}
-        for kind, of_kind in texts.items():
-            while len(of_kind) > self._limit:
-                key, _ = of_kind.popitem(last=False)
+        for kind, texts_of_kind in texts.items():
+            while len(texts_of_kind) > self._limit:
+                key, _ = texts_of_kind.popitem(last=False)
                 dropped[kind, key] = None
         return dropped
 
@@ -280,7 +281,7 @@ class Store(AbstractContextManager["Store"]):
                 raise StateError(f"{self._path} was moved or replaced while it was in use; put it back, or restart")
             yield connection
 
-    def _write(self, rows: Iterable[tuple[tuple[str, str], str | None]], *, replace: bool = False) -> None:
+    def _write_rows(self, rows: Iterable[tuple[tuple[str, str], str | None]], *, replace: bool = False) -> None:
         """Add, overwrite or delete rows, or ``replace`` all rows."""
         with self._transaction() as connection:
             if replace:
@@ -291,27 +292,28 @@ class Store(AbstractContextManager["Store"]):
                 else:
                     connection.execute(_UPSERT, (kind, key, text, checksum(kind, key, text.encode())))
 
-    def _read(self, connection: sqlite3.Connection) -> None:
-        """Read all documents of the file, unless it is unchanged since the last read.
+    def _read_if_changed(self, connection: sqlite3.Connection) -> None:
+        """Read all documents, and put documents over them that are not written yet.
 
         Raises:
             StateDamaged: a document has the wrong type or checksum.
         """
         with translate_errors(self._path):
+            # SQLite changes this number when another process has written.
             [[version]] = connection.execute("PRAGMA data_version")
-            if version == self._version:
+            if version == self._read_version:
                 return
             texts = _Texts(OrderedDict)
             for kind, key, text, crc in connection.execute("SELECT kind, key, document, crc FROM documents"):
                 if not (isinstance(kind, str) and isinstance(key, str) and isinstance(text, str)):
-                    raise damaged(self._path, "a value is of the wrong type")
+                    raise damaged_error(self._path, "a value is of the wrong type")
                 if checksum(kind, key, text.encode()) != crc:
-                    raise damaged(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
+                    raise damaged_error(self._path, f"the checksum of {kind} {key[:64]!r} is wrong")
                 texts[kind][key] = text
-        with self._lock:
+        with self._memory_lock:
             # The file has no order. Documents that this process has put are newer than the others, in their order.
-            for kind, of_kind in self._texts.items():
-                for key in of_kind:
+            for kind, texts_of_kind in self._texts.items():
+                for key in texts_of_kind:
                     if key in texts[kind]:
                         texts[kind].move_to_end(key)
             for (kind, key), text in self._unwritten.items():
@@ -322,4 +324,4 @@ class Store(AbstractContextManager["Store"]):
                     texts[kind].move_to_end(key)
             self._unwritten |= self._drop_oldest(texts)
             self._texts = texts
-            self._version = version
+            self._read_version = version

@@ -43,7 +43,7 @@ def test_an_observer_that_never_forgets_is_found() -> None:
 def test_a_logged_error_and_a_started_candidate_that_never_ends_are_found() -> None:
     def spoil(stack: Stack) -> None:
         logging.getLogger("darts_server.rollout.run").error("group g failed")
-        stack.metrics._started.inc()
+        stack.metrics._started_candidates.inc()
 
     soaked = soak(200, ROUNDS, spoil=spoil)
     first, *others = soaked.violations

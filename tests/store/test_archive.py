@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from darts_server.exceptions import InvalidRequest, StateDamaged, StateTooNew
-from darts_server.store.archive import Row, Scalar, check_name, encode, pack, unpack
+from darts_server.store.archive import Row, Scalar, check_kind_and_key, encode, pack, unpack
 
 LIMIT = 10**6
 ROWS: list[Row] = [("dataset", "", '{"n":1}'), ("prompt", "a", "{}"), ("prompt", "ä 😀\0\n", '{"x":null,"y":"z"}')]
@@ -103,7 +103,7 @@ def test_a_file_above_the_limit_is_refused() -> None:
 @pytest.mark.parametrize("key", ["\ud800", "x" * 65537, "\u00e4" * 32769], ids=["surrogate", "long", "long in UTF-8"])
 def test_an_invalid_key_is_an_invalid_request(key: str) -> None:
     with pytest.raises(InvalidRequest, match="prompt key"):
-        check_name("prompt", key)
+        check_kind_and_key("prompt", key)
 
 
 @pytest.mark.parametrize(
