@@ -37,7 +37,7 @@ from benchmarks.tables import markdown
 from darts_server import app, settings
 from darts_server.exceptions import InvalidSetting
 from darts_server.http.options import merge_options
-from darts_server.offline.demo.server import ENVIRONMENT, FLAGS, MODEL, bind
+from darts_server.offline.demo.server import ENVIRONMENT, FLAGS, MODEL, bind_port
 from darts_server.store import Store
 from darts_server.verify.verifiers import Verifiers
 from darts_server.vllm import flags
@@ -190,7 +190,7 @@ async def measure(engines: int, rate: float, mean: float, seconds: float, logpro
 
 async def measure_http(engines: int, rate: float, mean: float, seconds: float, logprobs: int | None) -> Row:
     """Measure a server, asked by another process: a batch of a part of the groups after the other, a few at a time."""
-    with bind() as free:
+    with bind_port() as free:
         port = int(free.getsockname()[1])
     command = [sys.executable, "-m", "benchmarks.fleet.server", str(engines), str(rate), str(mean), str(port)]
     log, reports = Path("out/fleet.log"), Reports()

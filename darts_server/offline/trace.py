@@ -90,16 +90,16 @@ def main(argv: Sequence[str]) -> int:
         options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidSetting(f"--output: {options.output} cannot be written: {error}") from error
-    print(f"{len(lines)} prompts: {options.output}\n{_describe(traces)}")
+    print(f"{len(lines)} prompts: {options.output}\n{_describe_lengths(traces)}")
     return 0
 
 
 def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) -> None:
     """Raise `InvalidSetting` unless the flags fit the state."""
-    unknown = sum(prompt.prompt_tokens is None for prompt in prompts)
-    if unknown and options.prompt_tokens is None:
+    num_unknown = sum(prompt.prompt_tokens is None for prompt in prompts)
+    if num_unknown and options.prompt_tokens is None:
         raise InvalidSetting(
-            f"--prompt-tokens: the state does not say how long {unknown} of {len(prompts)} prompts are, because an "
+            f"--prompt-tokens: the state does not say how long {num_unknown} of {len(prompts)} prompts are, because an "
             "earlier version saved it or these prompts have no token ids; add the flag with their length in tokens"
         )
     limit = max((prompt.max_tokens for prompt in prompts if prompt.max_tokens is not None), default=None)
@@ -125,42 +125,43 @@ def _trace_prompt(
     if cap_flag is not None:
         cap = cap_flag if cap is None else min(cap, cap_flag)
     lengths: list[int] = []
-    truncated = 0
-    drawn = 0
+    num_truncated = 0
+    num_drawn = 0
     for observation in prompt.observations or [Observation(0, censored=True)] * samples:
         tokens = observation.tokens
         is_stopped = observation.censored and not prompt.is_truncated(observation)
         if is_stopped and (cap is None or tokens < cap):
             if ratios is None:
                 continue
-            possible = np.ceil(prompt.mean_ema * ratios)
-            longer = possible[possible > tokens]
+            # The candidate would have become longer than when it was stopped.
+            possible_lengths = np.ceil(prompt.mean_ema * ratios)
+            longer = possible_lengths[possible_lengths > tokens]
             tokens = int(rng.choice(longer)) if longer.size else tokens + 1
-            drawn += 1
+            num_drawn += 1
         if cap is not None:
             # An answer may end by itself with its last allowed token.
-            truncated += tokens > cap or (observation.censored and tokens == cap)
+            num_truncated += tokens > cap or (observation.censored and tokens == cap)
             tokens = min(tokens, cap)
         lengths.append(tokens)
-    return TracedLengths(lengths, truncated, drawn, cap)
+    return TracedLengths(lengths, num_truncated, num_drawn, cap)
 
 
-def _describe(traces: Sequence[TracedLengths]) -> str:
+def _describe_lengths(traces: Sequence[TracedLengths]) -> str:
     lengths = [length for traced in traces for length in traced.lengths]
     mean = sum(lengths) / len(lengths)
     sentences = [f"{len(lengths)} lengths: mean {mean:.1f} tokens, longest {max(lengths)}."]
     caps = {traced.cap for traced in traces if traced.cap is not None}
     if caps:
         limits = f"{min(caps)}" if len(caps) == 1 else f"{min(caps)} to {max(caps)}"
-        truncated = sum(traced.truncated for traced in traces) / len(lengths)
-        sentences.append(f"Limit: {limits} tokens; {truncated:.0%} of the lengths are truncated there.")
-    unknown = sum(traced.cap is None for traced in traces)
-    if unknown:
-        sentences.append(f"The limit of {unknown} prompts is not known; set it with --cap N.")
-    drawn = sum(traced.drawn for traced in traces)
-    if drawn:
+        truncated_share = sum(traced.truncated for traced in traces) / len(lengths)
+        sentences.append(f"Limit: {limits} tokens; {truncated_share:.0%} of the lengths are truncated there.")
+    num_without_cap = sum(traced.cap is None for traced in traces)
+    if num_without_cap:
+        sentences.append(f"The limit of {num_without_cap} prompts is not known; set it with --cap N.")
+    num_drawn = sum(traced.drawn for traced in traces)
+    if num_drawn:
         sentences.append(
-            f"{drawn} lengths are drawn from estimates, because the ends of their candidates were not seen."
+            f"{num_drawn} lengths are drawn from estimates, because the ends of their candidates were not seen."
         )
     return "\n".join(sentences)
 

@@ -6,7 +6,7 @@ from multiprocessing.queues import Queue
 
 import pytest
 
-from darts_server.offline.demo.server import bind
+from darts_server.offline.demo.server import bind_port
 
 
 class Unpicklable(Exception):
@@ -38,7 +38,7 @@ def run(rank: int, port: int, results: "Queue[tuple[int, str, str]]") -> None:
 def test_a_result_and_an_error_of_the_main_process_reach_all() -> None:
     spawn = multiprocessing.get_context("spawn")
     results: Queue[tuple[int, str, str]] = spawn.Queue()
-    with bind() as free:  # one that no connection gets meanwhile
+    with bind_port() as free:  # one that no connection gets meanwhile
         port = free.getsockname()[1]
     processes = [spawn.Process(target=run, args=(rank, port, results), daemon=True) for rank in range(2)]
     for process in processes:

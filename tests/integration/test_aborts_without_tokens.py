@@ -134,7 +134,7 @@ async def queued(
 
 def count_sequences(server: Server) -> float:
     """Count the sequences that the engine has got so far: those that have ended, run and wait."""
-    return server.metric("vllm:request_success_total") + server.busy()
+    return server.metric("vllm:request_success_total") + server.count_requests()
 
 
 def find_reasons(case: Case, answer: Answer) -> dict[int, Any]:

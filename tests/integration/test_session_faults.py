@@ -78,7 +78,7 @@ def test_a_turn_at_a_closed_gate_is_answered_when_its_session_ends(
         # A harness that understands no error gets an answer without tokens.
         expected = "darts_session_over" if over_status == 410 else '"finish_reason":"abort"'
         assert expected in answer.text
-    assert server.busy() == 0
+    assert server.count_requests() == 0
     assert [read(server, session)["tokens"] for session in (first, second)] == [0, 0]
 
 

@@ -18,7 +18,7 @@ def wait_idle(server: Server, seconds: float = 180.0) -> None:
     caller has disconnected is noticed later.
     """
     began = time.monotonic()
-    while (left := server.busy()) > 0 or (going := server.metric(STARTED) - server.metric(ENDED)):
+    while (left := server.count_requests()) > 0 or (going := server.metric(STARTED) - server.metric(ENDED)):
         what = f"{left:.0f} requests still on the engine" if left else f"{going:.0f} candidates have not ended"
         assert time.monotonic() - began < seconds, f"{what} after {seconds} s"
         time.sleep(POLL_SECONDS)

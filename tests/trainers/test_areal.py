@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from darts_server.offline.demo.server import DARTS, bind, serving
+from darts_server.offline.demo.server import DARTS, bind_port, serving
 from tests.integration.weights import status
 from tests.trainers.environments import ROOT, create_or_skip
 from tests.trainers.runs import record
@@ -27,7 +27,7 @@ def python() -> Path:
 
 def test_two_steps_train_with_groups_and_with_weights_from_disk(python: Path, tmp_path: Path) -> None:
     flags = ("--policy", "uniform", "--group-size", str(SIZE), "--dialect", "areal", "--weights-root", str(tmp_path))
-    with bind() as free:
+    with bind_port() as free:
         port = str(free.getsockname()[1])
     with serving(DARTS, tmp_path / "log", *flags, env={"TORCHDYNAMO_DISABLE": "1"}) as server:
         environment = os.environ | {

@@ -127,7 +127,7 @@ def test_the_answer_of_a_stopped_session_calls_no_tool(calling: Server) -> None:
     assert first["message"]["tool_calls"][0]["function"]["name"] == "calculator"
     with ThreadPoolExecutor() as pool:
         running = pool.submit(answer, max_tokens=250, ignore_eos=True)
-        while calling.busy() == 0:
+        while calling.count_requests() == 0:
             time.sleep(0.01)
         httpx.delete(f"{calling.url}/darts/v1/session-groups/{group['group_id']}").raise_for_status()
         last = running.result()

@@ -86,11 +86,11 @@ def main(argv: Sequence[str]) -> int:
     if not others:
         return 0
     if can_draw:
-        drawn = others[-1]
+        drawn_run = others[-1]
         for run in others:
             if run.name == "auto":
-                drawn = run
-        draw(raw, drawn, options.picture)
+                drawn_run = run
+        draw(raw, drawn_run, options.picture)
         print(f"Picture of one step: {options.picture}")
     print(compare(raw, others))
     return 0
@@ -135,17 +135,17 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def list_methods(options: argparse.Namespace) -> dict[str, Method]:
     """Return the methods to compare by name: raw, raw with each smaller ``max_tokens``, and the policies."""
-    found = {RAW: Method("off")}
+    methods = {RAW: Method("off")}
     for cap in options.caps:
-        found[f"{RAW}, max {cap}"] = Method("off", cap)
+        methods[f"{RAW}, max {cap}"] = Method("off", cap)
     for name in options.policies:
         if name != RAW:
             policy = name.removesuffix(SPECULATION)
             has_drafts = policy != name
             ahead = AHEAD if policy == "auto" else 0.0
             title = f"{policy}, speculation" if has_drafts else policy
-            found[title] = Method(policy, ahead=ahead, drafts=has_drafts)
-    return found
+            methods[title] = Method(policy, ahead=ahead, drafts=has_drafts)
+    return methods
 
 
 def start_servers(stack: ExitStack, options: argparse.Namespace) -> dict[bool, str]:
@@ -167,27 +167,27 @@ def start_servers(stack: ExitStack, options: argparse.Namespace) -> dict[bool, s
 def measure(urls: Mapping[bool, str], options: argparse.Namespace) -> list[Run]:
     """Request every batch by every method, and return the runs, raw first. ``urls``: see `start_servers`."""
     rng = Random(PROMPT_SEED)
-    compared = list_methods(options)
-    names = list(compared)
+    methods = list_methods(options)
+    names = list(methods)
     steps: dict[str, list[Step]] = {name: [] for name in names}
     with ExitStack() as stack:
         clients = {
-            drafts: stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS))
-            for drafts, url in urls.items()
+            has_drafts: stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS))
+            for has_drafts, url in urls.items()
         }
-        few = [sample_problem(rng) for _ in range(WARM_UP_PROMPTS)]
-        for method in compared.values():
-            Batches(few, len(few), options.group_size, method).request(clients[method.drafts])
+        warm_up = [sample_problem(rng) for _ in range(WARM_UP_PROMPTS)]
+        for method in methods.values():
+            Batches(warm_up, len(warm_up), options.group_size, method).request(clients[method.drafts])
 
         problems = [sample_problem(rng) for _ in range(options.steps * options.prompts)]
         batches = {
-            name: Batches(problems, options.prompts, options.group_size, method) for name, method in compared.items()
+            name: Batches(problems, options.prompts, options.group_size, method) for name, method in methods.items()
         }
         for number in range(options.steps):
             # Methods take turns and change places, so that none has the quieter machine or the warmer prefix cache.
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                steps[name].append(batches[name].request(clients[compared[name].drafts]))
+                steps[name].append(batches[name].request(clients[methods[name].drafts]))
             times = ", ".join(f"{name} {steps[name][-1].seconds:.2f} s" for name in names)
             print(f"step {number + 1} of {options.steps}: {times}", flush=True)
     return [Run(name, steps[name]) for name in names]

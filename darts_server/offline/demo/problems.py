@@ -83,8 +83,8 @@ def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem
         rounds = rng.choice(ROUNDS)
         loop = f"{LOOP}{rounds}"
         chain = []
-        for left in range(rounds, 0, -1):
-            chain += [Step(LOOP, "+", left), *steps]
+        for rounds_left in range(rounds, 0, -1):
+            chain += [Step(LOOP, "+", rounds_left), *steps]
     answer = start
     for step in chain:
         answer = step.apply(answer)
@@ -94,5 +94,5 @@ def sample_problem(rng: Random, difficulty: Difficulty | None = None) -> Problem
 
 def reward(problem: Problem, response_text: str) -> float:
     """Return 1.0 if exactly the right digit follows the last ``#``, else 0.0."""
-    _, mark, final = response_text.rpartition(ANSWER)
-    return float(mark == ANSWER and final == str(problem.answer))
+    _, mark, answer = response_text.rpartition(ANSWER)
+    return float(mark == ANSWER and answer == str(problem.answer))

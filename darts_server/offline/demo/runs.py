@@ -68,10 +68,9 @@ class Batches:
         self._needed = needed
         self._group_size = group_size
         self._method = method
-        # Number of problems that were requested.
-        self._requested = 0
-        # Number of groups that continue in the next step.
-        self._waiting = 0
+        self._num_requested = 0
+        # Groups that continue in the next step.
+        self._num_waiting = 0
 
     def request(self, client: httpx.Client) -> Step:
         """Request the groups of the next step as one batch, and read them as they complete.
@@ -80,10 +79,10 @@ class Batches:
             RuntimeError: the server refused the batch, or a group failed.
         """
         method = self._method
-        running = self._needed + round(method.ahead * self._needed)
-        first = self._requested
-        self._requested = min(first + running - self._waiting, len(self._problems))
-        new = range(first, self._requested)
+        num_running = self._needed + round(method.ahead * self._needed)
+        first_new = self._num_requested
+        self._num_requested = min(first_new + num_running - self._num_waiting, len(self._problems))
+        new = range(first_new, self._num_requested)
         body: dict[str, Any] = {
             "prompts": [{"text": self._problems[number].prompt, "metadata": {"number": number}} for number in new],
             "group_size": self._group_size,
@@ -93,14 +92,14 @@ class Batches:
         }
         if method.ahead:
             # The last step waits for all groups.
-            is_last = self._requested == len(self._problems) or self._waiting + len(new) <= self._needed
+            is_last = self._num_requested == len(self._problems) or self._num_waiting + len(new) <= self._needed
             body |= {"carry": "resume", "carried": True, "num_groups": None if is_last else self._needed}
 
         arrivals: list[float] = []
         lengths: list[list[int]] = []
         resumed: list[bool] = []
-        right = 0
-        truncated = 0
+        num_right = 0
+        num_truncated = 0
         done: dict[str, Any] = {}
         start = time.perf_counter()
         with client.stream("POST", "/darts/v1/rollouts", json=body) as response:
@@ -114,22 +113,32 @@ class Batches:
                     trajectories = data["trajectories"]
                     arrivals.append(time.perf_counter() - start)
                     lengths.append([trajectory["length"] for trajectory in trajectories])
+                    # The server numbers carried prompts after the prompts of the request.
                     resumed.append(data["number"] >= len(new))
                     for trajectory in trajectories:
-                        right += reward(problem, trajectory["text"]) == 1
+                        num_right += reward(problem, trajectory["text"]) == 1
                         # The limit of raw cuts trajectories off in every run.
                         is_cut = trajectory["finish_reason"] == "length"
-                        truncated += is_cut and trajectory["length"] < MAX_RESPONSE_TOKENS
+                        num_truncated += is_cut and trajectory["length"] < MAX_RESPONSE_TOKENS
                 elif event == "done":
                     done = data
         seconds = time.perf_counter() - start
 
-        returned = sum(map(sum, lengths))
+        returned_tokens = sum(map(sum, lengths))
         usage = done.get("usage", {})
-        if usage.get("returned") != returned:
-            raise RuntimeError(f"{returned} tokens arrived, the server counted {usage.get('returned')}")
-        self._waiting = len(done.get("unfinished") or ())
-        return Step(arrivals, lengths, right, usage["generated"], seconds, resumed, self._waiting, truncated)
+        if usage.get("returned") != returned_tokens:
+            raise RuntimeError(f"{returned_tokens} tokens arrived, the server counted {usage.get('returned')}")
+        self._num_waiting = len(done.get("unfinished") or ())
+        return Step(
+            arrivals,
+            lengths,
+            num_right,
+            usage["generated"],
+            seconds,
+            resumed,
+            self._num_waiting,
+            num_truncated,
+        )
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -155,9 +164,9 @@ class Run:
         self.lengths = [length for step in steps for group in step.lengths for length in group]
         self.generated = sum(step.generated for step in steps)
         self.seconds = sum(step.seconds for step in steps)
-        self.right = sum(step.right for step in steps) / len(self.lengths)
+        self.right_share = sum(step.right for step in steps) / len(self.lengths)
         """Share of the returned trajectories that have the right answer."""
-        self.cut = sum(step.truncated for step in steps) / len(self.lengths)
+        self.truncated_share = sum(step.truncated for step in steps) / len(self.lengths)
         """Share of the returned trajectories that were cut off before the limit of raw."""
 
 
@@ -167,33 +176,33 @@ def format_table(raw: Run, others: Sequence[Run]) -> str:
     rows = [
         ["", *(run.name for run in runs)],
         ["seconds, all steps", *(f"{run.seconds:.1f}" for run in runs)],
-        ["right answers", *(f"{run.right:.1%}" for run in runs)],
+        ["right answers", *(f"{run.right_share:.1%}" for run in runs)],
         ["longest answer (tokens)", *(f"{max(run.lengths)}" for run in runs)],
         ["tokens generated", *(f"{run.generated:,}" for run in runs)],
     ]
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    lines = ["  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]) for row in rows]
+    first_width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = ["  ".join([row[0].ljust(first_width), *map(str.rjust, row[1:], widths)]) for row in rows]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
 def compare(raw: Run, others: Sequence[Run]) -> str:
     """Say in one sentence how each run differs from raw."""
     # Two standard errors of a difference in points: trajectories of the same prompts differ by chance.
-    noise = 200 * sqrt(2 * raw.right * (1 - raw.right) / len(raw.lengths))
+    noise = 200 * sqrt(2 * raw.right_share * (1 - raw.right_share) / len(raw.lengths))
     differences = []
     for run in others:
         ratio = run.seconds / raw.seconds
         pace = "about the same time" if abs(ratio - 1) < CLEAR else f"{ratio:.2f} of the time"
 
-        points = 100 * (run.right - raw.right)
+        points = 100 * (run.right_share - raw.right_share)
         more = "more" if points > 0 else "fewer"
         answers = f"has {abs(points):.1f} points {more} right answers"
         if abs(points) <= noise:
             answers = f"has as many right answers (within the noise of ± {noise:.0f} points)"
 
         selection = "returns the shorter answers"
-        if run.cut > ROUNDS_TO_ZERO:
-            selection = f"cuts off {run.cut:.0%} of the answers"
+        if run.truncated_share > ROUNDS_TO_ZERO:
+            selection = f"cuts off {run.truncated_share:.0%} of the answers"
         elif sum(run.lengths) > NEARLY_ALL * run.generated:
             selection = "discards nothing"
         longest = f"longest answer {max(run.lengths)} tokens, raw {max(raw.lengths)}"
@@ -221,26 +230,29 @@ def draw(raw: Run, other: Run, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    number = len(raw.steps) // 2
-    longest = max(run.steps[number].seconds for run in (raw, other))
-    shown = {NEW}
+    middle = len(raw.steps) // 2
+    longest_seconds = max(run.steps[middle].seconds for run in (raw, other))
+    used_colours = {NEW}
     figure = Figure(figsize=(9.6, 6.2), dpi=140, layout="constrained")
     for axes, run in zip(figure.subplots(2, 1, sharex=True), (raw, other), strict=True):
-        step = run.steps[number]
+        step = run.steps[middle]
         colours = [RESUMED if is_resumed else NEW for is_resumed in step.resumed] + [WAITING] * step.waiting
-        shown.update(colours)
+        used_colours.update(colours)
         ends = [*step.arrivals, *[step.seconds] * step.waiting]
-        waiting = range(len(step.arrivals), len(ends))
+        waiting_rows = range(len(step.arrivals), len(ends))
         axes.hlines(range(len(ends)), 0, ends, color=colours, linewidth=3)
-        axes.scatter([step.seconds] * step.waiting, waiting, marker=">", color=WAITING, s=18)
+        axes.scatter([step.seconds] * step.waiting, waiting_rows, marker=">", color=WAITING, s=18)
         axes.axvline(step.seconds, color=GREY, linewidth=1)
-        axes.set(ylim=(len(ends), -1), yticks=[], xlim=(0, 1.02 * longest))
+        # The first group is on top.
+        axes.set(ylim=(len(ends), -1), yticks=[], xlim=(0, 1.02 * longest_seconds))
         axes.spines[["top", "right", "left"]].set_visible(False)
-        title = f"{run.name}: step {number + 1} of {len(run.steps)} takes {step.seconds:.1f} s"
+        title = f"{run.name}: step {middle + 1} of {len(run.steps)} takes {step.seconds:.1f} s"
         axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
     axes.set_xlabel("seconds")
     handles = [
-        Line2D([], [], color=colour, linewidth=2.5, label=label) for colour, label in LEGEND.items() if colour in shown
+        Line2D([], [], color=colour, linewidth=2.5, label=label)
+        for colour, label in LEGEND.items()
+        if colour in used_colours
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9.5)
     path.parent.mkdir(parents=True, exist_ok=True)

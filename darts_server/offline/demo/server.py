@@ -80,14 +80,16 @@ class Server:
         """Sum the samples of a metric that have these labels; 0 if there are none."""
         # `verify=False` saves httpx from reading all root certificates.
         text = httpx.get(f"{self.url}/metrics", timeout=REQUEST_SECONDS, verify=False).text
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        label_texts = [f'{key}="{value}"' for key, value in labels.items()]
         total = 0.0
         for line in text.splitlines():
-            if line.startswith((f"{name}{{", f"{name} ")) and all(label in line for label in wanted):
+            # A sample is `NAME{LABELS} VALUE` or `NAME VALUE`.
+            is_of_metric = line.startswith((f"{name}{{", f"{name} "))
+            if is_of_metric and all(label in line for label in label_texts):
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
-    def busy(self) -> float:
+    def count_requests(self) -> float:
         """Return the number of requests that the engine runs or queues."""
         return self.metric("vllm:num_requests_running") + self.metric("vllm:num_requests_waiting")
 
@@ -113,7 +115,7 @@ def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Proce
         )
 
 
-def bind(port: int = 0) -> socket.socket:
+def bind_port(port: int = 0) -> socket.socket:
     """Bind ``port``, or for 0 a free port that no outgoing connection takes before a server binds it."""
     if port:
         return socket.create_server(("127.0.0.1", port))
@@ -145,8 +147,8 @@ def serving(
         RuntimeError: the server exited or did not become healthy; the message has the end of its log.
     """
     # If the port is taken, this fails. Otherwise the server that listens there would pass for this server.
-    with bind(port) as free:
-        port = int(free.getsockname()[1])
+    with bind_port(port) as free_socket:
+        port = int(free_socket.getsockname()[1])
     log.parent.mkdir(parents=True, exist_ok=True)
     arguments = [*command, *FLAGS, "--host", "127.0.0.1", "--port", str(port), *flags]
     process = launch(arguments, log, ENVIRONMENT | os.environ | (env or {}))
@@ -154,8 +156,8 @@ def serving(
 
     # SIGTERM ends the block as Ctrl-C does, so that the server is stopped. A handler that is set already stays.
     is_main = threading.current_thread() is threading.main_thread()
-    interrupts = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if interrupts:
+    handles_sigterm = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if handles_sigterm:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         deadline = time.monotonic() + patience
@@ -168,7 +170,7 @@ def serving(
         yield server
     finally:
         _stop(process)
-        if interrupts:
+        if handles_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

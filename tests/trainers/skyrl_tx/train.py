@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from darts_server.offline.demo.server import DARTS, MODEL, Server, bind, serving
+from darts_server.offline.demo.server import DARTS, MODEL, Server, bind_port, serving
 from tests.trainers.environments import ROOT, create
 
 PROMPTS = 16
@@ -55,7 +55,7 @@ def serving_adapters(folder: Path, *flags: str) -> Iterator[Server]:
 @contextmanager
 def tinker_server(python: Path, folder: Path, sampler: str) -> Iterator[str]:
     """Run SkyRL's Tinker server, which samples from ``sampler``; yield its address."""
-    with bind() as free:
+    with bind_port() as free:
         port = int(free.getsockname()[1])
     arguments = {
         "host": "127.0.0.1",
