@@ -57,7 +57,7 @@ def rollout_seconds(policy: str, prompts: int, acceptance: float) -> float:
 
 def token_seconds(sequences: Sequence[int], acceptance: float) -> np.ndarray:
     counts = np.asarray(sequences, dtype=np.float64)
-    seconds, _ = machine_of(acceptance).step_time.per_token(counts, np.zeros(counts.size))
+    seconds, _ = machine_of(acceptance).step_time.seconds_per_token(counts, np.zeros(counts.size))
     return seconds
 
 

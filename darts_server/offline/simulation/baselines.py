@@ -26,7 +26,7 @@ def simulate_baselines(off: Sequence[Step], candidates: Candidates) -> list[Summ
 
 def _fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine, share: float) -> Summary:
     """Roll out with the smallest limit that truncates at most ``share`` more of the trajectories."""
-    lengths = np.concatenate([step.batch.ends.ravel() for step in off])
+    lengths = np.concatenate([step.batch.capped_lengths.ravel() for step in off])
     limit = off[0].batch.max_tokens
     longest_first = np.sort(lengths[lengths < limit])[::-1]
     if longest_first.size:

@@ -295,10 +295,10 @@ def draw(steps: Mapping[str, Step], path: Path) -> None:
     longest = max(step.rollout.seconds for step in steps.values())
     for axes, (name, step) in zip(panels, steps.items(), strict=False):
         rollout = step.rollout
-        started_at, ended_at = rollout.times()
+        started_at, ended_at = rollout.start_and_end_seconds()
         lines: list[list[tuple[float, float]]] = []
         colours = []
-        for group in np.argsort(rollout.clocks.placed, kind="stable").tolist():
+        for group in np.argsort(rollout.clocks.engine_of_group, kind="stable").tolist():
             for index in np.flatnonzero(np.isfinite(ended_at[group])).tolist():
                 row = len(lines)
                 place = (group, index)

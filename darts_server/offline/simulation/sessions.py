@@ -166,7 +166,7 @@ def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] 
     started = round(policy.start * training.prompts)
     warm_up = WARM_UP if started > training.prompts else 0
     # The lengths of a prompt's earlier groups are not known.
-    plan = BatchPlan.of(policy.shaping, training.size, [None] * started, enough=training.prompts)
+    plan = BatchPlan.of(policy.shaping, training.size, [None] * started, needed_groups=training.prompts)
     recent = RecentCompletionLengths()
     figures = _Figures()
     next_number = (WARM_UP - warm_up) * training.prompts

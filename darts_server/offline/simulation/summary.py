@@ -56,7 +56,7 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
         "tokens_generated": generated,
         "tokens_returned": tokens,
         "tokens_wasted": max(0.0, generated - tokens),
-        "idle_share": 1 - float(np.mean([step.rollout.busy for step in steps])),
+        "idle_share": 1 - float(np.mean([step.rollout.busy_share for step in steps])),
         "length_bias": float(lengths.mean()),
         "effective_sample_size": _effective_sample_size(steps, size),
         "truncated_share": sum(int(step.rollout.truncated.sum()) for step in steps) / lengths.size,
@@ -87,7 +87,7 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
     for step in steps:
         batch = step.batch
         rollout = step.rollout
-        missing = batch.ends - batch.generated_before
+        missing = batch.capped_lengths - batch.generated_before
         is_whole = batch.valid & (rollout.generated == missing)
         complete = np.flatnonzero(np.isfinite(rollout.completed_at)).tolist()
         for group in complete:

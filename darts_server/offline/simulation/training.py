@@ -206,7 +206,7 @@ def outcome_of(step: Step, machine: Machine) -> AheadOutcome:
     batches = np.asarray(times.decode.batches)
     if times.drafts:
         batches = np.union1d(batches, np.geomspace(1, machine.max_num_seqs, CURVE_POINTS).round())
-    seconds, _ = times.per_token(batches, batches * context)
+    seconds, _ = times.seconds_per_token(batches, batches * context)
     per_sequence = times.decode.per_sequence + float(times.per_context_token * context)
     curve = LatencyCurve(tuple(batches.tolist()), tuple(seconds.tolist()), per_sequence)
     curve = curve.scaled(1 / machine.replicas)
@@ -238,7 +238,7 @@ def run_step(
     stds = [None if stats is None else stats.std_ema for stats in earlier]
     means = [stats.mean_ema for stats in earlier if stats is not None]
     mean_length = fmean(means) if means else None
-    plan = BatchPlan.of(policy.shaping, candidates.size, stds, enough=enough, mean_length=mean_length)
+    plan = BatchPlan.of(policy.shaping, candidates.size, stds, needed_groups=enough, mean_length=mean_length)
     counts = list(plan.candidates)
     for row, prompt in enumerate(prompts):
         if prompt.carried is not None:
@@ -246,7 +246,7 @@ def run_step(
     plan = replace(plan, candidates=counts)
 
     batch = candidates.batch(prompts, max(counts))
-    longest = int((batch.prompt_tokens[:, None] + batch.ends).max())
+    longest = int((batch.prompt_tokens[:, None] + batch.capped_lengths).max())
     if machine.kv_blocks is not None and longest > machine.kv_blocks * machine.block_size:
         raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {longest} tokens")
 

@@ -59,11 +59,12 @@ def test_prompts_that_continue_generate_no_token_twice(policy: str) -> None:
     steps = run_policy(parse_policy(f"{policy},start=1.5,carry=resume", 4), candidates())
     first, second = steps[:2]
     left = np.flatnonzero(np.isinf(first.rollout.completed_at))
-    before = 0 if first.batch.done is None else first.batch.done[left]
-    assert second.batch.done is not None
-    assert second.batch.done[: len(left)].tolist() == (first.rollout.generated[left] + before).tolist()
+    before = 0 if first.batch.carried_tokens is None else first.batch.carried_tokens[left]
+    assert second.batch.carried_tokens is not None
+    assert second.batch.carried_tokens[: len(left)].tolist() == (first.rollout.generated[left] + before).tolist()
     returned = second.rollout.returned > 0
-    assert (second.rollout.returned[returned] <= (second.batch.done + second.rollout.generated)[returned]).all()
+    tokens = second.batch.carried_tokens + second.rollout.generated
+    assert (second.rollout.returned[returned] <= tokens[returned]).all()
     assert second.batch.lengths[: len(left)].tolist() == first.batch.lengths[left].tolist()
     assert summarise("partial", steps, 4)["stale_share"] > 0
 

@@ -27,8 +27,8 @@ class Batch:
     tail_draws: Floats
     """Random numbers in [0, 1), shape (G, C). The lowest numbers win the places of a sampled tail."""
     max_tokens: int
-    done: Ints | None = None
-    """Tokens that earlier rollouts have generated, at most ``ends``, shape (G, C). None for none."""
+    carried_tokens: Ints | None = None
+    """Tokens that earlier rollouts have generated, at most ``capped_lengths``, shape (G, C). None for none."""
 
     @property
     def groups(self) -> int:
@@ -36,11 +36,11 @@ class Batch:
 
     @property
     def generated_before(self) -> Ints:
-        """Tokens of each candidate that earlier rollouts have generated, shape (G, C)."""
-        return np.zeros_like(self.lengths) if self.done is None else self.done
+        """As ``carried_tokens``, with zeros for None."""
+        return np.zeros_like(self.lengths) if self.carried_tokens is None else self.carried_tokens
 
     @property
-    def ends(self) -> Ints:
+    def capped_lengths(self) -> Ints:
         """Tokens at which each candidate ends if nothing stops it, shape (G, C)."""
         return np.minimum(self.lengths, self.max_tokens)
 
@@ -62,7 +62,7 @@ class BatchPlan:
     """The policy, without pruning. None starts and returns M candidates."""
     saturated: Sequence[bool] = ()
     """See `Shaping.is_saturated`."""
-    enough: int | None = None
+    needed_groups: int | None = None
     """Number of complete groups that end the rollout, or None for all groups."""
 
     @classmethod
@@ -71,21 +71,21 @@ class BatchPlan:
         shaping: Shaping | None,
         size: int,
         stds: Sequence[float | None],
-        enough: int | None = None,
+        needed_groups: int | None = None,
         mean_length: float | None = None,
     ) -> "BatchPlan":
         """Plan a batch as the server does, from its prompts' length stds and their mean length."""
         if shaping is None:
-            return cls(size, [size] * len(stds), enough=enough)
-        low, high = shaping.bounds(size)
-        observed = [std for std in stds if std is not None]
-        mean_std = fmean(observed) if observed else None
-        mean = shaping.mean_candidates(size, mean_std, mean_length)
-        counts, _ = allocate_evenly(max(mean, low), len(stds))
+            return cls(size, [size] * len(stds), needed_groups=needed_groups)
+        least, most = shaping.bounds(size)
+        known_stds = [std for std in stds if std is not None]
+        mean_std = fmean(known_stds) if known_stds else None
+        mean_candidates = shaping.mean_candidates(size, mean_std, mean_length)
+        candidates, _ = allocate_evenly(max(mean_candidates, least), len(stds))
         if shaping.adaptive:
-            counts = allocate_by_std(stds, budget=sum(counts), low=low, high=high)
-        saturated = [shaping.is_saturated(size, count) for count in counts]
-        return cls(size, counts, shaping, saturated, enough)
+            candidates = allocate_by_std(stds, budget=sum(candidates), low=least, high=most)
+        saturated = [shaping.is_saturated(size, count) for count in candidates]
+        return cls(size, candidates, shaping, saturated, needed_groups)
 
     @property
     def deadline(self) -> Deadline | None:

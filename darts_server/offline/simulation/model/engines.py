@@ -47,24 +47,29 @@ class StepTime:
     drafts: tuple[float, ...] = ()
     """Probability that the first tokens of a draft are accepted, by their number."""
 
-    def per_token(self, count: Floats, context: Floats) -> tuple[Floats, Floats]:
-        """Return the seconds of a token of each of ``count`` sequences, and their increase from token to token.
+    def seconds_per_token(self, num_running: Floats, context_tokens: Floats) -> tuple[Floats, Floats]:
+        """Return the seconds of a token of each running sequence, and their increase from token to token.
 
-        ``context``: tokens in the KV cache. A drafted token takes as long as a sequence.
+        ``context_tokens``: tokens in the KV cache.
         """
-        drafted = np.zeros(count.size)
-        tokens = np.ones(count.size)
+        num_drafted = np.zeros(num_running.size)
+        tokens_per_step = np.ones(num_running.size)
         if self.drafts:
-            sizes, place = np.unique(count, return_inverse=True)
-            contexts = np.bincount(place, context) / np.bincount(place)
-            for index, rows in enumerate(sizes.astype(int).tolist()):
-                chances = np.repeat(self.drafts, rows)
-                decode = self.decode.step_seconds_array(rows + np.arange(chances.size + 1.0))
-                worth = count_worth(rows, chances, decode + self.per_context_token * contexts[index])
-                drafted[place == index] = worth
-                tokens[place == index] += chances[:worth].sum() / rows
-        seconds = self.decode.step_seconds_array(count + drafted) + self.per_context_token * context
-        return seconds / tokens, self.per_context_token * count / tokens
+            batch_sizes, place = np.unique(num_running, return_inverse=True)
+            mean_contexts = np.bincount(place, context_tokens) / np.bincount(place)
+            for index, batch_size in enumerate(batch_sizes.astype(int).tolist()):
+                # Every sequence may draft, so the step verifies up to this number of tokens.
+                acceptances = np.repeat(self.drafts, batch_size)
+                # A drafted token takes as long as a sequence.
+                decode_seconds = self.decode.step_seconds_array(batch_size + np.arange(acceptances.size + 1.0))
+                step_seconds = decode_seconds + self.per_context_token * mean_contexts[index]
+                worth = count_worth(batch_size, acceptances, step_seconds)
+                num_drafted[place == index] = worth
+                tokens_per_step[place == index] += acceptances[:worth].sum() / batch_size
+        step_seconds = self.decode.step_seconds_array(num_running + num_drafted)
+        step_seconds = step_seconds + self.per_context_token * context_tokens
+        # Each token makes the contexts of all running sequences longer.
+        return step_seconds / tokens_per_step, self.per_context_token * num_running / tokens_per_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +94,13 @@ class Machine:
 
 def place_groups(candidates: Sequence[int], replicas: int) -> Ints:
     """Return the engine of each group: in order of arrival, the engine with the fewest candidates so far."""
-    load = [0] * replicas
-    placed = []
+    candidates_of_engine = [0] * replicas
+    engine_of_group = []
     for count in candidates:
-        replica = load.index(min(load))
-        load[replica] += count
-        placed.append(replica)
-    return np.asarray(placed)
+        engine = candidates_of_engine.index(min(candidates_of_engine))
+        candidates_of_engine[engine] += count
+        engine_of_group.append(engine)
+    return np.asarray(engine_of_group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,128 +113,155 @@ class Clock:
 
     rows: Ints
     """The engine's groups, shape (G,)."""
-    starts: Floats
+    start_steps: Floats
     """Step at which each candidate is admitted first, or infinity, shape (G, C)."""
-    ends: Floats
+    end_steps: Floats
     """Step at which each candidate has ended, or infinity, shape (G, C)."""
-    sequence: Ints
+    stay_candidates: Ints
     """Candidate of each stay, as an index into G * C."""
-    begin: Floats
+    stay_begins: Floats
     """First step of each stay."""
-    end: Floats
+    stay_ends: Floats
     """Step after each stay."""
-    steps: Floats
-    """Steps at which parts begin and end."""
-    seconds: Floats
-    """Seconds at which ``steps`` are done."""
-    count: Floats
+    part_steps: Floats
+    """Steps at which parts begin, and the step at which the last part ends."""
+    part_seconds: Floats
+    """Seconds at which ``part_steps`` are done."""
+    num_running: Floats
     """Running sequences of each part."""
     prefill: Floats
     linear: Floats
     square: Floats
 
     @staticmethod
-    def of(batch: Batch, machine: Machine, rows: Ints, run: Floats) -> "Clock":
-        """Schedule the groups ``rows`` on an engine. ``run``: tokens that each candidate generates, shape (G, C)."""
-        group, index = np.nonzero(run)
-        tokens = run[group, index]
-        done = batch.generated_before[rows][group, index].astype(np.float64)
+    def of(batch: Batch, machine: Machine, rows: Ints, run_tokens: Floats) -> "Clock":
+        """Schedule the groups ``rows`` on an engine.
+
+        ``run_tokens``: tokens that each candidate generates, shape (G, C).
+        """
+        # All candidates that generate a token, in one list.
+        group, index = np.nonzero(run_tokens)
+        tokens = run_tokens[group, index]
+        carried = batch.generated_before[rows][group, index].astype(np.float64)
         prompts = batch.prompt_tokens[rows][group].astype(np.float64)
-        rest = prompts % machine.block_size
-        is_first = np.diff(group, prepend=-1) > 0
-        sequence = np.ravel_multi_index((group, index), run.shape)
-        space = inf
+        stay_candidates = np.ravel_multi_index((group, index), run_tokens.shape)
+        is_first_of_group = np.diff(group, prepend=-1) > 0
+        cache_tokens = inf
         if machine.kv_blocks is not None:
-            space = float(machine.kv_blocks * machine.block_size)
-        # A sequence's last block is half empty on average.
-        own = rest + done + (machine.block_size - 1) / 2
-        shared = prompts - rest
+            cache_tokens = float(machine.kv_blocks * machine.block_size)
+        # The full blocks of a prompt are shared. A sequence's last block is half empty on average.
+        unshared_prompt = prompts % machine.block_size
+        own = unshared_prompt + carried + (machine.block_size - 1) / 2
+        shared = prompts - unshared_prompt
 
         # `context`: tokens in the KV cache when a stay begins. `prefilled`: new tokens among them.
-        if tokens.size <= machine.max_num_seqs and (own + tokens).sum() + shared[is_first].sum() <= space:
-            begin = np.zeros_like(tokens)
-            end = tokens
-            context = prompts + done
-            prefilled = done + np.where(is_first, prompts, rest)
+        most_tokens = (own + tokens).sum() + shared[is_first_of_group].sum()
+        if tokens.size <= machine.max_num_seqs and most_tokens <= cache_tokens:
+            # All sequences run from the first step on.
+            stay_begins = np.zeros_like(tokens)
+            stay_ends = tokens
+            context = prompts + carried
+            prefilled = carried + np.where(is_first_of_group, prompts, unshared_prompt)
         else:
             stays = _schedule_stays(
-                machine.max_num_seqs, space, group.tolist(), own.tolist(), shared.tolist(), tokens.tolist()
+                machine.max_num_seqs, cache_tokens, group.tolist(), own.tolist(), shared.tolist(), tokens.tolist()
             )
-            numbers, begin, end, generated, is_new = np.asarray(stays).T
-            stay = numbers.astype(np.int64)
-            kept = done[stay] + generated
-            sequence = sequence[stay]
-            context = prompts[stay] + kept
-            prefilled = kept + np.where(is_new > 0, prompts[stay], rest[stay])
+            sequence_numbers, stay_begins, stay_ends, generated_before, is_alone = np.asarray(stays).T
+            sequence = sequence_numbers.astype(np.int64)
+            kept = carried[sequence] + generated_before
+            stay_candidates = stay_candidates[sequence]
+            context = prompts[sequence] + kept
+            prefilled = kept + np.where(is_alone > 0, prompts[sequence], unshared_prompt[sequence])
 
         # The time of a step changes only when a stay begins or ends.
-        times = machine.step_time
-        steps, place = np.unique(np.concatenate([begin, end]), return_inverse=True)
-        begins, stops = np.split(place, 2)
+        part_steps, part = np.unique(np.concatenate([stay_begins, stay_ends]), return_inverse=True)
+        begin_parts, end_parts = np.split(part, 2)
 
-        def running(values: Floats) -> Floats:
+        def sum_running(values: Floats) -> Floats:
             """Sum ``values`` over the running stays of each part."""
-            changes = np.bincount(begins, values, steps.size) - np.bincount(stops, values, steps.size)
-            return np.cumsum(changes)[:-1]
+            begun = np.bincount(begin_parts, values, part_steps.size)
+            ended = np.bincount(end_parts, values, part_steps.size)
+            return np.cumsum(begun - ended)[:-1]
 
-        count = running(np.ones_like(begin))
-        length = np.diff(steps)
-        context_tokens = running(context) + count * steps[:-1] - running(begin)
-        linear, square = times.per_token(count, context_tokens)
-        admitted = np.bincount(begins, minlength=steps.size)
-        longer = times.per_prefill_token * np.bincount(begins, prefilled, steps.size) + times.per_start * admitted
-        prefill = np.asarray(longer[:-1], dtype=np.float64)
-        seconds = np.cumsum(prefill + linear * length + square * length * (length - 1) / 2)
-        seconds = np.concatenate([[0.0], seconds])
+        times = machine.step_time
+        num_running = sum_running(np.ones_like(stay_begins))
+        # Each running stay has its first context, and a token for each step since its begin.
+        context_tokens = sum_running(context) + num_running * part_steps[:-1] - sum_running(stay_begins)
+        linear, square = times.seconds_per_token(num_running, context_tokens)
+        num_admitted = np.bincount(begin_parts, minlength=part_steps.size)
+        prefilled_tokens = np.bincount(begin_parts, prefilled, part_steps.size)
+        prefill = times.per_prefill_token * prefilled_tokens + times.per_start * num_admitted
+        prefill = np.asarray(prefill[:-1], dtype=np.float64)
+        steps = np.diff(part_steps)
+        part_seconds = np.cumsum(prefill + linear * steps + square * steps * (steps - 1) / 2)
+        part_seconds = np.concatenate([[0.0], part_seconds])
 
-        starts = np.full(run.shape, inf)
-        ends = np.full(run.shape, -inf)
-        np.minimum.at(starts.reshape(-1), sequence, begin)
-        np.maximum.at(ends.reshape(-1), sequence, end)
-        ends[run == 0] = inf
-        return Clock(rows, starts, ends, sequence, begin, end, steps, seconds, count, prefill, linear, square)
+        # A preempted candidate has several stays.
+        start_steps = np.full(run_tokens.shape, inf)
+        end_steps = np.full(run_tokens.shape, -inf)
+        np.minimum.at(start_steps.reshape(-1), stay_candidates, stay_begins)
+        np.maximum.at(end_steps.reshape(-1), stay_candidates, stay_ends)
+        end_steps[run_tokens == 0] = inf
+        return Clock(
+            rows,
+            start_steps,
+            end_steps,
+            stay_candidates,
+            stay_begins,
+            stay_ends,
+            part_steps,
+            part_seconds,
+            num_running,
+            prefill,
+            linear,
+            square,
+        )
 
     def seconds_at(self, steps: Floats) -> Floats:
         """Return the seconds at which ``steps`` steps are done, at most the end."""
-        part = np.clip(np.searchsorted(self.steps, steps, side="left") - 1, 0, self.linear.size - 1)
-        more = np.minimum(steps, self.steps[-1]) - self.steps[part]
-        seconds = self.prefill[part] + self.linear[part] * more + self.square[part] * more * (more - 1) / 2
-        return np.asarray(self.seconds[part] + np.where(more > 0, seconds, 0.0))
+        part = np.clip(np.searchsorted(self.part_steps, steps, side="left") - 1, 0, self.linear.size - 1)
+        steps_in_part = np.minimum(steps, self.part_steps[-1]) - self.part_steps[part]
+        seconds = self.prefill[part] + self.linear[part] * steps_in_part
+        seconds = seconds + self.square[part] * steps_in_part * (steps_in_part - 1) / 2
+        return np.asarray(self.part_seconds[part] + np.where(steps_in_part > 0, seconds, 0.0))
 
-    def completion(self, completed: Floats) -> Floats:
-        """Return the seconds at which groups' candidates have ended and ``completed`` steps are done, shape (G,)."""
-        last = np.where(np.isfinite(self.ends), self.ends, 0.0).max(axis=1)
-        return self.seconds_at(np.maximum(last, completed))
+    def completion_seconds(self, completion_steps: Floats) -> Floats:
+        """Return the seconds at which each group's candidates have ended and its steps are done, shape (G,)."""
+        last_end = np.where(np.isfinite(self.end_steps), self.end_steps, 0.0).max(axis=1)
+        return self.seconds_at(np.maximum(last_end, completion_steps))
 
     def generated_until(self, seconds: float) -> Floats:
         """Return the tokens of each candidate, with those of the current step, shape (G, C)."""
-        step = self.steps_at(seconds)
-        done = np.clip(step - self.begin, 0, self.end - self.begin)
-        return np.bincount(self.sequence, done, self.starts.size).astype(np.float64).reshape(self.starts.shape)
+        steps = self.steps_begun_at(seconds)
+        tokens_of_stays = np.clip(steps - self.stay_begins, 0, self.stay_ends - self.stay_begins)
+        tokens = np.bincount(self.stay_candidates, tokens_of_stays, self.start_steps.size)
+        return tokens.astype(np.float64).reshape(self.start_steps.shape)
 
     def busy_until(self, seconds: float) -> float:
         """Return the sum of the seconds that each sequence has run until ``seconds``."""
-        return float((self.count * np.clip(seconds - self.seconds[:-1], 0, np.diff(self.seconds))).sum())
+        seconds_of_parts = np.clip(seconds - self.part_seconds[:-1], 0, np.diff(self.part_seconds))
+        return float((self.num_running * seconds_of_parts).sum())
 
-    def steps_at(self, seconds: float) -> float:
-        """Return the number of steps that have begun."""
+    def steps_begun_at(self, seconds: float) -> float:
         seconds *= 1 - TOLERANCE
-        part = int(np.searchsorted(self.seconds, seconds)) - 1
+        part = int(np.searchsorted(self.part_seconds, seconds)) - 1
         if part < 0:
             return 0.0
         if part >= self.linear.size:
-            return float(self.steps[-1])
-        first = float(self.steps[part])
-        begin = float(self.seconds[part])
+            return float(self.part_steps[-1])
+        # Floats of Python, because the search computes with single numbers.
+        first_step = float(self.part_steps[part])
+        begin = float(self.part_seconds[part])
         prefill = float(self.prefill[part])
         linear = float(self.linear[part])
         square = float(self.square[part])
 
-        def seconds_after(more: int) -> float:
-            return begin + (prefill + linear * more + square * more * (more - 1) / 2)
+        def seconds_after(steps: int) -> float:
+            return begin + (prefill + linear * steps + square * steps * (steps - 1) / 2)
 
         # The part's last step needs no test: the part does not end before `seconds`.
-        return first + 1 + bisect_left(range(1, int(self.steps[part + 1] - first)), seconds, key=seconds_after)
+        tested_steps = range(1, int(self.part_steps[part + 1] - first_step))
+        return first_step + 1 + bisect_left(tested_steps, seconds, key=seconds_after)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,38 +269,39 @@ class Clocks:
     """Clocks of all engines that run a sequence."""
 
     clocks: list[Clock]
-    placed: Ints
-    """Engine of each group, shape (G,)."""
+    engine_of_group: Ints
+    """Shape (G,)."""
 
     @staticmethod
-    def of(batch: Batch, plan: BatchPlan, machine: Machine, run: Floats) -> "Clocks":
-        """Schedule all groups on their engines. ``run``: tokens that each candidate generates, shape (G, C)."""
-        placed = place_groups(plan.candidates, machine.replicas)
+    def of(batch: Batch, plan: BatchPlan, machine: Machine, run_tokens: Floats) -> "Clocks":
+        """Schedule all groups on their engines. ``run_tokens``: see `Clock.of`."""
+        engine_of_group = place_groups(plan.candidates, machine.replicas)
         clocks = []
-        for replica in range(machine.replicas):
-            rows = np.flatnonzero(placed == replica)
-            if run[rows].any():
-                clocks.append(Clock.of(batch, machine, rows, run[rows]))
-        return Clocks(clocks, placed)
+        for engine in range(machine.replicas):
+            rows = np.flatnonzero(engine_of_group == engine)
+            if run_tokens[rows].any():
+                clocks.append(Clock.of(batch, machine, rows, run_tokens[rows]))
+        return Clocks(clocks, engine_of_group)
 
     def seconds_at(self, steps: Floats) -> Floats:
         """Return the seconds at which each group has run its number of ``steps``, shape (G,)."""
-        seconds = np.zeros(self.placed.size)
+        seconds = np.zeros(self.engine_of_group.size)
         for clock in self.clocks:
-            seconds[clock.rows] = clock.seconds_at(clock.starts[:, 0] + steps[clock.rows])
+            # A group's first candidate is admitted first.
+            seconds[clock.rows] = clock.seconds_at(clock.start_steps[:, 0] + steps[clock.rows])
         return seconds
 
-    def steps_at(self, seconds: float) -> Floats:
+    def steps_begun_at(self, seconds: float) -> Floats:
         """Return the number of steps that each group has begun, shape (G,)."""
-        steps = np.zeros(self.placed.size)
+        steps = np.zeros(self.engine_of_group.size)
         for clock in self.clocks:
-            steps[clock.rows] = np.maximum(clock.steps_at(seconds) - clock.starts[:, 0], 0.0)
+            steps[clock.rows] = np.maximum(clock.steps_begun_at(seconds) - clock.start_steps[:, 0], 0.0)
         return steps
 
 
 def _schedule_stays(
-    places: int,
-    space: float,
+    max_num_seqs: int,
+    free_tokens: float,
     group: list[int],
     own: list[float],
     shared: list[float],
@@ -280,8 +313,7 @@ def _schedule_stays(
     only running sequence of its group.
 
     Args:
-        places: number of sequences that run at once.
-        space: tokens that fit into the KV cache.
+        free_tokens: tokens that fit into the KV cache.
         group: group of each sequence, ascending.
         own: tokens in the KV cache that each sequence does not share.
         shared: tokens in the KV cache that the group of each sequence shares.
@@ -290,57 +322,57 @@ def _schedule_stays(
     waiting = deque(range(len(tokens)))
     # Row of the stay of each running sequence, in the order of admission.
     running: dict[int, int] = {}
-    # Number of running sequences of each group.
-    resident = [0] * (group[-1] + 1)
-    left = list(tokens)
+    running_of_group = [0] * (group[-1] + 1)
+    missing_tokens = list(tokens)
     # Step at which each running sequence ends, unless it is preempted.
-    ends_at = [0.0] * len(tokens)
-    ends: list[tuple[float, int]] = []
+    end_steps = [0.0] * len(tokens)
+    end_heap: list[tuple[float, int]] = []
     stays: list[list[float]] = []
     step = 0.0
-    count = 0
     while waiting or running:
         # Entries of preempted sequences stay in the heap.
-        while ends and ends_at[ends[0][1]] != ends[0][0]:
-            heappop(ends)
+        while end_heap and end_steps[end_heap[0][1]] != end_heap[0][0]:
+            heappop(end_heap)
 
-        while waiting and count < places and not (ends and ends[0][0] == step):
-            i = waiting[0]
-            is_first = not resident[group[i]]
-            rest = space - own[i] - (shared[i] if is_first else 0.0)
-            # A sequence that is too large for the cache runs alone.
-            if rest < 0 and count:
+        # Admit sequences, after all that end in this step have left.
+        while waiting and len(running) < max_num_seqs and not (end_heap and end_heap[0][0] == step):
+            sequence = waiting[0]
+            is_alone = not running_of_group[group[sequence]]
+            free_after = free_tokens - own[sequence] - (shared[sequence] if is_alone else 0.0)
+            # A sequence that is too large for the cache runs without others.
+            if free_after < 0 and running:
                 break
             waiting.popleft()
-            space = rest
-            count += 1
-            resident[group[i]] += 1
-            running[i] = len(stays)
-            ends_at[i] = step + left[i]
-            heappush(ends, (ends_at[i], i))
-            stays.append([i, step, inf, tokens[i] - left[i], is_first])
+            free_tokens = free_after
+            running_of_group[group[sequence]] += 1
+            running[sequence] = len(stays)
+            end_steps[sequence] = step + missing_tokens[sequence]
+            heappush(end_heap, (end_steps[sequence], sequence))
+            stays.append([sequence, step, inf, tokens[sequence] - missing_tokens[sequence], is_alone])
 
-        next_step, i = ends[0]
-        full = inf
-        if space < inf:
-            full = max(step + space // count + 1, step)
-        if next_step <= full or count == 1:
-            heappop(ends)
+        # Run until a sequence ends or the KV cache is full.
+        next_step, sequence = end_heap[0]
+        full_step = inf
+        if free_tokens < inf:
+            full_step = max(step + free_tokens // len(running) + 1, step)
+        if next_step <= full_step or len(running) == 1:
+            heappop(end_heap)
         else:
-            # The KV cache is full before a sequence ends.
-            i = next(reversed(running))
-            next_step = full
-            ends_at[i] = 0.0
-            waiting.appendleft(i)
-        space -= (next_step - step) * count
+            # Preempt the sequence that was admitted last.
+            sequence = next(reversed(running))
+            next_step = full_step
+            end_steps[sequence] = 0.0
+            waiting.appendleft(sequence)
+        free_tokens -= (next_step - step) * len(running)
         step = next_step
 
-        stay = stays[running.pop(i)]
+        stay = stays[running.pop(sequence)]
         stay[2] = step
-        more = step - stay[1]
-        left[i] -= more
-        own[i] += more
-        count -= 1
-        resident[group[i]] -= 1
-        space += own[i] if resident[group[i]] else own[i] + shared[i]
+        generated = step - stay[1]
+        missing_tokens[sequence] -= generated
+        own[sequence] += generated
+        running_of_group[group[sequence]] -= 1
+        free_tokens += own[sequence]
+        if not running_of_group[group[sequence]]:
+            free_tokens += shared[sequence]
     return stays

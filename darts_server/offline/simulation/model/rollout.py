@@ -34,7 +34,7 @@ class Rollout:
     """Outcome of a rollout of G prompts with C candidates each."""
 
     seconds: float
-    """Seconds until all groups, or enough groups, are complete."""
+    """Seconds until all groups, or the needed groups, are complete."""
     generated: Floats
     """Tokens of each candidate without those of earlier rollouts, shape (G, C)."""
     returned: Floats
@@ -54,21 +54,23 @@ class Rollout:
         return self.returned[self.returned > 0]
 
     @property
-    def busy(self) -> float:
+    def busy_share(self) -> float:
         """Mean share of the engines' places that are taken. An engine has as many places as it ever used at once."""
-        peak = sum(float(clock.count.max()) for clock in self.clocks.clocks)
-        busy = sum(clock.busy_until(self.seconds) for clock in self.clocks.clocks)
-        return min(1.0, busy / (peak * self.seconds))
+        num_places = sum(float(clock.num_running.max()) for clock in self.clocks.clocks)
+        busy_seconds = sum(clock.busy_until(self.seconds) for clock in self.clocks.clocks)
+        return min(1.0, busy_seconds / (num_places * self.seconds))
 
-    def times(self) -> tuple[Floats, Floats]:
+    def start_and_end_seconds(self) -> tuple[Floats, Floats]:
         """Return the seconds at which each candidate first ran and ended, or infinity, shape (G, C)."""
-        started = np.full(self.generated.shape, inf)
-        ended = np.full(self.generated.shape, inf)
+        started_at = np.full(self.generated.shape, inf)
+        ended_at = np.full(self.generated.shape, inf)
         for clock in self.clocks.clocks:
-            runs = self.generated[clock.rows] > 0
-            started[clock.rows] = np.where(runs, clock.seconds_at(clock.starts), inf)
-            ended[clock.rows] = np.where(runs, np.minimum(clock.seconds_at(clock.ends), self.seconds), inf)
-        return started, ended
+            has_run = self.generated[clock.rows] > 0
+            # The end of the rollout stops candidates.
+            ends = np.minimum(clock.seconds_at(clock.end_steps), self.seconds)
+            started_at[clock.rows] = np.where(has_run, clock.seconds_at(clock.start_steps), inf)
+            ended_at[clock.rows] = np.where(has_run, ends, inf)
+        return started_at, ended_at
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,24 +80,24 @@ class KnownDeadline:
     tokens: int
     cut_length: int
     """Length at which every candidate is cut."""
-    steps: Floats
+    known_at_steps: Floats
     """Steps that each group has run at that moment, shape (G, 1)."""
-    late: Bools
+    is_incomplete: Bools
     """Whether each group is incomplete at that moment, shape (G, 1)."""
-    seconds: float
+    known_at_seconds: float
 
 
 @dataclass(slots=True, eq=False)
 class Ends:
     """How candidates end. ``returned`` and ``truncated`` are as in `Rollout`."""
 
-    run: Floats
+    run_steps: Floats
     """Steps of each candidate, shape (G, C)."""
     returned: Floats
     truncated: Bools
-    completed: Floats
+    completion_steps: Floats
     """Step in which each group is complete, shape (G,)."""
-    cut: Bools
+    has_cut: Bools
     """Whether each group cut a candidate, shape (G,)."""
 
 
@@ -106,99 +108,121 @@ def simulate(batch: Batch, plan: BatchPlan, machine: Machine) -> Rollout:
     # A policy has one rule for saturated prompts and another rule for all others.
     parts = [Groups.of(batch, plan, rows) for rows in map(np.flatnonzero, (~saturated, saturated)) if rows.size]
     ends = _find_ends(parts, None)
-    clocks = Clocks.of(batch, plan, machine, ends.run)
+    clocks = Clocks.of(batch, plan, machine, ends.run_steps)
 
     # How candidates run without a deadline says when the deadline becomes known.
     deadline = None
     needs = np.full(batch.groups, inf)
-    reported = np.full(batch.groups, inf)
+    report_steps = np.full(batch.groups, inf)
     if plan.deadline is not None:
         for part in parts:
-            needs[part.rows], reported[part.rows] = part.compute_needs(plan.mean_candidates, counts[part.rows])
-        deadline = _find_deadline(plan.deadline, needs, reported, ends.completed, clocks)
+            needs[part.rows], report_steps[part.rows] = part.compute_needs(plan.mean_candidates, counts[part.rows])
+        deadline = _find_deadline(plan.deadline, needs, report_steps, ends.completion_steps, clocks)
     if deadline is not None:
         ends = _find_ends(parts, deadline)
-        clocks = Clocks.of(batch, plan, machine, ends.run)
+        clocks = Clocks.of(batch, plan, machine, ends.run_steps)
 
+    # The rollout ends with the last of the needed groups.
     completed_at = np.zeros(batch.groups)
     for clock in clocks.clocks:
-        completed_at[clock.rows] = clock.completion(ends.completed[clock.rows])
-    order = np.argsort(completed_at, kind="stable")[: plan.enough]
-    seconds = float(completed_at[order[-1]])
-    generated = ends.run
+        completed_at[clock.rows] = clock.completion_seconds(ends.completion_steps[clock.rows])
+    completed = np.argsort(completed_at, kind="stable")[: plan.needed_groups]
+    seconds = float(completed_at[completed[-1]])
+    generated = ends.run_steps
     returned = ends.returned
     truncated = ends.truncated
-    if plan.enough is not None:
+    if plan.needed_groups is not None:
         is_complete = np.zeros(batch.groups, dtype=bool)
-        is_complete[order] = True
+        is_complete[completed] = True
         completed_at = np.where(is_complete, completed_at, inf)
         returned = np.where(is_complete[:, None], returned, 0.0)
         truncated = truncated & is_complete[:, None]
-        generated = np.zeros_like(ends.run)
+        generated = np.zeros_like(ends.run_steps)
         for clock in clocks.clocks:
             generated[clock.rows] = clock.generated_until(seconds)
 
-    has_need = reported <= ends.completed
-    lengths = tuple(int(needs[g]) if has_need[g] else 0 for g in order if has_need[g] or ends.cut[g])
-    tokens = None
-    if deadline is not None and deadline.seconds <= seconds * (1 + TOLERANCE):
-        tokens = deadline.tokens
-    return Rollout(seconds, generated, returned, truncated, completed_at, tokens, lengths, clocks)
+    completion_lengths: list[int] = []
+    has_need = report_steps <= ends.completion_steps
+    for group in completed:
+        if has_need[group]:
+            completion_lengths.append(int(needs[group]))
+        elif ends.has_cut[group]:
+            # 0 stands for a group that was cut before its completion length was known.
+            completion_lengths.append(0)
+    deadline_tokens = None
+    if deadline is not None and deadline.known_at_seconds <= seconds * (1 + TOLERANCE):
+        deadline_tokens = deadline.tokens
+    return Rollout(
+        seconds,
+        generated,
+        returned,
+        truncated,
+        completed_at,
+        deadline_tokens,
+        tuple(completion_lengths),
+        clocks,
+    )
 
 
 def _find_deadline(
     rule: Deadline,
     needs: Floats,
-    reported: Floats,
-    completed: Floats,
+    report_steps: Floats,
+    completion_steps: Floats,
     clocks: Clocks,
 ) -> KnownDeadline | None:
     """Return the deadline that the cohort computes from its groups' reports, or None if it never becomes known.
 
-    Each group needs ``needs`` tokens, reports them after ``reported`` steps, and is complete after ``completed`` steps.
+    Each group needs ``needs`` tokens, and reports them after ``report_steps``.
     """
     cohort = CohortDeadline(rule, needs.size)
-    has_need = reported <= completed
-    ends = clocks.seconds_at(np.where(has_need, reported, completed))
-    # Steps, and their seconds, at which groups report that they need more than the limit.
-    steps = np.full(needs.size, inf)
-    passes = np.full(needs.size, inf)
+    has_need = report_steps <= completion_steps
+    # When each group reports its need, or is complete without a need. Infinite after that.
+    last_event_at = clocks.seconds_at(np.where(has_need, report_steps, completion_steps))
+    # When each group reports that it needs more than the limit.
     limit = None
+    passing_steps = np.full(needs.size, inf)
+    passes_at = np.full(needs.size, inf)
     group = -1
     now = 0.0
     while cohort.tokens is None:
         if cohort.pending_cut_length not in (None, limit):
             limit = cohort.pending_cut_length
-            steps = np.maximum(clocks.steps_at(now), limit)
-            passes = np.where(ends < inf, clocks.seconds_at(steps), inf)
+            passing_steps = np.maximum(clocks.steps_begun_at(now), limit)
+            passes_at = np.where(last_event_at < inf, clocks.seconds_at(passing_steps), inf)
         # Among groups that report at the same time, the first group comes first.
-        group = int(np.minimum(ends, passes).argmin())
-        now = float(min(ends[group], passes[group]))
+        group = int(np.minimum(last_event_at, passes_at).argmin())
+        now = float(min(last_event_at[group], passes_at[group]))
         if now == inf:
             return None
-        if passes[group] < ends[group]:
-            cohort.report_minimum(group, int(steps[group]) + 1)
+        if passes_at[group] < last_event_at[group]:
+            cohort.report_minimum(group, int(passing_steps[group]) + 1)
         elif has_need[group]:
             cohort.report_need(group, int(needs[group]))
-            ends[group] = inf
+            last_event_at[group] = inf
         else:
             if limit is not None:
                 cohort.report_minimum(group, None)
             cohort.remove(group)
-            ends[group] = inf
-        passes[group] = inf
+            last_event_at[group] = inf
+        passes_at[group] = inf
 
     # The deadline does not change groups that are complete. In the step in which it becomes known, the groups before
     # the last reporter were processed already.
-    run = clocks.steps_at(now)
-    late = (completed > run) | ((completed == run) & (np.arange(needs.size) > group))
-    return KnownDeadline(cohort.tokens, rule.cut_length_of(cohort.tokens), run[:, None], late[:, None], now)
+    steps = clocks.steps_begun_at(now)
+    is_incomplete = (completion_steps > steps) | ((completion_steps == steps) & (np.arange(needs.size) > group))
+    cut_length = rule.cut_length_of(cohort.tokens)
+    return KnownDeadline(cohort.tokens, cut_length, steps[:, None], is_incomplete[:, None], now)
 
 
 def _find_ends(parts: "list[Groups]", deadline: KnownDeadline | None) -> Ends:
-    found = [part.ends(deadline) for part in parts]
+    ends_of_parts = [part.find_ends(deadline) for part in parts]
+    # Put the groups of all parts into the order of the batch.
     order = np.argsort(np.concatenate([part.rows for part in parts]))
-    return Ends(*(np.concatenate([getattr(ends, field.name) for ends in found])[order] for field in fields(Ends)))
+    arrays = []
+    for field in fields(Ends):
+        arrays.append(np.concatenate([getattr(ends, field.name) for ends in ends_of_parts])[order])
+    return Ends(*arrays)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,17 +238,19 @@ class Groups:
     lengths: Floats
     """Length at which each candidate ends, infinite if it is not started, shape (G, C)."""
     valid: Bools
-    draws: Floats
-    done: Floats
+    tail_draws: Floats
+    carried_tokens: Floats
     """Tokens that earlier rollouts have generated, shape (G, C)."""
 
     @staticmethod
     def of(batch: Batch, plan: BatchPlan, rows: Ints) -> "Groups":
-        started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
-        done = np.where(started, batch.generated_before[rows], 0.0)
-        lengths = np.where(started, batch.ends[rows], inf)
-        valid = batch.valid[rows] & started
-        return Groups(rows, plan.rule(int(rows[0])), lengths, valid, batch.tail_draws[rows], done)
+        is_started = np.arange(batch.lengths.shape[1]) < np.asarray(plan.candidates)[rows][:, None]
+        carried_tokens = np.where(is_started, batch.generated_before[rows], 0.0)
+        lengths = np.where(is_started, batch.capped_lengths[rows], inf)
+        valid = batch.valid[rows] & is_started
+        # All groups have the rule of the first.
+        rule = plan.rule(int(rows[0]))
+        return Groups(rows, rule, lengths, valid, batch.tail_draws[rows], carried_tokens)
 
     def compute_needs(self, mean_candidates: float, counts: Ints) -> tuple[Floats, Floats]:
         """Return the length that each group needs (see `place_of_need`), and the decode step after which it is known.
@@ -238,87 +264,96 @@ class Groups:
 
         # The length is known when the last of the candidates up to it ends. Carried tokens take no steps.
         is_within = self.valid & (self.lengths <= needs[:, None])
-        last_step = np.where(is_within, self.lengths - self.done, 0.0).max(axis=1)
+        last_step = np.where(is_within, self.lengths - self.carried_tokens, 0.0).max(axis=1)
         return needs, np.where(np.isfinite(needs), last_step, inf)
 
-    def ends(self, deadline: KnownDeadline | None) -> Ends:
+    def find_ends(self, deadline: KnownDeadline | None) -> Ends:
         lengths = self.lengths
         if deadline is not None:
-            steps = deadline.steps[self.rows] + self.done
-            deadline = replace(deadline, steps=steps, late=deadline.late[self.rows])
+            # Count in tokens of each candidate instead of steps of its group.
+            known_at = deadline.known_at_steps[self.rows] + self.carried_tokens
+            is_incomplete = deadline.is_incomplete[self.rows]
+            deadline = replace(deadline, known_at_steps=known_at, is_incomplete=is_incomplete)
             # A deadline of earlier groups may become known after candidates have passed the cut length.
-            limit = np.where(deadline.late & np.isfinite(lengths), np.maximum(deadline.cut_length, steps), inf)
+            limit = np.maximum(deadline.cut_length, known_at)
+            limit = np.where(is_incomplete & np.isfinite(lengths), limit, inf)
             lengths = np.minimum(lengths, limit)
         is_cut = lengths < self.lengths
-        ends = self._by_rule(lengths, self.valid & ~is_cut, deadline)
+        ends = self._select(lengths, self.valid & ~is_cut, deadline)
         if deadline is not None:
             ends.returned = np.where(is_cut, np.minimum(ends.returned, deadline.cut_length), ends.returned)
-            ends.cut |= (is_cut & (ends.run == lengths)).any(axis=1)
+            ends.has_cut |= (is_cut & (ends.run_steps == lengths)).any(axis=1)
         # So far a step is a token. Tokens of earlier rollouts take no step.
-        if self.done.any():
-            ends.run = np.maximum(ends.run - self.done, 0.0)
-            ends.completed = ends.run.max(axis=1)
+        if self.carried_tokens.any():
+            ends.run_steps = np.maximum(ends.run_steps - self.carried_tokens, 0.0)
+            ends.completion_steps = ends.run_steps.max(axis=1)
         return ends
 
-    def _by_rule(self, lengths: Floats, valid: Bools, deadline: KnownDeadline | None) -> Ends:
-        """Return how candidates of these ``lengths`` end if a step is a token; ``deadline.steps`` has shape (G, C)."""
+    def _select(self, lengths: Floats, valid: Bools, deadline: KnownDeadline | None) -> Ends:
+        """Return how candidates of these ``lengths`` end by the rule, if a step is a token."""
         # The order of selection: valid candidates first, shorter candidates first, then by index. Candidates that are
         # not started have an infinite length, and are last.
-        started = np.isfinite(lengths)
+        is_started = np.isfinite(lengths)
         order = np.lexsort((lengths, ~valid), axis=1)
         rank = np.empty_like(order)
         np.put_along_axis(rank, order, np.arange(lengths.shape[1])[None], axis=1)
-        ordered = np.sort(np.where(valid, lengths, inf), axis=1)
-        count = valid.sum(axis=1, keepdims=True)
+        shortest_first = np.sort(np.where(valid, lengths, inf), axis=1)
+        num_valid = valid.sum(axis=1, keepdims=True)
 
-        def nth(place: int) -> Floats:
+        def nth_shortest(place: int) -> Floats:
             """Return the length of the ``place``-th shortest valid candidate, shape (G, 1), or infinity."""
-            return ordered[:, place - 1 : place]
+            return shortest_first[:, place - 1 : place]
 
-        def uncut(run: Floats, returned: Bools) -> Ends:
+        def end_uncut(run_steps: Floats, is_returned: Bools) -> Ends:
             """Return ends at which no trajectory is cut."""
-            run = np.where(started, np.minimum(run, lengths), 0.0)
-            tokens = np.where(returned, run, 0.0)
-            return Ends(run, tokens, returned & ~valid, run.max(axis=1), np.zeros(run.shape[0], dtype=bool))
+            run_steps = np.where(is_started, np.minimum(run_steps, lengths), 0.0)
+            returned = np.where(is_returned, run_steps, 0.0)
+            no_cut = np.zeros(run_steps.shape[0], dtype=bool)
+            return Ends(run_steps, returned, is_returned & ~valid, run_steps.max(axis=1), no_cut)
 
         rule = self.rule
-        shortest = rule.num_shortest
-        longest = rule.num_longest
         if isinstance(rule, InOrder):
-            return uncut(lengths, started)
-        short = valid & (rank < shortest)
-        if isinstance(rule, DualEnd) and longest:
-            tail = (rank >= np.maximum(count - longest, shortest)) & (rank < count)
-            fill = (count < rule.size) & (rank < rule.size) & started
-            return uncut(lengths, short | tail | fill)
+            return end_uncut(lengths, is_started)
+        is_short = valid & (rank < rule.num_shortest)
+        if isinstance(rule, DualEnd) and rule.num_longest:
+            first_tail_rank = np.maximum(num_valid - rule.num_longest, rule.num_shortest)
+            is_tail = (rank >= first_tail_rank) & (rank < num_valid)
+            # Truncated candidates fill the places that valid candidates leave.
+            is_fill = (num_valid < rule.size) & (rank < rule.size) & is_started
+            return end_uncut(lengths, is_short | is_tail | is_fill)
         if not isinstance(rule, SampledTail):
-            return uncut(nth(rule.size), (rank < rule.size) & started)
+            return end_uncut(nth_shortest(rule.size), (rank < rule.size) & is_started)
 
-        # The lowest draws win the places of a sampled tail.
-        rest = started & ~short
-        lowest = np.argsort(np.argsort(np.where(rest, self.draws, inf), axis=1, kind="stable"), axis=1)
-        winners = rest & (lowest < shortest + longest - short.sum(axis=1, keepdims=True))
-        last_short = nth(shortest)
+        # The lowest draws win the places of a sampled tail, and the places that short candidates leave.
+        may_win = is_started & ~is_short
+        lowest_first = np.argsort(np.where(may_win, self.tail_draws, inf), axis=1, kind="stable")
+        draw_rank = np.argsort(lowest_first, axis=1)
+        num_winners = rule.num_shortest + rule.num_longest - is_short.sum(axis=1, keepdims=True)
+        wins = may_win & (draw_rank < num_winners)
+        short_end = nth_shortest(rule.num_shortest)
         if not isinstance(rule, CutTail):
-            return uncut(np.where(winners, lengths, last_short), short | winners)
+            return end_uncut(np.where(wins, lengths, short_end), is_short | wins)
 
-        needed = nth(rule.completion_place)
-        tail_end = np.where(winners, lengths, 0.0).max(axis=1, keepdims=True)
-        tokens: float = inf
-        known_at = np.full_like(needed, inf)
-        cut_at = np.full_like(needed, inf)
+        need = nth_shortest(rule.completion_place)
+        tail_end = np.where(wins, lengths, 0.0).max(axis=1, keepdims=True)
+        deadline_tokens: float = inf
+        known_at = np.full_like(need, inf)
+        cut_at = np.full_like(need, inf)
         if deadline is not None:
-            tokens = deadline.tokens
-            known_at = deadline.steps
-            cut_at = np.where(deadline.late, np.minimum(np.maximum(tokens, needed), deadline.cut_length), inf)
+            deadline_tokens = deadline.tokens
+            known_at = deadline.known_at_steps
+            cut_at = np.minimum(np.maximum(deadline_tokens, need), deadline.cut_length)
+            cut_at = np.where(deadline.is_incomplete, cut_at, inf)
         # A group is complete when its K shortest candidates and the tail have ended, although longer candidates still
         # run, unless the tail may still turn out to be cut.
-        early = np.maximum(last_short, tail_end)
-        is_early = (early < needed) & ((early < known_at.max(axis=1, keepdims=True)) | (tail_end <= tokens))
-        run = np.where(winners, np.maximum(cut_at, known_at), np.where(is_early, early, needed))
-        ends = uncut(run, short | winners)
-        is_cut = winners & (lengths > cut_at) & ~is_early
+        early_end = np.maximum(short_end, tail_end)
+        ends_before_known = early_end < known_at.max(axis=1, keepdims=True)
+        is_early = (early_end < need) & (ends_before_known | (tail_end <= deadline_tokens))
+        # No candidate is cut before the deadline is known.
+        run_steps = np.where(wins, np.maximum(cut_at, known_at), np.where(is_early, early_end, need))
+        ends = end_uncut(run_steps, is_short | wins)
+        is_cut = wins & (lengths > cut_at) & ~is_early
         ends.returned = np.where(is_cut, np.broadcast_to(cut_at, is_cut.shape), ends.returned)
         ends.truncated |= is_cut
-        ends.cut = is_cut.any(axis=1)
+        ends.has_cut = is_cut.any(axis=1)
         return ends

@@ -327,7 +327,7 @@ class SessionRollout:
         """Completion lengths in the order of completion, for `RecentCompletionLengths`."""
         self.deadline = plan.deadline
         self.cohort = CohortDeadline(plan.deadline, len(plan.candidates))
-        self.enough = plan.enough or len(plan.candidates)
+        self.enough = plan.needed_groups or len(plan.candidates)
         space = (machine.kv_blocks or inf) * machine.block_size
         self.engines = [_Engine(machine, by_seconds, space) for _ in range(machine.replicas)]
         placed = [self.engines[replica] for replica in place_groups(plan.candidates, machine.replicas).tolist()]

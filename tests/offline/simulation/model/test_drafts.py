@@ -66,8 +66,8 @@ def test_a_long_context_makes_drafts_worth_more() -> None:
     for per_context_token, tokens_a_step in ((0.0, 1.0), (1.0, 1.5)):
         times = StepTime(curve, per_context_token, drafts=(0.5,))
         without = replace(times, drafts=())
-        seconds, _ = times.per_token(np.ones(1), np.full(1, 100.0))
-        alone, _ = without.per_token(np.ones(1), np.full(1, 100.0))
+        seconds, _ = times.seconds_per_token(np.ones(1), np.full(1, 100.0))
+        alone, _ = without.seconds_per_token(np.ones(1), np.full(1, 100.0))
         assert alone / seconds == pytest.approx(tokens_a_step, rel=0.01)
 
 
@@ -108,8 +108,8 @@ def test_no_number_of_sequences_is_slower_with_drafts(acceptance: float, seed: i
         )
     context = SIZES * 500
     times = StepTime(curve, per_context_token=1e-8)
-    without, _ = times.per_token(SIZES, context)
-    seconds, _ = replace(times, drafts=chances_of(acceptance)).per_token(SIZES, context)
+    without, _ = times.seconds_per_token(SIZES, context)
+    seconds, _ = replace(times, drafts=chances_of(acceptance)).seconds_per_token(SIZES, context)
     assert (seconds <= without * (1 + 1e-12)).all()
     if not seed:
         assert seconds[0] < without[0]

@@ -43,7 +43,7 @@ def test_if_all_candidates_start_together_the_result_equals_that_of_token_by_tok
     deadlines = 0
     for seed in range((80 if policy in RECENT else 40) // (1 if nightly else 4)):
         case = world(policy, seed, replicas=1, room=1000, groups=13 * (seed % 2))
-        case.plan = replace(case.plan, enough=None)
+        case.plan = replace(case.plan, needed_groups=None)
         found = simulate(case.batch, case.plan, case.machine)
         expected = token_by_token(case)
         assert_same(found, expected)
@@ -58,7 +58,7 @@ def test_if_no_candidate_is_stopped_the_result_is_exact_with_any_queue_and_full_
     preemptions = 0
     for seed in range(12):
         case = world(policy, seed)
-        longest = (case.batch.prompt_tokens[:, None] + case.batch.ends).max()
+        longest = (case.batch.prompt_tokens[:, None] + case.batch.capped_lengths).max()
         case.machine = replace(case.machine, block_size=1, kv_blocks=int(longest * 1.5))
         expected = token_by_token(case)
         assert_same(simulate(case.batch, case.plan, case.machine), expected)
@@ -71,7 +71,7 @@ def test_if_no_candidate_is_stopped_the_result_is_exact_with_any_queue_and_full_
 def test_a_rollout_that_ends_with_enough_groups_returns_the_first_groups(policy: str, nightly: bool) -> None:
     for seed in range(20 if nightly else 6):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
-        case.plan = replace(case.plan, enough=9)
+        case.plan = replace(case.plan, needed_groups=9)
         found = simulate(case.batch, case.plan, case.machine)
         assert_same(found, token_by_token(case))
         assert np.isfinite(found.completed_at).sum() == 9
@@ -85,7 +85,7 @@ def errors(policy: str, seeds: int, kv_blocks: int | None = None, size: int = 1,
         if prompt:
             case.batch = replace(case.batch, prompt_tokens=np.full(case.batch.groups, prompt))
         machine = replace(case.machine, kv_blocks=kv_blocks, block_size=size)
-        case = World(case.batch, replace(case.plan, enough=None), machine)
+        case = World(case.batch, replace(case.plan, needed_groups=None), machine)
         found.append(abs(simulate(case.batch, case.plan, machine).seconds / token_by_token(case).seconds - 1))
     return found
 
@@ -113,7 +113,7 @@ def test_the_deadline_of_earlier_groups_shortens_some_worlds_and_not_others(poli
     bounded = []
     for seed in range(1, 80, 2):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
-        plan = replace(case.plan, enough=None)
+        plan = replace(case.plan, needed_groups=None)
         shaping = case.plan.shaping
         assert shaping is not None
         assert shaping.deadline is not None
@@ -128,7 +128,7 @@ def test_the_deadline_of_earlier_groups_shortens_some_worlds_and_not_others(poli
 def test_there_is_no_deadline_if_all_groups_are_truncated(policy: str) -> None:
     case = world(policy, 1, replicas=1, room=1000, groups=10)
     lengths = np.full_like(case.batch.lengths, case.batch.max_tokens)
-    case = World(replace(case.batch, lengths=lengths), replace(case.plan, enough=None), case.machine)
+    case = World(replace(case.batch, lengths=lengths), replace(case.plan, needed_groups=None), case.machine)
     found = simulate(case.batch, case.plan, case.machine)
     assert_same(found, token_by_token(case))
     assert found.deadline is None
@@ -143,23 +143,24 @@ def test_a_step_costs_its_decode_its_context_and_its_prefill() -> None:
     found = simulate(batch([[2, 4]], prompt=20), BatchPlan(2, [2]), Machine(times))
     # Step 1 prefills 20 tokens, and the 4 of the second candidate that are not in a full block of the first's.
     first = 3.0 + 0.1 * 40 + 0.01 * 24
-    _, ended_at = found.times()
+    _, ended_at = found.start_and_end_seconds()
     assert ended_at.tolist()[0] == pytest.approx(
         [first + 3.0 + 0.1 * 42, first + 7.2 + (1.0 + 0.1 * 22) + (1.0 + 0.1 * 23)]
     )
-    assert found.busy == pytest.approx((2 * (first + 7.2) + 6.5) / (2 * found.seconds))
+    assert found.busy_share == pytest.approx((2 * (first + 7.2) + 6.5) / (2 * found.seconds))
 
 
 def test_the_current_step_counts_as_done() -> None:
     clocks = simulate(batch([[2]]), BatchPlan(1, [1]), Machine(SECOND)).clocks
-    assert [clocks.steps_at(seconds).tolist() for seconds in (0.0, 0.5, 1.0, 1.5, 9.0)] == [[0], [1], [1], [2], [2]]
+    steps = [clocks.steps_begun_at(seconds).tolist() for seconds in (0.0, 0.5, 1.0, 1.5, 9.0)]
+    assert steps == [[0], [1], [1], [2], [2]]
 
 
 def test_each_candidate_that_starts_in_a_step_makes_the_step_longer() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_start=0.5)
     found = simulate(batch([[5, 2], [3, 4]]), BatchPlan(2, [2, 2]), Machine(times, max_num_seqs=2))
     # Two start at once, the third when the second ends after two steps, the fourth when the others end after five.
-    started_at, _ = found.times()
+    started_at, _ = found.start_and_end_seconds()
     assert started_at.tolist() == [[0, 0], [2 + 1.0, 5 + 1.5]]
     assert found.seconds == 9 + 4 * 0.5
 
@@ -190,12 +191,12 @@ def test_completion_lengths_are_in_order_and_0_for_a_group_that_was_cut_without_
     plan = BatchPlan(2, [2] * 11, NAMED["cap"])
     found = simulate(batch(lengths), plan, Machine(SECOND))
     assert (found.deadline, found.completion_lengths) == (9, (7, *[8] * 7, 9, 0, 0))
-    found = simulate(batch(lengths), replace(plan, enough=2), Machine(SECOND))
+    found = simulate(batch(lengths), replace(plan, needed_groups=2), Machine(SECOND))
     assert found.completion_lengths == (7, 8)
 
 
 def test_a_rollout_that_has_enough_groups_stops_all_other_groups() -> None:
-    found = simulate(batch([[5, 2], [30, 4], [6, 1]]), BatchPlan(2, [2, 2, 2], enough=2), Machine(SECOND))
+    found = simulate(batch([[5, 2], [30, 4], [6, 1]]), BatchPlan(2, [2, 2, 2], needed_groups=2), Machine(SECOND))
     assert (found.seconds, found.generated.tolist()) == (6, [[5, 2], [6, 4], [6, 1]])
     assert found.completed_at.tolist() == [5, float("inf"), 6]
     assert returned(found) == [(0, 0, 5, False), (0, 1, 2, False), (2, 0, 6, False), (2, 1, 1, False)]
@@ -203,7 +204,7 @@ def test_a_rollout_that_has_enough_groups_stops_all_other_groups() -> None:
 
 def test_candidates_of_earlier_rollouts_continue() -> None:
     times = StepTime(LatencyCurve((1.0,), (1.0,)), per_prefill_token=0.5)
-    going_on = replace(batch([[5, 20]], prompt=2), done=np.asarray([[4, 0]]))
+    going_on = replace(batch([[5, 20]], prompt=2), carried_tokens=np.asarray([[4, 0]]))
     found = simulate(going_on, BatchPlan(2, [2]), Machine(times))
     assert found.generated.tolist() == [[1, 20]]
     assert found.lengths.tolist() == [5, 20]
@@ -212,7 +213,7 @@ def test_candidates_of_earlier_rollouts_continue() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_candidates_that_earlier_rollouts_finished_need_no_engine(replicas: int) -> None:
-    first = replace(batch([[5, 9], [4, 4]], prompt=2), done=np.asarray([[5, 0], [4, 4]]))
+    first = replace(batch([[5, 9], [4, 4]], prompt=2), carried_tokens=np.asarray([[5, 0], [4, 4]]))
     found = simulate(first, BatchPlan(2, [2, 2]), Machine(SECOND, replicas=replicas))
     assert found.generated.tolist() == [[0, 9], [0, 0]]
     assert found.completed_at.tolist() == [9, 0]
@@ -224,7 +225,7 @@ def test_a_deadline_counts_all_tokens_of_a_candidate_that_continues() -> None:
     lengths = [[3, 4], [3, 4], [3, 4], [4, 100]] * 2
     done = np.zeros((8, 2), dtype=np.int64)
     done[3, 1] = done[7, 1] = 6
-    first = replace(batch(lengths), done=done)
+    first = replace(batch(lengths), carried_tokens=done)
     cap = build_policies(Shaping(redundancy=2.0), Deadline(exploration=0.0))["cap"]
     found = simulate(first, BatchPlan(2, [2] * 8, cap), Machine(SECOND))
     assert found.returned[3, 1] == found.deadline == 4

@@ -90,7 +90,7 @@ def assert_books_are_balanced(rollout: SessionRollout, completed: Collection[int
 
 
 def one_turn(batch: Batch) -> list[list[Session]]:
-    rows = zip(batch.prompt_tokens.tolist(), batch.ends.tolist(), batch.valid.tolist(), strict=True)
+    rows = zip(batch.prompt_tokens.tolist(), batch.capped_lengths.tolist(), batch.valid.tolist(), strict=True)
     return [
         [Session((Turn(prompt, tokens),), valid) for tokens, valid in zip(ends, valids, strict=True)]
         for prompt, ends, valids in rows
@@ -99,7 +99,7 @@ def one_turn(batch: Batch) -> list[list[Session]]:
 
 def small_cache(case: World) -> World:
     """Return a world whose KV caches are full, and whose blocks have one token, so that no block is half empty."""
-    longest = (case.batch.prompt_tokens[:, None] + case.batch.ends).max()
+    longest = (case.batch.prompt_tokens[:, None] + case.batch.capped_lengths).max()
     return replace(case, machine=replace(case.machine, block_size=1, kv_blocks=int(longest * 1.5)))
 
 
@@ -111,11 +111,11 @@ def test_sessions_of_one_turn_run_as_candidates_token_by_token_with_any_queue(po
         together = world(policy, seed, replicas=1, room=1000, groups=13)
         queued = world(policy, seed, replicas=2, room=7)
         for case in (together, queued, small_cache(world(policy, seed))):
-            case.plan = replace(case.plan, enough=case.batch.groups // 2 + 1 if seed % 2 else None)
+            case.plan = replace(case.plan, needed_groups=case.batch.groups // 2 + 1 if seed % 2 else None)
             expected = token_by_token(case)
             found = roll_out(one_turn(case.batch), case.plan, case.machine, draws=case.batch.tail_draws.tolist())
             assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
-            enough = case.plan.enough or case.batch.groups
+            enough = case.plan.needed_groups or case.batch.groups
             assert np.flatnonzero(np.isfinite(expected.completed)).tolist() == sorted(found.completed[:enough])
             # Other groups may have completed with the step that ends the rollout.
             of_enough = [place for place in returned(found) if place[0] in found.completed[:enough]]
@@ -143,7 +143,7 @@ def test_sessions_of_one_turn_run_as_candidates_token_by_token_with_any_queue(po
 def test_sessions_of_one_turn_that_start_together_run_as_in_the_model_of_candidates(policy: str) -> None:
     for seed in range(4):
         case = world(policy, seed, replicas=1, room=1000, groups=13)
-        plan = replace(case.plan, enough=None)
+        plan = replace(case.plan, needed_groups=None)
         expected = simulate(case.batch, plan, case.machine)
         found = roll_out(one_turn(case.batch), plan, case.machine, draws=case.batch.tail_draws.tolist())
         assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
@@ -197,7 +197,7 @@ def step_by_step(case: World, groups: Sequence[Sequence[Session]]) -> tuple[floa
     now = 0.0
 
     def is_over() -> bool:
-        return sum(group.outcome is not None for group in machines) >= (case.plan.enough or len(machines))
+        return sum(group.outcome is not None for group in machines) >= (case.plan.needed_groups or len(machines))
 
     def used() -> int:
         holders = {plain.group for plain in running} | {plain.group for plain in cached if not plain.over}
@@ -309,7 +309,7 @@ def test_sessions_run_as_step_by_step(policy: str, nightly: bool) -> None:
     for seed in range(60 if nightly else 12):
         rng = default_rng(seed)
         case = world(policy, seed, replicas=1, room=1000)
-        case.plan = replace(case.plan, enough=case.batch.groups // 2 + 1 if seed % 2 else None)
+        case.plan = replace(case.plan, needed_groups=case.batch.groups // 2 + 1 if seed % 2 else None)
         # Tools take from no time to some dozens of steps.
         groups = [
             [
@@ -529,7 +529,7 @@ def test_a_runaway_is_cut_before_the_other_groups_are_known() -> None:
 
 def test_a_rollout_ends_when_enough_groups_are_complete() -> None:
     groups = [[session((1, 9), (1, 1, 4.0))], [session((1, 3))], [session((1, 2), (1, 2, 1.0))]]
-    found = roll_out(groups, BatchPlan(1, [1] * 3, enough=2), Machine(SECOND))
+    found = roll_out(groups, BatchPlan(1, [1] * 3, needed_groups=2), Machine(SECOND))
     # The third is back at 3, and has its last token at 5.
     assert (found.seconds, found.completed) == (5, [1, 2])
     found.remove(found.groups[0], resumes=False)
@@ -541,7 +541,7 @@ def test_engines_end_the_step_in_which_enough_groups_are_complete() -> None:
     # Two sessions on the second engine take 1.5 s a step. The first engine has four, whose step takes longer.
     machine = Machine(StepTime(LatencyCurve((1.0, 2.0), (1.0, 1.5))), replicas=2)
     groups = [[session((1, 9))] * 2, [session((1, 2), (1, 3))] * 2, [session((1, 1))] * 2]
-    found = roll_out(groups, BatchPlan(2, [2, 2, 2], enough=1), machine)
+    found = roll_out(groups, BatchPlan(2, [2, 2, 2], needed_groups=1), machine)
     seconds = machine.step_time.decode.step_seconds(4)
     assert found.seconds == pytest.approx(seconds)
     assert found.completed == [2]
@@ -553,7 +553,7 @@ def test_engines_end_the_step_in_which_enough_groups_are_complete() -> None:
 def test_a_group_that_is_left_over_continues_in_the_next_rollout() -> None:
     machine = Machine(PREFILL, block_size=1)
     slow = [session((2, 2), (3, 4, 50.0)), session((2, 9)), session((2, 1))]
-    first = roll_out([slow, [session((1, 4))] * 3], BatchPlan(3, [3, 3], enough=1), machine)
+    first = roll_out([slow, [session((1, 4))] * 3], BatchPlan(3, [3, 3], needed_groups=1), machine)
     # Both prompts are prefilled once, with 3 tokens.
     assert (first.seconds, first.completed) == (4 + 3 * 0.5, [1])
     member = first.groups[0]
@@ -562,7 +562,7 @@ def test_a_group_that_is_left_over_continues_in_the_next_rollout() -> None:
     # The tool runs to its end while the trainer trains.
     assert [(run.turns, run.tokens, run.tool_seconds) for run in member.runs] == [(2, 2, 50), (1, 4, 0), (1, 1, 0)]
 
-    second = roll_out([[session((1, 4))] * 3], BatchPlan(3, [3, 3], enough=2), machine, carried=[member])
+    second = roll_out([[session((1, 4))] * 3], BatchPlan(3, [3, 3], needed_groups=2), machine, carried=[member])
     # The prompt of 2 tokens, 5 and 4 tokens of the contexts after it, and the new prompt. The last has 5 of 9 to go.
     assert second.seconds == 5 + (2 + 5 + 4 + 1) * 0.5
     assert second.completed == [1, 0]
@@ -573,7 +573,7 @@ def test_a_group_that_is_left_over_continues_in_the_next_rollout() -> None:
 
 
 def test_groups_that_complete_in_the_last_step_come_first_in_the_next_rollout() -> None:
-    plan = BatchPlan(1, [1, 1], enough=1)
+    plan = BatchPlan(1, [1, 1], needed_groups=1)
     first = roll_out([[session((1, 4))], [session((1, 4))]], plan, Machine(SECOND))
     assert first.completed == [0, 1]
     first.remove(first.groups[1], resumes=True)
@@ -584,7 +584,7 @@ def test_groups_that_complete_in_the_last_step_come_first_in_the_next_rollout() 
 
 def test_a_turn_that_ends_with_the_rollout_is_followed_by_its_tool() -> None:
     # Both groups end a turn in step 3, and the group that ends the rollout comes first.
-    plan = BatchPlan(1, [1, 1], enough=1)
+    plan = BatchPlan(1, [1, 1], needed_groups=1)
     first = roll_out([[session((1, 3))], [session((1, 3), (1, 2, 7.0))]], plan, Machine(SECOND))
     first.remove(first.groups[1], resumes=True)
     run = first.groups[1].runs[0]

@@ -188,7 +188,7 @@ def token_by_token(world: World) -> Outcome:
     rule_of_deadline = plan.deadline
     cohort = CohortDeadline(rule_of_deadline, batch.groups)
     completed: dict[int, float] = {}
-    missing = plan.enough or batch.groups
+    missing = plan.needed_groups or batch.groups
     limit_at = [0.0] * len(engines)
     limit_seen: list[int | None] = [None] * len(engines)
 
