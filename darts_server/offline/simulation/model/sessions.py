@@ -88,9 +88,11 @@ class SessionRun:
     """Tokens that were computed again, after an eviction or preemption."""
     computed: int = 0
     """Tokens of the context that the engine has computed before."""
-    since: float = 0.0
-    """Step in which the current stay began, or second in which the current tool call began."""
-    wakes_at: float = inf
+    admitted_at_step: float = 0.0
+    """Step in which the current stay in the batch began."""
+    tool_began_at: float = 0.0
+    """Seconds at which the current tool call began."""
+    next_event_step: float = inf
     """Step at which the running session ends its turn or must report its progress."""
 
     @property
@@ -134,7 +136,7 @@ class _Engine:
     machine: Machine
     by_seconds: bool
     """Whether groups count time, see `SessionRollout`."""
-    space: float
+    free_tokens: float
     """Tokens that still fit into the KV cache. Caches of sequences that do not run take space, too."""
     now: float = 0.0
     """Seconds at which the current step begins."""
@@ -142,163 +144,165 @@ class _Engine:
     running: dict[SessionRun, None] = field(default_factory=dict)
     """In the order of admission."""
     waiting: deque[SessionRun] = field(default_factory=deque)
-    cached: dict[SessionRun, float] = field(default_factory=dict)
+    idle_caches: dict[SessionRun, float] = field(default_factory=dict)
     """Tokens in the KV caches of sequences that do not run, the least recently used first."""
-    holders: Counter[int] = field(default_factory=Counter)
+    prompt_holders: Counter[int] = field(default_factory=Counter)
     """Sessions of each group that are not over and have a KV cache. They share the cache of their prompt."""
     alarms: list[tuple[float, int, int]] = field(default_factory=lambda: [(inf, 0, -1)])
     """Heap of seconds, each with a group, and with the index of its session that returns from a tool or with -1."""
-    context: float = 0.0
+    context_tokens: float = 0.0
     """Tokens of all running sequences."""
-    longer: float = 0.0
+    extra_seconds: float = 0.0
     """Seconds by which the next step takes longer: prefills and starts."""
     planned: tuple[float, float] = (0.0, 0.0)
     """Steps until the next event, and the second at which they are done."""
 
     # --- the KV cache ---------------------------------------------------------
 
-    def shared(self, run: SessionRun) -> int:
-        """Return the tokens in the KV cache that a sequence shares with its group: full blocks of its prompt."""
+    def shared_cache_tokens(self, run: SessionRun) -> int:
+        # A group shares the full blocks of its prompt.
         return run.prompt - run.prompt % self.machine.block_size
 
-    def own(self, run: SessionRun) -> float:
-        """Return the other tokens in the KV cache. The last block of a sequence is half empty on average."""
-        return run.context - self.shared(run) + (self.machine.block_size - 1) / 2
+    def own_cache_tokens(self, run: SessionRun) -> float:
+        # The last block of a sequence is half empty on average.
+        return run.context - self.shared_cache_tokens(run) + (self.machine.block_size - 1) / 2
 
-    def release(self, run: SessionRun) -> None:
+    def release_prompt(self, run: SessionRun) -> None:
         """Count one holder less of the group's prompt, which is dropped without holders."""
-        self.holders[run.group] -= 1
-        if not self.holders[run.group]:
-            self.space += self.shared(run)
+        self.prompt_holders[run.group] -= 1
+        if not self.prompt_holders[run.group]:
+            self.free_tokens += self.shared_cache_tokens(run)
 
-    def evict(self, kept: SessionRun | None = None) -> bool:
+    def evict_oldest_cache(self, kept: SessionRun | None = None) -> bool:
         """Evict the least recently used cache except that of ``kept``, and return whether there was any."""
-        for run in self.cached:
+        for run in self.idle_caches:
             if run is not kept:
-                self.space += self.cached.pop(run)
+                self.free_tokens += self.idle_caches.pop(run)
+                # A session that is over has released its prompt.
                 if run.state is not State.OVER:
-                    self.release(run)
+                    self.release_prompt(run)
                 return True
         return False
 
     # --- the batch ------------------------------------------------------------
 
-    def tokens(self, run: SessionRun) -> int:
-        """Return the tokens that a session has generated so far."""
+    def generated_tokens(self, run: SessionRun) -> int:
         if run.state is State.RUNNING:
-            return run.tokens + int(self.step - run.since)
+            return run.tokens + int(self.step - run.admitted_at_step)
         return run.tokens
 
-    def progress(self, run: SessionRun) -> int:
+    def length_so_far(self, run: SessionRun) -> int:
         """Return the length of a session so far, in tokens or units of time."""
         if self.by_seconds:
             return int(self.now * UNITS_PER_SECOND * (1 + TOLERANCE))
-        return self.tokens(run)
+        return self.generated_tokens(run)
 
-    def leave(self, run: SessionRun, state: State) -> None:
+    def remove_from_batch(self, run: SessionRun, state: State) -> None:
         """Take a sequence out of the batch. Its cache stays until the space is needed."""
-        generated = self.tokens(run) - run.tokens
+        generated = self.generated_tokens(run) - run.tokens
         run.tokens += generated
         run.context += generated
         run.computed = run.context
         run.state = state
-        self.context -= run.context
+        self.context_tokens -= run.context
         del self.running[run]
-        self.cached[run] = self.own(run)
+        self.idle_caches[run] = self.own_cache_tokens(run)
 
-    def end(self, run: SessionRun) -> None:
-        """End a session, wherever it is. Its cache becomes one of the caches that no session needs."""
+    def end_session(self, run: SessionRun) -> None:
         if run.state is State.RUNNING:
-            self.leave(run, State.OVER)
+            self.remove_from_batch(run, State.OVER)
         elif run.state is State.WAITING:
             self.waiting.remove(run)
         else:
-            run.tool_seconds += self.now - run.since
+            run.tool_seconds += self.now - run.tool_began_at
         run.state = State.OVER
-        if run in self.cached:
-            self.release(run)
+        # Its own cache stays until the space is needed, as vLLM's prefix cache does.
+        if run in self.idle_caches:
+            self.release_prompt(run)
 
     def schedule(self) -> list[SessionRun]:
         """Preempt sequences that do not fit into the KV cache. Admit sequences from the queue, and return them."""
-        while self.space < 0 and (self.cached or len(self.running) > 1):
-            if not self.cached:
+        while self.free_tokens < 0 and (self.idle_caches or len(self.running) > 1):
+            if not self.idle_caches:
+                # Preempt the sequence that was admitted last. Its cache is the only cache to evict.
                 last = next(reversed(self.running))
-                self.leave(last, State.WAITING)
+                self.remove_from_batch(last, State.WAITING)
                 self.waiting.appendleft(last)
-            self.evict()
+            self.evict_oldest_cache()
 
         admitted = []
         while self.waiting and len(self.running) < self.machine.max_num_seqs:
             run = self.waiting[0]
-            kept = self.cached.get(run, 0.0)
-            needed = self.own(run) - kept
-            if not self.holders[run.group]:
-                needed += self.shared(run)
-            if needed > self.space:
+            cached_tokens = self.idle_caches.get(run, 0.0)
+            needed_tokens = self.own_cache_tokens(run) - cached_tokens
+            if not self.prompt_holders[run.group]:
+                needed_tokens += self.shared_cache_tokens(run)
+            if needed_tokens > self.free_tokens:
                 # Caches are evicted only if that suffices. A sequence that is too large for the KV cache runs alone.
-                if self.running and needed > self.space + sum(self.cached.values()) - kept:
+                evictable_tokens = sum(self.idle_caches.values()) - cached_tokens
+                if self.running and needed_tokens > self.free_tokens + evictable_tokens:
                     break
-                if self.evict(kept=run):
+                if self.evict_oldest_cache(kept=run):
                     continue
             self.waiting.popleft()
 
             # A sequence with a cache prefills what its tool has added. Others share the prompt of their group.
-            prefilled = run.context - run.computed
-            if self.cached.pop(run, None) is None:
-                prefilled = run.context
-                if self.holders[run.group]:
-                    prefilled -= self.shared(run)
-                self.holders[run.group] += 1
-            run.recomputed += max(0, prefilled - (run.context - run.computed))
+            new_tokens = run.context - run.computed
+            prefilled_tokens = new_tokens
+            if self.idle_caches.pop(run, None) is None:
+                prefilled_tokens = run.context
+                if self.prompt_holders[run.group]:
+                    prefilled_tokens -= self.shared_cache_tokens(run)
+                self.prompt_holders[run.group] += 1
+            run.recomputed += max(0, prefilled_tokens - new_tokens)
             run.state = State.RUNNING
-            run.since = self.step
-            self.space -= needed
-            self.context += run.context
-            self.longer += self.machine.step_time.per_prefill_token * prefilled + self.machine.step_time.per_start
+            run.admitted_at_step = self.step
+            self.free_tokens -= needed_tokens
+            self.context_tokens += run.context
+            times = self.machine.step_time
+            self.extra_seconds += times.per_prefill_token * prefilled_tokens + times.per_start
             self.running[run] = None
             admitted.append(run)
         return admitted
 
     # --- the clock --------------------------------------------------------------
 
-    def seconds_of(self, steps: float) -> float:
+    def seconds_of_steps(self, steps: float) -> float:
         """Return the seconds of the next ``steps`` steps: an arithmetic series, because contexts grow."""
         times = self.machine.step_time
-        linear = times.decode.step_seconds(len(self.running)) + times.per_context_token * self.context
-        square = times.per_context_token * len(self.running)
-        return self.longer + linear * steps + square * steps * (steps - 1) / 2
+        first = times.decode.step_seconds(len(self.running)) + times.per_context_token * self.context_tokens
+        increase = times.per_context_token * len(self.running)
+        return self.extra_seconds + first * steps + increase * steps * (steps - 1) / 2
 
-    def plan(self) -> None:
-        """Set ``planned``."""
+    def plan_until_next_event(self) -> None:
         alarm = self.alarms[0][0]
-        count = len(self.running)
-        if not count:
+        num_running = len(self.running)
+        if not num_running:
             self.planned = (0.0, max(alarm, self.now))
             return
-        steps = min(run.wakes_at for run in self.running) - self.step
-        if self.space < inf and (self.cached or count > 1):
+        steps = min(run.next_event_step for run in self.running) - self.step
+        if self.free_tokens < inf and (self.idle_caches or num_running > 1):
             # Then the KV cache is full.
-            steps = min(steps, self.space // count + 1)
-        if alarm < self.now + self.seconds_of(steps):
-            # The first step that ends after the alarm.
+            steps = min(steps, self.free_tokens // num_running + 1)
+        if alarm < self.now + self.seconds_of_steps(steps):
+            # Run to the first step that ends after the alarm.
             seconds = alarm * (1 - TOLERANCE) - self.now
-            steps = 1.0 + bisect_left(range(1, int(steps)), seconds, key=self.seconds_of)
-        self.planned = (steps, self.now + self.seconds_of(steps))
+            steps = 1.0 + bisect_left(range(1, int(steps)), seconds, key=self.seconds_of_steps)
+        self.planned = (steps, self.now + self.seconds_of_steps(steps))
 
-    def advance(self) -> None:
-        """Run the ``planned`` steps."""
+    def run_planned_steps(self) -> None:
         steps, self.now = self.planned
         self.step += steps
-        self.context += steps * len(self.running)
-        self.space -= steps * len(self.running)
-        self.longer = 0.0
+        self.context_tokens += steps * len(self.running)
+        self.free_tokens -= steps * len(self.running)
+        self.extra_seconds = 0.0
 
 
 # --- the rollout --------------------------------------------------------------------
 
 
 class SessionRollout:
-    """A rollout, in which all sessions are submitted at once, and which waits for all groups or for enough of them.
+    """A rollout, in which all sessions are submitted at once, and which waits for all groups or for the needed groups.
 
     Args:
         sessions: sessions of each new prompt, at least as many as its candidates.
@@ -319,29 +323,33 @@ class SessionRollout:
         carried: Sequence[SessionGroup] = (),
     ) -> None:
         self.seconds = 0.0
-        """Seconds until enough groups are complete."""
+        """Seconds until the needed groups are complete."""
         self.groups = list(carried)
         self.completed: list[int] = []
-        """Groups in the order of completion. Those beyond the enough-th have completed in the same step."""
+        """Groups in the order of completion. More than the needed groups may complete in the last step."""
         self.completion_lengths: list[int] = []
         """Completion lengths in the order of completion, for `RecentCompletionLengths`."""
         self.deadline = plan.deadline
         self.cohort = CohortDeadline(plan.deadline, len(plan.candidates))
-        self.enough = plan.needed_groups or len(plan.candidates)
-        space = (machine.kv_blocks or inf) * machine.block_size
-        self.engines = [_Engine(machine, by_seconds, space) for _ in range(machine.replicas)]
-        placed = [self.engines[replica] for replica in place_groups(plan.candidates, machine.replicas).tolist()]
+        self.needed_groups = plan.needed_groups or len(plan.candidates)
+        cache_tokens = (machine.kv_blocks or inf) * machine.block_size
+        self.engines = [_Engine(machine, by_seconds, cache_tokens) for _ in range(machine.replicas)]
+        engine_of_group = [self.engines[engine] for engine in place_groups(plan.candidates, machine.replicas).tolist()]
         for number, count in enumerate(plan.candidates[len(carried) :], start=len(carried)):
             rule = plan.rule(number)
             group = Group(rng=rngs[number - len(carried)], max_replacements=0)
             group.open(rule, count)
             group.handle(*map(Started, range(count)))
-            of_group = enumerate(sessions[number - len(carried)][:count])
-            runs = [SessionRun(session, number, index, session.turns[0].added) for index, session in of_group]
+            sessions_of_group = sessions[number - len(carried)][:count]
+            runs = [
+                SessionRun(session, number, index, session.turns[0].added)
+                for index, session in enumerate(sessions_of_group)
+            ]
             place = place_of_need(rule.completion_place, count, plan.mean_candidates)
-            self.groups.append(SessionGroup(group, runs, placed[number], place))
+            self.groups.append(SessionGroup(group, runs, engine_of_group[number], place))
+        # Carried groups may have another number and another engine than in their earlier rollout.
         for number, member in enumerate(self.groups):
-            member.engine = placed[number]
+            member.engine = engine_of_group[number]
             if member.group.outcome is not None:
                 self.completed.append(number)
             for run in member.runs:
@@ -351,82 +359,86 @@ class SessionRollout:
 
     @property
     def is_over(self) -> bool:
-        return len(self.completed) >= self.enough
+        return len(self.completed) >= self.needed_groups
 
     def run(self) -> None:
-        """Run until enough groups are complete. Other groups end the current step of their engine."""
+        """Run until the needed groups are complete. Other groups end the current step of their engine."""
         for engine in self.engines:
             self._schedule(engine, set())
         while not self.is_over:
+            # The engine with the earliest event is next.
             engine = min(self.engines, key=lambda each: each.planned[1])
-            engine.advance()
-            due = self._move_sessions(engine)
-            handled = set(due)
+            engine.run_planned_steps()
+            due_groups = self._move_sessions(engine)
+            changed_groups = set(due_groups)
             # Groups decide in their order, as long as there are events.
-            while due and not self.is_over:
-                number = min(due)
-                before = (self.cohort.tokens, self.cohort.pending_cut_length)
-                if not self._update(number):
-                    due.remove(number)
-                if before != (self.cohort.tokens, self.cohort.pending_cut_length):
+            while due_groups and not self.is_over:
+                number = min(due_groups)
+                deadline_before = (self.cohort.tokens, self.cohort.pending_cut_length)
+                if not self._update_group(number):
+                    due_groups.remove(number)
+                if deadline_before != (self.cohort.tokens, self.cohort.pending_cut_length):
                     # All engines learn about the deadline or the limit after their current step.
                     for other, member in enumerate(self.groups):
                         if member.engine is engine:
-                            due.add(other)
+                            due_groups.add(other)
                         else:
                             heappush(member.engine.alarms, (engine.now, other, -1))
-                            member.engine.plan()
-                    handled |= due
+                            member.engine.plan_until_next_event()
+                    changed_groups |= due_groups
             self.seconds = engine.now
             if not self.is_over:
-                self._schedule(engine, handled)
+                self._schedule(engine, changed_groups)
 
-        left = [number for number, member in enumerate(self.groups) if member.group.outcome is None]
-        for engine in {self.groups[number].engine for number in left}:
+        # Groups that are not complete run to the end of the step in which the rollout ends.
+        incomplete = [number for number, member in enumerate(self.groups) if member.group.outcome is None]
+        for engine in {self.groups[number].engine for number in incomplete}:
             if engine.now < self.seconds * (1 - TOLERANCE):
                 heappush(engine.alarms, (self.seconds, 0, -1))
-                engine.plan()
-                engine.advance()
-        for number in left:
-            self._update(number)
+                engine.plan_until_next_event()
+                engine.run_planned_steps()
+        for number in incomplete:
+            self._update_group(number)
 
     def remove(self, member: SessionGroup, resumes: bool) -> None:
         """Take the sessions of a group off its engine after the rollout.
 
-        ``resumes``: whether the group continues in another rollout. Tools end before, and KV caches are lost.
+        ``resumes``: whether the group continues in another rollout. KV caches are lost.
         """
         for run in member.runs:
             if run.state is State.OVER:
                 continue
             if not resumes:
-                member.engine.end(run)
+                member.engine.end_session(run)
                 continue
             if run.state is State.RUNNING:
-                member.engine.leave(run, State.WAITING)
+                member.engine.remove_from_batch(run, State.WAITING)
+            # The tool ends before the next rollout begins.
             if run.tokens == run.turn_end:
                 run.return_from_tool()
 
     def _move_sessions(self, engine: _Engine) -> set[int]:
         """Send sessions into tools and back into the queue. Return the groups whose sessions have news."""
-        due = set()
-        for run in [run for run in engine.running if run.wakes_at <= engine.step]:
-            due.add(run.group)
-            if engine.tokens(run) == run.turn_end < run.session.tokens:
-                engine.leave(run, State.IN_TOOL)
-                run.since = engine.now
+        due_groups = set()
+        for run in [run for run in engine.running if run.next_event_step <= engine.step]:
+            due_groups.add(run.group)
+            if engine.generated_tokens(run) == run.turn_end < run.session.tokens:
+                engine.remove_from_batch(run, State.IN_TOOL)
+                run.tool_began_at = engine.now
                 returns_at = engine.now + run.session.turns[run.turns].tool_seconds
                 heappush(engine.alarms, (returns_at, run.group, run.index))
 
         while engine.alarms[0][0] * (1 - TOLERANCE) <= engine.now:
             _, number, index = heappop(engine.alarms)
-            due.add(number)
+            due_groups.add(number)
             run = self.groups[number].runs[index]
+            # A session that was stopped in its tool does not return.
             if index >= 0 and run.state is State.IN_TOOL:
                 run.return_from_tool()
                 engine.waiting.append(run)
-        return due
+        return due_groups
 
-    def _update(self, number: int) -> bool:
+    def _update_group(self, number: int) -> bool:
         """Send the events of a group's sessions to the group, and carry out its decisions.
 
         Return whether there were events.
@@ -437,17 +449,18 @@ class SessionRollout:
         if group.outcome is not None:
             return False
         events: list[Event] = []
-        checks = group.check_at
+        check_lengths = group.check_at
         for run in member.runs:
-            if run.state is State.RUNNING and engine.tokens(run) == run.session.tokens:
+            length = engine.length_so_far(run)
+            if run.state is State.RUNNING and engine.generated_tokens(run) == run.session.tokens:
                 reason = FinishReason.STOP if run.session.valid else FinishReason.LENGTH
-                events.append(Finished(run.index, engine.progress(run), reason))
-                engine.end(run)
-            elif run.state is not State.OVER and engine.progress(run) >= checks.get(run.index, inf):
-                events.append(Progress(run.index, engine.progress(run)))
-        tokens = self.cohort.tokens
-        if self.deadline is not None and tokens is not None and group.deadline is None:
-            events.append(DeadlineSet(tokens, self.deadline.cut_length_of(tokens)))
+                events.append(Finished(run.index, length, reason))
+                engine.end_session(run)
+            elif run.state is not State.OVER and length >= check_lengths.get(run.index, inf):
+                events.append(Progress(run.index, length))
+        deadline_tokens = self.cohort.tokens
+        if self.deadline is not None and deadline_tokens is not None and group.deadline is None:
+            events.append(DeadlineSet(deadline_tokens, self.deadline.cut_length_of(deadline_tokens)))
         decisions = group.handle(*events)
 
         # Report to the cohort the length that the group needs, or the least length that it can still need.
@@ -456,14 +469,14 @@ class SessionRollout:
             if member.needed_length is not None:
                 self.cohort.report_need(number, member.needed_length)
             elif self.cohort.pending_cut_length is not None:
-                progress = {run.index: engine.progress(run) for run in member.runs}
-                minimum = group.selector.min_nth_shortest_length(member.place_of_need, progress)
+                lengths = {run.index: engine.length_so_far(run) for run in member.runs}
+                minimum = group.selector.min_nth_shortest_length(member.place_of_need, lengths)
                 self.cohort.report_minimum(number, minimum)
 
         for decision in decisions:
             match decision:
                 case Stop(index=index) | Cut(index=index) if member.runs[index].state is not State.OVER:
-                    engine.end(member.runs[index])
+                    engine.end_session(member.runs[index])
                 case Complete():
                     self.completed.append(number)
                     self.cohort.remove(number)
@@ -472,20 +485,23 @@ class SessionRollout:
                         self.completion_lengths.append(member.needed_length or 0)
         return bool(events)
 
-    def _schedule(self, engine: _Engine, handled: set[int]) -> None:
-        """Schedule an engine, and set when sessions of the ``handled`` groups and new sessions are looked at next."""
-        handled.update(run.group for run in engine.schedule())
-        for number in handled:
+    def _schedule(self, engine: _Engine, changed_groups: set[int]) -> None:
+        """Schedule an engine, and set the next events of sessions in changed groups and of admitted sessions."""
+        changed_groups.update(run.group for run in engine.schedule())
+        for number in changed_groups:
             member = self.groups[number]
-            checks = member.group.check_at
+            check_lengths = member.group.check_at
             limit = inf
+            # A group reports to the cohort when it needs more than the limit.
             if self.cohort.pending_cut_length is not None and member.needed_length is None:
                 limit = self.cohort.pending_cut_length
             for run in member.runs:
-                later = [mark for mark in (checks.get(run.index, inf), limit) if mark > engine.progress(run)]
+                length = engine.length_so_far(run)
+                report_lengths = [each for each in (check_lengths.get(run.index, inf), limit) if each > length]
                 if engine.by_seconds:
-                    for mark in later:
-                        heappush(engine.alarms, (mark / UNITS_PER_SECOND, number, -1))
-                    later = []
-                run.wakes_at = run.since - run.tokens + min([run.turn_end, *later])
-        engine.plan()
+                    for units in report_lengths:
+                        heappush(engine.alarms, (units / UNITS_PER_SECOND, number, -1))
+                    report_lengths = []
+                tokens_at_next_event = min([run.turn_end, *report_lengths])
+                run.next_event_step = run.admitted_at_step + tokens_at_next_event - run.tokens
+        engine.plan_until_next_event()

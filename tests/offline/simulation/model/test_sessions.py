@@ -80,10 +80,12 @@ def assert_books_are_balanced(rollout: SessionRollout, completed: Collection[int
     for engine in rollout.engines:
         assert not engine.running
         assert not engine.waiting
-        assert not any(engine.holders.values())
+        assert not any(engine.prompt_holders.values())
         blocks = engine.machine.kv_blocks
         if blocks is not None:
-            assert engine.space + sum(engine.cached.values()) == pytest.approx(blocks * engine.machine.block_size)
+            assert engine.free_tokens + sum(engine.idle_caches.values()) == pytest.approx(
+                blocks * engine.machine.block_size
+            )
 
 
 # --- sessions of one turn -----------------------------------------------------
@@ -329,7 +331,7 @@ def test_sessions_run_as_step_by_step(policy: str, nightly: bool) -> None:
         case.machine = replace(machine(rng, 1, int(rng.integers(2, 30)), 0), kv_blocks=blocks, block_size=1)
         seconds, members, machines = step_by_step(case, groups)
         found = roll_out(groups, case.plan, case.machine, draws=case.batch.tail_draws.tolist())
-        enough = found.completed[: found.enough]
+        enough = found.completed[: found.needed_groups]
         for number, member in enumerate(found.groups):
             if number not in enough:
                 found.remove(member, resumes=False)
