@@ -39,7 +39,7 @@ from tqdm import tqdm
 from benchmarks.tables import markdown
 from darts_server.offline.demo.server import DARTS, Server, serving
 from darts_server.offline.simulation.model.sessions import Session, Turn
-from darts_server.offline.simulation.sessions import limited
+from darts_server.offline.simulation.sessions import limit_session
 from darts_server.offline.simulation.workload import Format, read_traces
 
 SIZE = 5
@@ -117,9 +117,9 @@ def with_limit(policy: str, session: Session, token_scale: float) -> Session:
     """Return the session as an agent runs it under the policy's limit, or as it is if the policy has no limit."""
     unit, _, most = policy.partition(" ")
     if unit == "turns":
-        return limited(session, turns=int(most))
+        return limit_session(session, turns=int(most))
     if unit == "tokens":
-        return limited(session, tokens=max(1, round(int(most) * token_scale)))
+        return limit_session(session, tokens=max(1, round(int(most) * token_scale)))
     return session
 
 

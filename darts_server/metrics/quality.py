@@ -78,7 +78,7 @@ class QualityMetrics(Collectors, PruningObserver):
         self._dropped_labels.inc(count)
 
     def trained(self, steps: int, seconds: float, divergences: int) -> None:
-        """Add the growth of the trainer process's totals to the counters. Any thread may call this method."""
+        """Add the growth of the trainer's totals. Any thread may call this method."""
         totals = (steps, seconds, divergences)
         last_totals = self._last_totals
         self._last_totals = totals

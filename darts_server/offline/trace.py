@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) -> None:
-    """Raise `InvalidSetting` unless the flags fit the state."""
+
     num_unknown = sum(prompt.prompt_tokens is None for prompt in prompts)
     if num_unknown and options.prompt_tokens is None:
         raise InvalidSetting(
@@ -197,7 +197,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_state(options: argparse.Namespace) -> bytes:
-    """Return a saved state, from its file or from a server."""
+
     if options.state is not None:
         try:
             return Path(options.state).read_bytes()

@@ -71,7 +71,7 @@ def encode(document: Document) -> str:
 
 
 def pack(rows: Iterable[Row]) -> bytes:
-    """Pack rows in their order into a file. The same rows give the same bytes."""
+    """Pack rows in their order. The same rows give the same bytes."""
     # ``wbits=31`` is gzip's format, without the time that `gzip` would write.
     compressor = zlib.compressobj(_LEVEL, zlib.DEFLATED, wbits=31)
     parts = []

@@ -39,9 +39,8 @@ _Texts = defaultdict[str, OrderedDict[str, str]]
 class Store(AbstractContextManager["Store"]):
     """Documents by kind and key, in memory and in the state.db of ``folder``. All threads may use it.
 
-    `put` and `get` never wait for the disk. A thread writes new documents twice a second, so a killed process loses the
-    last second at most. A failed write is retried until it succeeds. One process uses a folder, but the next process
-    may start while the previous one ends, and sees its last writes.
+    `put` and `get` never wait for the disk. A killed process loses the last second at most. A failed write is retried.
+    The next process may start while the previous process ends, and sees its last writes.
 
     Args:
         folder: folder of state.db, or None to keep documents in memory only.
@@ -130,7 +129,7 @@ class Store(AbstractContextManager["Store"]):
             return len(self._texts[kind])
 
     def flush(self) -> None:
-        """Write all new documents, and read documents that the previous server has written.
+        """Write new documents, and read documents that the previous server has written.
 
         Raises:
             StateError: the disk cannot be used. ``fault`` and the log say why. The documents stay in memory.
@@ -282,7 +281,7 @@ class Store(AbstractContextManager["Store"]):
             yield connection
 
     def _write_rows(self, rows: Iterable[tuple[tuple[str, str], str | None]], *, replace: bool = False) -> None:
-        """Add, overwrite or delete rows, or ``replace`` all rows."""
+        """``replace``: whether to delete all other rows."""
         with self._transaction() as connection:
             if replace:
                 connection.execute("DELETE FROM documents")

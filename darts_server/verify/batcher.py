@@ -129,7 +129,7 @@ class Batcher:
         return job.future
 
     def _dispatch(self) -> None:
-        """Give waiting jobs to free runners, and start runners if no free runner has been started."""
+
         self._is_dispatch_scheduled = False
         if self._is_closed:
             self._end_waiting_jobs(CLOSED)
@@ -153,7 +153,7 @@ class Batcher:
             task.add_done_callback(self._tasks.discard)
 
     def _take_batch(self, limits: BatchLimits) -> list[Job]:
-        """Remove and return the next batch."""
+
         max_jobs = limits.answers
         if limits.seconds < math.inf:
             max_jobs = max(1, min(max_jobs, int(limits.seconds / self._seconds_per_answer)))

@@ -116,13 +116,13 @@ def _call_verl(call: Callable[[Mapping[str, object]], object], item: Item) -> ob
 
 
 def trl_call_key(item: Item) -> tuple[object, ...]:
-    """Return a key that is equal for answers that may be in one call: chat or text, and the names of the columns."""
+    """Return a key that is equal for answers that may be in one call."""
     is_chat = isinstance(_decode_prompt(item), list)
     return (is_chat, *sorted(decode_columns(item.metadata)))
 
 
 def _decode_prompt(item: Item) -> Any:
-    """Return a list of messages, or a text."""
+
     if item.messages is not None:
         return msgspec.json.decode(item.messages)
     if item.prompt_text is not None:
@@ -134,7 +134,7 @@ def _decode_prompt(item: Item) -> Any:
 def _call_trl(call: Callable[[Mapping[str, object]], object], items: Sequence[Item]) -> list[object]:
     prompts = [_decode_prompt(item) for item in items]
     completions: list[object] = [item.text.decode() for item in items]
-    # All prompts of a call have the same form and columns, see `trl_call_key`.
+    # All answers of a call have the same form and columns.
     if isinstance(prompts[0], list):
         completions = [[{"role": "assistant", "content": text}] for text in completions]
     rows = [decode_columns(item.metadata) for item in items]

@@ -54,7 +54,7 @@ def run_batch(
     table: memoryview,
     worker_pid: int,
 ) -> list[Call]:
-    """Return the call of each answer."""
+
     # Only functions of TRL's form get several answers in a call.
     indices_by_key: dict[object, list[int]] = {}
     for index, item in enumerate(items):
@@ -90,7 +90,7 @@ def call_function(function: Function, items: Sequence[Item]) -> list[Call]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error's type, message and place in the user's file."""
+
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

@@ -129,7 +129,7 @@ class Process(Runner):
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds_left):
                     return await self._read_report()
-            # The process may have begun another call of the batch meanwhile, which has its own timeout.
+            # Each call of the batch has its own timeout.
             call_started_at, _ = RUNNING_CALL.unpack_from(self._table)
             seconds_left = call_started_at + self._timeout - time.monotonic()
         # If the event loop was busy, the report may have come in time.
@@ -147,7 +147,6 @@ class Process(Runner):
 
     async def close(self) -> None:
         """Kill the process with all programs that it has started."""
-        # From here on, `is_started` is false.
         writer = self._writer
         process = self._process
         self._writer = None

@@ -52,10 +52,7 @@ class State(StrEnum):
 
 
 class Coordinator:
-    """Tracks the served version, the update in progress, and who has paused the engine.
-
-    Calls raise `UpdateRunning` if an update forbids them, and `WeightsLost` after weights were lost.
-    """
+    """Calls raise `UpdateRunning` if an update forbids them, and `WeightsLost` after weights were lost."""
 
     def __init__(
         self,
@@ -267,7 +264,7 @@ class Coordinator:
         return record
 
     def _enter_lost(self, reason: str) -> WeightsLost:
-        """Enter the state LOST, in which the gate refuses all requests. Return an error to raise."""
+        """Return an error to raise."""
         self.state = State.LOST
         error = f"{reason}; restart the server"
         # The gate keeps its error for ever, so that error must not get the cause and the traceback of this update.

@@ -18,8 +18,6 @@ Step = Callable[[], Awaitable[None]]
 
 @dataclass(slots=True, kw_only=True)
 class _Session(Update):
-    """A trainer's update, from start to finish."""
-
     model: Model
     loaded: LoadedWeights
     num_writes: int = 0
@@ -89,7 +87,7 @@ class ExternalUpdates:
             await self._run_step(session, "load", start)
 
     async def write(self, write: Step, names: Sequence[str]) -> None:
-        """Write the tensors ``names`` by ``write``. A failure ends the update."""
+        """Write the tensors ``names``. A failure ends the update."""
         async with self._step_lock:
             session = self._session
             if session is None:
@@ -101,7 +99,7 @@ class ExternalUpdates:
             await self._run_step(session, "transfer", write)
 
     async def finish(self, finish: Callable[[int], Awaitable[None]]) -> None:
-        """Finish the update. ``finish`` is called with the version that is served from now on."""
+        """``finish`` is called with the version that is served from now on."""
         async with self._step_lock:
             session = self._session
             if session is None:
@@ -123,7 +121,7 @@ class ExternalUpdates:
             await self.coordinator.finish(session)
 
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
-        """Run a step, and start the timeout of the trainer's next call. A failure ends the update."""
+
         if self._timeout_task is not None:
             # This task has the lock, so the timeout has not begun to end the session.
             self._timeout_task.cancel()

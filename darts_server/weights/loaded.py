@@ -41,7 +41,7 @@ class LoadedWeights:
             self._tensors = tensors
 
     def record_mixture(self) -> None:
-        """Record that the weights have several versions."""
+
         self._are_in_files = False
         self.intact = False
 

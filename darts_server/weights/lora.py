@@ -52,8 +52,6 @@ Fetch = Callable[[LoraLayers], Awaitable[tuple[LoraConfig, Path]]]
 
 @dataclass(frozen=True, slots=True)
 class Loras:
-    """Updates the LoRA adapters of the model. See `Updates`."""
-
     coordinator: Coordinator
     engine: LoraEngine | None
     """None if the server was started without LoRA."""
@@ -148,8 +146,6 @@ def check_adapter_numbers(folder: Path) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class _LoraUpdate(Update):
-    """Adds, replaces or removes a LoRA adapter."""
-
     lora: str
     loras: Loras
     fetch: Fetch | None = None
@@ -165,7 +161,7 @@ class _LoraUpdate(Update):
         return self.loras.engine
 
     async def stage(self) -> None:
-        """Fetch and check the adapter, and write the folder that vLLM loads."""
+
         fetch = self.fetch
         # The update removes the adapter.
         if fetch is None:
@@ -200,7 +196,7 @@ class _LoraUpdate(Update):
             self.loras.served[self.lora] = self.staged
 
     def clean_up(self) -> None:
-        """Delete the folders and links of adapters that are no longer served."""
+
         served = self.loras.served
         staging = self.loras.staging
         served_folders = {lora.folder for lora in served.values()}

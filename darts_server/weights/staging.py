@@ -36,7 +36,7 @@ class Staging:
         self._num_files = 0
 
     def __enter__(self) -> "Staging":
-        """Remove the folders of killed processes."""
+        # Remove the folders of killed processes.
         for folder in self._parent.glob(f"{PREFIX}*"):
             with suppress(OSError):
                 if folder.is_symlink() or folder.stat().st_uid != os.getuid():

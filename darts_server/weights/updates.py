@@ -106,8 +106,6 @@ class Updates:
 
 @dataclass(slots=True, kw_only=True)
 class _WeightUpdate(Update):
-    """Replaces the model's weights."""
-
     owner: Updates
     fetch: Callable[[], Awaitable[TensorSet]]
     """Returns the tensors that ``field`` of the request has or names."""
@@ -115,7 +113,7 @@ class _WeightUpdate(Update):
     tensors: TensorSet = dataclass_field(default_factory=dict)
 
     async def stage(self) -> None:
-        """Fetch and check the tensors. The served tensors complete a part."""
+
         given = await self.run_phase("transfer", self.fetch)
 
         async def check() -> TensorSet:
@@ -130,7 +128,7 @@ class _WeightUpdate(Update):
         self.tensors = await self.run_phase("check", check)
 
     async def apply(self) -> None:
-        """Load the tensors into the model. The update fails if their files have changed meanwhile."""
+
         await self.run_phase("load", lambda: self.owner.model.load(names_by_file(self.tensors)))
         changed = await run_sync(changed_files, self.tensors)
         if changed:

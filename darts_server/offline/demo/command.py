@@ -97,13 +97,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(message: str) -> int:
-    """Print an error, and return the exit code."""
+
     print(f"darts-server demo: {message}", file=sys.stderr)
     return 1
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags."""
+
     parser = argparse.ArgumentParser(
         "darts-server demo",
         description=DESCRIPTION,
@@ -134,7 +134,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def list_methods(options: argparse.Namespace) -> dict[str, Method]:
-    """Return the methods to compare by name: raw, raw with each smaller ``max_tokens``, and the policies."""
+    """Return the methods to compare, by name."""
     methods = {RAW: Method("off")}
     for cap in options.caps:
         methods[f"{RAW}, max {cap}"] = Method("off", cap)

@@ -171,7 +171,7 @@ class Run:
 
 
 def format_table(raw: Run, others: Sequence[Run]) -> str:
-    """Format a table with a column for each run."""
+
     runs = [raw, *others]
     rows = [
         ["", *(run.name for run in runs)],
@@ -225,7 +225,7 @@ LEGEND = {
 
 
 def draw(raw: Run, other: Run, path: Path) -> None:
-    """Draw the middle step of both runs into a PNG file, with a line for each group."""
+    """Draw the middle step of both runs, with a line for each group."""
     # matplotlib is optional.
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -102,7 +102,7 @@ Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
 
 
 def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
-    """Start a process, see `Launch`."""
+
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -135,7 +135,7 @@ def serving(
     launch: Launch = launch,
     patience: float = STARTUP_SECONDS,
 ) -> Iterator[Server]:
-    """Run a server that is healthy when the block begins. It is stopped at the end, or by SIGTERM to this process.
+    """Run a server that is healthy when the block begins.
 
     Args:
         command: arguments of ``python -m``: `DARTS` or `PLAIN`.
@@ -144,7 +144,7 @@ def serving(
         patience: seconds that the start may take.
 
     Raises:
-        RuntimeError: the server exited or did not become healthy; the message has the end of its log.
+        RuntimeError: the server exited or did not become healthy.
     """
     # If the port is taken, this fails. Otherwise the server that listens there would pass for this server.
     with bind_port(port) as free_socket:
@@ -175,7 +175,7 @@ def serving(
 
 
 def _stop(process: Process) -> None:
-    """Stop a server: SIGTERM, and after `GRACE_SECONDS` SIGKILL for its process group."""
+
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -18,13 +18,13 @@ LOST_SHARES = (0.02, 0.1)
 def simulate_baselines(off: Sequence[Step], candidates: Candidates) -> list[Summary]:
     machine = candidates.machine
     plan = BatchPlan(candidates.size, [candidates.size] * candidates.prompts)
-    found = [_fixed_limit(off, plan, machine, share) for share in LOST_SHARES]
+    summaries = [_simulate_fixed_limit(off, plan, machine, share) for share in LOST_SHARES]
     if machine.replicas > 1:
-        found.append(_one_step_off(off, plan, machine))
-    return found
+        summaries.append(_simulate_one_step_off(off, plan, machine))
+    return summaries
 
 
-def _fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine, share: float) -> Summary:
+def _simulate_fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine, share: float) -> Summary:
     """Roll out with the smallest limit that truncates at most ``share`` more of the trajectories."""
     lengths = np.concatenate([step.batch.capped_lengths.ravel() for step in off])
     limit = off[0].batch.max_tokens
@@ -39,28 +39,25 @@ def _fixed_limit(off: Sequence[Step], plan: BatchPlan, machine: Machine, share: 
     return summarise(f"hindsight max_tokens {limit}", steps, plan.size, f"cuts {share:.0%}")
 
 
-def _one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machine) -> Summary:
-    """Roll out one step ahead of training, with the best division of the GPUs in hindsight.
-
-    If r of R engines roll out, training takes R / (R - r) times as long. A step takes the longer of rollout and
-    training, and then the synchronisation of weights.
-    """
+def _simulate_one_step_off(off: Sequence[Step], plan: BatchPlan, machine: Machine) -> Summary:
+    """Roll out one step ahead of training, with the best division of the GPUs in hindsight."""
     between = machine.between_rollouts
-    training = float(np.mean([step.training_seconds for step in off])) - between
+    mean_training = float(np.mean([step.training_seconds for step in off])) - between
 
-    def seconds(replicas: int, rollout: float, trained: float) -> float:
-        return max(rollout, trained * machine.replicas / (machine.replicas - replicas)) + between
+    def step_seconds(rollout_engines: int, rollout: float, training: float) -> float:
+        # Only the other engines train. Rollout and training overlap, and then the weights are synchronised.
+        return max(rollout, training * machine.replicas / (machine.replicas - rollout_engines)) + between
 
-    def first_step(replicas: int) -> float:
-        rollout = simulate(off[0].batch, plan, replace(machine, replicas=replicas))
-        return seconds(replicas, rollout.seconds, training)
+    def first_step_seconds(rollout_engines: int) -> float:
+        rollout = simulate(off[0].batch, plan, replace(machine, replicas=rollout_engines))
+        return step_seconds(rollout_engines, rollout.seconds, mean_training)
 
-    best = min(range(1, machine.replicas), key=first_step)
+    best = min(range(1, machine.replicas), key=first_step_seconds)
     steps = []
     for step in off:
         rollout = simulate(step.batch, plan, replace(machine, replicas=best))
-        total = seconds(best, rollout.seconds, step.training_seconds - between)
-        steps.append(Step(step.batch, plan, rollout, total - between, total))
-    share = machine.replicas / (machine.replicas - best)
-    found = summarise("async one-step-off", steps, plan.size, f"{best} of {machine.replicas} engines roll out")
-    return found | {"training_seconds": training * share + between, "stale_share": 1.0}
+        seconds = step_seconds(best, rollout.seconds, step.training_seconds - between)
+        steps.append(Step(step.batch, plan, rollout, seconds - between, seconds))
+    summary = summarise("async one-step-off", steps, plan.size, f"{best} of {machine.replicas} engines roll out")
+    slowdown = machine.replicas / (machine.replicas - best)
+    return summary | {"training_seconds": mean_training * slowdown + between, "stale_share": 1.0}

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from darts_server.offline.simulation.sessions import (
 )
 from darts_server.offline.simulation.summary import COLUMNS, LEGEND, Summary, format_table, relative_to, summarise
 from darts_server.offline.simulation.training import LEARNING, MAX_STALENESS, Candidates, Step, run_policy
-from darts_server.offline.simulation.workload import Format, TracedWorkload, Workload, describe, read_traces
+from darts_server.offline.simulation.workload import Format, TracedWorkload, Workload, describe_trace, read_traces
 from darts_server.policy.auto import MARGIN
 from darts_server.types import OFF
 
@@ -92,20 +93,20 @@ def main(argv: Sequence[str]) -> int:
         InvalidSetting: a flag or a trace is invalid.
     """
     options = parse_arguments(argv)
-    name = options.preset or "dapo-32b"
-    preset = PRESETS[name]
+    workload_name = options.preset or "dapo-32b"
+    preset = PRESETS[workload_name]
     machine = with_engines(preset.machine, options.replicas or preset.machine.replicas)
     options.prompts = options.prompts or preset.prompts
     workload: Workload = preset.workload
     about = ""
     sessions: list[tuple[Session, ...]] = []
     if options.trace:
-        traced, limit = read_traces(options.trace, options.format, options.max_tokens)
-        workload = TracedWorkload(traced, limit, options.seed)
-        about = f"{describe(traced, limit)}\n"
-        name = f"{', '.join(path.name for path in options.trace)} on the machine of {name}"
+        traced_prompts, max_tokens = read_traces(options.trace, options.format, options.max_tokens)
+        workload = TracedWorkload(traced_prompts, max_tokens, options.seed)
+        about = f"{describe_trace(traced_prompts, max_tokens)}\n"
+        workload_name = f"{', '.join(path.name for path in options.trace)} on the machine of {workload_name}"
         if options.format is Format.JSONL and not options.join_turns:
-            sessions = [prompt.sessions for prompt in traced]
+            sessions = [prompt.sessions for prompt in traced_prompts]
     columns = COLUMNS
     if sessions and all(sessions):
         summaries = compare_sessions(options, sessions, machine)
@@ -117,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         document = {
-            "workload": name,
+            "workload": workload_name,
             "group_size": options.group_size,
             "prompts": options.prompts,
             "steps": options.steps,
@@ -128,8 +129,9 @@ def main(argv: Sequence[str]) -> int:
         }
         options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(
-        f"\n{name}: {options.steps} steps, {options.prompts} prompts x {options.group_size} trajectories, at most "
-        f"{workload.max_tokens} tokens, engines: {machine.replicas}\n{about}\n\n{format_table(summaries, columns)}"
+        f"\n{workload_name}: {options.steps} steps, {options.prompts} prompts x {options.group_size} trajectories, "
+        f"at most {workload.max_tokens} tokens, engines: {machine.replicas}\n{about}\n\n"
+        f"{format_table(summaries, columns)}"
     )
     return 0
 
@@ -139,7 +141,7 @@ def compare_policies(
     workload: Workload,
     machine: Machine,
 ) -> tuple[list[Summary], str]:
-    """Simulate policies and baselines, and return their figures and a legend."""
+    """Return the figures of all policies and baselines, and a legend."""
     size = options.group_size
     policies = [parse_policy(text, size) for text in dict.fromkeys([OFF, *split_policies(options.policies or DEFAULT)])]
     candidates = Candidates(
@@ -152,30 +154,31 @@ def compare_policies(
         not options.new_prompts,
         options.seed,
     )
-    compared = {"": candidates}
+    candidates_by_suffix = {"": candidates}
     legend = LEGEND
     if options.speculate is not None:
         times = replace(machine.step_time, drafts=options.speculate)
-        compared[DRAFTS] = replace(candidates, machine=replace(machine, step_time=times))
+        candidates_by_suffix[DRAFTS] = replace(candidates, machine=replace(machine, step_time=times))
         legend += DRAFTS_LEGEND
 
     runs: dict[str, list[Step]] = {}
     try:
         for policy in policies:
-            for suffix, candidates_of_run in compared.items():
+            for suffix, candidates_of_run in candidates_by_suffix.items():
                 run = run_policy(policy, candidates_of_run)
                 print(f"{policy.name}{suffix}: the first rollout takes {run[0].rollout.seconds:.1f} s", flush=True)
                 runs[policy.name + suffix] = run
-        found = [summarise(name_of_run, run, size) for name_of_run, run in runs.items()]
-        found += simulate_baselines(runs[OFF], candidates)
+        summaries = [summarise(name_of_run, run, size) for name_of_run, run in runs.items()]
+        summaries += simulate_baselines(runs[OFF], candidates)
     except ValueError as error:
         # A sequence does not fit into the engines' KV cache.
         raise InvalidSetting(f"the machine is too small for this workload: {error}") from error
     if options.picture is not None:
         draw({policy: run[0] for policy, run in runs.items()}, options.picture)
         print(f"Picture: {options.picture}")
-    summaries = [relative_to(found[0], summary) for summary in found]
-    return summaries, f"{advise(policies, summaries)}\n{legend}"
+    # The first run is `off`.
+    summaries = [relative_to(summaries[0], summary) for summary in summaries]
+    return summaries, f"{advise_on_carrying(policies, summaries)}\n{legend}"
 
 
 def compare_sessions(
@@ -183,11 +186,6 @@ def compare_sessions(
     sessions: Sequence[Sequence[Session]],
     machine: Machine,
 ) -> list[Summary]:
-    """Simulate policies on sessions with tools, and return their figures.
-
-    Raises:
-        InvalidSetting: a flag or a policy is not for sessions.
-    """
     if options.speculate or options.picture or options.max_tokens:
         raise InvalidSetting("--speculate, --picture and --max-tokens are not for sessions; add --join-turns")
     training = SessionTraining(
@@ -202,15 +200,15 @@ def compare_sessions(
     return compare_with_limits(split_policies(options.policies or SESSION_POLICIES), training)
 
 
-def advise(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
-    """Return a line about the best policy that carries prompts over, or nothing if there is no such policy."""
+def advise_on_carrying(policies: Sequence[Policy], summaries: Sequence[Summary]) -> str:
+    """Return a line about the best policy that carries prompts over, if any."""
     resuming = [policy.name for policy in policies if policy.resumes]
-    speeds = {summary["policy"]: summary["step_speedup"] for summary in summaries if summary["policy"] in resuming}
-    if not speeds:
+    speedups = {summary["policy"]: summary["step_speedup"] for summary in summaries if summary["policy"] in resuming}
+    if not speedups:
         return ""
-    best = max(speeds, key=lambda name: speeds[name])
-    gain = "gains next to nothing on these lengths: it " if speeds[best] < 1 + MARGIN else ""
-    return f"Carry-over {gain}is at best {speeds[best]:.2f} times as fast as off ({best}).\n"
+    best = max(speedups, key=lambda name: speedups[name])
+    gain = "gains next to nothing on these lengths: it " if speedups[best] < 1 + MARGIN else ""
+    return f"Carry-over {gain}is at best {speedups[best]:.2f} times as fast as off ({best}).\n"
 
 
 def parse_acceptance(text: str) -> tuple[float, ...]:
@@ -223,12 +221,13 @@ def parse_acceptance(text: str) -> tuple[float, ...]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number from 0 to 1 nor a list of up to {MAX_DRAFT_TOKENS} of them, such as 0.8,0.7"
         )
+    # The last rate counts for all further places of a draft. A token is accepted only with all tokens before it.
     rates += [rates[-1]] * (MAX_DRAFT_TOKENS - len(rates))
-    return tuple(chance for chance in np.cumprod(rates).tolist() if chance > 0)
+    return tuple(probability for probability in np.cumprod(rates).tolist() if probability > 0)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check the flags."""
+
     parser = argparse.ArgumentParser(
         "darts-server simulate",
         description=DESCRIPTION,
@@ -283,16 +282,16 @@ PANELS = 3
 
 
 def draw(steps: Mapping[str, Step], path: Path) -> None:
-    """Draw a panel for each policy, with a line for each candidate, in the order of engines and groups."""
+    """Draw a panel for each policy, with a line for each candidate."""
     # matplotlib is optional.
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    rows = -(-len(steps) // PANELS)
+    rows = ceil(len(steps) / PANELS)
     figure = Figure(figsize=(4.2 * PANELS, 2.5 * rows + 0.8), dpi=110, layout="constrained")
     panels = figure.subplots(rows, PANELS, sharex=True, squeeze=False).ravel()
-    longest = max(step.rollout.seconds for step in steps.values())
+    longest_seconds = max(step.rollout.seconds for step in steps.values())
     for axes, (name, step) in zip(panels, steps.items(), strict=False):
         rollout = step.rollout
         started_at, ended_at = rollout.start_and_end_seconds()
@@ -300,20 +299,20 @@ def draw(steps: Mapping[str, Step], path: Path) -> None:
         colours = []
         for group in np.argsort(rollout.clocks.engine_of_group, kind="stable").tolist():
             for index in np.flatnonzero(np.isfinite(ended_at[group])).tolist():
-                row = len(lines)
-                place = (group, index)
-                lines.append([(started_at[place], row), (ended_at[place], row)])
+                height = len(lines)
+                candidate = (group, index)
+                lines.append([(started_at[candidate], height), (ended_at[candidate], height)])
                 colour = STOPPED
-                if rollout.returned[place]:
-                    colour = TRUNCATED if rollout.truncated[place] else RETURNED
+                if rollout.returned[candidate]:
+                    colour = TRUNCATED if rollout.truncated[candidate] else RETURNED
                 colours.append(colour)
         axes.add_collection(LineCollection(lines, colors=colours, linewidths=max(0.4, 150 / len(lines))))
         axes.axvline(rollout.seconds, color="#222222", linewidth=1)
-        axes.set(xlim=(0, longest * 1.02), ylim=(len(lines), 0), yticks=[])
+        axes.set(xlim=(0, longest_seconds * 1.02), ylim=(len(lines), 0), yticks=[])
         axes.set_title(f"{name}: {rollout.seconds:.0f} s", loc="left", fontsize=10)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    for axes in panels[len(steps) :]:
-        axes.set_visible(False)
+    for unused_axes in panels[len(steps) :]:
+        unused_axes.set_visible(False)
     figure.supxlabel("seconds of one rollout; a line is a candidate, in the order of engines and prompts", fontsize=10)
     handles = [Line2D([], [], color=colour, linewidth=2, label=label) for label, colour in LABELS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False)

@@ -51,10 +51,11 @@ class Policy:
     """Maximum share of tokens of older weights under `auto`, or None."""
 
     @property
-    def cycle(self) -> int:
-        """Steps from one long round to the next, or 1 without long rounds."""
-        # After each step, `start` - 1 of a round is left over.
-        return 1 + ceil(1 / (self.start - 1)) if self.long_rounds else 1
+    def steps_per_long_round(self) -> int:
+        if not self.long_rounds:
+            return 1
+        # Each step leaves a share of `start` - 1 of a long round, which is one more step.
+        return 1 + ceil(1 / (self.start - 1))
 
     def max_candidates(self, size: int) -> int:
         if self.shaping is None:
@@ -63,7 +64,7 @@ class Policy:
 
 
 def split_policies(texts: Iterable[str]) -> list[str]:
-    """Split texts into policies with their options. A part without ``=`` begins another policy."""
+    # A part without `=` begins another policy.
     return [policy for text in texts for policy in re.split(r",(?=[^,=]*(?:,|$))", text)]
 
 
@@ -86,33 +87,34 @@ def parse_policy(text: str, size: int) -> Policy:
             )
         options[option] = value
 
-    def number(option: str, default: float, least: float, most: float) -> float:
+    def parse_number(option: str, default: float, least: float, most: float) -> float:
         try:
             value = float(options.get(option, default))
         except ValueError:
             value = float("nan")
+        # Also false for NaN.
         if not least <= value <= most:
             or_auto = ", or auto" if option == "redundancy" else ""
             raise InvalidSetting(f"--policies: {text}: {option} must be a number from {least:g} to {most:g}{or_auto}")
         return value
 
-    def is_second(option: str, first: str, second: str) -> bool:
-        """Return whether an option has the second of two values. The first value is the default."""
-        value = options.get(option, first)
-        if value not in (first, second):
-            raise InvalidSetting(f"--policies: {text}: {option} must be {first} or {second}")
-        return value == second
+    def is_set_to(option: str, value: str, default: str) -> bool:
+        given = options.get(option, default)
+        if given not in (default, value):
+            raise InvalidSetting(f"--policies: {text}: {option} must be {default} or {value}")
+        return given == value
 
     if name == AUTO:
-        most_stale = number("stale", AutoLimits().most_stale, 0.0, 1.0)
-        return Policy(text, None, number("start", 1.5, 1.0, 4.0), resumes=True, long_first=True, most_stale=most_stale)
+        most_stale = parse_number("stale", AutoLimits().most_stale, 0.0, 1.0)
+        start = parse_number("start", 1.5, 1.0, 4.0)
+        return Policy(text, None, start, resumes=True, long_first=True, most_stale=most_stale)
 
     policy = Policy(
         text,
-        start=number("start", 1.0, 1.0, 4.0),
-        resumes=is_second("carry", "restart", "resume"),
-        long_rounds=is_second("rounds", "all", "long"),
-        long_first=is_second("order", "given", "long"),
+        start=parse_number("start", 1.0, 1.0, 4.0),
+        resumes=is_set_to("carry", "resume", default="restart"),
+        long_rounds=is_set_to("rounds", "long", default="all"),
+        long_first=is_set_to("order", "long", default="given"),
     )
     if policy.long_rounds and policy.start < 1.01:
         raise InvalidSetting(f"--policies: {text}: rounds=long needs start=1.01 or more, else no prompt is left over")
@@ -125,16 +127,18 @@ def parse_policy(text: str, size: int) -> Policy:
     if options.get("redundancy") == "auto":
         budget = BudgetKind.CV_LOG
         del options["redundancy"]
-    redundancy = number("redundancy", REDUNDANCY, 1.0, 8.0)
+    redundancy = parse_number("redundancy", REDUNDANCY, 1.0, 8.0)
+    has_longest_tail = is_set_to("tail", Tail.LONGEST, default=Tail.SAMPLED)
     base = Shaping(
         redundancy=redundancy,
-        num_longest=int(number("longest", 1, 0, size - 1)),
-        max_redundancy=number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
+        num_longest=int(parse_number("longest", 1, 0, size - 1)),
+        max_redundancy=parse_number("max_redundancy", max(2.0, redundancy), redundancy, 8.0),
         budget=budget,
-        tail=Tail.LONGEST if is_second("tail", Tail.SAMPLED, Tail.LONGEST) else Tail.SAMPLED,
+        tail=Tail.LONGEST if has_longest_tail else Tail.SAMPLED,
     )
-    deadline = Deadline(number("quantile", 0.9, 0.01, 1.0), exploration=0.0)
+    deadline = Deadline(parse_number("quantile", 0.9, 0.01, 1.0), exploration=0.0)
     shaping = build_policies(base, deadline)[name]
+    # Without the option, the policy decides.
     if "adaptive" in options:
-        shaping = replace(shaping, adaptive=not is_second("adaptive", "yes", "no"))
+        shaping = replace(shaping, adaptive=not is_set_to("adaptive", "no", default="yes"))
     return replace(policy, shaping=shaping)

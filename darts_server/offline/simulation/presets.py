@@ -76,22 +76,23 @@ def build_machine(model: Model, gpu: Gpu, per_replica: int, replicas: int, betwe
     overhead = STEP_OVERHEAD
     if per_replica > 1:
         overhead += 2 * model.layers * ALL_REDUCE
-    reading = model.parameters * BYTES / bandwidth
-    computing = 2 * model.parameters / flops
+    weight_seconds = model.parameters * BYTES / bandwidth
+    sequence_seconds = 2 * model.parameters / flops
     # From so many sequences on, the arithmetic takes longer than reading the weights. A curve needs two points, so the
     # bend is above one sequence.
-    bend = max(2.0, reading / computing)
-    seconds_at_one = overhead + max(reading, computing) + PER_SEQUENCE
-    seconds_at_bend = overhead + max(reading, bend * computing) + bend * PER_SEQUENCE
-    curve = LatencyCurve((1.0, bend), (seconds_at_one, seconds_at_bend), computing + PER_SEQUENCE)
-    kv_bytes = 2 * model.layers * model.kv_heads * HEAD_SIZE * BYTES
-    free = gpu.memory * KV_SHARE * per_replica - model.parameters * BYTES
+    bend = max(2.0, weight_seconds / sequence_seconds)
+    seconds_at_one = overhead + max(weight_seconds, sequence_seconds) + PER_SEQUENCE
+    seconds_at_bend = overhead + max(weight_seconds, bend * sequence_seconds) + bend * PER_SEQUENCE
+    curve = LatencyCurve((1.0, bend), (seconds_at_one, seconds_at_bend), sequence_seconds + PER_SEQUENCE)
+    # A key and a value for each KV head of each layer.
+    kv_bytes_per_token = 2 * model.layers * model.kv_heads * HEAD_SIZE * BYTES
+    cache_bytes = gpu.memory * KV_SHARE * per_replica - model.parameters * BYTES
     training_flops = gpu.flops * TRAINING_EFFICIENCY * per_replica * replicas
     return Machine(
-        StepTime(curve, per_context_token=kv_bytes / bandwidth, per_prefill_token=computing),
+        StepTime(curve, per_context_token=kv_bytes_per_token / bandwidth, per_prefill_token=sequence_seconds),
         replicas=replicas,
         max_num_seqs=MAX_NUM_SEQS,
-        kv_blocks=int(free / kv_bytes / BLOCK_SIZE),
+        kv_blocks=int(cache_bytes / kv_bytes_per_token / BLOCK_SIZE),
         training_per_token=TRAINING_FLOPS * model.parameters / training_flops,
         between_rollouts=between_rollouts,
     )

@@ -88,32 +88,24 @@ class SessionTraining:
     seed: int = 0
 
     def draw(self, number: int, attempt: int, count: int) -> tuple[list[Session], np.random.Generator]:
-        """Return the sessions of a prompt, which are the same under every policy, and a generator of tail draws.
-
-        Args:
-            number: number of the prompt, from 0.
-            attempt: above 1 if the prompt starts again.
-        """
-        earlier, place = divmod(number, len(self.workload))
-        order = np.random.default_rng([self.seed, earlier]).permutation(len(self.workload))
+        """Return the sessions of a prompt, which are the same under every policy, and a generator of tail draws."""
+        epoch, place = divmod(number, len(self.workload))
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.workload))
         samples = self.workload[order[place]]
         rng = np.random.default_rng([self.seed, number, attempt])
-        chosen = rng.permutation(len(samples))[:count]
-        more = rng.integers(len(samples), size=count - chosen.size)
-        return [samples[index] for index in (*chosen, *more)], rng
+        own = rng.permutation(len(samples))[:count]
+        # If the trace has too few samples, draw the others with replacement.
+        repeated = rng.integers(len(samples), size=count - own.size)
+        return [samples[index] for index in (*own, *repeated)], rng
 
 
 def compare_with_limits(policies: Sequence[str], training: SessionTraining) -> list[Summary]:
     """Simulate `off`, the given policies, and `off` with fixed limits of turns or tokens.
 
-    Each limit is the smallest that cuts at most a share of the sessions (see `best_limits`): one of `LOST_SHARES`, or
-    the share that a policy cuts. Return all figures, compared with `off`.
-
-    Raises:
-        InvalidSetting: see `run_sessions`.
+    Return all figures, compared with `off`.
     """
     summaries = [run_sessions(policy, training) for policy in dict.fromkeys([OFF, *policies])]
-    # A limit that cuts nothing is no limit, so the share 0 is left out.
+    # For each share that a policy cuts, compare the limit that cuts as much. A limit that cuts nothing is no limit.
     shares = {*LOST_SHARES, *(summary["cut_share"] for summary in summaries)} - {0.0}
     for limit in best_limits(training.workload, sorted(shares)):
         name = "hindsight " + " ".join(f"{unit} {maximum}" for unit, maximum in limit.items())
@@ -122,29 +114,32 @@ def compare_with_limits(policies: Sequence[str], training: SessionTraining) -> l
 
 
 def best_limits(workload: Sequence[Sequence[Session]], shares: Sequence[float]) -> list[dict[str, int]]:
-    """Return the smallest limits of turns and of tokens that cut at most these shares of the sessions, for `limited`.
-
-    If each limit of turns cuts more, the largest limit that cuts a session stands for it.
-    """
-    whole = [session for samples in workload for session in samples]
-    found: list[dict[str, int]] = []
-    for unit, lengths in (("turns", [len(each.turns) for each in whole]), ("tokens", [each.tokens for each in whole])):
+    """Return the smallest limits of turns and of tokens that cut at most these shares of the sessions."""
+    sessions = [session for samples in workload for session in samples]
+    lengths_by_unit = {
+        "turns": [len(session.turns) for session in sessions],
+        "tokens": [session.tokens for session in sessions],
+    }
+    limits: list[dict[str, int]] = []
+    for unit, lengths in lengths_by_unit.items():
         for share in shares:
+            # If each limit of turns cuts more, take the largest limit that cuts a session.
             limit = min(int(np.quantile(lengths, 1 - share, method="inverted_cdf")), max(lengths) - 1)
-            if limit and {unit: limit} not in found:
-                found.append({unit: limit})
-    return found
+            if limit and {unit: limit} not in limits:
+                limits.append({unit: limit})
+    return limits
 
 
-def limited(session: Session, turns: int | None = None, tokens: float = inf) -> Session:
+def limit_session(session: Session, turns: int | None = None, tokens: float = inf) -> Session:
     """Return a session of an agent that ends after so many turns or generated tokens, as if it had finished."""
-    kept = []
+    kept_turns = []
+    tokens_left = tokens
     for turn in session.turns[:turns]:
-        kept.append(turn._replace(generated=int(min(turn.generated, tokens))))
-        tokens -= turn.generated
-        if tokens <= 0:
+        kept_turns.append(turn._replace(generated=int(min(turn.generated, tokens_left))))
+        tokens_left -= turn.generated
+        if tokens_left <= 0:
             break
-    return Session(tuple(kept), session.valid)
+    return Session(tuple(kept_turns), session.valid)
 
 
 def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] | None = None) -> Summary:
@@ -152,73 +147,83 @@ def run_sessions(text: str, training: SessionTraining, limit: Mapping[str, int] 
 
     Args:
         text: the policy with its options.
-        limit: a limit of the agent, see `limited`.
+        limit: a limit of the agent, see `limit_session`.
 
     Raises:
         InvalidSetting: the name or an option is unknown or not for sessions, or a value is invalid.
     """
     is_first = text.partition(",")[0] == FIRST
-    # The shortest sessions by the clock are the first that finish.
-    policy = parse_policy(text.replace(FIRST, "uniform,longest=0", 1) if is_first else text, training.size)
+    policy_text = text
+    if is_first:
+        # The shortest sessions by the clock are the first that finish.
+        policy_text = text.replace(FIRST, "uniform,longest=0", 1)
+    policy = parse_policy(policy_text, training.size)
     resumes = policy.resumes and policy.shaping is None
     if policy != Policy(policy.name, policy.shaping, policy.start, resumes):
         raise InvalidSetting(f"--policies: {text} is not for sessions; --join-turns simulates a sample as one answer")
-    started = round(policy.start * training.prompts)
-    warm_up = WARM_UP if started > training.prompts else 0
+    num_started = round(policy.start * training.prompts)
+    warm_up = WARM_UP if num_started > training.prompts else 0
     # The lengths of a prompt's earlier groups are not known.
-    plan = BatchPlan.of(policy.shaping, training.size, [None] * started, needed_groups=training.prompts)
+    plan = BatchPlan.of(policy.shaping, training.size, [None] * num_started, needed_groups=training.prompts)
     recent = RecentCompletionLengths()
     figures = _Figures()
     next_number = (WARM_UP - warm_up) * training.prompts
-    # Left-over prompts with the number of their attempt, and the groups of the prompts that go on.
-    waiting: list[tuple[int, int]] = []
+    # Left-over prompts with the number of their attempt, and their groups if they resume.
+    left_over: list[tuple[int, int]] = []
     carried: list[SessionGroup] = []
     # Sessions of each prompt, as they would be if nothing stopped or cut them.
     drawn: dict[int, list[Session]] = {}
     for step in range(-warm_up, training.steps):
+        # Forget the warm-up.
         if step == 0:
             figures = _Figures()
-        new = range(next_number, next_number + started - len(waiting))
-        next_number = new.stop
-        prompts = [*waiting, *((number, 1) for number in new)]
+        new_numbers = range(next_number, next_number + num_started - len(left_over))
+        next_number = new_numbers.stop
+        prompts = [*left_over, *((number, 1) for number in new_numbers)]
         sessions = []
         rngs = []
-        for row in range(len(carried), started):
+        for row in range(len(carried), num_started):
             number, attempt = prompts[row]
             drawn[number], rng = training.draw(number, attempt, plan.candidates[row])
             rngs.append(rng)
-            group = [limited(session, **(limit or {})) for session in drawn[number]]
-            # Sessions that end at a limit have finished, too.
+            group = [limit_session(session, **(limit or {})) for session in drawn[number]]
+            # Under `first`, sessions that end at a limit have finished, too.
             sessions.append([session._replace(valid=session.valid or is_first) for session in group])
-        for number in new:
-            figures.means[number] = _lengths(drawn[number]).mean(axis=0)
+        for number in new_numbers:
+            figures.means[number] = _tokens_and_turns(drawn[number]).mean(axis=0)
 
-        older = {run: run.tokens for member in carried for run in member.runs}
+        tokens_before = {run: run.tokens for member in carried for run in member.runs}
         by_seconds = training.by_seconds or is_first
         rollout = SessionRollout(sessions, rngs, plan.with_recent(recent), training.machine, by_seconds, carried)
         rollout.run()
         for length in rollout.completion_lengths:
             recent.add(length)
 
-        returned = rollout.completed[: training.prompts]
-        trained = 0
-        for row in sorted(returned):
+        returned_rows = rollout.completed[: training.prompts]
+        trained_tokens = 0
+        for row in sorted(returned_rows):
             number = prompts[row][0]
-            trained += figures.add_returned(rollout.groups[row], number, drawn[number], older)
+            trained_tokens += figures.add_returned(rollout.groups[row], number, drawn[number], tokens_before)
         figures.rollouts.append(rollout.seconds)
-        figures.steps.append(rollout.seconds + training.machine.training_seconds(trained))
-        left = [row for row in range(started) if row not in returned]
-        for row in left:
+        figures.steps.append(rollout.seconds + training.machine.training_seconds(trained_tokens))
+
+        left_over_rows = [row for row in range(num_started) if row not in returned_rows]
+        left_over = []
+        carried = []
+        for row in left_over_rows:
+            number, attempt = prompts[row]
             rollout.remove(rollout.groups[row], resumes)
-            if not resumes:
+            if resumes:
+                left_over.append((number, attempt))
+                carried.append(rollout.groups[row])
+            else:
+                left_over.append((number, attempt + 1))
                 figures.add_stopped(rollout.groups[row])
-        waiting = [(prompts[row][0], prompts[row][1] + (not resumes)) for row in left]
-        carried = [rollout.groups[row] for row in left if resumes]
     return figures.summarise(text)
 
 
-def _lengths(sessions: Sequence[Session]) -> Floats:
-    """Return the tokens and the turns of sessions, shape (S, 2)."""
+def _tokens_and_turns(sessions: Sequence[Session]) -> Floats:
+    """Shape (S, 2)."""
     return np.asarray([[session.tokens, len(session.turns)] for session in sessions], dtype=np.float64)
 
 
@@ -232,7 +237,7 @@ class _Figures:
         """Seconds of each step."""
         self.means: dict[int, Floats] = {}
         """Mean tokens and turns of the sessions of each new prompt."""
-        self._weighted: dict[int, Floats] = {}
+        self._weighted_means: dict[int, Floats] = {}
         """Weighted mean tokens and turns of the returned sessions of each prompt."""
         self._counts: list[tuple[float, ...]] = []
         """`COUNTS` of each session that has ended."""
@@ -247,49 +252,54 @@ class _Figures:
         self,
         member: SessionGroup,
         number: int,
-        whole: Sequence[Session],
-        older: Mapping[SessionRun, int],
+        whole_sessions: Sequence[Session],
+        tokens_before: Mapping[SessionRun, int],
     ) -> int:
         """Count a returned group, and return the tokens that training reads.
 
         Args:
             number: the prompt.
-            whole: the sessions as they would be if nothing stopped or cut them.
-            older: tokens that older weights have generated.
+            whole_sessions: the sessions as they would be if nothing stopped or cut them.
+            tokens_before: tokens that older weights have generated.
         """
-        for run, session in zip(member.runs, whole, strict=True):
-            saved = sum(turn.tool_seconds for turn in session.turns) - run.tool_seconds
-            left = len(session.turns) - run.turns
-            self._counts.append((run.tokens, run.recomputed, run.turns, left, run.tool_seconds, saved))
-        trained = 0
+        for run, session in zip(member.runs, whole_sessions, strict=True):
+            seconds_saved = sum(turn.tool_seconds for turn in session.turns) - run.tool_seconds
+            turns_saved = len(session.turns) - run.turns
+            self._counts.append((run.tokens, run.recomputed, run.turns, turns_saved, run.tool_seconds, seconds_saved))
+        trained_tokens = 0
         selected = [candidate for candidate in member.group.candidates if candidate.selected_as is not None]
         for candidate in selected:
             run = member.runs[candidate.index]
-            beyond = max(0, run.tokens - candidate.tokens)
-            tokens = whole[candidate.index].tokens
-            kept = run.tokens - beyond
-            self._returned.append((candidate.cut or kept < tokens, tokens, kept, older.get(run, 0)))
+            # The engine may have run a cut session a little further.
+            tokens_beyond_cut = max(0, run.tokens - candidate.tokens)
+            whole_tokens = whole_sessions[candidate.index].tokens
+            kept_tokens = run.tokens - tokens_beyond_cut
+            is_cut = candidate.cut or kept_tokens < whole_tokens
+            self._returned.append((is_cut, whole_tokens, kept_tokens, tokens_before.get(run, 0)))
             # Training reads prompts and what tools have added, too.
-            trained += run.context - beyond
-        by_index = selection_weights(member.group)
-        weights = [by_index.get(candidate.index, 1.0) for candidate in selected]
-        lengths = _lengths([whole[candidate.index] for candidate in selected])
-        self._weighted[number] = np.average(lengths, axis=0, weights=weights)
-        return trained
+            trained_tokens += run.context - tokens_beyond_cut
+        weight_of_index = selection_weights(member.group)
+        weights = [weight_of_index.get(candidate.index, 1.0) for candidate in selected]
+        lengths = _tokens_and_turns([whole_sessions[candidate.index] for candidate in selected])
+        self._weighted_means[number] = np.average(lengths, axis=0, weights=weights)
+        return trained_tokens
 
     def summarise(self, name: str) -> Summary:
-        # A prompt may be new in one step, and returned in a later step or never.
         expected = np.mean([*self.means.values()], axis=0)
-        found = np.mean([*self._weighted.values()], axis=0)
-        parts = []
-        for number in {**self.means, **self._weighted}:
-            part = (self._weighted.get(number, found) - found) / len(self._weighted)
-            parts.append(part - (self.means.get(number, expected) - expected) / len(self.means))
-        errors = np.sqrt(np.square(parts).sum(axis=0) * len(parts) / max(len(parts) - 1, 1))
+        found = np.mean([*self._weighted_means.values()], axis=0)
+        # The standard error of the difference, from the contribution of each prompt to it. A prompt may be new in one
+        # step, and returned in a later step or never.
+        contributions = []
+        for number in {**self.means, **self._weighted_means}:
+            of_returned = (self._weighted_means.get(number, found) - found) / len(self._weighted_means)
+            of_new = (self.means.get(number, expected) - expected) / len(self.means)
+            contributions.append(of_returned - of_new)
+        count = len(contributions)
+        errors = np.sqrt(np.square(contributions).sum(axis=0) * count / max(count - 1, 1))
         z = np.divide(found - expected, errors, out=np.zeros(2), where=errors > TOLERANCE)
         bias = (found / expected - 1).tolist()
 
-        cuts, whole, kept, stale = np.sum(self._returned, axis=0).tolist()
+        num_cut, whole_tokens, kept_tokens, stale_tokens = np.sum(self._returned, axis=0).tolist()
         counts = (np.sum(self._counts, axis=0) / len(self.steps)).tolist()
         summary: Summary = dict(zip(COUNTS, counts, strict=True))
         return summary | {
@@ -302,17 +312,18 @@ class _Figures:
             "length_z": float(z[0]),
             "turns_bias": bias[1],
             "turns_z": float(z[1]),
-            "cut_share": cuts / len(self._returned),
-            "lost_share": 1 - kept / whole,
-            "stale_share": stale / kept,
+            "cut_share": num_cut / len(self._returned),
+            "lost_share": 1 - kept_tokens / whole_tokens,
+            "stale_share": stale_tokens / kept_tokens,
         }
 
 
 def _compare(off: Summary, summary: Summary) -> Summary:
-    """Return the figures compared with the figures of ``off``, with standard errors of the ratios of means."""
+    """Return the figures compared with the figures of ``off``, with standard errors of the speedups."""
     compared = relative_to(off, summary)
     for name in ("rollout", "step"):
         seconds = np.asarray(summary[f"{name}s"])
+        # The error of a ratio of means, by the residuals of each step.
         differences = np.asarray(off[f"{name}s"]) - compared[f"{name}_speedup"] * seconds
         error = None
         if seconds.size > 1:

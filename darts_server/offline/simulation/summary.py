@@ -44,7 +44,7 @@ start=1.25                   for a step of N prompts 1.25 N are started, and the
 def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> Summary:
     """Return the figures of a policy. Seconds and tokens are means over steps, until `relative_to` divides them."""
     lengths = np.concatenate([step.rollout.lengths for step in steps])
-    tokens = float(lengths.sum()) / len(steps)
+    returned = float(lengths.sum()) / len(steps)
     generated = float(np.mean([step.rollout.generated.sum() for step in steps]))
     return {
         "policy": name,
@@ -54,28 +54,29 @@ def summarise(name: str, steps: Sequence[Step], size: int, notes: str = "") -> S
         "step_speedup": 1.0,
         "rollout_speedup": 1.0,
         "tokens_generated": generated,
-        "tokens_returned": tokens,
-        "tokens_wasted": max(0.0, generated - tokens),
+        "tokens_returned": returned,
+        "tokens_wasted": max(0.0, generated - returned),
         "idle_share": 1 - float(np.mean([step.rollout.busy_share for step in steps])),
         "length_bias": float(lengths.mean()),
         "effective_sample_size": _effective_sample_size(steps, size),
         "truncated_share": sum(int(step.rollout.truncated.sum()) for step in steps) / lengths.size,
-        "stale_share": sum(step.stale_tokens for step in steps) / len(steps) / tokens,
+        "stale_share": sum(step.stale_tokens for step in steps) / len(steps) / returned,
         "notes": notes,
     }
 
 
 def relative_to(off: Summary, summary: Summary) -> Summary:
     """Return the figures of `summarise` or of `sessions`, compared with the figures of ``off``."""
-    found = dict(summary)
+    relative = dict(summary)
     for name in ("step", "rollout"):
-        found[f"{name}_speedup"] = off[f"{name}_seconds"] / summary[f"{name}_seconds"]
+        relative[f"{name}_speedup"] = off[f"{name}_seconds"] / summary[f"{name}_seconds"]
     for name in summary:
         if name.startswith("tokens_"):
-            found[name] = summary[name] / off["tokens_generated"]
+            relative[name] = summary[name] / off["tokens_generated"]
+    # Summaries of sessions have another bias already.
     if "length_bias" in summary:
-        found["length_bias"] = summary["length_bias"] / off["length_bias"] - 1
-    return found
+        relative["length_bias"] = summary["length_bias"] / off["length_bias"] - 1
+    return relative
 
 
 def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
@@ -83,34 +84,33 @@ def _effective_sample_size(steps: Sequence[Step], size: int) -> float | None:
 
     None if a group has no weights, see `SelectionRule.weights`.
     """
-    sizes = []
+    shares_of_groups = []
     for step in steps:
         batch = step.batch
         rollout = step.rollout
-        missing = batch.capped_lengths - batch.generated_before
-        is_whole = batch.valid & (rollout.generated == missing)
-        complete = np.flatnonzero(np.isfinite(rollout.completed_at)).tolist()
-        for group in complete:
-            # A simulated rollout does not record which trajectories were selected as the shortest. A rule needs that
-            # to compute weights.
+        has_ended_by_itself = batch.valid & (rollout.generated == batch.capped_lengths - batch.generated_before)
+        complete_groups = np.flatnonzero(np.isfinite(rollout.completed_at)).tolist()
+        for group in complete_groups:
+            # A rule needs the trajectories that were selected as the shortest to compute weights. A simulated rollout
+            # does not record them.
             rule = step.plan.rule(group)
             count = step.plan.candidates[group]
-            whole = np.flatnonzero(is_whole[group][:count])
-            shortest_first = whole[np.argsort(batch.lengths[group][whole], kind="stable")].tolist()
-            short = shortest_first[: rule.num_shortest]
+            ended = np.flatnonzero(has_ended_by_itself[group][:count])
+            shortest_first = ended[np.argsort(batch.lengths[group][ended], kind="stable")].tolist()
+            shortest = shortest_first[: rule.num_shortest]
             candidates = [Candidate(index, tail_draw=0.0) for index in range(count)]
             for index in np.flatnonzero(rollout.returned[group]).tolist():
-                candidates[index].selected_as = SelectedAs.SHORT if index in short else SelectedAs.LONG
+                candidates[index].selected_as = SelectedAs.SHORT if index in shortest else SelectedAs.LONG
 
             weights = list(rule.weights(candidates).values())
             if not weights:
                 return None
-            sizes.append(sum(weights) ** 2 / sum(weight * weight for weight in weights) / size)
-    return float(np.mean(sizes))
+            shares_of_groups.append(sum(weights) ** 2 / sum(weight * weight for weight in weights) / size)
+    return float(np.mean(shares_of_groups))
 
 
 def format_table(summaries: Sequence[Summary], columns: Mapping[str, tuple[str, str]] = COLUMNS) -> str:
-    """Format summaries as lines of text. ``columns``: title and format of each figure."""
+    """``columns``: title and format of each figure."""
     rows = [[title for title, _ in columns.values()]]
     for summary in summaries:
         row = []
@@ -119,6 +119,7 @@ def format_table(summaries: Sequence[Summary], columns: Mapping[str, tuple[str, 
             row.append("" if figure is None else format(figure, form))
         rows.append(row)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = ["<", *">" * (len(widths) - 2), "<"]
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return "\n".join(form.format(*row).rstrip() for row in rows)
+    # The first and the last column have text, and the others have numbers.
+    alignments = ["<", *">" * (len(widths) - 2), "<"]
+    line = "  ".join(f"{{:{alignment}{width}}}" for alignment, width in zip(alignments, widths, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)

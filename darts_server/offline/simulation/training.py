@@ -34,7 +34,7 @@ class Prompt:
     """Number of restarts."""
     carried: Ints | None = None
     """Tokens that each candidate already has, if any."""
-    since: int = 0
+    first_token_step: int = 0
     """Step that generated the first of the carried tokens."""
 
 
@@ -78,58 +78,58 @@ class Candidates:
     """Whether mean and std of each prompt's lengths are known from an earlier group."""
     seed: int = 0
     _drawn: dict[tuple[int, int], tuple[int, Ints, Floats]] = field(default_factory=dict)
-    _earlier: dict[int, PromptStats] = field(default_factory=dict)
+    _earlier_stats: dict[int, PromptStats] = field(default_factory=dict)
 
-    def batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
-        """Build a batch with up to ``count`` candidates of each prompt."""
+    def build_batch(self, prompts: Sequence[Prompt], count: int) -> Batch:
+        """``count``: maximum number of candidates of a prompt."""
         prompt_tokens = []
         lengths = []
-        draws = []
+        tail_draws = []
         generated_before = np.zeros((len(prompts), count), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             key = (prompt.number, prompt.attempt)
             if key not in self._drawn:
                 # Draw as many candidates as any policy starts, so that all policies get the same candidates. The last
-                # number of the seed begins with 2, because `earlier` uses 1.
+                # number of the seed begins with 2, because `earlier_stats` uses 1.
                 rng = np.random.default_rng([self.seed, prompt.number, 2 + prompt.attempt])
-                drawn = self.workload.lengths(prompt.number, self.most, rng, prompt.attempt)
-                self._drawn[key] = (self.workload.prompt_tokens(prompt.number), drawn, rng.random(self.most))
+                drawn_lengths = self.workload.lengths(prompt.number, self.most, rng, prompt.attempt)
+                self._drawn[key] = (self.workload.prompt_tokens(prompt.number), drawn_lengths, rng.random(self.most))
             tokens, all_lengths, all_draws = self._drawn[key]
             prompt_tokens.append(tokens)
             lengths.append(all_lengths[:count])
-            draws.append(all_draws[:count])
+            tail_draws.append(all_draws[:count])
             if prompt.carried is not None:
                 generated_before[row, : prompt.carried.size] = prompt.carried
         return Batch(
             np.asarray(prompt_tokens),
             np.asarray(lengths),
-            np.asarray(draws),
+            np.asarray(tail_draws),
             self.workload.max_tokens,
             generated_before,
         )
 
-    def earlier(self, number: int) -> PromptStats | None:
+    def earlier_stats(self, number: int) -> PromptStats | None:
         """Return the statistics of a prompt after one earlier group, or None for a new prompt."""
         if not self.knows_prompts:
             return None
-        if number not in self._earlier:
+        if number not in self._earlier_stats:
             rng = np.random.default_rng([self.seed, number, 1])
-            # Attempt 0 would return a trace's samples, which `batch` returns.
+            # Attempt 0 would return a trace's samples, which `build_batch` returns.
             lengths = self.workload.lengths(number, self.size, rng, attempt=1).tolist()
             limit = self.workload.max_tokens
-            observed = [Observation(min(tokens, limit), censored=tokens >= limit) for tokens in lengths]
-            self._earlier[number] = update_stats(None, observed, estimate_lengths(observed), 0)
-        return self._earlier[number]
+            observations = [Observation(min(tokens, limit), censored=tokens >= limit) for tokens in lengths]
+            self._earlier_stats[number] = update_stats(None, observations, estimate_lengths(observations), 0)
+        return self._earlier_stats[number]
 
     def longest_first(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """Order prompts as the server does: left-over prompts first, then prompts with long groups."""
 
-        def key(prompt: Prompt) -> tuple[bool, float]:
+        def sort_key(prompt: Prompt) -> tuple[bool, float]:
             is_new = prompt.carried is None and prompt.attempt == 0
-            earlier = self.earlier(prompt.number)
-            return is_new, 0.0 if earlier is None else -earlier.mean_ema
+            stats = self.earlier_stats(prompt.number)
+            return is_new, 0.0 if stats is None else -stats.mean_ema
 
-        return sorted(prompts, key=key)
+        return sorted(prompts, key=sort_key)
 
 
 def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
@@ -138,78 +138,81 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
     recent = RecentCompletionLengths()
     state = AheadState()
     limits = AutoLimits()
-    first = 0
+    first_step = 0
+    cycle = policy.steps_per_long_round
     if policy.most_stale is not None:
         limits = AutoLimits(most_stale=policy.most_stale)
         warm_up = LEARNING
     else:
-        warm_up = policy.cycle * ceil(WARM_UP / policy.cycle)
-    # Without left-over prompts the warm-up would change nothing.
+        warm_up = cycle * ceil(WARM_UP / cycle)
+    # Without left-over prompts the warm-up would change nothing, so only its prompts are skipped.
     if policy.start == 1:
         warm_up = WARM_UP
-        first = WARM_UP
-    count = policy.cycle * ceil(candidates.steps / policy.cycle)
+        first_step = WARM_UP
+    measured_steps = cycle * ceil(candidates.steps / cycle)
 
     steps: list[Step] = []
-    waiting: list[Prompt] = []
-    next_new = first * needed
-    for number in range(first, warm_up + count):
+    left_over: list[Prompt] = []
+    next_new = first_step * needed
+    for number in range(first_step, warm_up + measured_steps):
         # The prompts of the step: left-over prompts, and new prompts.
-        batch = waiting
-        waiting = []
-        new = round(policy.start * needed) - len(batch)
-        if policy.long_rounds and len(batch) < needed:
-            waiting = batch
-            batch = []
-            new = round(policy.start * needed)
+        prompts = left_over
+        left_over = []
+        num_new = round(policy.start * needed) - len(prompts)
+        if policy.long_rounds and len(prompts) < needed:
+            left_over = prompts
+            prompts = []
+            num_new = round(policy.start * needed)
         elif policy.long_rounds:
-            waiting = batch[needed:]
-            batch = batch[:needed]
-            new = 0
-        batch = [*batch, *map(Prompt, range(next_new, next_new + new))]
-        next_new += new
+            left_over = prompts[needed:]
+            prompts = prompts[:needed]
+            num_new = 0
+        prompts = [*prompts, *map(Prompt, range(next_new, next_new + num_new))]
+        next_new += num_new
         if policy.long_first:
-            batch = candidates.longest_first(batch)
+            prompts = candidates.longest_first(prompts)
         if policy.most_stale is not None:
-            choice = choose_ahead(limits, state, needed, len(batch))
-            waiting = [*batch[choice.started :], *waiting]
-            batch = batch[: choice.started]
+            choice = choose_ahead(limits, state, needed, len(prompts))
+            left_over = [*prompts[choice.started :], *left_over]
+            prompts = prompts[: choice.started]
 
-        enough = needed if len(batch) > needed else None
-        step = run_step(policy, batch, enough, candidates, recent)
+        needed_groups = needed if len(prompts) > needed else None
+        step = run_step(policy, prompts, needed_groups, candidates, recent)
         steps.append(step)
 
         # Left-over prompts start again, or continue.
         tokens = step.rollout.generated.astype(np.int64) + step.batch.generated_before
         for row in np.flatnonzero(np.isinf(step.rollout.completed_at)).tolist():
-            prompt = batch[row]
+            prompt = prompts[row]
             generated = tokens[row, : step.plan.candidates[row]]
-            since = number if prompt.carried is None else prompt.since
+            first_token_step = number if prompt.carried is None else prompt.first_token_step
             if not generated.any():
-                waiting.append(prompt)
-            elif policy.resumes and number + 1 - since <= MAX_STALENESS:
-                waiting.append(Prompt(prompt.number, prompt.attempt, generated, since))
+                left_over.append(prompt)
+            elif policy.resumes and number + 1 - first_token_step <= MAX_STALENESS:
+                left_over.append(Prompt(prompt.number, prompt.attempt, generated, first_token_step))
             else:
-                waiting.append(Prompt(prompt.number, prompt.attempt + 1))
+                left_over.append(Prompt(prompt.number, prompt.attempt + 1))
         if policy.most_stale is not None:
-            state = learn_ahead(limits, state, choice, outcome_of(step, candidates.machine))
-    return steps[-count:]
+            state = learn_ahead(limits, state, choice, measure_outcome(step, candidates.machine))
+    return steps[-measured_steps:]
 
 
-def outcome_of(step: Step, machine: Machine) -> AheadOutcome:
-    """Return the figures from which `auto` learns."""
+def measure_outcome(step: Step, machine: Machine) -> AheadOutcome:
+
     returned = step.rollout.returned[step.rollout.returned.any(axis=1)]
     longest_first = returned[np.argsort(-returned.sum(axis=1), kind="stable")]
-    # The server learns the time of a decode step by the number of sequences, whose contexts have the usual length.
-    context = step.batch.prompt_tokens.mean() + (returned**2).sum() / returned.sum() / 2
+    # The server learns the time of a decode step by the number of sequences, whose contexts have the usual length:
+    # over all steps of all trajectories, the mean number of generated tokens is sum(length²) / sum(length) / 2.
+    mean_context = step.batch.prompt_tokens.mean() + (returned**2).sum() / returned.sum() / 2
     times = machine.step_time
-    batches = np.asarray(times.decode.batches)
+    batch_sizes = np.asarray(times.decode.batches)
     if times.drafts:
-        batches = np.union1d(batches, np.geomspace(1, machine.max_num_seqs, CURVE_POINTS).round())
-    seconds, _ = times.seconds_per_token(batches, batches * context)
-    per_sequence = times.decode.per_sequence + float(times.per_context_token * context)
-    curve = LatencyCurve(tuple(batches.tolist()), tuple(seconds.tolist()), per_sequence)
+        batch_sizes = np.union1d(batch_sizes, np.geomspace(1, machine.max_num_seqs, CURVE_POINTS).round())
+    seconds, _ = times.seconds_per_token(batch_sizes, batch_sizes * mean_context)
+    per_sequence = times.decode.per_sequence + float(times.per_context_token * mean_context)
+    curve = LatencyCurve(tuple(batch_sizes.tolist()), tuple(seconds.tolist()), per_sequence)
     curve = curve.scaled(1 / machine.replicas)
+    # The seconds of each group in a rollout of the returned trajectories alone.
     capacity = machine.replicas * machine.max_num_seqs
     alone = curve.completion_seconds(longest_first.ravel().tolist(), capacity).reshape(longest_first.shape)
     return AheadOutcome(
@@ -224,7 +227,7 @@ def outcome_of(step: Step, machine: Machine) -> AheadOutcome:
 def run_step(
     policy: Policy,
     prompts: Sequence[Prompt],
-    enough: int | None,
+    needed_groups: int | None,
     candidates: Candidates,
     recent: RecentCompletionLengths,
 ) -> Step:
@@ -234,18 +237,19 @@ def run_step(
         ValueError: a sequence does not fit into an engine's KV cache.
     """
     machine = candidates.machine
-    earlier = [candidates.earlier(prompt.number) for prompt in prompts]
-    stds = [None if stats is None else stats.std_ema for stats in earlier]
-    means = [stats.mean_ema for stats in earlier if stats is not None]
+    stats_of_prompts = [candidates.earlier_stats(prompt.number) for prompt in prompts]
+    stds = [None if stats is None else stats.std_ema for stats in stats_of_prompts]
+    means = [stats.mean_ema for stats in stats_of_prompts if stats is not None]
     mean_length = fmean(means) if means else None
-    plan = BatchPlan.of(policy.shaping, candidates.size, stds, needed_groups=enough, mean_length=mean_length)
+    plan = BatchPlan.of(policy.shaping, candidates.size, stds, needed_groups=needed_groups, mean_length=mean_length)
+    # Carried prompts keep their candidates.
     counts = list(plan.candidates)
     for row, prompt in enumerate(prompts):
         if prompt.carried is not None:
             counts[row] = prompt.carried.size
     plan = replace(plan, candidates=counts)
 
-    batch = candidates.batch(prompts, max(counts))
+    batch = candidates.build_batch(prompts, max(counts))
     longest = int((batch.prompt_tokens[:, None] + batch.capped_lengths).max())
     if machine.kv_blocks is not None and longest > machine.kv_blocks * machine.block_size:
         raise ValueError(f"{machine.kv_blocks} KV blocks are too few for a sequence of {longest} tokens")

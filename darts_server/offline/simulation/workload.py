@@ -47,18 +47,17 @@ class TracedPrompt(NamedTuple):
 class TracedWorkload:
     """Prompts of a trace in random order, repeated as often as needed.
 
-    The first candidates of a prompt are its samples in the trace. All other candidates are resampled: half of them from
-    the prompt's own samples, and half from the samples of the `NEIGHBOURS` prompts with the nearest mean length, scaled
-    to the prompt's mean. All of this is in logarithms. Each gets normal noise of variance s² / n, where s is the std of
-    the prompt's n samples: n values that are drawn with replacement lose exactly this share of their variance. A draw
-    from a truncated sample is truncated. Noise that would truncate another draw is left out.
+    The first candidates of a prompt are its samples in the trace. Other candidates are resampled: half of them from the
+    prompt's own samples, and half from the samples of the `NEIGHBOURS` prompts with the nearest mean length, scaled to
+    the prompt's mean. Each gets normal noise of variance s² / n, where s is the std of the prompt's n samples: n values
+    that are drawn with replacement lose this share of their variance. A draw from a truncated sample is truncated.
     """
 
     def __init__(self, prompts: Sequence[TracedPrompt], max_tokens: int, seed: int) -> None:
         self.max_tokens = max_tokens
         self._prompts = prompts
-        self._logs = [np.log(np.asarray(prompt.lengths, dtype=np.float64)) for prompt in prompts]
-        self._means = np.asarray([float(logs.mean()) for logs in self._logs])
+        self._log_lengths = [np.log(np.asarray(prompt.lengths, dtype=np.float64)) for prompt in prompts]
+        self._log_means = np.asarray([float(logs.mean()) for logs in self._log_lengths])
         self._order: list[int] = np.random.default_rng(seed).permutation(len(prompts)).tolist()
 
     def prompt_tokens(self, number: int) -> int:
@@ -66,30 +65,34 @@ class TracedWorkload:
 
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
         row = self._order[number % len(self._order)]
-        seen: Sequence[int] = ()
+        # In the first epoch, the first candidates are the samples of the trace.
+        samples: Sequence[int] = ()
         if number < len(self._prompts) and not attempt:
-            seen = self._prompts[row].lengths[:count]
-        count -= len(seen)
+            samples = self._prompts[row].lengths[:count]
+        num_drawn = count - len(samples)
 
-        # The values to draw from, and the probability of each.
-        own = self._logs[row]
-        distances = np.abs(self._means - self._means[row])
+        # The values to draw from, in logarithms, and the probability of each.
+        own_logs = self._log_lengths[row]
+        own_mean = self._log_means[row]
+        distances = np.abs(self._log_means - own_mean)
         distances[row] = np.inf
-        near = np.argsort(distances, kind="stable")[: min(NEIGHBOURS, len(distances) - 1)]
-        values = np.concatenate([own, *(self._logs[i] + (self._means[row] - self._means[i]) for i in near)])
+        neighbours = np.argsort(distances, kind="stable")[: min(NEIGHBOURS, len(distances) - 1)]
+        scaled_logs = [self._log_lengths[i] + (own_mean - self._log_means[i]) for i in neighbours]
+        values = np.concatenate([own_logs, *scaled_logs])
         limit = log(self.max_tokens)
-        truncated = np.concatenate([own, *(self._logs[i] for i in near)]) >= limit
-        shares = np.full(values.size, (1 - OWN_SHARE) / max(1, values.size - own.size))
-        shares[: own.size] = (OWN_SHARE if near.size else 1.0) / own.size
+        is_truncated = np.concatenate([own_logs, *(self._log_lengths[i] for i in neighbours)]) >= limit
+        probabilities = np.full(values.size, (1 - OWN_SHARE) / max(1, values.size - own_logs.size))
+        probabilities[: own_logs.size] = (OWN_SHARE if neighbours.size else 1.0) / own_logs.size
 
-        chosen = rng.choice(values.size, count, p=shares)
-        spread = own.std(ddof=1) / np.sqrt(own.size) if own.size > 1 else 0.0
+        chosen = rng.choice(values.size, num_drawn, p=probabilities)
+        noise_std = own_logs.std(ddof=1) / np.sqrt(own_logs.size) if own_logs.size > 1 else 0.0
         drawn = values[chosen]
-        noisy = drawn + spread * rng.standard_normal(count)
-        ends = np.minimum(np.where(noisy < limit, noisy, drawn), limit)
-        resampled = np.clip(np.round(np.exp(ends)), 1, self.max_tokens - 1)
-        resampled = np.where(truncated[chosen], self.max_tokens, resampled)
-        return np.asarray(np.concatenate([seen, resampled]), dtype=np.int64)
+        noisy = drawn + noise_std * rng.standard_normal(num_drawn)
+        # Noise must not truncate a draw.
+        logs = np.minimum(np.where(noisy < limit, noisy, drawn), limit)
+        lengths = np.clip(np.round(np.exp(logs)), 1, self.max_tokens - 1)
+        lengths = np.where(is_truncated[chosen], self.max_tokens, lengths)
+        return np.asarray(np.concatenate([samples, lengths]), dtype=np.int64)
 
 
 Quantiles = tuple[Sequence[float], Sequence[float]]
@@ -119,8 +122,8 @@ class FittedWorkload:
     def lengths(self, number: int, count: int, rng: np.random.Generator, attempt: int = 0) -> Ints:
         median_probabilities, medians = self.medians
         ratio_probabilities, ratios = self.ratios
-        # The seed does not depend on the run, so a prompt has the same median in every run. 2 is the stream of medians;
-        # `prompt_tokens` uses stream 1. All attempts have the same distribution, so ``attempt`` is not used.
+        # A prompt has the same median in every run. 2 is the stream of medians; `prompt_tokens` uses stream 1. All
+        # attempts have the same distribution, so ``attempt`` is not used.
         probability = np.random.default_rng([0, number, 2]).random()
         median = np.exp(np.interp(probability, median_probabilities, np.log(medians)))
         lengths = np.ceil(median * np.exp(np.interp(rng.random(count), ratio_probabilities, np.log(ratios))))
@@ -188,43 +191,43 @@ def read_traces(paths: Sequence[Path], form: Format, max_tokens: int | None = No
     Raises:
         InvalidSetting: a file cannot be read, a line is invalid, or samples are truncated below ``max_tokens``.
     """
-    found = [prompt for path in paths for prompt in _read(path, form)]
-    if not found:
+    prompts_with_caps = [prompt_with_cap for path in paths for prompt_with_cap in _read_trace(path, form)]
+    if not prompts_with_caps:
         raise InvalidSetting(f"--trace: there are no prompts in {', '.join(map(str, paths))}")
-    reached = [cap for prompt, cap in found if cap is not None and max(prompt.lengths) >= cap]
-    if max_tokens is not None and reached and max_tokens > min(reached):
+    reached_caps = [cap for prompt, cap in prompts_with_caps if cap is not None and max(prompt.lengths) >= cap]
+    if max_tokens is not None and reached_caps and max_tokens > min(reached_caps):
         raise InvalidSetting(
-            f"--max-tokens: samples are truncated at {min(reached)} tokens, and it is not known how long they would "
-            "have become; lower --max-tokens, or leave it out"
+            f"--max-tokens: samples are truncated at {min(reached_caps)} tokens, and it is not known how long they "
+            "would have become; lower --max-tokens, or leave it out"
         )
-    longest = max(max(*prompt.lengths, cap or 0) for prompt, cap in found)
-    return [prompt for prompt, _ in found], max_tokens or min(reached, default=longest)
+    longest = max(max(*prompt.lengths, cap or 0) for prompt, cap in prompts_with_caps)
+    return [prompt for prompt, _ in prompts_with_caps], max_tokens or min(reached_caps, default=longest)
 
 
-def describe(prompts: Sequence[TracedPrompt], max_tokens: int) -> str:
+def describe_trace(prompts: Sequence[TracedPrompt], max_tokens: int) -> str:
     """Describe the lengths of a trace in a line, if trajectories end at ``max_tokens``."""
-    traced = np.concatenate([prompt.lengths for prompt in prompts])
-    lengths = np.minimum(traced, max_tokens)
-    truncated = float((lengths == max_tokens).mean())
-    about = (
+    traced_lengths = np.concatenate([prompt.lengths for prompt in prompts])
+    lengths = np.minimum(traced_lengths, max_tokens)
+    truncated_share = float((lengths == max_tokens).mean())
+    description = (
         f"The trace has {lengths.size} lengths of {len(prompts)} prompts: mean {lengths.mean():.1f} tokens, longest "
-        f"{lengths.max()}, {truncated:.0%} at the limit"
+        f"{lengths.max()}, {truncated_share:.0%} at the limit"
     )
-    cut = float((traced > max_tokens).mean())
-    if cut:
-        about += (
-            f". {cut:.0%} were longer than the limit, which is --max-tokens or the smallest cap that a sample reaches: "
-            "drop the lines with smaller caps than the cap of your training"
+    cut_share = float((traced_lengths > max_tokens).mean())
+    if cut_share:
+        description += (
+            f". {cut_share:.0%} were longer than the limit, which is --max-tokens or the smallest cap that a sample "
+            "reaches: drop the lines with smaller caps than the cap of your training"
         )
-    return about
+    return description
 
 
-def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
+def _read_trace(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]:
     """Yield the prompts of a file with their caps. Prompts whose samples have several turns come last."""
     fields = _FIELDS[form]
     is_jsonl = form is Format.JSONL
     # Samples with several turns and their caps, by step and prompt.
-    groups: dict[tuple[str, int], list[tuple[Session, int | None]]] = {}
+    sessions_of_prompts: dict[tuple[str, int], list[tuple[Session, int | None]]] = {}
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -245,59 +248,61 @@ def _read(path: Path, form: Format) -> Iterator[tuple[TracedPrompt, int | None]]
         # PolyTrace's max_response_len is no cap: it also counts the tokens of tools, and some samples generate more.
         cap = None
         if is_jsonl and line.get("cap") is not None:
-            cap = _count(line, "cap", place)
+            cap = _read_count(line, "cap", place)
         has_turns = "turns" in line if is_jsonl else "output" not in line
         if has_turns:
-            group = (str(line.get("step")), _count(line, fields.group, place, 0))
-            groups.setdefault(group, []).append((_read_session(line, fields, place), cap))
+            step_and_prompt = (str(line.get("step")), _read_count(line, fields.group, place, 0))
+            session = _read_session(line, fields, place)
+            sessions_of_prompts.setdefault(step_and_prompt, []).append((session, cap))
             continue
 
-        prompt_tokens = _count(line, fields.prompt_tokens, place)
+        prompt_tokens = _read_count(line, fields.prompt_tokens, place)
         values = line.get(fields.lengths)
         if not isinstance(values, list) or not values:
             raise InvalidSetting(f"--trace: {fields.lengths} must be a list of token counts in {place}")
-        lengths = tuple(_count({fields.lengths: value}, fields.lengths, place) for value in values)
+        lengths = tuple(_read_count({fields.lengths: value}, fields.lengths, place) for value in values)
         if cap is not None and max(lengths) > cap:
             raise InvalidSetting(
                 f"--trace: {fields.lengths} must be at most the cap, {cap}, in {place}; got {max(lengths)}"
             )
         yield TracedPrompt(prompt_tokens, lengths), cap
 
-    for samples in groups.values():
-        sessions, caps = zip(*samples, strict=True)
+    for sessions_with_caps in sessions_of_prompts.values():
+        sessions, caps = zip(*sessions_with_caps, strict=True)
         cap = min((cap for cap in caps if cap is not None), default=None)
         # An engine prefills the tokens that tools add, and does not generate them.
-        added = fmean(sum(turn.added for turn in session.turns) for session in sessions)
-        yield TracedPrompt(round(added), tuple(session.tokens for session in sessions), sessions), cap
+        prefilled_tokens = fmean(sum(turn.added for turn in session.turns) for session in sessions)
+        yield TracedPrompt(round(prefilled_tokens), tuple(session.tokens for session in sessions), sessions), cap
 
 
 def _read_session(line: Mapping[str, Any], fields: _Fields, place: str) -> Session:
-    """Read a sample with several turns. Tools of a turn run one after the other."""
-    tools = _objects(line, fields.tools, place)
-    added = _count(line, fields.sample_prompt_tokens, place)
-    seconds = 0.0
+    """Read a sample with several turns."""
+    tools = _read_objects(line, fields.tools, place)
+    added_tokens = _read_count(line, fields.sample_prompt_tokens, place)
+    tool_seconds = 0.0
     turns = []
-    for number, turn in enumerate(_objects(line, "turns", place) or [{}]):
-        generated = max(1, _count(turn, fields.generated, place, 0))
-        turns.append(Turn(added, generated, seconds))
-        after = [tool for position, tool in enumerate(tools) if tool.get("turn", position) == number]
-        added = sum(_count(tool, fields.added, place, 0) for tool in after)
-        took = [tool.get("seconds", 0.0) for tool in after]
-        if not all(isinstance(value, float | int) and 0 <= value < inf for value in took):
+    for number, turn in enumerate(_read_objects(line, "turns", place) or [{}]):
+        generated = max(1, _read_count(turn, fields.generated, place, 0))
+        turns.append(Turn(added_tokens, generated, tool_seconds))
+        # The tools after this turn belong to the next turn. They run one after the other.
+        tools_after_turn = [tool for position, tool in enumerate(tools) if tool.get("turn", position) == number]
+        added_tokens = sum(_read_count(tool, fields.added, place, 0) for tool in tools_after_turn)
+        seconds_of_tools = [tool.get("seconds", 0.0) for tool in tools_after_turn]
+        if not all(isinstance(seconds, float | int) and 0 <= seconds < inf for seconds in seconds_of_tools):
             raise InvalidSetting(f"--trace: seconds must be numbers of at least 0 in {place}")
-        seconds = float(sum(took))
+        tool_seconds = float(sum(seconds_of_tools))
     # A session that ends otherwise was ended at a limit.
     return Session(tuple(turns), turn.get("end", "stop") == "stop")
 
 
-def _count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
+def _read_count(values: Mapping[str, Any], name: str, place: str, least: int = 1) -> int:
     value = values.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidSetting(f"--trace: {name} must be a whole number of at least {least} in {place}")
     return value
 
 
-def _objects(line: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
+def _read_objects(line: Mapping[str, Any], name: str, place: str) -> list[dict[str, Any]]:
     values = line.get(name, [])
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InvalidSetting(f"--trace: {name} must be a list of objects in {place}")

@@ -18,7 +18,7 @@ from darts_server.offline.simulation.sessions import (
     SessionTraining,
     best_limits,
     compare_with_limits,
-    limited,
+    limit_session,
     run_sessions,
 )
 from darts_server.offline.simulation.summary import Summary
@@ -178,10 +178,10 @@ def test_policies_can_restart_prompts_too(policy: str) -> None:
 
 def test_a_limit_ends_a_session_at_its_turn_or_token() -> None:
     whole = Session((Turn(5, 4), Turn(2, 3, 0.5), Turn(1, 6, 0.25)))
-    assert limited(whole) == limited(whole, turns=3) == limited(whole, tokens=13) == whole
-    assert limited(whole, turns=2).turns == limited(whole, tokens=7).turns == whole.turns[:2]
-    assert limited(whole, tokens=8).turns == (*whole.turns[:2], Turn(1, 1, 0.25))
-    assert limited(whole, tokens=2).turns == (Turn(5, 2),)
+    assert limit_session(whole) == limit_session(whole, turns=3) == limit_session(whole, tokens=13) == whole
+    assert limit_session(whole, turns=2).turns == limit_session(whole, tokens=7).turns == whole.turns[:2]
+    assert limit_session(whole, tokens=8).turns == (*whole.turns[:2], Turn(1, 1, 0.25))
+    assert limit_session(whole, tokens=2).turns == (Turn(5, 2),)
 
 
 def test_the_best_limits_cut_no_more_than_a_share() -> None:

@@ -15,7 +15,7 @@ from darts_server.offline.simulation.training import (
     WARM_UP,
     Candidates,
     Prompt,
-    outcome_of,
+    measure_outcome,
     run_policy,
     run_step,
 )
@@ -108,7 +108,7 @@ def test_long_prompts_can_come_first() -> None:
         assert sorted(one.batch.lengths.tolist()) == sorted(other.batch.lengths.tolist())
     first_step = [Prompt(number) for number in range(12)]
     numbers = [prompt.number for prompt in drawn.longest_first(first_step)]
-    means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier(number)) is not None]
+    means = [earlier.mean_ema for number in numbers if (earlier := drawn.earlier_stats(number)) is not None]
     assert means == sorted(means, reverse=True)
     new = candidates(steps=1, knows_prompts=False)
     assert new.longest_first(first_step) == first_step
@@ -204,7 +204,7 @@ def test_auto_learns_the_time_that_groups_take_with_drafts() -> None:
     times = replace(TINY_MACHINE.step_time, drafts=(0.7, 0.5, 0.3), per_prefill_token=0.0)
     machine = replace(TINY_MACHINE, step_time=times)
     [step] = run_policy(parse_policy("off", 4), replace(candidates(steps=1), machine=machine))
-    outcome = outcome_of(step, machine)
+    outcome = measure_outcome(step, machine)
     assert max(outcome.alone) == pytest.approx(step.rollout.seconds, rel=0.02)
     [slower] = run_policy(parse_policy("off", 4), replace(candidates(steps=1)))
     assert step.rollout.seconds < 0.6 * slower.rollout.seconds

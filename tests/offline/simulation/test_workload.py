@@ -10,7 +10,7 @@ from darts_server.offline.simulation import presets
 from darts_server.offline.simulation.model.batch import Ints
 from darts_server.offline.simulation.model.sessions import Session, Turn
 from darts_server.offline.simulation.presets import PRESETS
-from darts_server.offline.simulation.workload import Format, TracedPrompt, TracedWorkload, describe, read_traces
+from darts_server.offline.simulation.workload import Format, TracedPrompt, TracedWorkload, describe_trace, read_traces
 
 SEEN = np.random.default_rng(5)
 
@@ -154,9 +154,9 @@ def test_a_limit_above_the_truncation_of_samples_is_refused(tmp_path: Path) -> N
 
 def test_a_trace_is_described_at_the_limit_of_the_simulation() -> None:
     said = "The trace has 3 lengths of 2 prompts: mean 12.3 tokens, longest 20, 33% at the limit"
-    assert describe([TracedPrompt(5, (7, 20)), TracedPrompt(5, (10,))], 20) == said
+    assert describe_trace([TracedPrompt(5, (7, 20)), TracedPrompt(5, (10,))], 20) == said
     said += ". 33% were longer than the limit, which is --max-tokens or the smallest cap that a sample reaches:"
-    assert describe([TracedPrompt(5, (7, 30)), TracedPrompt(5, (10,))], 20).startswith(said)
+    assert describe_trace([TracedPrompt(5, (7, 30)), TracedPrompt(5, (10,))], 20).startswith(said)
 
 
 SAMPLE = {

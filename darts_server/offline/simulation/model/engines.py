@@ -309,15 +309,9 @@ def _schedule_stays(
 ) -> list[list[float]]:
     """Schedule sequences, and return a row for each stay.
 
-    A row has the sequence, the steps of begin and end, the tokens that were generated before, and whether it is the
-    only running sequence of its group.
-
-    Args:
-        free_tokens: tokens that fit into the KV cache.
-        group: group of each sequence, ascending.
-        own: tokens in the KV cache that each sequence does not share.
-        shared: tokens in the KV cache that the group of each sequence shares.
-        tokens: tokens that each sequence will generate.
+    A row has the sequence, the steps of begin and end, the tokens that were generated before, and whether no other
+    sequence of its group runs. Groups ascend. ``own`` and ``shared`` are tokens in the KV cache, and ``tokens`` will be
+    generated.
     """
     waiting = deque(range(len(tokens)))
     # Row of the stay of each running sequence, in the order of admission.

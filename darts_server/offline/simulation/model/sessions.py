@@ -224,7 +224,7 @@ class _Engine:
         """Preempt sequences that do not fit into the KV cache. Admit sequences from the queue, and return them."""
         while self.free_tokens < 0 and (self.idle_caches or len(self.running) > 1):
             if not self.idle_caches:
-                # Preempt the sequence that was admitted last. Its cache is the only cache to evict.
+                # Preempt the sequence that was admitted last, and evict its cache.
                 last = next(reversed(self.running))
                 self.remove_from_batch(last, State.WAITING)
                 self.waiting.appendleft(last)
@@ -308,8 +308,8 @@ class SessionRollout:
         sessions: sessions of each new prompt, at least as many as its candidates.
         rngs: generator of tail draws of each new group.
         plan: how the prompts are rolled out. Carried groups come first.
-        by_seconds: whether groups count the time since the rollout began, in units of 1 / `UNITS_PER_SECOND` seconds,
-            instead of generated tokens. Lengths and the deadline of ``plan`` then count in the same units.
+        by_seconds: whether lengths and the deadline count units of 1 / `UNITS_PER_SECOND` seconds since the rollout
+            began, instead of generated tokens.
         carried: groups that `remove` has taken out of an earlier rollout. Their rule has no deadline and counts tokens.
     """
 
@@ -418,7 +418,7 @@ class SessionRollout:
                 run.return_from_tool()
 
     def _move_sessions(self, engine: _Engine) -> set[int]:
-        """Send sessions into tools and back into the queue. Return the groups whose sessions have news."""
+        """Send sessions into tools and back into the queue. Return the groups with events."""
         due_groups = set()
         for run in [run for run in engine.running if run.next_event_step <= engine.step]:
             due_groups.add(run.group)
@@ -439,10 +439,7 @@ class SessionRollout:
         return due_groups
 
     def _update_group(self, number: int) -> bool:
-        """Send the events of a group's sessions to the group, and carry out its decisions.
-
-        Return whether there were events.
-        """
+        """Handle the events of a group's sessions, and return whether there were any."""
         member = self.groups[number]
         group = member.group
         engine = member.engine
@@ -486,7 +483,7 @@ class SessionRollout:
         return bool(events)
 
     def _schedule(self, engine: _Engine, changed_groups: set[int]) -> None:
-        """Schedule an engine, and set the next events of sessions in changed groups and of admitted sessions."""
+        """Schedule an engine, and set the next events of sessions in changed groups."""
         changed_groups.update(run.group for run in engine.schedule())
         for number in changed_groups:
             member = self.groups[number]
