@@ -95,7 +95,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags(options: argparse.Namespace, prompts: Sequence[PromptStats]) -> None:
-
     num_unknown = sum(prompt.prompt_tokens is None for prompt in prompts)
     if num_unknown and options.prompt_tokens is None:
         raise InvalidSetting(
@@ -197,7 +196,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_state(options: argparse.Namespace) -> bytes:
-
     if options.state is not None:
         try:
             return Path(options.state).read_bytes()

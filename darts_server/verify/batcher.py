@@ -129,7 +129,6 @@ class Batcher:
         return job.future
 
     def _dispatch(self) -> None:
-
         self._is_dispatch_scheduled = False
         if self._is_closed:
             self._end_waiting_jobs(CLOSED)
@@ -153,7 +152,6 @@ class Batcher:
             task.add_done_callback(self._tasks.discard)
 
     def _take_batch(self, limits: BatchLimits) -> list[Job]:
-
         max_jobs = limits.answers
         if limits.seconds < math.inf:
             max_jobs = max(1, min(max_jobs, int(limits.seconds / self._seconds_per_answer)))

@@ -122,7 +122,6 @@ def trl_call_key(item: Item) -> tuple[object, ...]:
 
 
 def _decode_prompt(item: Item) -> Any:
-
     if item.messages is not None:
         return msgspec.json.decode(item.messages)
     if item.prompt_text is not None:

@@ -54,7 +54,6 @@ def run_batch(
     table: memoryview,
     worker_pid: int,
 ) -> list[Call]:
-
     # Only functions of TRL's form get several answers in a call.
     indices_by_key: dict[object, list[int]] = {}
     for index, item in enumerate(items):
@@ -90,7 +89,6 @@ def call_function(function: Function, items: Sequence[Item]) -> list[Call]:
 
 
 def describe_error(error: BaseException) -> str:
-
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:

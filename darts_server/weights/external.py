@@ -121,7 +121,6 @@ class ExternalUpdates:
             await self.coordinator.finish(session)
 
     async def _run_step(self, session: _Session, phase: str, step: Step) -> None:
-
         if self._timeout_task is not None:
             # This task has the lock, so the timeout has not begun to end the session.
             self._timeout_task.cancel()

@@ -41,7 +41,6 @@ class LoadedWeights:
             self._tensors = tensors
 
     def record_mixture(self) -> None:
-
         self._are_in_files = False
         self.intact = False
 

@@ -161,7 +161,6 @@ class _LoraUpdate(Update):
         return self.loras.engine
 
     async def stage(self) -> None:
-
         fetch = self.fetch
         # The update removes the adapter.
         if fetch is None:
@@ -196,7 +195,6 @@ class _LoraUpdate(Update):
             self.loras.served[self.lora] = self.staged
 
     def clean_up(self) -> None:
-
         served = self.loras.served
         staging = self.loras.staging
         served_folders = {lora.folder for lora in served.values()}

@@ -113,7 +113,6 @@ class _WeightUpdate(Update):
     tensors: TensorSet = dataclass_field(default_factory=dict)
 
     async def stage(self) -> None:
-
         given = await self.run_phase("transfer", self.fetch)
 
         async def check() -> TensorSet:
@@ -128,7 +127,6 @@ class _WeightUpdate(Update):
         self.tensors = await self.run_phase("check", check)
 
     async def apply(self) -> None:
-
         await self.run_phase("load", lambda: self.owner.model.load(names_by_file(self.tensors)))
         changed = await run_sync(changed_files, self.tensors)
         if changed:

@@ -97,13 +97,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fail(message: str) -> int:
-
     print(f"darts-server demo: {message}", file=sys.stderr)
     return 1
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-
     parser = argparse.ArgumentParser(
         "darts-server demo",
         description=DESCRIPTION,

@@ -171,7 +171,6 @@ class Run:
 
 
 def format_table(raw: Run, others: Sequence[Run]) -> str:
-
     runs = [raw, *others]
     rows = [
         ["", *(run.name for run in runs)],

@@ -102,7 +102,6 @@ Launch = Callable[[Sequence[str], Path, Mapping[str, str]], Process]
 
 
 def launch(arguments: Sequence[str], log: Path, env: Mapping[str, str]) -> Process:
-
     with log.open("wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -175,7 +174,6 @@ def serving(
 
 
 def _stop(process: Process) -> None:
-
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):

@@ -227,7 +227,6 @@ def parse_acceptance(text: str) -> tuple[float, ...]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-
     parser = argparse.ArgumentParser(
         "darts-server simulate",
         description=DESCRIPTION,

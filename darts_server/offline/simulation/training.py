@@ -198,7 +198,6 @@ def run_policy(policy: Policy, candidates: Candidates) -> list[Step]:
 
 
 def measure_outcome(step: Step, machine: Machine) -> AheadOutcome:
-
     returned = step.rollout.returned[step.rollout.returned.any(axis=1)]
     longest_first = returned[np.argsort(-returned.sum(axis=1), kind="stable")]
     # The server learns the time of a decode step by the number of sequences, whose contexts have the usual length:
