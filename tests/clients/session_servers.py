@@ -90,7 +90,7 @@ def _add_turns(app: FastAPI, registry: SessionRegistry) -> None:
             turn.finish(body["prompt"], tokens, [-0.5] * len(tokens))
         finally:
             turn.leave(len(tokens))
-        state = "over" if session.session.is_over else "open"
+        state = "over" if session.state.is_over else "open"
         request.state.darts_session_state = f"id={session.session_id}; state={state}"
         choice = {
             "index": 0,

@@ -174,7 +174,7 @@ async def test_agents_that_lose_are_cancelled_and_send_no_further_request(
     await asyncio.sleep(0.1)
     assert {s.id: server.count(TURNS, s.id) for s in over} == before
     assert server.group(group.id).outcome is Outcome.COMPLETED
-    ends = [session.session.end_reason for session in server.group(group.id).sessions]
+    ends = [session.state.end_reason for session in server.group(group.id).sessions]
     assert sorted(ends, key=str) == 2 * [SessionEnd.FINISHED] + 2 * [SessionEnd.STOPPED]
     assert server.count(EVENTS, group.id) <= 8, "a poll serves all sessions, and returns at each event at most"
 
@@ -193,7 +193,7 @@ async def test_an_exception_makes_a_session_unusable_and_its_replacement_runs(
             indices = await run_all(group, agent)
     assert indices == [0, 1, 2, 3]
     assert [t.index for t in group.trajectories] == [2, 3]
-    ends = [session.session.end_reason for session in server.group(group.id).sessions]
+    ends = [session.state.end_reason for session in server.group(group.id).sessions]
     assert ends == [SessionEnd.FAILED] * 2 + [SessionEnd.FINISHED] * 2
     assert [record.exc_text is None for record in caplog.records] == [False, False]
     assert "the sandbox is gone" in caplog.text
@@ -259,7 +259,7 @@ async def test_leaving_the_block_early_cancels_the_agents_and_deletes_the_group(
     assert sorted(cancelled) == [0, 1, 2]
     assert group.trajectories == ()
     assert server.group(group.id).outcome is Outcome.CANCELLED
-    ends = {session.session.end_reason for session in server.group(group.id).sessions}
+    ends = {session.state.end_reason for session in server.group(group.id).sessions}
     assert ends == {SessionEnd.ABORTED}
 
 

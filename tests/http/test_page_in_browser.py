@@ -125,7 +125,7 @@ async def run_agent(session: AgentSession, rng: Random) -> None:
         turn.finish([1], [2] * tokens, [-1.0] * tokens)
         if number < turns - 1:
             await asyncio.sleep(rng.uniform(0.2, 1.0))
-        if session.session.is_over:
+        if session.state.is_over:
             return
     session.group.end_session(session, reward=float(rng.random() < 0.5))
 

@@ -122,7 +122,7 @@ class SessionState(BaseModel):
 
     @classmethod
     def of(cls, session: AgentSession) -> Self:
-        inner = session.session
+        inner = session.state
         group = session.group
         selected = None
         if group.outcome is not None or session.candidate.reason is not None:
@@ -230,7 +230,7 @@ def _rows_of(session: AgentSession) -> list[dict[str, Any]]:
             "logprobs": row.logprobs,
             "version_spans": row.spans,
         }
-        for row in session.session.rows
+        for row in session.state.rows
     ]
 
 
@@ -338,7 +338,7 @@ def add_routes(api: APIRouter, registry: SessionRegistry) -> None:
         """Return the state of a session, and its tokens with their log-probs, ready for training."""
         session = registry.find(session_id)
         # The last tokens of a session that was cut in this moment are still under way.
-        await while_connected(request, session.settle())
+        await while_connected(request, session.wait_for_last_tokens())
         encode_session = partial(_encode_trajectory, SessionState.of(session), _rows_of(session))
         return respond(await in_thread(encode_session), JSON)
 

@@ -48,11 +48,7 @@ KEY_PREFIX = "ses-key-"
 
 @dataclass(frozen=True, slots=True)
 class SessionGroupRequest:
-    """What a caller asks for.
-
-    ``extra``: sessions beyond ``size``, or None for the policy's redundancy. ``policy``: None for the server's.
-    ``metadata``: JSON.
-    """
+    """``extra``: sessions beyond ``size``, or None for the policy's redundancy. ``metadata``: JSON."""
 
     size: int
     extra: int | None = None
@@ -114,7 +110,7 @@ class SessionRegistry:
         if request.extra is not None:
             allocation = replace(allocation, candidates=request.size + request.extra)
         try:
-            self._check_open(allocation.candidates)
+            self._check_open_sessions(allocation.candidates)
             spec = SessionGroupSpec(
                 group_id=f"sessions-{uuid4().hex}",
                 plan=plan,
@@ -130,16 +126,17 @@ class SessionRegistry:
                 rollouts.observers,
                 self._clock,
                 lambda: rollouts.engine.weight_version,
-                self._new_session,
-                self._group_ended,
-                self._has_memory,
+                self._create_session,
+                self._keep_ended,
+                self._grant_memory,
             )
         except BaseException:
+            # Otherwise the cohort would wait for the group.
             allocation.drop()
             raise
         self._running[spec.group_id] = group
         if self._polling is None:
-            self._polling = asyncio.create_task(self._poll(), name="darts-session-poller")
+            self._polling = asyncio.create_task(self._poll_running(), name="darts-session-poller")
         group.open(allocation)
         return group
 
@@ -149,12 +146,11 @@ class SessionRegistry:
         Raises:
             NotFound
         """
-        owner = caller.get()
         group = self._running.get(group_id)
-        if group is None:
-            for _, groups in self._ended:
-                group = group or groups.get(group_id)
-        if group is None or not owner.may_see(group.spec.owner):
+        for _, ended_groups in self._ended:
+            if group_id in ended_groups:
+                group = ended_groups[group_id]
+        if group is None or not caller.get().may_see(group.spec.owner):
             raise NotFound("group_id", f"there is no group of sessions {group_id!r} of yours; ended groups are dropped")
         return group
 
@@ -164,9 +160,10 @@ class SessionRegistry:
         Raises:
             NotFound
         """
-        session = self._find_of_owner(session_id)
-        who = caller.get()
-        if session is None or who.session not in (None, session_id):
+        session = self._find_visible(session_id)
+        # A caller with a session's key sees this session alone.
+        session_of_key = caller.get().session
+        if session is None or session_of_key not in (None, session_id):
             raise NotFound(
                 "session_id",
                 f"there is no session {session_id!r} of yours; POST /darts/v1/sessions creates sessions, and the "
@@ -189,34 +186,34 @@ class SessionRegistry:
         return session.group.spec.owner, session.session_id
 
     def find_named(self, *names: str | None) -> AgentSession | None:
-        """Return the session that a turn belongs to: by the caller's key or URL, or by the names in its headers.
-
-        Names of the harness's own are no sessions. A name that has the form of our ids is always meant as a session.
+        """Return the session that a turn belongs to: by the caller's key or URL, or by the ``names`` in its headers.
 
         Raises:
             NotFound: there is no such session, or it belongs to another key.
             Conflict: the key, the URL and the headers name different sessions.
         """
-        url_or_key = caller.get().session
-        session = None if url_or_key is None else self.find(url_or_key)
+        session_of_key_or_url = caller.get().session
+        session = None
+        if session_of_key_or_url is not None:
+            session = self.find(session_of_key_or_url)
         for name in names:
+            # Harnesses send names of their own in the same headers. Only our ids have this form.
             if name is None or not _SESSION_ID.fullmatch(name):
                 continue
-            named = self._find_of_owner(name)
-            if session is not None and named is not session:
+            if session is None:
+                session = self.find(name)
+            elif self._find_visible(name) is not session:
                 raise Conflict("session", f"{session.session_id} and {name} are both named; send one of them")
-            session = named or self.find(name)
         return session
 
     @property
     def running(self) -> list[SessionGroup]:
-        """Running groups, the oldest first."""
+        """The oldest group comes first."""
         return list(self._running.values())
 
     @property
     def num_open(self) -> int:
-        """Number of sessions that are not over."""
-        return sum(not session.session.is_over for group in self._running.values() for session in group.sessions)
+        return sum(not session.state.is_over for group in self._running.values() for session in group.sessions)
 
     def fail_all(self, error: DartsError) -> None:
         """End all groups with an error, so that harnesses that wait for events get the end of their groups."""
@@ -225,7 +222,7 @@ class SessionRegistry:
 
     # --- inside -----------------------------------------------------------------
 
-    def _find_of_owner(self, session_id: str) -> AgentSession | None:
+    def _find_visible(self, session_id: str) -> AgentSession | None:
         session = self._sessions.get(session_id)
         if session is None or not caller.get().may_see(session.group.spec.owner):
             return None
@@ -266,38 +263,38 @@ class SessionRegistry:
         # Deadlines and losses are learned by policy, and sessions are longer than the answers of other groups.
         return replace(plan, policy=f"{plan.policy}:{LEARNED_AS[request.measure]}")
 
-    def _check_open(self, sessions: int) -> None:
-        """Raise an error of `create` unless the caller may open ``sessions`` more sessions.
-
-        A key may have as many open sessions as stay free for other keys: half of all if it is alone, a third if another
-        key has as many. So a new key always finds free sessions. Admins have no share, as in `Admission`.
-        """
-        total = self._num_running.total()
-        free = MAX_OPEN_SESSIONS - total - sessions
+    def _check_open_sessions(self, more: int) -> None:
+        """Raise an error of `create` unless the caller may open ``more`` sessions."""
+        num_open = self._num_running.total()
+        free = MAX_OPEN_SESSIONS - num_open - more
         if free < 0:
             raise Overloaded(
-                f"{total} sessions are open, and at most {MAX_OPEN_SESSIONS} may be; retry when some groups have ended",
+                f"{num_open} sessions are open, and at most {MAX_OPEN_SESSIONS} may be; retry when some groups have "
+                "ended",
                 RETRY_SECONDS,
             )
+        # A key may have as many open sessions as stay free for other keys: half of all if it is alone, a third if
+        # another key has as many. So a new key always finds free sessions. Admins have no share, as in `Admission`.
         who = caller.get()
-        own = self._num_running[who.name]
-        if who.name is not None and not who.is_admin and own + sessions > free:
+        num_open_of_key = self._num_running[who.name]
+        if who.name is not None and not who.is_admin and num_open_of_key + more > free:
             raise QuotaReached(
-                f"this key has {own} open sessions, and {sessions} more would leave only {free} for other keys, which "
-                "is less than this key would have; retry when some of its groups have ended",
+                f"this key has {num_open_of_key} open sessions, and {more} more would leave only {free} for other "
+                "keys, which is less than this key would have; retry when some of its groups have ended",
                 RETRY_SECONDS,
             )
 
-    def _has_memory(self, session: AgentSession) -> bool:
-        share = MAX_RUNNING_BYTES / self._num_running.total()
-        size = session.session.size_bytes
-        if self._running_bytes <= MAX_RUNNING_BYTES or size <= share:
+    def _grant_memory(self, session: AgentSession) -> bool:
+        """Return whether a session may have a further turn. Otherwise the session must end."""
+        even_share = MAX_RUNNING_BYTES / self._num_running.total()
+        session_bytes = session.state.size_bytes
+        if self._running_bytes <= MAX_RUNNING_BYTES or session_bytes <= even_share:
             return True
-        # The session ends now. Otherwise, further sessions would fail until the next check counts the memory again.
-        self._running_bytes -= size
+        # Otherwise, further sessions would fail until the next check counts the memory again.
+        self._running_bytes -= session_bytes
         return False
 
-    def _new_session(self, group: SessionGroup, index: int) -> AgentSession:
+    def _create_session(self, group: SessionGroup, index: int) -> AgentSession:
         # The id is a part of URLs and logs, so it gives no access by itself where the server has keys.
         session = AgentSession(
             group,
@@ -310,13 +307,13 @@ class SessionRegistry:
         self._num_running[group.spec.owner] += 1
         return session
 
-    def _group_ended(self, group: SessionGroup) -> None:
+    def _keep_ended(self, group: SessionGroup) -> None:
         del self._running[group.spec.group_id]
         owner = group.spec.owner
         self._num_running[owner] -= len(group.sessions)
         dropped = self._ended.put(owner, group.spec.group_id, group, group.size_bytes)
-        for _, old in dropped:
-            for session in old.sessions:
+        for _, dropped_group in dropped:
+            for session in dropped_group.sessions:
                 del self._sessions[session.session_id]
                 del self._by_api_key[session.api_key]
 
@@ -325,7 +322,7 @@ class SessionRegistry:
         for group in self._running.values():
             group.record_weight_version(version)
 
-    async def _poll(self) -> None:
+    async def _poll_running(self) -> None:
         next_idle_check = self._clock() + IDLE_CHECK_SECONDS
         while self._running:
             await asyncio.sleep(self._rollouts.poll_seconds)
@@ -333,12 +330,12 @@ class SessionRegistry:
                 group.poll()
             if self._clock() >= next_idle_check:
                 next_idle_check = self._clock() + IDLE_CHECK_SECONDS
-                size = 0
+                running_bytes = 0
                 for group in list(self._running.values()):
                     group.end_silent(self._idle_seconds)
-                    size += group.size_bytes
+                    running_bytes += group.size_bytes
                     # With tens of thousands of sessions, all of them in one turn would hold up the event loop.
                     await asyncio.sleep(0)
-                self._running_bytes = size
+                self._running_bytes = running_bytes
         self._running_bytes = 0
         self._polling = None

@@ -96,15 +96,15 @@ class SessionTurn:
     """A running request of a session. It must `finish` or `leave`.
 
     Args:
-        generated: returns the number of tokens that the request has generated.
+        count_tokens: returns the number of tokens that the request has generated, or less after the engine was lost.
         abort: stops the request on the engine.
     """
 
-    def __init__(self, session: "AgentSession", generated: Callable[[], int], abort: Callable[[], None]) -> None:
+    def __init__(self, session: "AgentSession", count_tokens: Callable[[], int], abort: Callable[[], None]) -> None:
         self.session = session
-        self._count_tokens = generated
-        self._generated = 0
-        self._abort = abort
+        self._count_on_engine = count_tokens
+        self._most_counted = 0
+        self._abort_on_engine = abort
         self.spans: VersionSpans = ()
         """Weight versions of the tokens before the latest weight update."""
         self.is_stopped = False
@@ -113,35 +113,36 @@ class SessionTurn:
         """Set when the session ends during this request."""
         self._is_over = False
 
-    def generated(self) -> int:
-        """Return the number of tokens so far. It never decreases, because the group may have acted on it."""
-        self._generated = max(self._generated, self._count_tokens())
-        return self._generated
+    def count_tokens(self) -> int:
+        # The number never decreases, because the group may have acted on it.
+        self._most_counted = max(self._most_counted, self._count_on_engine())
+        return self._most_counted
 
     def abort(self, *, is_stopped: bool) -> None:
         """Stop the request, because its session has ended. ``is_stopped``: whether the server has ended the session."""
         self.is_stopped = is_stopped
         self.session_ended.set()
-        self._abort()
+        self._abort_on_engine()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """End the request with an answer. ``logprobs``: log-prob of each generated token."""
         spans = extend_spans(self.spans, self.session.group.weight_version(), len(token_ids))
-        # An engine that was lost may have generated more tokens, which the group has acted on, than the answer has.
-        self._end(max(len(token_ids), self._generated), FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
+        # A lost engine may have generated more tokens than the answer has, and the group may have acted on them.
+        tokens = max(len(token_ids), self._most_counted)
+        self._end(tokens, FinishedTurn(prompt_token_ids, token_ids, logprobs, spans))
 
     def leave(self, tokens: int) -> None:
         """End the request without an answer, if it runs. ``tokens``: number of tokens that were received."""
         if not self._is_over:
-            tokens = max(tokens, self.generated())
+            tokens = max(tokens, self.count_tokens())
             self.spans = extend_spans(self.spans, self.session.group.weight_version(), tokens)
             self._end(tokens, None)
 
-    def _end(self, tokens: int, turn: FinishedTurn | None) -> None:
-        if self._is_over:
-            return
-        self._is_over = True
-        self.session.group.turn_ended(self, tokens, turn)
+    def _end(self, tokens: int, finished: FinishedTurn | None) -> None:
+        # The end of the session may have ended the request before its answer came.
+        if not self._is_over:
+            self._is_over = True
+            self.session.group.end_turn(self, tokens, finished)
 
 
 class AgentSession:
@@ -152,7 +153,7 @@ class AgentSession:
         self.session_id = session_id
         self.api_key = api_key
         self.created_at = group.clock()
-        self.session = Session(index)
+        self.state = Session(index)
         self.running: dict[SessionTurn, None] = {}
         self.rank: int | None = None
         """Engine that has the prefix of the latest turn."""
@@ -164,7 +165,7 @@ class AgentSession:
 
     @property
     def index(self) -> int:
-        return self.session.index
+        return self.state.index
 
     @property
     def trajectory_id(self) -> str:
@@ -189,30 +190,28 @@ class AgentSession:
 
     @property
     def tokens(self) -> int:
-        """Number of generated tokens so far."""
-        return self.session.tokens + sum(turn.generated() for turn in self.running)
+        return self.state.tokens + sum(turn.count_tokens() for turn in self.running)
 
     def seconds(self) -> float:
         """Return the seconds since the first turn began, up to the session's end."""
-        return self.session.seconds(self.group.clock())
+        return self.state.seconds(self.group.clock())
 
     def length(self, now: float) -> int:
         """Return the length so far, in the unit of the group's measure."""
         if self.group.spec.measure is Measure.TOKENS:
             return self.tokens
-        return int(MILLISECONDS * self.session.seconds(now))
+        return int(MILLISECONDS * self.state.seconds(now))
 
     def progress(self, now: float) -> int:
-        """Return the progress to report to the state machine, whose running candidates get at least one token more.
-
-        A session may end with the length that it has, while its tool runs.
-        """
+        """Return the progress to report to the state machine."""
+        # The state machine expects at least one more token of a running candidate. But a session may end with the
+        # length that it has, while its tool runs.
         return max(0, self.length(now) - 1)
 
-    async def settle(self) -> None:
+    async def wait_for_last_tokens(self) -> None:
         """Wait until the aborted requests of a stopped session have returned their tokens."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        while self.session.is_over and self.running and time.monotonic() < deadline:
+        while self.state.is_over and self.running and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
 
 
@@ -236,9 +235,9 @@ class SessionGroup:
 
     Args:
         weight_version: returns the version of the served weights.
-        new_session: called with the group and the index of a session; returns the session with its id and key.
+        create_session: called with the group and the index of a session; returns the session with its id and key.
         on_end: called once when the group has its outcome.
-        has_memory: returns whether a session may have a further turn, or ends because it takes too much memory.
+        grant_memory: returns whether a session may have a further turn, or ends because it takes too much memory.
         tail_seed: seed of the sampled tail.
     """
 
@@ -248,9 +247,9 @@ class SessionGroup:
         observer: GroupEvents,
         clock: Callable[[], float],
         weight_version: Callable[[], int],
-        new_session: Callable[["SessionGroup", int], AgentSession],
+        create_session: Callable[["SessionGroup", int], AgentSession],
         on_end: Callable[["SessionGroup"], None],
-        has_memory: Callable[[AgentSession], bool],
+        grant_memory: Callable[[AgentSession], bool],
         tail_seed: Sequence[int] | None = None,
     ) -> None:
         self.spec = spec
@@ -265,10 +264,10 @@ class SessionGroup:
         self.error: Exception | None = None
         self._observer = observer
         self.clock = clock
-        self._new_session = new_session
+        self._create_session = create_session
         self._on_end = on_end
-        self._has_memory = has_memory
-        self._changed = asyncio.Event()
+        self._grant_memory = grant_memory
+        self._event_added = asyncio.Event()
         self._group = Group(rng=np.random.default_rng(tail_seed))
         self.candidates: Sequence[Candidate] = self._group.candidates
         self._member: CohortMember | None = None
@@ -276,7 +275,6 @@ class SessionGroup:
     # --- the life of the group ----------------------------------------------
 
     def open(self, allocation: Allocation) -> None:
-        """Create the sessions of the allocation."""
         rule = self.spec.plan.rule_for(allocation.saturated)
         if allocation.cohort is not None:
             self._member = CohortMember(
@@ -293,15 +291,14 @@ class SessionGroup:
 
         Report to the cohort if the group must need more tokens than the cohort's pending cut length.
         """
-        checks = self._group.check_at
         now = self.clock()
         events = []
-        for index, tokens in checks.items():
+        for index, check_at in self._group.check_at.items():
             session = self.sessions[index]
             # Without a running turn, tokens do not change.
             if session.running or self.spec.measure is Measure.SECONDS:
                 progress = session.progress(now)
-                if progress >= tokens:
+                if progress >= check_at:
                     events.append(Progress(index, progress))
         if self._member is not None:
             self._member.report_if_over_cut_length(
@@ -314,12 +311,12 @@ class SessionGroup:
         """End sessions that have had no request for ``idle_seconds`` seconds."""
         now = self.clock()
         for session in list(self.sessions):
-            used_at = session.session.used_at
+            used_at = session.state.used_at
             # A session may take the place of another when its group is old.
-            since = session.created_at if used_at is None else used_at
-            if not session.session.is_over and not session.running and now - since > idle_seconds:
+            silent_since = session.created_at if used_at is None else used_at
+            if not session.state.is_over and not session.running and now - silent_since > idle_seconds:
                 error = SessionFailed(f"session {session.session_id} had no request for {idle_seconds:g} seconds")
-                self._end_failed(session, SessionEnd.SILENT, error)
+                self._fail_session(session, SessionEnd.SILENT, error)
 
     def cancel(self, error: DartsError | None = None) -> None:
         """End the group, and stop its sessions. A group that has ended stays as it is."""
@@ -327,11 +324,11 @@ class SessionGroup:
             return
         self.error = self.error or error or GroupAborted("the group was ended by its caller")
         self._apply_decisions(self._group.cancel(DiscardReason.ABORTED))
-        self._close()
+        self._report_end()
 
     @property
     def policy(self) -> str:
-        """Name of the policy in requests."""
+        # The plan's policy has the suffix of `LEARNED_AS` after a colon.
         return self.spec.plan.policy.partition(":")[0]
 
     @property
@@ -340,24 +337,28 @@ class SessionGroup:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the tokens and the metadata of all sessions."""
         size = len(self.spec.metadata or b"")
         for session in self.sessions:
-            size += session.session.size_bytes + len(session.metadata or b"")
+            size += session.state.size_bytes + len(session.metadata or b"")
         return size
 
     async def wait_for_events(self, after: int, seconds: float) -> None:
-        """Wait until there are more than ``after`` events, at most ``seconds`` seconds."""
+        """Wait until there are more than ``after`` events."""
         try:
             async with asyncio.timeout(seconds):
                 while len(self.events) <= after:
-                    await self._changed.wait()
+                    await self._event_added.wait()
         except TimeoutError:
             return
 
     # --- turns and ends ---------------------------------------------------
 
-    def begin_turn(self, session: AgentSession, generated: Callable[[], int], abort: Callable[[], None]) -> SessionTurn:
+    def begin_turn(
+        self,
+        session: AgentSession,
+        count_tokens: Callable[[], int],
+        abort: Callable[[], None],
+    ) -> SessionTurn:
         """Count a request of a session. See `SessionTurn`.
 
         Raises:
@@ -370,8 +371,8 @@ class SessionGroup:
                 "session",
                 f"{session.session_id} has {MAX_RUNNING_TURNS} running requests; wait for some of their answers",
             )
-        session.session.begin_turn(self.clock())
-        turn = SessionTurn(session, generated, abort)
+        session.state.begin_turn(self.clock())
+        turn = SessionTurn(session, count_tokens, abort)
         session.running[turn] = None
         return turn
 
@@ -382,14 +383,14 @@ class SessionGroup:
             SessionOver: the session is over, or ends now and its harness understands no error.
             TooLarge: the session ends now, because it has too many tokens.
         """
-        inner = session.session
-        if inner.is_over:
+        state = session.state
+        if state.is_over:
             self._observer.session_request_refused()
             raise self.over_error(session)
-        if inner.row_tokens >= MAX_ROW_TOKENS:
-            reason = f"its rows have {inner.row_tokens} tokens, and the limit is {MAX_ROW_TOKENS}"
-        elif not self._has_memory(session):
-            reason = f"it takes {inner.size_bytes} bytes, more than its share of the memory for running sessions"
+        if state.row_tokens >= MAX_ROW_TOKENS:
+            reason = f"its rows have {state.row_tokens} tokens, and the limit is {MAX_ROW_TOKENS}"
+        elif not self._grant_memory(session):
+            reason = f"it takes {state.size_bytes} bytes, more than its share of the memory for running sessions"
         else:
             return
 
@@ -398,24 +399,26 @@ class SessionGroup:
             f"{session.session_id} has failed: {reason}; let turns extend the history instead of rewriting it, or run "
             "fewer turns or sessions",
         )
-        self._end_failed(session, SessionEnd.FAILED, error)
+        self._fail_session(session, SessionEnd.FAILED, error)
+        # A harness with this status understands no error: it gets an empty answer instead.
         if self.spec.over_status == HTTPStatus.OK:
             raise self.over_error(session)
         raise error
 
-    def turn_ended(self, turn: SessionTurn, tokens: int, finished: FinishedTurn | None) -> None:
+    def end_turn(self, turn: SessionTurn, tokens: int, finished: FinishedTurn | None) -> None:
         """Count the end of a request, with ``tokens`` generated tokens."""
         session = turn.session
-        inner = session.session
+        state = session.state
         del session.running[turn]
-        session.spans = join_spans(session.spans, turn.spans if finished is None else finished.spans)
-        # Nothing of a stopped session is returned, but all of a session that was cut.
-        is_returned = not inner.is_over or session.candidate.cut
-        inner.end_turn(self.clock(), tokens, finished if is_returned else None)
-        if not inner.is_over:
+        turn_spans = turn.spans if finished is None else finished.spans
+        session.spans = join_spans(session.spans, turn_spans)
+        # A stopped session returns nothing, so it does not keep the answer.
+        is_stopped = state.is_over and not session.candidate.cut
+        state.end_turn(self.clock(), tokens, None if is_stopped else finished)
+        if not state.is_over:
             self._handle_events(Progress(session.index, session.progress(self.clock())))
         elif session.candidate.cut:
-            inner.cut(session.candidate.tokens)
+            state.cut(session.candidate.tokens)
 
     def end_session(
         self,
@@ -445,18 +448,18 @@ class SessionGroup:
         if session.report is not None:
             raise Conflict("session", f"{session.session_id} has ended already; end each session once")
         session.report = report
-        if session.session.is_over:
+        if session.state.is_over:
             # A session that was cut is in the group, and its reward counts.
             if session.candidate.selected_as is not None:
                 self._report_reward(session)
             return
         if not report.usable:
-            self._end_failed(session, SessionEnd.FAILED, SessionFailed(f"session {session.session_id} is unusable"))
+            self._fail_session(session, SessionEnd.FAILED, SessionFailed(f"session {session.session_id} is unusable"))
             return
 
         now = self.clock()
         self._end(session, SessionEnd.FINISHED, "finished")
-        # The state machine knows no shorter length than 1.
+        # In the state machine, a finished candidate has at least one token.
         length = max(1, session.length(now))
         self._handle_events(
             Finished(session.index, length, report.finish_reason),
@@ -464,8 +467,7 @@ class SessionGroup:
         )
 
     def over_error(self, session: AgentSession) -> SessionOver:
-        """Return the error of a request to a session that is over."""
-        end = session.session.end_reason
+        end = session.state.end_reason
         reason = session.candidate.reason
         because = "" if reason is None else f" ({reason})"
         return SessionOver(
@@ -476,20 +478,19 @@ class SessionGroup:
     # --- the state machine ----------------------------------------------------
 
     def _end(self, session: AgentSession, end: SessionEnd, reason: str | None) -> None:
-        """End a session, stop its requests, and report the end."""
-        session.session.end(end, self.clock())
+        session.state.end(end, self.clock())
         is_stopped = end in (SessionEnd.STOPPED, SessionEnd.ABORTED)
         for turn in list(session.running):
             turn.abort(is_stopped=is_stopped)
             if not is_stopped:
-                # The harness has ended the session and waits for no answer, and the session's length is final now.
+                # The session's length is final now, so tokens that still arrive must not count.
                 turn.leave(0)
         self._add_event(SessionEvent("stopped" if is_stopped else "ended", session, reason))
-        self._observer.session_ended(end, session.session.turns, session.session.tool_seconds)
+        self._observer.session_ended(end, session.state.turns, session.state.tool_seconds)
 
-    def _end_failed(self, session: AgentSession, end: SessionEnd, error: DartsError) -> None:
+    def _fail_session(self, session: AgentSession, end: SessionEnd, error: DartsError) -> None:
         self._end(session, end, str(error))
-        session.session.drop_rows()
+        session.state.drop_rows()
         self._handle_events(Failed(session.index, error))
 
     def _handle_events(self, *events: Event) -> None:
@@ -508,30 +509,31 @@ class SessionGroup:
             match decision:
                 case Start(indices=indices):
                     for index in indices:
-                        session = self._new_session(self, index)
+                        session = self._create_session(self, index)
                         self.sessions.append(session)
                         self._add_event(SessionEvent("started", session))
                     self._observer.candidates_started(len(indices))
+                    # A session waits for no engine: it has started as soon as its harness can send requests.
                     self._apply_decisions(self._group.handle(*[Started(index) for index in indices]))
                 case Stop(index=index, reason=reason):
                     is_aborted = reason in (DiscardReason.ABORTED, DiscardReason.CANCELLED)
                     end = SessionEnd.ABORTED if is_aborted else SessionEnd.STOPPED
                     self._end(self.sessions[index], end, reason.value)
-                    self.sessions[index].session.drop_rows()
+                    self.sessions[index].state.drop_rows()
                 case Cut(index=index, tokens=tokens):
                     session = self.sessions[index]
-                    if not session.session.is_over:
+                    if not session.state.is_over:
                         self._end(session, SessionEnd.STOPPED, "cut")
-                    # Otherwise the running request still brings its last tokens, see `turn_ended`.
+                    # Otherwise the running request still brings its last tokens, see `end_turn`.
                     if not session.running:
-                        session.session.cut(tokens)
+                        session.state.cut(tokens)
                 case Complete():
-                    self._close()
+                    self._report_end()
                 case GiveUp(error=error):
                     self.error = error
-                    self._close()
+                    self._report_end()
 
-    def _close(self) -> None:
+    def _report_end(self) -> None:
         """Record and report the group's end, once."""
         outcome = self._group.outcome
         if outcome is None or self.ended_at is not None:
@@ -544,7 +546,7 @@ class SessionGroup:
                 if session.candidate.selected_as is not None:
                     self._report_trajectory(session)
                 else:
-                    session.session.drop_rows()
+                    session.state.drop_rows()
         finally:
             self._add_event(SessionEvent(outcome.value, reason=None if self.error is None else str(self.error)))
             self._on_end(self)
@@ -553,10 +555,10 @@ class SessionGroup:
 
     def _make_record(self, outcome: Outcome, now: float) -> GroupRecord:
         weights = selection_weights(self._group)
-        signal = advantages(self._group)
+        advantage_of = advantages(self._group)
         candidates = []
         for index in range(len(self.sessions)):
-            candidates.append(self.make_candidate_record(index, weights.get(index), signal.get(index)))
+            candidates.append(self.make_candidate_record(index, weights.get(index), advantage_of.get(index)))
         return make_group_record(
             self._group,
             candidates,
@@ -576,18 +578,20 @@ class SessionGroup:
         """Report a selected session to the observers that match rewards with trajectories."""
         # Arrays, because a list of a long history takes milliseconds.
         tokens = array("i")
-        start = 0
-        if session.session.rows:
-            tokens = session.session.rows[0].token_ids
-            start = max(0, session.session.rows[0].mask.find(1))
+        prompt_end = 0
+        if session.state.rows:
+            first_row = session.state.rows[0]
+            tokens = first_row.token_ids
+            # The mask is 1 for generated tokens.
+            prompt_end = max(0, first_row.mask.find(1))
         self._observer.trajectory_returned(
             TrajectoryRecord(
                 self.spec.group_id,
                 self.spec.prompt_key,
                 self.started_at,
                 session.index,
-                tokens[:start],
-                tokens[start:],
+                tokens[:prompt_end],
+                tokens[prompt_end:],
                 self.spec.owner,
             )
         )
@@ -603,8 +607,9 @@ class SessionGroup:
         session_id = None if event.session is None else event.session.session_id
         self._observer.session_event(self.spec.group_id, session_id, event.kind, event.reason)
         self.events.append(event)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        # Wake all who wait. The next event wakes those who wait from now on.
+        self._event_added.set()
+        self._event_added = asyncio.Event()
 
     # --- what others read -------------------------------------------------------
 
@@ -616,13 +621,13 @@ class SessionGroup:
     ) -> CandidateRecord:
         """Return the present record of a session. ``weight``, ``advantage``: see `weights_of`."""
         session = self.sessions[index]
-        inner = session.session
+        state = session.state
         candidate = session.candidate
-        # Deadlines are in tokens, as they are refused for sessions that are compared by seconds.
+        # A cut keeps tokens, because sessions that are compared by seconds have no deadline.
         tokens = candidate.tokens if candidate.cut else session.tokens
         spans = session.spans
         for turn in session.running:
-            spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.generated()))
+            spans = join_spans(spans, extend_spans(turn.spans, self.weight_version(), turn.count_tokens()))
         spans = extend_spans(spans, self.weight_version(), tokens)
         return CandidateRecord(
             index=index,
@@ -631,8 +636,8 @@ class SessionGroup:
             selected_as=candidate.selected_as,
             reason=candidate.reason,
             cut=candidate.cut,
-            started_at=inner.started_at,
-            ended_at=self.ended_at if inner.ended_at is None else inner.ended_at,
+            started_at=state.started_at,
+            ended_at=self.ended_at if state.ended_at is None else state.ended_at,
             weight_version_start=spans[0][0] if spans else None,
             weight_version_end=spans[-1][0] if spans else None,
             weight=weight,
@@ -640,9 +645,9 @@ class SessionGroup:
             reward=session.reward,
             correct=session.correct,
             advantage=advantage,
-            turns=inner.turns,
-            tool_seconds=inner.tool_seconds,
-            tool_times=inner.tool_times(),
+            turns=state.turns,
+            tool_seconds=state.tool_seconds,
+            tool_times=state.tool_times(),
             milliseconds=candidate.tokens if self.spec.measure is Measure.SECONDS else None,
         )
 
@@ -657,4 +662,4 @@ class SessionGroup:
         """Record the weight version of all tokens, before the model gets new weights."""
         for session in self.sessions:
             for turn in session.running:
-                turn.spans = extend_spans(turn.spans, version, turn.generated())
+                turn.spans = extend_spans(turn.spans, version, turn.count_tokens())

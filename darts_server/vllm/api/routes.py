@@ -244,9 +244,9 @@ def _describe_session(session: AgentSession) -> dict[str, Any]:
     """Return the field that tells a harness the state of its session."""
     return {
         "id": session.session_id,
-        "state": "over" if session.session.is_over else "open",
-        "end": session.session.end_reason,
-        "turns": session.session.turns,
+        "state": "over" if session.state.is_over else "open",
+        "end": session.state.end_reason,
+        "turns": session.state.turns,
         "tokens": session.tokens,
     }
 
@@ -259,7 +259,7 @@ def _add_session(session: AgentSession, answer: Any, raw_request: Request) -> An
     raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in fields.items())
     # Errors keep their form.
     if isinstance(answer, BaseModel) and any(hasattr(answer, name) for name in ANSWERS):
-        if session.session.is_over:
+        if session.state.is_over:
             _drop_tool_calls(getattr(answer, "choices", ()), session.group.spec.stopped_as)
         return _add_field(answer, fields)
     return answer

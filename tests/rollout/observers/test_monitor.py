@@ -170,7 +170,7 @@ def begin_turn(session: AgentSession, generated: int) -> SessionTurn:
 
 
 def finish_turn(turn: SessionTurn) -> None:
-    turn.finish([1], [2] * turn.generated(), [-1.0] * turn.generated())
+    turn.finish([1], [2] * turn.count_tokens(), [-1.0] * turn.count_tokens())
 
 
 async def test_running_sessions_are_shown_with_their_turns_and_their_tool_time() -> None:
@@ -278,9 +278,9 @@ async def test_merged_updates_of_sessions_equal_the_state_that_a_new_viewer_gets
         harness.engine.now = step
         if step < 200 and step % 10 == 0:
             await start_sessions(sessions)
-        idle = [each for group in sessions.running for each in group.sessions if not each.session.is_over]
+        idle = [each for group in sessions.running for each in group.sessions if not each.state.is_over]
         for session in rng.sample(idle, len(idle) // 2):
-            if session.session.is_over:
+            if session.state.is_over:
                 # The end of another session has stopped it.
                 continue
             if not session.running:

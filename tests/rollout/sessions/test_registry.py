@@ -134,7 +134,7 @@ async def test_a_session_that_is_longer_than_needed_is_stopped_in_its_turn(world
     assert record.candidates[order[0]].weight == 3.0
     assert [c.reason for c in record.candidates].count(DiscardReason.TAIL_PRUNED) == 2
     assert sorted(returned.index for returned in world.recorder.returned) == sorted([shortest, order[0]])
-    assert not group.sessions[order[2]].session.rows
+    assert not group.sessions[order[2]].state.rows
 
 
 async def test_a_group_that_is_complete_is_not_cancelled(world: World) -> None:
@@ -187,7 +187,7 @@ async def test_silent_sessions_end_and_tools_may_take_long(world: World) -> None
     world.now = 101.0
     group.end_silent(100.0)
     assert world.ends == [SessionEnd.SILENT]
-    assert quiet.session.is_over
+    assert quiet.state.is_over
     turn.leave(0)
     with pytest.raises(SessionOver, match="silent"):
         world.begin(quiet)
@@ -201,10 +201,10 @@ async def test_a_session_that_takes_the_place_of_another_in_an_old_group_is_not_
     group.end_session(failing, usable=False)
     world.now = 299.0
     group.end_silent(100.0)
-    assert [session.session.is_over for session in group.sessions] == [True, False, False]
+    assert [session.state.is_over for session in group.sessions] == [True, False, False]
     world.now = 301.0
     group.end_silent(100.0)
-    assert group.sessions[2].session.is_over
+    assert group.sessions[2].state.is_over
     turn.leave(0)
 
 
@@ -276,10 +276,10 @@ async def test_a_deadline_cuts_sessions_in_any_turn(world: World) -> None:
     group._handle_events(DeadlineSet(10, 10))
     group.poll()
     assert world.aborted == [turn]
-    assert second.session.end_reason is SessionEnd.STOPPED
+    assert second.state.end_reason is SessionEnd.STOPPED
     # The request returns a token more than the deadline allows.
     turn.finish([1], [2] * 13, [-1.0] * 13)
-    assert second.session.rows[0].num_generated == 10
+    assert second.state.rows[0].num_generated == 10
     group.end_session(first)
     assert group.outcome is Outcome.COMPLETED
     (record,) = world.recorder.records
@@ -325,7 +325,7 @@ async def test_a_harness_that_ends_a_session_does_not_wait_for_its_requests(worl
     assert record.candidates[0].tokens == 7
     turn.leave(9)
     turn.finish([1], [2], [-1.0])
-    assert group.sessions[0].session.tokens == 7, "what comes later changes nothing"
+    assert group.sessions[0].state.tokens == 7, "what comes later changes nothing"
 
 
 async def test_a_cancelled_group_aborts_its_sessions(world: World) -> None:
@@ -339,7 +339,7 @@ async def test_a_cancelled_group_aborts_its_sessions(world: World) -> None:
     # A harness may still end its sessions.
     group.end_session(group.sessions[0], reward=1.0)
     turn.leave(4)
-    await group.sessions[0].settle()
+    await group.sessions[0].wait_for_last_tokens()
 
 
 async def test_weight_versions_are_those_of_the_tokens(world: World) -> None:
@@ -354,7 +354,7 @@ async def test_weight_versions_are_those_of_the_tokens(world: World) -> None:
     group.end_session(session)
     (record,) = world.recorder.records
     assert record.candidates[0].version_spans == ((0, 5), (1, 1))
-    assert session.session.rows[0].spans == ((0, 5), (1, 1))
+    assert session.state.rows[0].spans == ((0, 5), (1, 1))
     assert record.mixed_versions
 
 
@@ -425,7 +425,7 @@ async def test_a_key_leaves_as_many_open_sessions_to_other_keys_as_it_has(
 def rewrite(world: World, session: AgentSession, tokens: int) -> None:
     """Answer a turn whose prompt of ``tokens`` tokens shares nothing with earlier turns."""
     turn = world.begin(session)
-    turn.finish([1000 * session.session.turns + place for place in range(tokens)], [2], [-1.0])
+    turn.finish([1000 * session.state.turns + place for place in range(tokens)], [2], [-1.0])
 
 
 @pytest.mark.parametrize("over_status", [410, 200])
@@ -441,7 +441,7 @@ async def test_a_session_that_rewrites_its_history_too_often_fails_alone(
     for _ in range(10):
         rewrite(world, rewriting, 9)
     running = [rewriting, extending]
-    assert [session.session.row_tokens for session in running] == [100, 4]
+    assert [session.state.row_tokens for session in running] == [100, 4]
     if over_status == 200:
         with pytest.raises(SessionOver, match="is failed"):
             world.begin(rewriting)
@@ -455,9 +455,9 @@ async def test_a_session_that_rewrites_its_history_too_often_fails_alone(
     assert world.refused == 1
 
     # Another session takes the place of the failed session, and all others run on.
-    assert rewriting.session.end_reason is SessionEnd.FAILED
+    assert rewriting.state.end_reason is SessionEnd.FAILED
     assert "its rows have 100 tokens" in (group.events[2].reason or "")
-    assert (rewriting.session.rows, rewriting.session.row_tokens) == ([], 0)
+    assert (rewriting.state.rows, rewriting.state.row_tokens) == ([], 0)
     assert world.ends == [SessionEnd.FAILED]
     world.finish(extending, 4)
     world.finish(group.sessions[2], 4)
@@ -482,7 +482,7 @@ async def test_the_running_turns_of_a_session_with_too_many_tokens_are_aborted(
     assert world.aborted == [running]
     assert not running.is_stopped
     running.finish([1], [2] * 5, [-1.0] * 5)
-    assert (session.tokens, session.session.rows, session.running) == (6, [], {})
+    assert (session.tokens, session.state.rows, session.running) == (6, [], {})
 
 
 async def test_at_the_memory_limit_only_sessions_with_more_than_an_even_share_fail(
@@ -616,7 +616,7 @@ async def test_every_session_ends_once_whatever_happens(world: World) -> None:
         turn.leave(0)
     sessions = [session for group in groups for session in group.sessions]
     assert world.recorder.started == len(sessions) == len(world.ends)
-    assert all(session.session.is_over and not session.running for session in sessions)
+    assert all(session.state.is_over and not session.running for session in sessions)
     assert len(world.recorder.records) == len(groups)
     for group in groups:
         assert group.record is not None
@@ -689,7 +689,7 @@ async def test_the_tokens_of_a_session_never_decrease(world: World) -> None:
     assert session.tokens == 50
     turn.leave(0)
     assert session.tokens == 50
-    assert session.session.turns == 0
+    assert session.state.turns == 0
     turn = world.begin(session)
     world.generated[turn] = 4
     turn.leave(7)
@@ -701,7 +701,7 @@ async def test_the_tokens_of_a_session_never_decrease(world: World) -> None:
     world.generated[turn] = 0
     turn.finish([1], [2] * 3, [-1.0] * 3)
     assert session.tokens == 65
-    assert session.session.rows[0].num_generated == 3
+    assert session.state.rows[0].num_generated == 3
 
 
 async def test_a_turn_learns_at_once_that_its_session_has_ended(world: World) -> None:
@@ -754,8 +754,8 @@ async def test_a_session_that_waits_for_its_tool_may_end_with_the_tokens_that_it
     world.answer(tied, 4)
     world.answer(lowest, 6)
     world.finish(last, 4 if tied.index < last.index else 5)
-    assert not tied.session.is_over
-    assert not lowest.session.is_over, "it has the lowest draw of those that are not among the shortest"
+    assert not tied.state.is_over
+    assert not lowest.state.is_over, "it has the lowest draw of those that are not among the shortest"
     world.finish(tied, 0)
     world.finish(lowest, 1)
     assert tied.candidate.selected_as is SelectedAs.SHORT
@@ -772,7 +772,7 @@ async def test_a_session_without_a_turn_is_the_shortest(world: World) -> None:
     world.answer(order[0], 5)
     world.finish(order[2], 0)
     # If no other session can tie, the shortest is certain, and the session with the lower draw wins the tail.
-    if not order[1].session.is_over:
+    if not order[1].state.is_over:
         world.finish(order[1], 1)
     world.finish(order[0], 1)
     assert group.outcome is Outcome.COMPLETED

@@ -119,13 +119,13 @@ class World:
             self.group.poll()
 
     def begin(self, session: AgentSession, planned: PlannedSession) -> None:
-        if session.session.is_over or planned.waits or planned.turn is not None:
+        if session.state.is_over or planned.waits or planned.turn is not None:
             return
         planned.turn = self.group.begin_turn(session, lambda: planned.generated, lambda: None)
 
     def advance(self, session: AgentSession, planned: PlannedSession) -> None:
         """Generate a token, or wait for a tool."""
-        if session.session.is_over:
+        if session.state.is_over:
             self.leave(planned)
             return
         if planned.turn is None:
@@ -146,7 +146,7 @@ class World:
             running.finish([1] * (planned.number + 1), [2] * tokens, [-1.0] * tokens)
         planned.waits = turn.tool_ticks
         planned.number += 1
-        if planned.number < len(planned.turns) or session.session.is_over:
+        if planned.number < len(planned.turns) or session.state.is_over:
             return
         if planned.fails:
             self.group.end_session(session, usable=False)
@@ -162,10 +162,10 @@ class World:
         """Every session has started and ended once, and none has more tokens than its plan."""
         for session, planned in zip(self.group.sessions, self.planned, strict=True):
             self.leave(planned)
-            assert session.session.is_over
+            assert session.state.is_over
             assert not session.running
             assert session.tokens <= planned.tokens
-            generated = sum(row.num_generated for row in session.session.rows)
+            generated = sum(row.num_generated for row in session.state.rows)
             assert generated <= session.tokens
         assert self.recorder.started == len(self.group.sessions) == len(self.ends)
         (record,) = self.recorder.records
@@ -178,7 +178,7 @@ class World:
     @property
     def usable(self) -> list[int]:
         failed = (SessionEnd.FAILED, SessionEnd.SILENT)
-        return [s.index for s in self.group.sessions if s.session.end_reason not in failed]
+        return [s.index for s in self.group.sessions if s.state.end_reason not in failed]
 
 
 def worlds(policy: str, count: int, **more: object) -> Iterator[World]:
@@ -232,7 +232,7 @@ def test_cap_returns_all_sessions_and_cuts_each_at_the_deadline() -> None:
             planned = world.planned[candidate.index]
             assert candidate.tokens == min(planned.tokens, deadline)
             assert candidate.cut == (planned.tokens > deadline)
-            rows = world.group.sessions[candidate.index].session.rows
+            rows = world.group.sessions[candidate.index].state.rows
             assert sum(row.num_generated for row in rows) <= deadline
             cuts += candidate.cut
     assert cuts > 50
