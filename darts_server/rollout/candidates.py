@@ -387,7 +387,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     if carried.tokens:
                         events.append(Progress(index, carried.tokens))
                     if self.scorer is not None:
-                        events += self.scorer.mark_started(index)
+                        events += self.scorer.begin_reporting(index)
                     self._on_events(*events)
                 # The group may have stopped the candidate while the engine started it, or on these events.
                 if not state.is_running:

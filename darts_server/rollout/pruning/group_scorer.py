@@ -34,29 +34,30 @@ class GroupScorer:
         self._pruning = pruning
         self._running = running
         self._on_score = on_score
-        # Detection points whose log-probs have not arrived yet, with their hidden states if they are used.
-        self._waiting: dict[int, list[tuple[int, HiddenState | None]]] = {}
-        # Scores of candidates before `mark_started`.
-        self._early: dict[int, list[Scored]] = {}
+        # Detection points of each candidate that are not scored yet, with their hidden states if they are used.
+        self._unscored_points: dict[int, list[tuple[int, HiddenState | None]]] = {}
+        # Scores of candidates before `begin_reporting`.
+        self._early_scores: dict[int, list[Scored]] = {}
         self._dropped: set[int] = set()
 
     def create_probe(self, index: int) -> Probe:
-        """Return a probe. Its scores are kept until `mark_started`."""
-        self._early[index] = []
+        """Return a probe. Its scores are kept until `begin_reporting`."""
+        self._early_scores[index] = []
         points = self._pruner.detect_at if self._pruner.uses_hidden_states else ()
         return Probe(points, partial(self._receive_state, index), logprobs=self._pruner.uses_logprobs)
 
-    def mark_started(self, index: int) -> list[Scored]:
-        """Mark a candidate as started, and return its scores so far: states may arrive before the engine confirms."""
+    def begin_reporting(self, index: int) -> list[Scored]:
+        """Report all further scores of a candidate that has started, and return its scores so far."""
         if not self._pruner.uses_hidden_states:
-            self._waiting[index] = [(tokens, None) for tokens in self._pruner.detect_at]
-        return self._early.pop(index, [])
+            self._unscored_points[index] = [(tokens, None) for tokens in self._pruner.detect_at]
+        # Hidden states may arrive before the engine has confirmed the start.
+        return self._early_scores.pop(index, [])
 
     def poll(self) -> list[Scored]:
         """Return new scores from log-probs."""
         scores = []
-        for index in list(self._waiting):
-            scores += self._score_waiting(index)
+        for index in list(self._unscored_points):
+            scores += self._score_reached_points(index)
         return scores
 
     def record_kept(self, index: int, survival: float) -> None:
@@ -67,7 +68,7 @@ class GroupScorer:
         """Record that a candidate will not be returned. Harmless if it was dropped before."""
         if index not in self._dropped:
             self._dropped.add(index)
-            self._waiting.pop(index, None)
+            self._unscored_points.pop(index, None)
             self._pruner.record_dropped(self._group, index)
 
     def drop_unselected(self, candidates: Iterable[Candidate]) -> None:
@@ -75,33 +76,30 @@ class GroupScorer:
             if candidate.selected_as is None:
                 self.drop(candidate.index)
 
-    def _receive_state(self, index: int, probed: HiddenState) -> None:
-        """Score a candidate by a hidden state, or wait for its log-probs."""
+    def _receive_state(self, index: int, state: HiddenState) -> None:
         if index in self._dropped:
             return
         if self._pruner.uses_logprobs:
-            self._waiting.setdefault(index, []).append((probed.tokens, probed))
-            scores = self._score_waiting(index)
+            # The state can arrive before the log-probs. Then `poll` scores it.
+            self._unscored_points.setdefault(index, []).append((state.tokens, state))
+            scores = self._score_reached_points(index)
         else:
-            scores = [self._pruner.score(self._group, index, probed, (), self._pruning)]
-        if index in self._early:
-            self._early[index] += scores
+            scores = [self._pruner.score(self._group, index, state, (), self._pruning)]
+        if index in self._early_scores:
+            self._early_scores[index] += scores
             return
         for scored in scores:
             self._on_score(scored)
 
-    def _score_waiting(self, index: int) -> list[Scored]:
-        """Score a candidate at the detection points whose tokens have arrived.
-
-        A state can arrive before the engine reports the tokens.
-        """
-        points = self._waiting[index]
+    def _score_reached_points(self, index: int) -> list[Scored]:
+        """Score a candidate at the detection points whose tokens have arrived."""
+        points = self._unscored_points[index]
         running = self._running.get(index)
         if running is None:
-            has_ended = index not in self._early
-            # The tokens of a candidate that has ended are gone. A candidate that has not started is scored later.
-            if has_ended:
-                del self._waiting[index]
+            has_started = index not in self._early_scores
+            # A candidate that has started and does not run has ended, and its tokens are gone.
+            if has_started:
+                del self._unscored_points[index]
             return []
         # Tokens are counted before they are read, because reading copies them.
         next_point, _ = points[0]
@@ -121,5 +119,5 @@ class GroupScorer:
                 logprobs = tuple(generated.logprobs[:tokens])
                 scores.append(self._pruner.score(self._group, index, state, logprobs, self._pruning))
         if not points:
-            del self._waiting[index]
+            del self._unscored_points[index]
         return scores

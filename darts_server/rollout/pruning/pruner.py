@@ -131,9 +131,10 @@ class Pruner:
         self._points: dict[int, DetectionPoint] = {}
         self._head: RemoteHead | None = None
         # Scores and qualities with their rewards, for metrics.
-        self._scored: deque[Label] = deque(maxlen=settings.window)
-        self._calibrated: deque[Label] = deque(maxlen=settings.window)
+        self._score_labels: deque[Label] = deque(maxlen=settings.window)
+        self._quality_labels: deque[Label] = deque(maxlen=settings.window)
         self._logged_status: PruningStatus | None = None
+        # Weight version at the last rewarded group, and number of rewarded groups in the present step.
         self._last_version: int | None = None
         self._step_groups = 0
         self._reloaded_at = -math.inf
@@ -167,59 +168,62 @@ class Pruner:
         self,
         group: GroupKey,
         index: int,
-        probed: HiddenState | None,
+        state: HiddenState | None,
         logprobs: tuple[float, ...],
         pruning: Pruning,
     ) -> Scored:
         """Score a trajectory, keep the score until the reward arrives, and compute the survival probability.
 
-        ``probed``: None if the kind of score uses no hidden states.
+        ``state``: None if the kind of score uses no hidden states.
         ``logprobs``: of the tokens so far, in nats, if the kind uses them.
         """
         # Score the trajectory by its log-probs, or by the head.
         kind = self._settings.kind
-        stored = None
-        if probed is None:
+        hidden_to_keep = None
+        if state is None:
             tokens = len(logprobs)
             point = self._last_point(0, tokens)
             value = logprob_score(kind, logprobs)
             score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
         else:
-            tokens = probed.tokens
-            hidden = head_input(kind, probed.vector, logprobs)
+            tokens = state.tokens
+            hidden = head_input(kind, state.vector, logprobs)
             point = self._last_point(hidden.size, tokens)
             assert self._head is not None
             self._observer.hidden_state_expected(received=True)
             score = self._head.score(hidden, tokens)
-            stored = compact(hidden)
+            hidden_to_keep = reduce_precision(hidden)
         self._log_status()
 
         # Calibrate the score, and compute the survival. A new head must not prune before the cold start has ended.
         # Scores that prune nothing do not wait for this.
         calibration = point.calibrator.status if pruning.prunes else point.calibrator.labels_status
-        is_ready = score.status is PruningStatus.READY
-        quality = score.value
-        calibrated = None
+        has_score = score.status is PruningStatus.READY
+        calibrated_quality = None
         survival = 1.0
-        if is_ready and calibration is CalibrationStatus.READY:
-            quality = point.calibrator.probability(score.value)
-            calibrated = quality
+        if has_score and calibration is CalibrationStatus.READY:
+            calibrated_quality = point.calibrator.probability(score.value)
+            quality = calibrated_quality
             survival = point.estimator.add_quality(quality, pruning)
-        elif is_ready or calibration is not CalibrationStatus.NO_LABELS:
+        elif has_score or calibration is not CalibrationStatus.NO_LABELS:
             quality = point.calibrator.prior
+        else:
+            # This is the head's own prior.
+            quality = score.value
 
-        # Keep the score for the reward. A score without a status is no score: its input was not finite.
-        usable = score.status is not None
-        self._observer.trajectory_scored(usable=usable)
-        if usable:
-            trusted = score.value if is_ready else None
-            self._keep(group, index, PendingScore(point, tokens, stored, trusted, calibrated))
+        # Keep the score for the reward. A score has no status if its input was not finite.
+        is_finite = score.status is not None
+        self._observer.trajectory_scored(usable=is_finite)
+        if is_finite:
+            value_to_keep = score.value if has_score else None
+            pending = PendingScore(point, tokens, hidden_to_keep, value_to_keep, calibrated_quality)
+            self._keep_score(group, index, pending)
         label = self._find_label(group, index)
         if label is not None:
             label.is_undecided = survival < 1
         return Scored(index, quality, survival)
 
-    def _keep(self, group: GroupKey, index: int, score: PendingScore) -> None:
+    def _keep_score(self, group: GroupKey, index: int, score: PendingScore) -> None:
         """Keep a score until the reward arrives. At the limit, see `FairCache`."""
         label = self._find_label(group, index)
         # Tokens of a trajectory never decrease, so this is a new trajectory under a request id that was used before.
@@ -270,34 +274,32 @@ class Pruner:
         self._reload_if_due()
         target = float(correct)
         for pending in label.scores:
-            value = pending.score
+            score_value = pending.score
             if pending.hidden is not None:
                 assert self._head is not None
-                if value is None:
+                if score_value is None:
                     # The head was not ready when the trajectory was scored. It may be ready now.
                     score = self._head.score(pending.hidden, pending.tokens)
                     if score.status is PruningStatus.READY:
-                        value = score.value
+                        score_value = score.value
                 self._head.learn(pending.hidden, pending.tokens, target, label.survival)
-            if value is not None:
-                learned = Label(value, target, label.survival)
-                pending.point.add(learned)
-                self._scored.append(learned)
+            if score_value is not None:
+                score_label = Label(score_value, target, label.survival)
+                pending.point.add(score_label)
+                self._score_labels.append(score_label)
             if pending.quality is not None:
-                self._calibrated.append(Label(pending.quality, target, label.survival))
+                self._quality_labels.append(Label(pending.quality, target, label.survival))
         self._observer.label_learned()
         self._save_soon.request()
 
     def record_rewarded_group(self) -> None:
-        """Record that all trajectories of a group have rewards.
-
-        A step of the trainer is complete when the weight version has changed, or after `STEP_GROUPS` groups.
-        """
-        version = self._weight_version()
-        last = self._last_version
-        self._last_version = version
+        """Record that all trajectories of a group have rewards."""
+        previous_version = self._last_version
+        self._last_version = self._weight_version()
         self._step_groups += 1
-        if last in (None, version) and self._step_groups < STEP_GROUPS:
+        # A trainer's step is over when the weights change, or after a usual number of groups.
+        has_new_weights = previous_version not in (None, self._last_version)
+        if not has_new_weights and self._step_groups < STEP_GROUPS:
             return
         self._step_groups = 0
         for point in self._points.values():
@@ -305,15 +307,16 @@ class Pruner:
         self._save_soon.request()
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Apply the tail's share to survival, and report missing hidden states."""
+        # A trajectory of the tail has survived its scores, and then the tail's random draw.
         for candidate in record.selected:
             label = self._find_label(record.key, candidate.index)
             if label is not None and candidate.selected_as is not SelectedAs.SHORT:
                 label.survival *= record.tail_share
         self._log_status()
         if self.uses_hidden_states:
+            missing_after = self.detect_at[0] + MISSING_STATE_TOKENS
             for candidate in record.candidates:
-                if candidate.quality is None and candidate.tokens > self.detect_at[0] + MISSING_STATE_TOKENS:
+                if candidate.quality is None and candidate.tokens > missing_after:
                     self._observer.hidden_state_expected(received=False)
 
     # --- status and metrics ---------------------------------------------------
@@ -330,10 +333,11 @@ class Pruner:
         statuses = [point.calibrator.status for point in self._points.values()]
         if CalibrationStatus.READY in statuses:
             return PruningStatus.READY
+        status_of_first = statuses[0]
         # All labels are from before the head's first training, and had no score.
-        if statuses[0] is CalibrationStatus.NO_LABELS and self.report.labels:
+        if status_of_first is CalibrationStatus.NO_LABELS and self.report.labels:
             return PruningStatus.FEW_LABELS
-        return PruningStatus(statuses[0].value)
+        return PruningStatus(status_of_first.value)
 
     def _log_status(self) -> None:
         status = self.status
@@ -349,15 +353,16 @@ class Pruner:
 
     def score_metrics(self) -> ScoreMetrics:
         """Evaluate scores on labels that they were not trained on."""
-        return evaluate(self._scored) if self._head is None else self._head.report.metrics
+        return evaluate(self._score_labels) if self._head is None else self._head.report.metrics
 
     def calibrated_metrics(self) -> ScoreMetrics:
         """Evaluate calibrated scores on labels that were reported after them."""
-        return evaluate(self._calibrated)
+        return evaluate(self._quality_labels)
 
     # --- detection points, head and store -------------------------------------
 
     def _last_point(self, width: int, tokens: int) -> DetectionPoint:
+        """Return the last detection point that a trajectory of ``tokens`` tokens has reached."""
         self._ensure_points_and_head(width)
         self._reload_if_due()
         reached = [at for at in self.detect_at if at <= tokens]
@@ -391,8 +396,8 @@ class Pruner:
             point.save()
 
 
-def compact(hidden: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Copy at half precision if all values fit. States that were bfloat16 lose next to nothing."""
+def reduce_precision(hidden: NDArray[np.floating]) -> NDArray[np.floating]:
+    # States that were bfloat16 lose next to nothing at half precision, unless a value overflows.
     with np.errstate(over="ignore"):
         half = hidden.astype(np.float16)
     return half if np.isfinite(half).all() else hidden.astype(np.float32)

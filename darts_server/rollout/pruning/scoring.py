@@ -74,6 +74,7 @@ def head_input(kind: ScoreKind, state: NDArray[np.float32], logprobs: tuple[floa
     """Return the head's input: the hidden state and, if the kind uses both, the mean and lowest log-prob in nats."""
     if kind is not ScoreKind.HEAD_LOGPROB:
         return state
+    # The head scores no input that has a NaN.
     mean = math.nan
     lowest = math.nan
     usable = _usable_logprobs(logprobs)
@@ -106,26 +107,28 @@ def _usable_logprobs(logprobs: tuple[float, ...]) -> NDArray[np.float64] | None:
 
 
 class SavedBlob:
-    """A blob that a restore may replace in the store. Then it is loaded, and the older state is not saved."""
+    """A blob that a restore may replace in the store."""
 
     def __init__(self, blobs: BlobStore, key: str) -> None:
         self._blobs = blobs
         self._key = key
-        self._digest: str | None = None
+        # Digest of the blob that was loaded or saved last.
+        self._last_digest: str | None = None
 
     def save(self, data: bytes, numbers: Mapping[str, int]) -> bool:
-        """Save, unless a restore has replaced the blob; return whether it was saved."""
-        if self._blobs.digest(self._key) != self._digest:
+        """Save, and return whether the blob was saved."""
+        # With another digest, a restore has replaced the blob, and `data` belongs to the older state.
+        if self._blobs.digest(self._key) != self._last_digest:
             return False
-        self._digest = self._blobs.save(self._key, data, numbers)
+        self._last_digest = self._blobs.save(self._key, data, numbers)
         return True
 
     def reload(self, restore: Callable[[Blob | None], None]) -> None:
         """If a restore has replaced the blob, pass it to ``restore``, or None if it is missing."""
-        digest = self._blobs.digest(self._key)
-        if digest != self._digest:
+        stored_digest = self._blobs.digest(self._key)
+        if stored_digest != self._last_digest:
             blob = self._blobs.load(self._key)
-            self._digest = digest
+            self._last_digest = stored_digest
             restore(blob)
 
 
@@ -160,9 +163,10 @@ class DetectionPoint:
             width = blob.numbers.get("width")
             if width != self._width:
                 raise ValueError(f"it is of hidden states of width {width}, not {self._width}")
-            labels = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
-            restored = [Label(*label) for label in labels.tolist()]
-            self.calibrator = Calibrator(self._calibration, restored, blob.numbers["steps"])
+            # A row has the score, the target and the survival of a label. The newest labels are last.
+            rows = np.frombuffer(blob.data, dtype="<f8").reshape(-1, 3)[-self._calibration.buffer :]
+            labels = [Label(*row) for row in rows.tolist()]
+            self.calibrator = Calibrator(self._calibration, labels, blob.numbers["steps"])
         except (ValueError, KeyError) as error:
             logger.warning("the saved calibration %s cannot be used, and is learned again: %s", self._name, error)
 
@@ -180,9 +184,10 @@ class DetectionPoint:
     def save(self) -> None:
         """Save the labels, unless a restore has replaced them."""
         if self._has_changes:
-            labels = [(x.score, x.target, x.survival) for x in self.calibrator.labels]
+            rows = [(label.score, label.target, label.survival) for label in self.calibrator.labels]
             numbers = {"steps": self.calibrator.steps, "width": self._width}
-            self._has_changes = not self._saved.save(np.asarray(labels, dtype="<f8").tobytes(), numbers)
+            is_saved = self._saved.save(np.asarray(rows, dtype="<f8").tobytes(), numbers)
+            self._has_changes = not is_saved
 
 
 class HeadCheckpoint:
@@ -215,14 +220,14 @@ class HeadCheckpoint:
     def reload(self, restore: Callable[[bytes], None]) -> None:
         """If a restore has replaced the saved state, pass it to ``restore``, or b"" if it is missing."""
 
-        def replace(blob: Blob | None) -> None:
+        def restore_head(blob: Blob | None) -> None:
             self._unsaved = b""
             restore(b"" if blob is None else blob.data)
 
         # The event loop never waits for a write. After the write, the next call loads the state.
         if self._lock.acquire(blocking=False):
             try:
-                self._saved.reload(replace)
+                self._saved.reload(restore_head)
             except (InvalidRequest, StateDamaged) as error:
                 logger.warning("the saved quality head is not used, and a new one is trained: %s", error)
             finally:
@@ -234,22 +239,24 @@ class SurvivalEstimator:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT_QUALITIES)
-        self._seen = 0
+        self._num_qualities = 0
         # Curves, with the number of qualities at their last fit. The curve that was used last is at the end.
         self._curves: dict[Pruning, tuple[SurvivalCurve, int]] = {}
 
     def add_quality(self, quality: float, pruning: Pruning) -> float:
         """Add a trajectory's quality, and return the probability to keep the trajectory."""
         self._recent.append(quality)
-        self._seen += 1
+        self._num_qualities += 1
 
         # Among few qualities, each quality changes the curve, so early fits are closer together.
         curve, fitted_at = self._curves.pop(pruning, (None, 0))
-        if curve is None or self._seen - fitted_at >= min(FIT_INTERVAL, 1 + fitted_at // 4):
+        fit_interval = min(FIT_INTERVAL, 1 + fitted_at // 4)
+        if curve is None or self._num_qualities - fitted_at >= fit_interval:
             curve = pruning.fit(np.asarray(self._recent))
-            fitted_at = self._seen
+            fitted_at = self._num_qualities
 
         self._curves[pruning] = (curve, fitted_at)
         if len(self._curves) > MAX_CURVES:
-            del self._curves[next(iter(self._curves))]
+            least_recently_used = next(iter(self._curves))
+            del self._curves[least_recently_used]
         return curve.survival(quality)

@@ -33,15 +33,15 @@ class FakeScorer(Pruner):
         self.dropped: list[int] = []
 
     def score(
-        self, group: GroupKey, index: int, probed: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
+        self, group: GroupKey, index: int, state: HiddenState | None, logprobs: tuple[float, ...], pruning: Pruning
     ) -> Scored:
-        tokens = len(logprobs) if probed is None else probed.tokens
+        tokens = len(logprobs) if state is None else state.tokens
         assert logprobs == (tuple(-token / 8 for token in range(tokens)) if self.uses_logprobs else ())
-        if probed is None:
+        if state is None:
             self.scored_logprobs.append((index, tokens))
             return Scored(index, 0.5, self.survival)
         self.scored_states.append((index, tokens))
-        return Scored(index, *map(float, probed.vector))
+        return Scored(index, *map(float, state.vector))
 
     def record_kept(self, group: GroupKey, index: int, survival: float) -> None:
         self.kept.append((index, survival))

@@ -167,7 +167,7 @@ async def test_a_state_waits_until_its_candidate_runs_and_its_log_probs_are_ther
     assert (group_scorer.poll(), received) == ([], [])
     engine = ScriptedEngine(script)
     running[0] = await engine.start("g", 0)
-    group_scorer.mark_started(0)
+    group_scorer.begin_reporting(0)
     await engine.step()
     assert group_scorer.poll() == [], "the engine has reported fewer tokens"
     for _ in range(4):

@@ -16,7 +16,7 @@ from darts_server.rollout.pruning.pruner import (
     SCORE_BYTES,
     STATUS_REASONS,
     STEP_GROUPS,
-    compact,
+    reduce_precision,
 )
 from darts_server.rollout.pruning.scoring import ScoreKind, ScoringSettings
 from darts_server.types import DiscardReason, FinishReason, Outcome, PruningStatus, SelectedAs
@@ -257,10 +257,10 @@ async def test_a_step_is_a_change_of_the_weights_or_many_groups() -> None:
 
 
 async def test_hidden_states_are_stored_at_half_precision_if_their_values_fit() -> None:
-    assert compact(np.asarray([1.5, -2.0], np.float32)).dtype == np.float16
+    assert reduce_precision(np.asarray([1.5, -2.0], np.float32)).dtype == np.float16
     wide = np.asarray([1.5, 1e6], np.float32)
-    assert compact(wide).dtype == np.float32
-    assert compact(wide).tolist() == wide.tolist()
+    assert reduce_precision(wide).dtype == np.float32
+    assert reduce_precision(wide).tolist() == wide.tolist()
 
 
 async def test_memory_is_bounded_and_released() -> None:
