@@ -41,10 +41,7 @@ class DocumentStore(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Kind(Generic[T]):
-    """A kind of documents, which are fields, or a value in JSON if ``is_json``.
-
-    ``create``: makes a value from either. A class gets the fields by name.
-    """
+    """A kind of documents. ``create``: makes a value from the fields of a document, or if ``is_json`` from its JSON."""
 
     name: str
     create: Callable[..., T]
@@ -57,10 +54,12 @@ class Kind(Generic[T]):
             ValueError: why the document cannot be used.
         """
         try:
-            value: Any = document
+            fields: Any = document
             if self.is_json:
-                value = json.loads(str(document["value"]))
-            return self.create(**value) if isinstance(self.create, type) else self.create(value)
+                fields = json.loads(str(document["value"]))
+            if isinstance(self.create, type):
+                return self.create(**fields)
+            return self.create(fields)
         except Exception as error:
             # Any exception may be raised for a damaged document, and must not end a group.
             message = str(error) if type(error) is ValueError else repr(error)
@@ -142,14 +141,14 @@ class Manifest:
 class BlobStore:
     """Blobs of one kind. Only one thread at a time may save a key.
 
-    A blob is split into parts, as documents are small. Each key has two slots. A new blob is written to the slot that
-    the manifest does not name, and then the manifest. So a reader always finds a complete blob, also after a process
-    was killed while it saved.
+    A blob is split into parts, as documents are small. Each key has two slots, so a reader always finds a complete
+    blob, also after a process was killed while it saved.
     """
 
     def __init__(self, documents: DocumentStore, kind: str) -> None:
         self._documents = documents
         self._kind = kind
+        self._part_kind = kind + PART_SUFFIX
         self._manifests = StoredValues(documents, Kind(kind, _parse_manifest))
 
     def digest(self, key: str) -> str | None:
@@ -166,7 +165,7 @@ class BlobStore:
         with suppress(KeyError, ValueError):
             parts = []
             for number in range(manifest.parts):
-                part = self._documents.get(self._kind + PART_SUFFIX, _part_key(key, manifest.slot, number)) or {}
+                part = self._documents.get(self._part_kind, _part_key(key, manifest.slot, number)) or {}
                 parts.append(b64decode(str(part["data"]), validate=True))
             data = b"".join(parts)
         if hashlib.sha256(data).hexdigest() != manifest.digest:
@@ -176,24 +175,21 @@ class BlobStore:
 
     def save(self, key: str, data: bytes, numbers: Mapping[str, int]) -> str:
         """Save a blob in place of the previous blob, and return the digest."""
-        kind = self._kind + PART_SUFFIX
+        # Write to the slot that readers do not use, and then the manifest that points to it.
         previous = self._manifests.load(key)
-        slot = 0
-        old_parts = 0
-        if previous is not None:
-            slot = 1 - previous.slot
-            old_parts = previous.parts
-
+        slot = 0 if previous is None else 1 - previous.slot
         starts = range(0, len(data), PART_BYTES)
         for number, start in enumerate(starts):
             part = b64encode(data[start : start + PART_BYTES]).decode()
-            self._documents.put(kind, _part_key(key, slot, number), {"data": part})
+            self._documents.put(self._part_kind, _part_key(key, slot, number), {"data": part})
         digest = hashlib.sha256(data).hexdigest()
         # State files and archives have the slot under the name "side".
         self._documents.put(self._kind, key, {"side": slot, "parts": len(starts), "digest": digest, **numbers})
-        # The store cannot delete documents, so the old parts are emptied.
-        for number in range(old_parts):
-            self._documents.put(kind, _part_key(key, 1 - slot, number), {"data": ""})
+
+        # The store cannot delete documents, so the previous parts are emptied.
+        if previous is not None:
+            for number in range(previous.parts):
+                self._documents.put(self._part_kind, _part_key(key, previous.slot, number), {"data": ""})
         return digest
 
 
@@ -202,7 +198,6 @@ def blob_kinds(name: str) -> tuple[Kind[Manifest], Kind[None]]:
 
 
 def _parse_manifest(document: Document) -> Manifest:
-    """Check a document of `BlobStore.save`. Other fields than the manifest's own are the blob's numbers."""
     match document:
         case {"side": int(slot), "parts": int(parts), "digest": str(digest), **numbers}:
             if slot not in (0, 1) or not 0 <= parts <= MAX_PARTS:

@@ -3,10 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple
-from functools import reduce
 from hashlib import blake2b
-from itertools import islice
-from operator import add, sub
 from typing import Any
 
 import numpy as np
@@ -88,7 +85,7 @@ def key_of(token_ids: Sequence[int], *other_inputs: str) -> str:
     """Hash a prompt's tokens and other inputs, equally in every process and on every host."""
     numbers = list(token_ids)
     for text in other_inputs:
-        # Negative numbers cannot be token ids.
+        # Negative numbers cannot be token ids, so no text hashes like tokens.
         numbers += [-1 - byte for byte in text.encode()]
     return blake2b(np.asarray(numbers, dtype="<i8").tobytes(), digest_size=KEY_BYTES).hexdigest()
 
@@ -98,28 +95,24 @@ def observations(record: GroupRecord, *, beyond_limit: bool = True) -> list[Obse
 
     ``beyond_limit``: whether the lengths of truncated candidates are censored too.
     """
-    complete = {FinishReason.STOP}
+    uncensored_reasons = {FinishReason.STOP}
     if not beyond_limit:
-        complete.add(FinishReason.LENGTH)
+        uncensored_reasons.add(FinishReason.LENGTH)
     observed = []
-    for c in record.current_candidates:
-        if c.tokens > 0:
-            observed.append(Observation(c.tokens, censored=c.cut or c.finish_reason not in complete))
+    for candidate in record.current_candidates:
+        if candidate.tokens > 0:
+            is_censored = candidate.cut or candidate.finish_reason not in uncensored_reasons
+            observed.append(Observation(candidate.tokens, censored=is_censored))
     return observed
 
 
 def length_limit(record: GroupRecord) -> int | None:
-    """Return the length in tokens at which candidates were truncated, or ``max_tokens`` if none was; None if unknown.
-
-    The model's context may be shorter than the request's ``max_tokens``.
-    """
-    limits = []
-    longest = 0
-    for c in record.current_candidates:
-        longest = max(longest, c.tokens)
-        if c.finish_reason is FinishReason.LENGTH and not c.cut:
-            limits.append(c.tokens)
-    limit = max(limits, default=record.max_tokens)
+    """Return the tokens at which candidates were truncated, or ``max_tokens`` if none was; None if unknown."""
+    candidates = record.current_candidates
+    # The model's context may be shorter than the request's `max_tokens`.
+    truncated_at = [c.tokens for c in candidates if c.finish_reason is FinishReason.LENGTH and not c.cut]
+    limit = max(truncated_at, default=record.max_tokens)
+    longest = max((c.tokens for c in candidates), default=0)
     if limit is None or limit < longest:
         return None
     return limit
@@ -135,7 +128,7 @@ class Dataset:
         self._profiles = StoredValues(documents, PROFILE)
         # Groups that are not learned yet: generation of the documents, weight version, lengths, and ratios to the mean.
         # Each group fades the earlier ratios of the profile, so the ratios stay grouped.
-        self._groups: list[tuple[int, int, LengthEstimate, list[tuple[float, bool]]]] = []
+        self._pending_groups: list[tuple[int, int, LengthEstimate, list[tuple[float, bool]]]] = []
         self._write_later = Debounce(WRITE_DELAY_SECONDS, self._write)
         self.flush = self._write_later.run_pending
         """Write pending changes to the documents."""
@@ -161,25 +154,20 @@ class Dataset:
     ) -> None:
         """Learn the lengths of a completed group. ``earlier``: statistics of its prompt before this group."""
         ratios = ratios_to_mean(observed, estimate, earlier)
-        self._groups.append((self._documents.generation, version, estimate, ratios))
+        self._pending_groups.append((self._documents.generation, version, estimate, ratios))
         self._write_later.request()
 
     def _write(self) -> None:
         """Learn the pending groups, and write the result to the documents."""
         # Groups that ended before the learned state was restored are dropped.
-        present = self._documents.generation
-        groups = [
-            (version, estimate, ratios)
-            for generation, version, estimate, ratios in self._groups
-            if generation == present
-        ]
-        self._groups = []
+        generation = self._documents.generation
+        groups = [group for group in self._pending_groups if group[0] == generation]
+        self._pending_groups = []
         if not groups:
             return
         profile = self._profiles.load(KEY) or LengthProfile()
-        # Weight version and lengths of each group of the present step.
         step = self._steps.load(KEY) or []
-        for version, estimate, ratios in groups:
+        for _, version, estimate, ratios in groups:
             profile.observe(ratios)
             last_version = step[-1][0] if step else version
             # The group begins the next step, so the present step is complete.
@@ -212,7 +200,7 @@ class Latency:
     @property
     def start_seconds(self) -> float | None:
         """Seconds that the start of a candidate costs, without its decode steps."""
-        return self._learned().start_seconds
+        return self._current_model().start_seconds
 
     def step_seconds(self, batch: int) -> float | None:
         """Return the seconds of a decode step of ``batch`` sequences on all engines, or None if unknown."""
@@ -228,8 +216,14 @@ class Latency:
         if curve is None:
             return []
         lengths = [length for group in groups for length in group]
-        ends = iter(curve.completion_seconds(lengths, self.capacity).tolist())
-        return [max(islice(ends, len(group))) for group in groups]
+        end_seconds = curve.completion_seconds(lengths, self.capacity).tolist()
+        # A group is complete when its last trajectory ends.
+        seconds_by_group = []
+        start = 0
+        for group in groups:
+            seconds_by_group.append(max(end_seconds[start : start + len(group)]))
+            start += len(group)
+        return seconds_by_group
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
         """See `LatencyModel.observe`."""
@@ -237,11 +231,11 @@ class Latency:
         self._write_later.request()
 
     def _curve(self) -> LatencyCurve | None:
-        """Return the curve of all engines together."""
-        curve = self._learned().curve
+        # The model is of a single engine. All engines together run a batch that is `engines` times as large.
+        curve = self._current_model().curve
         return None if curve is None else curve.scaled(1 / self.engines)
 
-    def _learned(self) -> LatencyModel:
+    def _current_model(self) -> LatencyModel:
         """Return the model. Load it again after a restore."""
         # Steps between the restore and this call are forgotten: at most `LATENCY_DELAY_SECONDS`.
         if self._generation != self._documents.generation:
@@ -251,9 +245,9 @@ class Latency:
 
     def _write(self) -> None:
         """Write the model, unless a restore has replaced it in the documents."""
-        before = self._model
-        if self._learned() is before:
-            self._states.save(ENGINE_KEY, before.state)
+        model = self._model
+        if self._current_model() is model:
+            self._states.save(ENGINE_KEY, model.state)
 
 
 class Rewards:
@@ -287,8 +281,12 @@ class Rewards:
                 earlier = self.prompts.load(key) or RewardStats()
                 self.prompts.save(key, (earlier + stats - old_stats.get(key, RewardStats())).state)
         if new_stats:
-            dataset = reduce(add, new_stats.values(), self.dataset)
-            self._dataset.save(KEY, reduce(sub, old_stats.values(), dataset).state)
+            dataset = self.dataset
+            for stats in new_stats.values():
+                dataset += stats
+            for stats in old_stats.values():
+                dataset -= stats
+            self._dataset.save(KEY, dataset.state)
 
 
 class PassRates:
@@ -297,20 +295,21 @@ class PassRates:
     def __init__(self, documents: DocumentStore) -> None:
         self._prompts = StoredValues(documents, PASS_COUNTS)
         self._recent = StoredValues(documents, RECENT_PASS_RATES)
-        # Newest weight version of the engine that had rewards, or None since the start of this server.
-        self._newest: int | None = None
+        # Newest weight version of the engine whose answers had rewards, or None since the start of this server.
+        self._newest_engine_version: int | None = None
 
     def learn(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
         """Learn a completed group, once. ``correct``: correctness by candidate index."""
         answers = rewarded_answers(record, correct)
         if not answers:
             return
+        # The engine counts its versions from 0 at each start of the server, while the stored version counts on.
         recent = self._recent.load(KEY) or RecentPassRates()
         version = recent.version
-        newest = max((c.weight_version_end or 0 for c in record.selected), default=0)
-        if self._newest is not None and newest > self._newest:
+        engine_version = _last_weight_version(record)
+        if self._newest_engine_version is not None and engine_version > self._newest_engine_version:
             version = min(version + 1, LARGEST)
-        self._newest = max(newest, self._newest or 0)
+        self._newest_engine_version = max(engine_version, self._newest_engine_version or 0)
 
         counted = count_answers(answers)
         self._recent.save(KEY, astuple(recent.with_group(counted, version)))
@@ -319,31 +318,36 @@ class PassRates:
             self._prompts.save(record.prompt_key, astuple(counts.with_answers(counted, version)))
 
     def posteriors(self, keys: Sequence[str]) -> list[Beta]:
-        """Return what is known now about the pass rate of each prompt."""
+        """Return the present distribution of each prompt's pass rate."""
         recent = self._recent.load(KEY) or RecentPassRates()
         prior = recent.prior
-        known = (self._prompts.load(key) or PassCounts() for key in keys)
-        return [counts.posterior(prior, recent.version) for counts in known]
+        posteriors = []
+        for key in keys:
+            counts = self._prompts.load(key) or PassCounts()
+            posteriors.append(counts.posterior(prior, recent.version))
+        return posteriors
+
+
+def _last_weight_version(record: GroupRecord) -> int:
+    return max((candidate.weight_version_end or 0 for candidate in record.selected), default=0)
 
 
 def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[tuple[bool, float]]:
-    """Return the correctness and weight of candidates that together are an unbiased sample of the prompt's answers.
-
-    If all candidates have rewards, reported or by a verifier, they are a plain sample. Otherwise only returned
-    trajectories count, by their weights, because rewards of other candidates are missing for reasons that may depend on
-    the answers. If the group was selected by rewards, all candidates with a reward count, because half of the returned
-    trajectories are right at any pass rate.
-    """
-    eligible = [c.index for c in record.current_candidates if c.reason not in GONE]
-    rewarded = [index for index in eligible if index in correct]
-    if record.num_rewarded is not None or len(rewarded) == len(eligible):
+    """Return the correctness and weight of candidates that together are an unbiased sample of the prompt's answers."""
+    candidates = [c.index for c in record.current_candidates if c.reason not in GONE]
+    rewarded = [index for index in candidates if index in correct]
+    # If the group was selected by rewards, half of the returned trajectories are right at any pass rate, so all
+    # candidates with a reward count.
+    is_selected_by_rewards = record.num_rewarded is not None
+    if is_selected_by_rewards or len(rewarded) == len(candidates):
         return [(correct[index], 1.0) for index in rewarded]
+    # Rewards of other candidates are missing for reasons that may depend on the answers.
     return [(correct[c.index], c.weight or 1.0) for c in record.selected if c.index in correct]
 
 
 def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
     """Return statistics as JSON values."""
-    seen = stats.observations
+    observed = stats.observations
     summary: dict[str, Any] = {
         "estimated_mean_tokens": stats.mean_ema,
         "estimated_std_tokens": stats.std_ema,
@@ -357,13 +361,13 @@ def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
         "max_tokens": stats.max_tokens,
         "prompt_tokens": stats.prompt_tokens,
     }
-    if seen:
-        finished = sum(not o.censored for o in seen)
-        truncated = sum(stats.is_truncated(o) for o in seen)
-        summary["mean_generated_tokens"] = sum(o.tokens for o in seen) / len(seen)
+    if observed:
+        finished = sum(not candidate.censored for candidate in observed)
+        truncated = sum(stats.is_truncated(candidate) for candidate in observed)
+        summary["mean_generated_tokens"] = sum(candidate.tokens for candidate in observed) / len(observed)
         summary["finished"] = finished
         summary["truncated"] = truncated
-        summary["stopped"] = len(seen) - finished - truncated
+        summary["stopped"] = len(observed) - finished - truncated
     return summary
 
 
@@ -389,7 +393,6 @@ class LengthBias:
         self._returned: deque[Sequence[CandidateRecord]] = deque(maxlen=BIAS_GROUPS)
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Keep the lengths of a completed group."""
         if record.outcome is Outcome.COMPLETED:
             sample = complete_sample(observations(record, beyond_limit=False))
             # A stopped candidate would have become longer, but not longer than its request allows.
@@ -402,14 +405,14 @@ class LengthBias:
     def mean(self, kind: str) -> float | None:
         """Return the mean of all ``generated`` or ``returned`` lengths in tokens."""
         weights, lengths = self._weights_and_lengths(kind)
-        if not weights.sum() > 0:
+        if weights.sum() <= 0:
             return None
         return float(np.average(lengths, weights=weights))
 
     def quantile(self, kind: str, share: float) -> float | None:
         """Return the length in tokens that a ``share`` of trajectories does not exceed."""
         weights, lengths = self._weights_and_lengths(kind)
-        if not weights.sum() > 0:
+        if weights.sum() <= 0:
             return None
         return float(np.quantile(lengths, share, weights=weights, method="inverted_cdf"))
 
@@ -418,7 +421,7 @@ class LengthBias:
             pairs = [(1.0, float(c.tokens)) for group in self._returned for c in group]
         else:
             pairs = [pair for group in self._generated for pair in group]
-        return np.array([w for w, _ in pairs]), np.array([x for _, x in pairs])
+        return np.array([weight for weight, _ in pairs]), np.array([length for _, length in pairs])
 
 
 class Statistics:
@@ -434,22 +437,21 @@ class Statistics:
         self.pass_rates = PassRates(documents)
 
     def group_ended(self, record: GroupRecord) -> None:
-        """Learn the lengths of a completed group. In other groups, lengths depend on the time of the stop."""
         observed = observations(record)
+        # In groups that are not complete, lengths depend on the time of the stop.
         if record.outcome is not Outcome.COMPLETED or not observed:
             return
-        version = max((c.weight_version_end or 0 for c in record.selected), default=0)
+        version = _last_weight_version(record)
         estimate = estimate_lengths(observed)
         earlier = None
         if record.prompt_key is not None:
             earlier = self.prompts.load(record.prompt_key)
-            limit = length_limit(record)
             stats = update_stats(
                 earlier,
                 observed,
                 estimate,
                 version,
-                limit,
+                length_limit(record),
                 record.prompt_tokens,
             )
             # A document of a prompt is a dictionary of the fields of its statistics.

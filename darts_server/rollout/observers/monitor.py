@@ -64,10 +64,11 @@ class Monitor:
         for owner, records in self._records:
             if not may_see(owner):
                 continue
-            for place in reversed(list(records)):
-                if place <= count:
+            # The newest first, so that groups that the viewer has seen are not walked through.
+            for end_number in reversed(list(records)):
+                if end_number <= count:
                     break
-                found.append((place, records[place]))
+                found.append((end_number, records[end_number]))
         found.sort(key=itemgetter(0))
         return [record for _, record in found]
 
@@ -84,12 +85,16 @@ class Monitor:
 
     def shown_groups(self, running: Iterable[RunningGroup], may_see: MaySee) -> Iterator[RunningGroup]:
         """Yield the visible groups among ``running``, up to the limits."""
-        candidates = 0
-        visible = (group for group in running if may_see(group.owner))
-        for place, group in enumerate(visible):
-            candidates += _count_shown(group)
+        num_groups = 0
+        num_candidates = 0
+        for group in running:
+            if not may_see(group.owner):
+                continue
+            num_groups += 1
+            num_candidates += _count_shown(group)
+            is_beyond_limit = num_groups > self.max_groups or num_candidates > self._max_candidates
             # The newest group is always shown.
-            if place and (place >= self.max_groups or candidates > self._max_candidates):
+            if is_beyond_limit and num_groups > 1:
                 return
             yield group
 
@@ -98,8 +103,9 @@ class Monitor:
 class Viewer:
     monitor: Monitor
     may_see: MaySee
-    _groups_seen: int = 0
-    _running: dict[str, Fields] = field(default_factory=dict)
+    _num_ended_seen: int = 0
+    # Fields of the running groups in the previous update, by group id.
+    _running_fields: dict[str, Fields] = field(default_factory=dict)
 
     def next_update(self) -> Fields:
         """Return the changes since the previous update, as in `MonitorAnswer`, without ``health``.
@@ -109,10 +115,11 @@ class Viewer:
         """
         monitor = self.monitor
         changes: list[Fields] = []
-        previous = self._running
-        self._running = {}
+        previous = self._running_fields
+        self._running_fields = {}
 
-        for record in monitor.ended_after(self._groups_seen, self.may_see):
+        # Groups that have ended since the previous update.
+        for record in monitor.ended_after(self._num_ended_seen, self.may_see):
             now = _group_fields(record, record, record.policy)
             now["ended"] = record.ended_at
             now["outcome"] = record.outcome.value
@@ -121,30 +128,30 @@ class Viewer:
             if record.error is not None:
                 now["error"] = record.error
             now["candidates"] = [_candidate_fields(c) for c in record.candidates[:MAX_CANDIDATES_PER_GROUP]]
-            changes.append(_changes(now, previous.pop(record.group_id, None)))
-        self._groups_seen = monitor.num_ended
+            changes.append(_group_changes(now, previous.pop(record.group_id, None)))
+        self._num_ended_seen = monitor.num_ended
 
         running = monitor.running_groups()
         for group in monitor.shown_groups(running, self.may_see):
             group_id = group.spec.group_id
             # Two callers have chosen the same id. The newest group is shown.
-            if group_id in self._running:
+            if group_id in self._running_fields:
                 continue
             before = previous.pop(group_id, None)
             now = _group_fields(group.spec, group, group.spec.plan.policy)
-            old: list[Fields] = []
+            candidates_before: list[Fields] = []
             if before is not None and before["began"] == group.started_at:
-                old = before["candidates"]
+                candidates_before = before["candidates"]
             candidates: list[Fields] = []
             for index in range(_count_shown(group)):
                 # Candidates that do not change any more are used again.
-                if index < len(old) and _is_final(old[index]):
-                    candidates.append(old[index])
+                if index < len(candidates_before) and _is_final(candidates_before[index]):
+                    candidates.append(candidates_before[index])
                 else:
                     candidates.append(_candidate_fields(group.make_candidate_record(index)))
             now["candidates"] = candidates
-            self._running[group_id] = now
-            changes.append(_changes(now, before))
+            self._running_fields[group_id] = now
+            changes.append(_group_changes(now, before))
 
         return {
             "now": monitor.clock(),
@@ -152,6 +159,7 @@ class Viewer:
             "candidates": sum(len(group.candidates) for group in running),
             # A group without changes has its id and an empty list of candidates.
             "groups": [fields for fields in changes if len(fields) > 2 or fields["candidates"]],
+            # Groups of the previous update that are neither shown nor ended.
             "left": list(previous),
         }
 
@@ -213,21 +221,21 @@ def _without_none(fields: Fields) -> Fields:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _changes(now: Fields, before: Fields | None) -> Fields:
-    """Return the changes of a group, or the whole group if it is new or reuses an id."""
+def _group_changes(now: Fields, before: Fields | None) -> Fields:
+    # The group is new, or a newer group has the same id.
     if before is None or before["began"] != now["began"]:
         return now
-    old = before["candidates"]
+    candidates_before = before["candidates"]
     candidates: list[Fields] = []
     for index, fields in enumerate(now["candidates"]):
-        if index >= len(old):
+        if index >= len(candidates_before):
             candidates.append(fields)
-        elif fields is not old[index]:
-            changed = _changed_fields(fields, old[index])
+        elif fields is not candidates_before[index]:
+            changed = _changed_fields(fields, candidates_before[index])
             if changed:
                 candidates.append({"index": fields["index"], **changed})
-    fields = {name: value for name, value in now.items() if name != "candidates"}
-    return {"group_id": now["group_id"], **_changed_fields(fields, before), "candidates": candidates}
+    group_fields = {name: value for name, value in now.items() if name != "candidates"}
+    return {"group_id": now["group_id"], **_changed_fields(group_fields, before), "candidates": candidates}
 
 
 def _changed_fields(now: Fields, before: Fields) -> Fields:

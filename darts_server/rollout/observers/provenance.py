@@ -22,7 +22,7 @@ class Provenance:
     def __init__(self, kept: int = DEFAULT_KEPT, kept_candidates: int = DEFAULT_KEPT_CANDIDATES) -> None:
         # By owner and group id.
         self._records: FairCache[str, GroupRecord] = FairCache(kept, kept_candidates)
-        self._by_name: dict[str, list[GroupKey]] = {}
+        self._keys_by_name: dict[str, list[GroupKey]] = {}
 
     def group_ended(self, record: GroupRecord) -> None:
         # A caller may reuse a request id. The newer group replaces the older.
@@ -30,7 +30,7 @@ class Provenance:
         if reused is not None:
             self._forget_names(reused)
         for name in _names(record):
-            self._by_name.setdefault(name, []).append(record.key)
+            self._keys_by_name.setdefault(name, []).append(record.key)
         for _, dropped in self._records.put(record.owner, record.group_id, record, len(record.candidates)):
             self._forget_names(dropped)
 
@@ -39,28 +39,28 @@ class Provenance:
 
         A group joined from single requests is found by the id of each request, and by the callers' name for it.
         """
-        keys = self._by_name.get(name, ())
+        keys = self._keys_by_name.get(name, ())
         records = [self._records.entries_of(owner)[group_id] for owner, group_id in keys if may_see(owner)]
-        same = [record for record in records if record.group_id == name]
-        if same:
-            return same[-1:]
+        # Callers may choose the same group id.
+        with_group_id = [record for record in records if record.group_id == name]
+        if with_group_id:
+            return with_group_id[-1:]
         return sorted(records, key=lambda record: _prompt_number(record, name))
 
     def newest(self, may_see: Callable[[str | None], bool], count: int) -> list[GroupRecord]:
-        found: list[GroupRecord] = []
+        newest_of_owners: list[GroupRecord] = []
         for owner, _ in self._records:
             if may_see(owner):
-                found += islice(self._records.newest(owner), count)
-        found.sort(key=attrgetter("ended_at"), reverse=True)
-        return found[:count]
+                newest_of_owners += islice(self._records.newest(owner), count)
+        newest_of_owners.sort(key=attrgetter("ended_at"), reverse=True)
+        return newest_of_owners[:count]
 
     def _forget_names(self, record: GroupRecord) -> None:
-        """Remove a dropped group from the table of names."""
         for name in _names(record):
-            keys = self._by_name[name]
+            keys = self._keys_by_name[name]
             keys.remove(record.key)
             if not keys:
-                del self._by_name[name]
+                del self._keys_by_name[name]
 
 
 def _names(record: GroupRecord) -> set[str]:
@@ -71,16 +71,17 @@ def _names(record: GroupRecord) -> set[str]:
 
 def response_id(group_id: str) -> str:
     """Return the id of a group's response. vLLM may append a dash and the prompt's number to it."""
-    head, dash, number = group_id.rpartition("-")
-    if dash and number.isdigit() and len(number) <= MAX_NUMBER_DIGITS:
-        return head
+    response, dash, prompt_number = group_id.rpartition("-")
+    if dash and prompt_number.isdigit() and len(prompt_number) <= MAX_NUMBER_DIGITS:
+        return response
     return group_id
 
 
 def _prompt_number(record: GroupRecord, response: str) -> int:
-    """Return the lowest number of a prompt of the response that the group answered, or 0 if no name has a number.
-
-    vLLM names the requests of a response RESPONSE-0, RESPONSE-1, and so on.
-    """
-    names = [name for name in (record.group_id, *record.request_ids) if response_id(name) == response != name]
-    return min((int(name.rpartition("-")[2]) for name in names), default=0)
+    """Return the lowest number of a prompt of the response that the group answered, or 0 if no name has a number."""
+    # vLLM names the requests of a response RESPONSE-0, RESPONSE-1, and so on.
+    numbers = []
+    for name in (record.group_id, *record.request_ids):
+        if name != response and response_id(name) == response:
+            numbers.append(int(name.rpartition("-")[2]))
+    return min(numbers, default=0)

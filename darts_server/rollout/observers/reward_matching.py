@@ -67,7 +67,6 @@ class ReturnedTrajectory:
 
     group: "ReturnedGroup"
     index: int
-    tokens: int
     fingerprint: bytes
     reward: float | None = None
     correct: bool = False
@@ -77,7 +76,7 @@ class ReturnedTrajectory:
 
 @dataclass(slots=True, eq=False)
 class ReturnedGroup:
-    """The returned trajectories of a group, by candidate index as text. ``record`` is None while the group runs."""
+    """The returned trajectories of a group. ``record`` is None while the group runs."""
 
     key: GroupKey
     started_at: float
@@ -85,17 +84,18 @@ class ReturnedGroup:
     record: GroupRecord | None = None
     size: int | None = None
     """Number of all returned trajectories, or None until the group is complete."""
-    returned: dict[str, ReturnedTrajectory] = field(default_factory=dict)
-    rewarded: int = 0
+    trajectories: dict[str, ReturnedTrajectory] = field(default_factory=dict)
+    """Trajectories by candidate index as text, as in their ids."""
+    num_rewarded: int = 0
 
     @property
     def is_fully_rewarded(self) -> bool:
-        return self.rewarded == self.size
+        return self.num_rewarded == self.size
 
     @property
     def zero_variance(self) -> bool:
         """Whether all rewards of a fully rewarded group are equal."""
-        return len({trajectory.reward for trajectory in self.returned.values()}) == 1
+        return len({trajectory.reward for trajectory in self.trajectories.values()}) == 1
 
 
 @dataclass(slots=True)
@@ -146,16 +146,17 @@ class RewardMatcher:
         self._groups: FairCache[str, ReturnedGroup] = FairCache(kept, DEFAULT_KEPT_CANDIDATES)
         # Owners of the kept groups, by group id.
         self._owners: dict[str, set[str | None]] = {}
-        self._by_tokens: dict[bytes, list[ReturnedTrajectory]] = {}
+        self._by_fingerprint: dict[bytes, list[ReturnedTrajectory]] = {}
 
     def trajectory_returned(self, returned: TrajectoryRecord) -> None:
         """Keep a trajectory that was returned, before or after its group ended."""
         key = (returned.owner, returned.group_id)
         group = self._find_or_create(key, returned.started_at, returned.prompt_key)
-        hashed = fingerprint(returned.prompt_token_ids, returned.token_ids)
-        trajectory = ReturnedTrajectory(group, returned.index, len(returned.token_ids), hashed)
-        group.returned[str(returned.index)] = trajectory
-        self._by_tokens.setdefault(hashed, []).append(trajectory)
+        trajectory = ReturnedTrajectory(
+            group, returned.index, fingerprint(returned.prompt_token_ids, returned.token_ids)
+        )
+        group.trajectories[str(returned.index)] = trajectory
+        self._by_fingerprint.setdefault(trajectory.fingerprint, []).append(trajectory)
 
     def group_ended(self, record: GroupRecord) -> None:
         """Keep a group that has ended, and learn from its trajectories that have rewards already."""
@@ -167,12 +168,12 @@ class RewardMatcher:
         if group.is_fully_rewarded:
             changes.add_rewarded_group(group)
         # Learn from trajectories that were returned while the group ran, and rewarded before it ended.
-        for trajectory in group.returned.values():
+        for trajectory in group.trajectories.values():
             if trajectory.reward is not None:
                 changes.new[group.prompt_key] += _trajectory_stats(trajectory, record)
         # If rewards have selected the group, its discarded candidates are learned too. Otherwise the selection would
         # bias the statistics.
-        for index, correct in _discarded_answers(record).items():
+        for index, correct in _correct_of_discarded(record).items():
             tokens = record.candidates[index].tokens
             changes.new[group.prompt_key] += _candidate_stats(tokens, 1.0, correct=correct)
         self._learn(changes)
@@ -181,7 +182,7 @@ class RewardMatcher:
         """Learn the reward of a trajectory by a verifier, unless the caller has reported a reward."""
         owner, group_id = key
         group = self._groups.entries_of(owner).get(group_id)
-        trajectory = None if group is None else group.returned.get(str(index))
+        trajectory = None if group is None else group.trajectories.get(str(index))
         if trajectory is None or trajectory.reward is not None:
             return
         changes = Changes()
@@ -193,7 +194,7 @@ class RewardMatcher:
         group = self._groups.entries_of(record.owner).get(record.group_id)
         if group is None or group.started_at != record.started_at:
             return GroupRewards()
-        by_index = {t.index: (t.reward, t.correct) for t in group.returned.values() if t.reward is not None}
+        by_index = {t.index: (t.reward, t.correct) for t in group.trajectories.values() if t.reward is not None}
         zero_variance = None
         if group.is_fully_rewarded:
             zero_variance = group.zero_variance
@@ -207,8 +208,8 @@ class RewardMatcher:
         """
         report = RewardReport()
         for begin in range(0, len(rewards), REWARDS_PER_TURN):
-            matched = report.matched
-            unknown = report.unknown
+            matched_before = report.matched
+            unknown_before = report.unknown
             changes = Changes()
             for place, reward in enumerate(rewards[begin : begin + REWARDS_PER_TURN], begin):
                 found = self._find_trajectories(reward)
@@ -224,7 +225,7 @@ class RewardMatcher:
                     report.unknown += 1
                     if len(report.unknown_indices) < MAX_UNKNOWN_INDICES:
                         report.unknown_indices.append(place)
-            self._on_report(report.matched - matched, report.unknown - unknown)
+            self._on_report(report.matched - matched_before, report.unknown - unknown_before)
             self._learn(changes)
             await asyncio.sleep(0)
         return report
@@ -232,18 +233,17 @@ class RewardMatcher:
     def _set_reward(self, trajectory: ReturnedTrajectory, reward: float, correct: bool, changes: Changes) -> None:
         """Give a trajectory its first reward, or replace the reward of a verifier."""
         group = trajectory.group
+        # The trajectory's weight is known when its group has ended. A reward that is reported before is learned by
+        # `group_ended`.
         record = group.record
         is_first = trajectory.reward is None
-        counted = RewardStats()
         if not is_first and record is not None:
-            counted = _trajectory_stats(trajectory, record) + _group_stats(group)
+            changes.old[group.prompt_key] += _trajectory_stats(trajectory, record) + _group_stats(group)
         trajectory.reward = reward
         trajectory.correct = correct
 
-        # The trajectory's weight is known when its group has ended. A reward that is reported before is learned by
-        # `group_ended`.
         if is_first:
-            group.rewarded += 1
+            group.num_rewarded += 1
             for on_reward in self._on_reward:
                 on_reward(group.key, trajectory.index, correct)
             if record is not None:
@@ -251,26 +251,28 @@ class RewardMatcher:
             if group.is_fully_rewarded:
                 changes.add_rewarded_group(group)
         elif record is not None:
-            changes.old[group.prompt_key] += counted
             changes.new[group.prompt_key] += _trajectory_stats(trajectory, record) + _group_stats(group)
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
         """Return the trajectories that a reward names. Several may have the same tokens."""
         who = caller.get()
         if reward.trajectory_id is None:
-            found = self._by_tokens.get(fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ())
-            own = [trajectory for trajectory in found if trajectory.group.key[0] == who.name]
-            return own or found
+            same_tokens = self._by_fingerprint.get(
+                fingerprint(reward.prompt_token_ids, reward.completion_token_ids), ()
+            )
+            of_caller = [trajectory for trajectory in same_tokens if trajectory.group.key[0] == who.name]
+            return of_caller or same_tokens
         # Callers may have made the id from the group's id in a response header, where it is encoded.
-        for name in (reward.trajectory_id, from_header(reward.trajectory_id)):
-            group_id, _, index = name.rpartition(":")
+        for trajectory_id in (reward.trajectory_id, from_header(reward.trajectory_id)):
+            group_id, _, index = trajectory_id.rpartition(":")
             owner = who.name
             owners = self._owners.get(group_id, set())
+            # An admin may reward another caller's trajectory, unless several callers have chosen the group's id.
             if who.is_admin and owner not in owners and len(owners) == 1:
                 [owner] = owners
             group = self._groups.entries_of(owner).get(group_id)
-            if group is not None and index in group.returned:
-                return [group.returned[index]]
+            if group is not None and index in group.trajectories:
+                return [group.trajectories[index]]
         return ()
 
     def _learn(self, changes: Changes) -> None:
@@ -278,9 +280,10 @@ class RewardMatcher:
         self._rewards.learn(changes.new, changes.old)
         for group in changes.fully_rewarded:
             assert group.record is not None
-            correct = _discarded_answers(group.record)
-            correct |= {trajectory.index: trajectory.correct for trajectory in group.returned.values()}
-            self._on_group_rewarded(group.record, correct, group.zero_variance)
+            correct_by_index = _correct_of_discarded(group.record)
+            for trajectory in group.trajectories.values():
+                correct_by_index[trajectory.index] = trajectory.correct
+            self._on_group_rewarded(group.record, correct_by_index, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
         """Return the kept group with this key and start, or keep a new group."""
@@ -305,20 +308,19 @@ class RewardMatcher:
             self._forget(dropped)
 
     def _forget(self, group: ReturnedGroup) -> None:
-        """Remove a dropped group from the other tables."""
         owner, group_id = group.key
         self._owners[group_id].discard(owner)
         if not self._owners[group_id]:
             del self._owners[group_id]
-        for trajectory in group.returned.values():
-            same = self._by_tokens[trajectory.fingerprint]
+        for trajectory in group.trajectories.values():
+            same_tokens = self._by_fingerprint[trajectory.fingerprint]
             # Usually the first entry, as older groups are dropped first.
-            same.remove(trajectory)
-            if not same:
-                del self._by_tokens[trajectory.fingerprint]
+            same_tokens.remove(trajectory)
+            if not same_tokens:
+                del self._by_fingerprint[trajectory.fingerprint]
 
 
-def _discarded_answers(record: GroupRecord) -> dict[int, bool]:
+def _correct_of_discarded(record: GroupRecord) -> dict[int, bool]:
     """Return the correctness of discarded candidates by index, if the group was selected by rewards."""
     if record.num_rewarded is None or record.outcome is not Outcome.COMPLETED:
         return {}
@@ -333,13 +335,13 @@ def _group_stats(group: ReturnedGroup) -> RewardStats:
 
 
 def _trajectory_stats(trajectory: ReturnedTrajectory, record: GroupRecord) -> RewardStats:
+    candidate = record.candidates[trajectory.index]
     weight = 1.0
     # All candidates of a group that was selected by rewards are counted, so none stands for others.
-    if record.num_rewarded is None:
-        weight = record.candidates[trajectory.index].weight or 1.0
-    # The generated tokens alone: the trajectory of an agent has the tokens of its tools too.
-    tokens = record.candidates[trajectory.index].tokens
-    return _candidate_stats(tokens, weight, correct=trajectory.correct)
+    is_selected_by_rewards = record.num_rewarded is not None
+    if not is_selected_by_rewards:
+        weight = candidate.weight or 1.0
+    return _candidate_stats(candidate.tokens, weight, correct=trajectory.correct)
 
 
 def _candidate_stats(tokens: int, weight: float, *, correct: bool) -> RewardStats:

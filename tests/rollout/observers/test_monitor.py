@@ -134,7 +134,7 @@ async def test_shown_groups_and_candidates_are_bounded_and_dropped_groups_are_na
     update = viewer.next_update()
     assert set(merge(state, update)) <= set(full_state(monitor)) | {"g27", "g28", "g29"}
     assert sum(len(group["candidates"]) for group in full_state(monitor).values()) <= 20
-    assert viewer._running == {}
+    assert viewer._running_fields == {}
 
 
 def test_only_the_first_candidates_of_a_very_large_group_are_shown() -> None:
@@ -223,7 +223,7 @@ async def test_running_sessions_are_shown_with_their_turns_and_their_tool_time()
     [shown] = update["groups"]
     assert (shown["ended"], shown["outcome"]) == (8, "cancelled")
     assert [row["state"] for row in shown["candidates"]] == ["discarded"] * 3
-    assert viewer._running == {}
+    assert viewer._running_fields == {}
 
 
 async def test_groups_of_sessions_stand_among_other_groups_by_their_begin() -> None:

@@ -59,7 +59,7 @@ def test_a_dropped_group_is_found_by_none_of_its_names() -> None:
     add(provenance, "group-cmpl-a-0", "step 3", "cmpl-a-0", "cmpl-a-0", "cmpl-a-1")
     add(provenance, "group-cmpl-b-0", "step 3", "cmpl-b-0")
     assert found(provenance, "step 3") == ["group-cmpl-b-0"]
-    assert provenance._by_name.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b-0", "group-cmpl-b"}
+    assert provenance._keys_by_name.keys() == {"step 3", "cmpl-b-0", "cmpl-b", "group-cmpl-b-0", "group-cmpl-b"}
 
 
 def test_a_group_is_found_by_its_owner_and_by_admins_alone() -> None:

@@ -135,7 +135,7 @@ def test_only_the_newest_groups_are_kept_and_others_are_dropped_completely() -> 
     for name in "de":
         replace(TWO, group_id=name, prompt="q").happens(trainer.reward_matcher)
     assert trainer.report(by_tokens([112], [1, 2], 1.0)) == RewardReport(0, 0, 1, [0])
-    assert len(trainer.reward_matcher._by_tokens) == trainer.reward_matcher._groups.size == 2
+    assert len(trainer.reward_matcher._by_fingerprint) == trainer.reward_matcher._groups.size == 2
 
 
 def test_a_reused_group_id_finds_the_newer_group() -> None:
