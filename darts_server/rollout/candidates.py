@@ -59,8 +59,8 @@ REPLACEMENT_POLL_SECONDS = 0.02
 """About one step of an engine: a replacement generates one or two tokens beyond the cut."""
 
 
-def compact(tokens: TokenSlice) -> TokenSlice:
-    """Copy tokens to arrays, since lists take several times the memory."""
+def copy_to_arrays(tokens: TokenSlice) -> TokenSlice:
+    # Lists take several times the memory.
     logprobs = None if tokens.logprobs is None else array("d", tokens.logprobs)
     return TokenSlice(array("i", tokens.token_ids), logprobs)
 
@@ -108,11 +108,11 @@ class CandidateRun(Generic[RequestT, OutputT]):
     """Result, in groups that may be carried over."""
     aborted: bool = False
     """Whether the group was aborted, and returns the partial output."""
-    aborting: list[asyncio.Future[OutputT]] = field(default_factory=list)
-    """Callers that have aborted the request of this candidate alone."""
+    aborting_callers: list[asyncio.Future[OutputT]] = field(default_factory=list)
+    """Callers that have aborted the request of this candidate alone, and wait for its output."""
     is_streamed: bool = False
     """Whether tokens were read while it ran."""
-    engine_stop: int | None = None
+    tokens_at_stop: int | None = None
     """Number of tokens when the engine stopped or ended the candidate."""
     history: CandidateHistory = field(default_factory=CandidateHistory)
 
@@ -169,7 +169,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self._on_events = on_events
         self._on_bug = on_bug
         # Numbers of kept tokens of candidates that were cut before they had an output, by index.
-        self._cuts: dict[int, int] = {}
+        self._cut_lengths: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- all candidates -----------------------------------------------------
@@ -185,6 +185,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 state=self._group.candidates[index],
                 request=self.own_requests.popleft() if has_own_request else self._request,
                 has_own_request=has_own_request,
+                # The engine derives the candidate's seed from this number.
                 number=0 if has_own_request else index,
                 carried=carried,
                 output=loop.create_future(),
@@ -198,13 +199,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         """Return new scores, and the progress of candidates that have reached their `Group.check_at`."""
         events: list[Progress | Scored] = []
         self.tokens_until_check = NOTHING_DUE
-        for index, tokens_due in self._group.check_at.items():
+        for index, check_at in self._group.check_at.items():
             tokens = None
             if index in self.running:
                 tokens = self.running[index].tokens()
-            if tokens is not None and tokens >= tokens_due:
+            if tokens is not None and tokens >= check_at:
                 events.append(Progress(index, tokens))
-            self.tokens_until_check = min(self.tokens_until_check, tokens_due - (tokens or 0))
+            self.tokens_until_check = min(self.tokens_until_check, check_at - (tokens or 0))
         if self.scorer is not None:
             events += self.scorer.poll()
         return events
@@ -270,7 +271,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         # The engine still returns the tokens up to the stop.
         if self._tasks:
             await asyncio.wait(self._tasks)
-        found: list[CarriedCandidate[OutputT]] = []
+        carried_candidates: list[CarriedCandidate[OutputT]] = []
         for candidate in self.candidates[self._group.restarted_from :]:
             if candidate.state.reason in GONE:
                 continue
@@ -279,12 +280,12 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             # A candidate that never reached the engine keeps the tokens that it was carried over with.
             if result is not None:
                 carried = CarriedCandidate(
-                    prefix=compact(self._engine.tokens_from(result.output, 0)),
+                    prefix=copy_to_arrays(self._engine.tokens_from(result.output, 0)),
                     version_spans=candidate.history.version_spans(result.tokens, self._engine.weight_version),
                     result=None if result.finish_reason is None else result,
                 )
-            found.append(carried)
-        return found
+            carried_candidates.append(carried)
+        return carried_candidates
 
     # --- stopping a candidate -----------------------------------------------
 
@@ -303,11 +304,11 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         candidate = self.candidates[index]
         if not candidate.output.done():
             # The candidate still runs. `_handle_result` truncates its output.
-            if index not in self._cuts:
+            if index not in self._cut_lengths:
                 self._stop_on_engine(candidate)
                 candidate.history.ended_at = candidate.history.ended_at or self._clock()
                 candidate.history.version_end = self._engine.weight_version
-            self._cuts[index] = tokens
+            self._cut_lengths[index] = tokens
         elif candidate.output.exception() is None:
             output = self._engine.truncate(candidate.request, candidate.output.result(), tokens)
             candidate.output = asyncio.get_running_loop().create_future()
@@ -322,27 +323,27 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         if candidate is None:
             caller.set_result(self._engine.aborted_output(request))
             return
-        candidate.aborting.append(caller)
+        candidate.aborting_callers.append(caller)
         if candidate.state.index in self.running:
             self._stop_on_engine(candidate)
         else:
             # The candidate still waits for its turn to start.
             self._on_events(Lost(candidate.state.index, by_caller=True))
-            self._answer_aborting(candidate)
+            self._answer_without_tokens(candidate)
 
-    def _answer_aborting(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Answer the callers that aborted, and have no answer yet, without tokens."""
-        for caller in candidate.aborting:
+    def _answer_without_tokens(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
+        """Answer the aborting callers that have no answer yet."""
+        for caller in candidate.aborting_callers:
             if not caller.done():
                 caller.set_result(self._engine.aborted_output(candidate.request))
 
     def _stop_on_engine(self, candidate: CandidateRun[RequestT, OutputT]) -> int:
         """Stop a candidate, and return its number of tokens."""
-        # The group, the caller and a limit that a carried candidate has passed may all stop the candidate in the same
-        # turn of the event loop. The engine gets one stop.
-        if candidate.engine_stop is None:
-            candidate.engine_stop = self.running[candidate.state.index].stop()
-        return candidate.engine_stop
+        # The group, a caller and a limit that a carried candidate has passed may all stop the candidate in the same
+        # turn of the event loop. The engine takes one stop.
+        if candidate.tokens_at_stop is None:
+            candidate.tokens_at_stop = self.running[candidate.state.index].stop()
+        return candidate.tokens_at_stop
 
     # --- running a candidate ------------------------------------------------
 
@@ -357,13 +358,14 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self._finish_carried(candidate)
                 return
             try:
+                # Drafts of the other candidates are made from the tokens of each group's first candidate.
                 if self._first_round is not None and index > 0:
                     await self._first_round.wait()
                 await self._start_queue.wait_for_candidate(carried.tokens)
                 # The group may have stopped the candidate while it waited.
                 if not state.is_running:
                     self._leave_queue(index)
-                    self._return_unstarted(candidate)
+                    self._return_carried_tokens(candidate)
                     return
 
                 order = self._starting_order(carried.tokens)
@@ -394,13 +396,16 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     self._stop_on_engine(candidate)
 
                 result = await running.result()
-                if result.tokens < self._cuts.get(index, 0):
-                    result = await self._generate_again(candidate, self._carry_received(candidate, result), order)
+                is_lost_after_cut = result.tokens < self._cut_lengths.get(index, 0)
+                if is_lost_after_cut:
+                    received = self._carry_received(candidate, result)
+                    result = await self._replace_cut_candidate(candidate, received, order)
             except EngineError as error:
-                if index in self._cuts:
+                # A cut candidate is in the group, and its caller waits for the output.
+                if index in self._cut_lengths:
                     self._fail_output(candidate, error)
                 elif candidate.aborted:
-                    self._return_unstarted(candidate)
+                    self._return_carried_tokens(candidate)
                 elif state.is_running:
                     self._on_events(Failed(index, error, retryable=isinstance(error, CandidateFailed)))
             else:
@@ -413,7 +418,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._on_bug(error)
         finally:
             # Callers have no answer yet if the candidate failed, or was stopped before it reached the engine.
-            self._answer_aborting(candidate)
+            self._answer_without_tokens(candidate)
 
     def _leave_queue(self, index: int) -> None:
         """Report that a candidate does not wait for the engine any more."""
@@ -426,10 +431,10 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         candidate: CandidateRun[RequestT, OutputT],
         result: CandidateResult[OutputT],
     ) -> CarriedCandidate[OutputT]:
-        """Return what was received of a lost candidate, which its replacement continues: it may have been streamed.
+        """Return the received tokens of a lost candidate, which its replacement continues.
 
         Raises:
-            CandidateFailed: it was streamed, and its sampling parameters do not allow that another run continues it.
+            CandidateFailed: no other run can continue the tokens, and the caller has some of them.
         """
         try:
             self._engine.check_resumable(candidate.request)
@@ -439,12 +444,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                     f"the engine lost candidate {candidate.state.index} after a part of it was sent, and no other "
                     f"engine can continue it: {error}"
                 ) from None
+            # The replacement generates all tokens again.
             return candidate.carried
-        received = compact(self._engine.tokens_from(result.output, 0))
+        received = copy_to_arrays(self._engine.tokens_from(result.output, 0))
         spans = candidate.history.version_spans(len(received.token_ids), self._engine.weight_version)
         return CarriedCandidate(received, spans)
 
-    async def _generate_again(
+    async def _replace_cut_candidate(
         self,
         candidate: CandidateRun[RequestT, OutputT],
         carried: CarriedCandidate[OutputT],
@@ -454,16 +460,22 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         # The lost candidate had reached the cut, so a candidate that ends earlier cannot replace it.
         index = candidate.state.index
         for _ in range(MAX_TRIES):
-            running = await self._engine.start(candidate.request, candidate.number, None, order, carried.prefix)
+            running = await self._engine.start(
+                candidate.request,
+                candidate.number,
+                probe=None,
+                order=order,
+                prefix=carried.prefix,
+            )
             self.running[index] = running
-            candidate.engine_stop = None
+            candidate.tokens_at_stop = None
             candidate.history.earlier_spans = carried.version_spans
             stopping = asyncio.create_task(self._stop_at_cut(candidate, running))
             try:
                 result = await running.result()
             finally:
                 stopping.cancel()
-            if result.tokens >= self._cuts[index]:
+            if result.tokens >= self._cut_lengths[index]:
                 return result
         raise CandidateFailed(
             f"the engine lost candidate {index} after it was cut, and {MAX_TRIES} new candidates were all shorter; "
@@ -476,8 +488,8 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         running: RunningCandidate[OutputT],
     ) -> None:
         """Stop a replacement when it has enough tokens."""
-        # The cut has mostly completed the group, so `poll` is not called any more.
-        while (running.tokens() or 0) < self._cuts[candidate.state.index]:
+        # `poll` does not do this, because the cut has mostly completed the group.
+        while (running.tokens() or 0) < self._cut_lengths[candidate.state.index]:
             await asyncio.sleep(REPLACEMENT_POLL_SECONDS)
         self._stop_on_engine(candidate)
 
@@ -511,14 +523,16 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         history = candidate.history
         history.ended_at = history.ended_at or self._clock()
         history.version_end = weight_version
-        if candidate.engine_stop is None:
-            # The events below may stop the group, and the engine no longer knows the candidate's tokens.
-            candidate.engine_stop = result.tokens
+        if candidate.tokens_at_stop is None:
+            # The events below may stop the candidate, and the engine no longer knows its tokens.
+            candidate.tokens_at_stop = result.tokens
         if self._keeps_results:
             candidate.result = result
 
-        if index in self._cuts:
-            candidate.output.set_result(self._engine.truncate(candidate.request, result.output, self._cuts[index]))
+        if index in self._cut_lengths:
+            candidate.output.set_result(
+                self._engine.truncate(candidate.request, result.output, self._cut_lengths[index])
+            )
         elif candidate.aborted:
             candidate.output.set_result(result.output)
         elif state.is_running:
@@ -526,7 +540,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 self.finish_times.append(history.ended_at)
                 candidate.output.set_result(result.output)
                 self._on_events(Finished(index, result.tokens, result.finish_reason))
-            elif candidate.aborting:
+            elif candidate.aborting_callers:
                 history.stopped_tokens = result.tokens
                 history.ended_at = self._clock()
                 self._on_events(Lost(index, by_caller=True))
@@ -535,13 +549,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
                 if candidate.carried is not NEW:
                     self.carried.append(candidate.carried)
                 self._on_events(Lost(index))
-        # `_run` answers the callers that are left.
-        if result.finish_reason is None and index not in self._cuts:
-            for caller in candidate.aborting:
+        # A finished or cut output may belong to another caller, so `_run` answers without tokens.
+        if result.finish_reason is None and index not in self._cut_lengths:
+            for caller in candidate.aborting_callers:
                 if not caller.done():
                     caller.set_result(result.output)
 
-    def _return_unstarted(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
+    def _return_carried_tokens(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
         """Set the output of an aborted candidate that did not start: its carried tokens."""
         if not candidate.aborted:
             return

@@ -29,8 +29,8 @@ class Member:
 
     group: "_CountedGroup"
     index: int
-    generated: Callable[[], int]
-    """Returns the number of tokens so far."""
+    count_tokens: Callable[[], int]
+    """Returns the number of tokens so far, or less after the end."""
     started_at: float | None = None
     """Start, or None while the request waits for the engine."""
     version_start: int | None = None
@@ -39,8 +39,8 @@ class Member:
     record: CandidateRecord | None = None
 
     def start(self) -> None:
-        self.started_at = self.group.groups.clock()
-        self.version_start = self.group.groups.weight_version()
+        self.started_at = self.group.registry.clock()
+        self.version_start = self.group.registry.weight_version()
 
     def finish(self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], reason: FinishReason) -> None:
         """Report the trajectory and end the request. Called before the caller gets the last tokens."""
@@ -54,19 +54,18 @@ class Member:
             token_ids,
             group.owner,
         )
-        group.groups.observer.trajectory_returned(trajectory)
+        group.registry.observer.trajectory_returned(trajectory)
         self._end(len(token_ids), reason, None)
 
     def leave(self, reason: DiscardReason, tokens: int = 0) -> None:
         """End the request without a trajectory, if it runs. ``tokens``: tokens that the caller got."""
         # The engine may have forgotten the tokens.
         if self.record is None:
-            self._end(max(tokens, self.generated()), None, reason)
+            self._end(max(tokens, self.count_tokens()), None, reason)
 
     def _end(self, tokens: int, finish_reason: FinishReason | None, reason: DiscardReason | None) -> None:
-        """Make the record, and end the group if it is over."""
-        groups = self.group.groups
-        version = groups.weight_version()
+        registry = self.group.registry
+        version = registry.weight_version()
         selected_as = None
         weight = None
         # A truncated trajectory counts like the others: a counted group selects nothing by how it finished.
@@ -81,7 +80,7 @@ class Member:
             reason=reason,
             cut=False,
             started_at=self.started_at,
-            ended_at=groups.clock(),
+            ended_at=registry.clock(),
             weight_version_start=self.version_start,
             weight_version_end=version,
             weight=weight,
@@ -92,7 +91,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class _CountedGroup:
-    groups: "CountedGroups"
+    registry: "CountedGroups"
     group_id: str
     join_key: str
     size: int
@@ -117,6 +116,10 @@ class _CountedGroup:
         """Whether too many requests have left the group for another request to join."""
         return len(self.members) >= MOST_MEMBERS * self.size
 
+    @property
+    def has_free_seat(self) -> bool:
+        return self.taken_seats < self.size and not self.is_exhausted
+
     def expire(self) -> None:
         """End the group as soon as no request runs."""
         self.ends_when_idle = True
@@ -128,26 +131,27 @@ class _CountedGroup:
         records = [member.record for member in self.members if member.record is not None]
         if len(records) < len(self.members):
             return
-        groups = self.groups
+        registry = self.registry
         is_full = self.taken_seats == self.size
         if not (is_full or self.ends_when_idle or self.is_exhausted):
             # Wait for further requests. If too many groups wait, the oldest groups end.
-            for dropped, _ in groups.idle.put(self.owner, self, None):
+            for dropped, _ in registry.idle_groups.put(self.owner, self, None):
                 dropped.expire()
             return
 
-        groups.forget(self)
+        registry.forget(self)
         if self.timer is not None:
             self.timer.cancel()
         returned = sum(record.selected_as is not None for record in records)
         outcome = Outcome.COMPLETED
         # A group that lacks trajectories is not complete, because statistics must not learn the lengths of a part.
+        # Seats that no request has taken do not count.
         if returned < min(self.size, len(records)):
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
-        if not groups.draining:
-            groups.report_group_closed(full=is_full, planned=self.size)
-        groups.observer.group_ended(
+        if not registry.draining:
+            registry.report_group_closed(full=is_full, planned=self.size)
+        registry.observer.group_ended(
             GroupRecord(
                 group_id=self.group_id,
                 prompt_key=self.prompt_key,
@@ -156,7 +160,7 @@ class _CountedGroup:
                 outcome=outcome,
                 candidates=records,
                 started_at=self.started_at,
-                ended_at=groups.clock(),
+                ended_at=registry.clock(),
                 tail_wait=None,
                 request_ids=self.request_ids,
                 owner=self.owner,
@@ -192,20 +196,20 @@ class CountedGroups:
         self.weight_version = weight_version
         self.clock = clock
         self.draining = False
-        self.idle: FairCache[_CountedGroup, None] = FairCache(MAX_IDLE)
+        self.idle_groups: FairCache[_CountedGroup, None] = FairCache(MAX_IDLE)
         self._timeout = timeout
         self._named_timeout = named_timeout
         # Groups by join key.
         self._groups: dict[str, list[_CountedGroup]] = {}
 
-    def join(self, request: JoinRequest[Any], generated: Callable[[], int]) -> Member:
+    def join(self, request: JoinRequest[Any], count_tokens: Callable[[], int]) -> Member:
         """Add a request to a group. Its `Member` must finish or leave."""
         groups = self._groups.setdefault(request.join_key, [])
-        group = next((group for group in groups if group.taken_seats < group.size and not group.is_exhausted), None)
+        group = next((group for group in groups if group.has_free_seat), None)
         if group is None:
             # The group does not keep the engine's request: thousands of groups with long prompts may be idle.
             group = _CountedGroup(
-                groups=self,
+                registry=self,
                 group_id=f"group-{request.request_id}",
                 join_key=request.join_key,
                 size=request.plan.size,
@@ -219,11 +223,12 @@ class CountedGroups:
             )
             groups.append(group)
         # The group is not idle any more: it has a running request.
-        self.idle.pop(group.owner, group)
-        member = Member(group, len(group.members), generated)
+        self.idle_groups.pop(group.owner, group)
+        member = Member(group, len(group.members), count_tokens)
         group.members.append(member)
         group.request_ids += (request.request_id,)
 
+        # Wait for further requests from now on.
         if group.timer is not None:
             group.timer.cancel()
         if not self.draining:
@@ -239,7 +244,7 @@ class CountedGroups:
         for group in self._all_groups():
             for member in group.members:
                 if member.record is None:
-                    member.spans = extend_spans(member.spans, version, member.generated())
+                    member.spans = extend_spans(member.spans, version, member.count_tokens())
 
     def drain(self) -> None:
         """From now on, end every group when no request runs."""
@@ -248,7 +253,7 @@ class CountedGroups:
             group.expire()
 
     def forget(self, group: _CountedGroup) -> None:
-        self.idle.pop(group.owner, group)
+        self.idle_groups.pop(group.owner, group)
         self._groups[group.join_key].remove(group)
         if not self._groups[group.join_key]:
             del self._groups[group.join_key]

@@ -295,7 +295,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         own = [seat for seat in free if seat.request is candidate.request and candidate.has_own_request]
         if own:
             return own[:1]
-        requests = [c.request for c in candidates if c.aborted or c.aborting]
+        requests = [c.request for c in candidates if c.aborted or c.aborting_callers]
         others = [seat for seat in free if not any(seat.request is request for request in requests)]
         return others or free
 

@@ -61,19 +61,20 @@ class TokenIndex:
     def __init__(self, kept: int) -> None:
         self._stored: FairCache[int, StoredSequence] = FairCache(kept)
         # Number of stored hashes in each bucket, and the XOR of these hashes. The highest bits choose the bucket.
-        self._counts = np.zeros(1 << BUCKET_BITS, dtype=np.uint32)
-        self._mixed = np.zeros(1 << BUCKET_BITS, dtype=np.uint64)
+        self._bucket_counts = np.zeros(1 << BUCKET_BITS, dtype=np.uint32)
+        self._bucket_xors = np.zeros(1 << BUCKET_BITS, dtype=np.uint64)
         self._rng = np.random.default_rng()
-        # Random odd numbers, by position.
-        self._weights: Hashes = np.empty(0, dtype=np.uint64)
+        self._position_weights: Hashes = np.empty(0, dtype=np.uint64)
 
-    def prefix_hashes(self, tokens: Sequence[int], begin: int = 0, length: int = 0) -> Hashes:
-        """Return the hashes of all prefixes. ``begin``, ``length``: hash and length of the tokens before ``tokens``."""
-        end = length + len(tokens)
-        while end > len(self._weights):
-            count = max(FIRST_WEIGHTS, len(self._weights))
-            more = self._rng.integers(1 << 64, size=count, dtype=np.uint64) | np.uint64(1)
-            self._weights = np.concatenate([self._weights, more])
+    def prefix_hashes(self, tokens: Sequence[int], hash_before: int = 0, length_before: int = 0) -> Hashes:
+        """Return the hashes of all prefixes. The other arguments are of the tokens before ``tokens``."""
+        end = length_before + len(tokens)
+        while end > len(self._position_weights):
+            count = max(FIRST_WEIGHTS, len(self._position_weights))
+            weights = self._rng.integers(1 << 64, size=count, dtype=np.uint64)
+            # With an odd weight, different tokens have different products modulo 2^64.
+            weights |= np.uint64(1)
+            self._position_weights = np.concatenate([self._position_weights, weights])
         try:
             # Type "q" takes three times as long as "Q", but takes negative numbers, which stand for images.
             packed = array("Q", tokens)
@@ -82,8 +83,8 @@ class TokenIndex:
         terms = np.frombuffer(packed, dtype=np.uint64)
         # Without this sum, a token 0 would not change the hash.
         terms += np.uint64(1)
-        terms *= self._weights[length:end]
-        terms[:1] += np.uint64(begin)
+        terms *= self._position_weights[length_before:end]
+        terms[:1] += np.uint64(hash_before)
         return terms.cumsum(out=terms)
 
     def add(self, caller: str, key: int, rank: int | None = None, *, is_answer: bool = False) -> None:
@@ -91,28 +92,31 @@ class TokenIndex:
         earlier = self._stored.entries_of(caller).get(key)
         is_answer = is_answer or (earlier is not None and earlier.is_answer)
         dropped = self._stored.put(caller, key, StoredSequence(is_answer, rank))
-        changes = [(old, -1) for old, _ in dropped]
+        bucket_changes = [(dropped_key, -1) for dropped_key, _ in dropped]
         if earlier is None:
-            changes.append((key, 1))
-        for changed, change in changes:
-            bucket = changed >> (64 - BUCKET_BITS)
-            self._counts[bucket] = int(self._counts[bucket]) + change
-            self._mixed[bucket] ^= np.uint64(changed)
+            bucket_changes.append((key, 1))
+        for changed_key, count_change in bucket_changes:
+            bucket = changed_key >> (64 - BUCKET_BITS)
+            self._bucket_counts[bucket] = int(self._bucket_counts[bucket]) + count_change
+            # The XOR adds a hash, and removes a hash that was added before.
+            self._bucket_xors[bucket] ^= np.uint64(changed_key)
 
     def find_prefixes(self, caller: str, hashes: Hashes) -> Iterator[tuple[int, StoredSequence]]:
         """Yield length and entry of each prefix in ``hashes`` that the caller has stored, the longest first."""
         stored = self._stored.entries_of(caller)
         if not stored:
             return
+        # Most prefixes are excluded by their buckets, because thousands of dictionary look-ups take longest.
         buckets = hashes >> BUCKET_SHIFT
-        near = np.flatnonzero(self._counts[buckets])
-        near_buckets = buckets[near]
-        # A bucket with a single hash is compared here, because thousands of dictionary look-ups take longest.
-        is_likely = (self._mixed[near_buckets] == hashes[near]) | (self._counts[near_buckets] > 1)
-        for index in reversed(near[is_likely].tolist()):
-            found = stored.get(int(hashes[index]))
-            if found is not None:
-                yield index + 1, found
+        possible = np.flatnonzero(self._bucket_counts[buckets])
+        possible_buckets = buckets[possible]
+        # The XOR of a bucket with a single hash is this hash.
+        is_equal = self._bucket_xors[possible_buckets] == hashes[possible]
+        has_several = self._bucket_counts[possible_buckets] > 1
+        for index in reversed(possible[is_equal | has_several].tolist()):
+            sequence = stored.get(int(hashes[index]))
+            if sequence is not None:
+                yield index + 1, sequence
 
 
 @dataclass(slots=True)
@@ -140,7 +144,7 @@ class Turn:
 
 @dataclass(slots=True)
 class _Session:
-    opening: int
+    opening_hash: int
     """Hash of the first prompt."""
     used_at: float
     answers: int = 0
@@ -148,8 +152,8 @@ class _Session:
 
 
 @dataclass(slots=True)
-class _Restarts:
-    """Requests with the same prompt that were aborted before their first token."""
+class _AbortedRequests:
+    """Requests with the same prompt that were aborted before their first token, and not sent again."""
 
     group_size: int
     aborted_at: float
@@ -164,7 +168,8 @@ class Turns:
         self._clock = clock
         self._sequences = TokenIndex(2 * kept)
         self._sessions: FairCache[str, _Session] = FairCache(kept)
-        self._restarts: FairCache[int, _Restarts] = FairCache(kept)
+        # By the hash of the prompt.
+        self._aborted: FairCache[int, _AbortedRequests] = FairCache(kept)
 
     def classify(self, turn: Turn) -> TurnKind:
         """Return whether a request opens a trajectory, or why it does not. Set the turn's rank if it continues one."""
@@ -175,41 +180,40 @@ class Turns:
 
         hashes, prompt_hash = self._hash_prompt(turn)
         session = None if turn.session is None else self._find_recent_session(turn.caller, turn.session)
-        if session is not None and session.opening != prompt_hash:
+        if session is not None and session.opening_hash != prompt_hash:
             turn.rank = session.rank
             return TurnKind.SESSION
 
         # A request that was aborted before its first token is expected again.
         opens_session = turn.opens_session and turn.session is not None
         if turn.token_ids and not (opens_session and session is None):
-            restarts = self._find_recent_restarts(turn.caller, prompt_hash)
-            if restarts is not None and restarts.count % restarts.group_size == 0:
+            aborted = self._find_recently_aborted(turn.caller, prompt_hash)
+            if aborted is not None and aborted.count % aborted.group_size == 0:
                 # All requests of a group were aborted, so the group is formed again.
-                self._restarts.pop(turn.caller, prompt_hash)
-            elif restarts is not None:
-                restarts.count -= 1
-                if not restarts.count:
-                    self._restarts.pop(turn.caller, prompt_hash)
+                self._aborted.pop(turn.caller, prompt_hash)
+            elif aborted is not None:
+                aborted.count -= 1
+                if not aborted.count:
+                    self._aborted.pop(turn.caller, prompt_hash)
                 # The request may be aborted once more.
-                turn.group_size = restarts.group_size
+                turn.group_size = aborted.group_size
                 return TurnKind.TOKENS
         if opens_session:
             return TurnKind.OPENING
 
-        # Find the stored sequence that the request begins with.
         stable_tokens = turn.stable_tokens or 0
-        for length, stored in self._sequences.find_prefixes(turn.caller, hashes):
-            if stored.is_answer:
-                turn.rank = stored.rank
+        for length, sequence in self._sequences.find_prefixes(turn.caller, hashes):
+            if sequence.is_answer:
+                turn.rank = sequence.rank
                 return TurnKind.TOKENS
+            # Trainers that render the whole chat again may change the answer, but not the prompt before it.
             if length < stable_tokens and not turn.names_group:
-                turn.rank = stored.rank
+                turn.rank = sequence.rank
                 return TurnKind.PROMPT
         return TurnKind.OPENING
 
     def add_answer(self, turn: Turn, token_ids: Sequence[int], *, aborted: bool = False) -> None:
         """Remember an answer. ``aborted``: whether it is partial, and may be empty."""
-        # A scoring request generates nothing to train on.
         if turn.scoring:
             return
         prompt_hash = turn.prompt_hash
@@ -234,23 +238,26 @@ class Turns:
         if not turn.token_ids:
             return
         if token_ids:
+            # A later turn may lack the last tokens.
             beginning = token_ids[:-ANSWER_END] or token_ids[:1]
             hashes = self._sequences.prefix_hashes(beginning, prompt_hash, len(turn.token_ids))
             self._sequences.add(turn.caller, int(hashes[-1]), turn.rank, is_answer=True)
             if turn.stable_hash is not None:
                 self._sequences.add(turn.caller, turn.stable_hash, turn.rank)
         elif aborted and turn.group_size is not None:
-            restarts = self._find_recent_restarts(turn.caller, prompt_hash) or _Restarts(turn.group_size, now)
-            restarts.aborted_at = now
-            restarts.count += 1
-            self._restarts.put(turn.caller, prompt_hash, restarts)
+            aborted_requests = self._find_recently_aborted(turn.caller, prompt_hash)
+            if aborted_requests is None:
+                aborted_requests = _AbortedRequests(turn.group_size, now)
+            aborted_requests.aborted_at = now
+            aborted_requests.count += 1
+            self._aborted.put(turn.caller, prompt_hash, aborted_requests)
 
     def forget_session(self, caller: str, name: str) -> bool:
         """Forget a session, and return whether it existed. The tokens of its answers are still recognised."""
         return self._sessions.pop(caller, name) is not None
 
     def _hash_prompt(self, turn: Turn) -> tuple[Hashes, int]:
-        """Hash the prompt for its turn; return the hashes of all prefixes, and of the whole prompt."""
+        """Return the hashes of all prefixes, and of the whole prompt."""
         # All hashes of a long prompt take hundreds of kilobytes, so the turn keeps two of them.
         hashes = self._sequences.prefix_hashes(turn.token_ids)
         turn.prompt_hash = int(hashes[-1]) if len(hashes) else 0
@@ -269,8 +276,8 @@ class Turns:
             return None
         return session
 
-    def _find_recent_restarts(self, caller: str, prompt_hash: int) -> _Restarts | None:
-        restarts = self._restarts.entries_of(caller).get(prompt_hash)
-        if restarts is None or restarts.aborted_at < self._clock() - RESTART_S:
+    def _find_recently_aborted(self, caller: str, prompt_hash: int) -> _AbortedRequests | None:
+        aborted = self._aborted.entries_of(caller).get(prompt_hash)
+        if aborted is None or aborted.aborted_at < self._clock() - RESTART_S:
             return None
-        return restarts
+        return aborted

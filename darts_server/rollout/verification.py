@@ -29,26 +29,21 @@ class Verification:
         self._on_verdict = on_verdict
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    def start(self, index: int, output: asyncio.Future[Any], *, again: bool = False) -> None:
-        """Verify a candidate when it has its output.
-
-        ``again``: the candidate has another output than before, so an earlier verdict does not count.
-        """
-        task = self._tasks.get(index)
-        if self._verify is None or (task is not None and not again):
+    def start(self, index: int, output: asyncio.Future[Any], *, has_new_output: bool = False) -> None:
+        """Verify a candidate when it has its output, once, or again if it has another output than before."""
+        earlier_task = self._tasks.get(index)
+        if self._verify is None or (earlier_task is not None and not has_new_output):
             return
-        if task is not None:
-            task.cancel()
+        if earlier_task is not None:
+            earlier_task.cancel()
             self.verdicts.pop(index, None)
         self._tasks[index] = asyncio.create_task(self._run(self._verify, index, output))
 
     def cancel(self) -> None:
-        """Stop all verifications that have not ended."""
         for task in self._tasks.values():
             task.cancel()
 
     def restart(self) -> None:
-        """Stop all verifications, and forget all verdicts."""
         self.cancel()
         self.verdicts.clear()
 

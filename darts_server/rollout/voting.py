@@ -38,7 +38,7 @@ from darts_server.types import OFF, DiscardReason, PromptSpec, RequestOptions, S
 
 logger = logging.getLogger(__name__)
 
-KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
+LOGPROB_KINDS = (ScoreKind.LOGPROB, ScoreKind.LOWEST_LOGPROB)
 CALIBRATION = Calibration(cold_steps=0)
 """Votes are for test time, when the trainer makes no steps."""
 SAVE_SECONDS = 2.0
@@ -70,14 +70,15 @@ class Confidence:
     ) -> None:
         blobs = BlobStore(documents, VOTE_BLOBS)
         self.points: Mapping[str, DetectionPoint] = {
-            kind: DetectionPoint(blobs, kind, calibration, width=0, name=f"of votes by {kind}") for kind in KINDS
+            kind: DetectionPoint(blobs, kind, calibration, width=0, name=f"of votes by {kind}")
+            for kind in LOGPROB_KINDS
         }
         # By group id, candidate index and kind.
         self._scores: FairCache[str, Mapping[int, Mapping[str, float]]] = FairCache(kept)
         self._save_soon = Debounce(SAVE_SECONDS, lambda: self._sync_with_store(save=True))
         self._sync_with_store()
 
-    def remember(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
+    def keep_scores(self, group: GroupKey, scores: Mapping[int, Mapping[str, float]]) -> None:
         """Keep `logprob_scores` by candidate index until the trajectories have rewards."""
         self._sync_with_store()
         owner, group_id = group
@@ -86,8 +87,8 @@ class Confidence:
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
         """Calibrate the scores of a trajectory by its reward."""
         owner, group_id = group
-        scores = self._scores.entries_of(owner).get(group_id, {}).get(index, {})
-        for kind, score in scores.items():
+        scores_by_index = self._scores.entries_of(owner).get(group_id, {})
+        for kind, score in scores_by_index.get(index, {}).items():
             self.points[kind].add(Label(score, float(correct)))
             self._save_soon.request()
 
@@ -106,7 +107,7 @@ class Confidence:
 def logprob_scores(sample: Sample) -> dict[str, float]:
     """Return scores by kind, in [0, 1]; empty without finite log-probs."""
     logprobs = tuple(sample.logprobs or ())
-    scores = {kind: logprob_score(kind, logprobs) for kind in KINDS}
+    scores = {kind: logprob_score(kind, logprobs) for kind in LOGPROB_KINDS}
     return {kind: score for kind, score in scores.items() if score is not None}
 
 
@@ -128,7 +129,7 @@ class VoteRequest:
 
     @property
     def uses_logprobs(self) -> bool:
-        return self.score in KINDS
+        return self.score in LOGPROB_KINDS
 
     @property
     def uses_quality(self) -> bool:
@@ -165,16 +166,18 @@ class BallotBox(Generic[RequestT, OutputT]):
     def is_decided(self, remaining: Sequence[int]) -> bool:
         """Return whether the winner is certain, whatever the ``remaining`` candidates answer."""
         votes, unscored = self._make_votes()
-        # A vote without a score can still get any weight. Most votes must be counted, because all missing votes may be
-        # for one other answer.
+        # A vote without a score can still get any weight.
         missing = [*remaining, *(vote.index for vote in unscored)]
-        return len(votes) >= len(missing) and is_decided(votes, missing, self._weighting)
+        # All missing votes may be for the same other answer. This comparison saves the slow check.
+        if len(votes) < len(missing):
+            return False
+        return is_decided(votes, missing, self._weighting)
 
     def count(self) -> Tally:
         """Count the votes. A vote without a score gets the mean score."""
         votes, unscored = self._make_votes()
-        mean = fmean(vote.score for vote in votes) if votes else DEFAULT_SCORE
-        votes += [replace(vote, score=mean) for vote in unscored]
+        mean_score = fmean(vote.score for vote in votes) if votes else DEFAULT_SCORE
+        votes += [replace(vote, score=mean_score) for vote in unscored]
         return count_votes(votes, self._weighting)
 
     def _make_votes(self) -> tuple[list[Vote], list[Vote]]:
@@ -185,21 +188,23 @@ class BallotBox(Generic[RequestT, OutputT]):
         for ballot in self.ballots:
             if ballot.answer is None:
                 continue
-            if ballot.vote is None:
-                score: float | None = DEFAULT_SCORE
-                if self._vote.weights != "majority" and kind is not None:
-                    if self._vote.uses_logprobs:
-                        score = logprob_scores(ballot.sample).get(kind)
-                    else:
-                        # The score may arrive after the candidate has finished.
-                        score = self._run.candidates[ballot.index].quality
-                    ballot.score = score
-                    score = None if score is None else self._calibrate(score)
-                if score is None:
-                    unscored.append(Vote(ballot.index, ballot.answer))
+            if ballot.vote is not None:
+                votes.append(ballot.vote)
+                continue
+
+            vote = Vote(ballot.index, ballot.answer, DEFAULT_SCORE)
+            if self._vote.weights != "majority" and kind is not None:
+                if self._vote.uses_logprobs:
+                    ballot.score = logprob_scores(ballot.sample).get(kind)
+                else:
+                    # The score may arrive after the candidate has finished.
+                    ballot.score = self._run.candidates[ballot.index].quality
+                if ballot.score is None:
+                    unscored.append(vote)
                     continue
-                ballot.vote = Vote(ballot.index, ballot.answer, score)
-            votes.append(ballot.vote)
+                vote = replace(vote, score=self._calibrate(ballot.score))
+            ballot.vote = vote
+            votes.append(vote)
         return votes, unscored
 
 
@@ -257,12 +262,13 @@ class VoteRunner(Generic[RequestT, OutputT]):
         vote_id = f"vote-{uuid.uuid4().hex}"
         with self._rollouts.admission.admit(vote.n) as ticket:
             extract = create_extractor(vote.pattern)
-            all_sampling = dict(vote.sampling)
+            request_sampling = dict(vote.sampling)
             if vote.uses_logprobs and not vote.wants_logprobs:
-                all_sampling[LOGPROBS] = True
+                request_sampling[LOGPROBS] = True
             try:
-                request = await self._renderer.make_request(vote.prompt, all_sampling, vote.n, vote_id)
+                request = await self._renderer.make_request(vote.prompt, request_sampling, vote.n, vote_id)
             except InvalidRequest as error:
+                # In a vote the prompt is a single field.
                 if error.field in ("text", "token_ids"):
                     raise InvalidRequest("prompt", error.message) from error
                 raise
@@ -304,7 +310,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
         tally = box.count()
         ballots = sorted(box.ballots, key=lambda ballot: ballot.index)
         scores = {ballot.index: logprob_scores(ballot.sample) for ballot in ballots if ballot.answer is not None}
-        self._confidence.remember(record.key, scores)
+        self._confidence.keep_scores(record.key, scores)
         if tally.winner is None:
             outcome = VoteOutcome.NO_ANSWER
         elif decided_early:
@@ -333,11 +339,11 @@ class VoteRunner(Generic[RequestT, OutputT]):
         if vote.sampling.get("detokenize") is False:
             raise InvalidRequest("sampling.detokenize", "must not be false: answers are extracted from text")
         if vote.weights != "majority" and vote.score is None:
-            scores = ", ".join(("head", *KINDS))
+            scores = ", ".join(("head", *LOGPROB_KINDS))
             raise InvalidRequest("score", f"is required for weights {vote.weights!r}: one of {scores}")
         if vote.uses_quality and not self._rollouts.can_score:
             raise InvalidRequest(
-                "score", f"this server does not score quality (see --quality); choose {' or '.join(KINDS)}"
+                "score", f"this server does not score quality (see --quality); choose {' or '.join(LOGPROB_KINDS)}"
             )
 
     async def _collect(
@@ -346,17 +352,18 @@ class VoteRunner(Generic[RequestT, OutputT]):
         """Collect ballots, and return whether the vote was decided early."""
         loop = asyncio.get_running_loop()
         collected: set[int] = set()
-        interval = max(1, len(run.candidates) // MAX_DECISION_CHECKS)
+        check_interval = max(1, len(run.candidates) // MAX_DECISION_CHECKS)
         async with aclosing(run.trajectories()) as trajectories:
             async for trajectory in trajectories:
                 collected.add(trajectory.index)
                 sample = await self._renderer.to_sample(trajectory.output)
                 answer = await loop.run_in_executor(self._searches, find_answer, extract, sample.text)
                 box.ballots.append(Ballot(trajectory.index, sample, answer))
-                # All finished candidates count, so they are collected before a check. See `MAX_DECISION_CHECKS`.
-                if run.has_ended or not run.deliveries.empty() or len(collected) % interval:
+                # All finished candidates count, so they are collected before a check.
+                if run.has_ended or not run.deliveries.empty() or len(collected) % check_interval:
                     continue
-                if box.is_decided([c.index for c in run.candidates if c.is_alive and c.index not in collected]):
+                remaining = [c.index for c in run.candidates if c.is_alive and c.index not in collected]
+                if box.is_decided(remaining):
                     run.end_with_delivered()
                     return True
         return False
@@ -374,6 +381,7 @@ def find_answer(extract: Extractor, text: str) -> str | None:
         answer = found
         if time.thread_time() > deadline:
             break
+    # The search after the last answer takes time, too.
     if time.thread_time() > deadline:
         raise InvalidRequest(
             "pattern",

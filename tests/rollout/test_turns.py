@@ -198,7 +198,7 @@ def test_memory_is_bounded_and_a_caller_with_many_answers_does_not_displace_othe
         for i in range(answers):
             turns.add_answer(turn([5, i], session=str(i), caller=caller), [1])
             turns.add_answer(turn([6, i], group_size=8, caller=caller), [], aborted=True)
-    assert (turns._sequences._stored.size, turns._sessions.size, turns._restarts.size) == (20, 10, 10)
+    assert (turns._sequences._stored.size, turns._sessions.size, turns._aborted.size) == (20, 10, 10)
     for i in range(3):
         assert turns.classify(turn([5, i, 1], caller="few")) is TOKENS
         assert turns.classify(turn([9], session=str(i), caller="few")) is TurnKind.SESSION
@@ -280,7 +280,7 @@ def test_sequences_in_the_same_bucket_are_distinguished() -> None:
     answers = [random.choices(range(1000), k=4) for _ in range(8_000)]
     for answer in answers:
         add(index, [3], answer)
-    assert index._counts.max() > 1
+    assert index._bucket_counts.max() > 1
     assert all(holds_prefix(index, [3, *answer, 5]) for answer in answers[::7])
     assert not any(holds_prefix(index, [2, *answer, 5]) for answer in answers[::7])
 

@@ -21,7 +21,7 @@ from darts_server.estimates.calibration import CalibrationStatus, Label
 from darts_server.exceptions import CandidateFailed, InvalidRequest
 from darts_server.rollout.run import GroupRun
 from darts_server.rollout.voting import (
-    KINDS,
+    LOGPROB_KINDS,
     TEXT_CHARS,
     Ballot,
     BallotBox,
@@ -214,7 +214,7 @@ def calibrated_confidence() -> Confidence:
     rng, confidence = Random(0), Confidence(Documents())
     for score in (rng.random() for _ in range(LABELS)):
         label = Label(score, float(rng.random() < score))
-        for kind in KINDS:
+        for kind in LOGPROB_KINDS:
             confidence.points[kind].add(label)
     return confidence
 
@@ -236,11 +236,11 @@ async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_
     confidence = Confidence(documents)
 
     def learn() -> None:
-        confidence.remember((None, "vote"), {0: dict.fromkeys(KINDS, 0.5)})
+        confidence.keep_scores((None, "vote"), {0: dict.fromkeys(LOGPROB_KINDS, 0.5)})
         confidence.learn_reward((None, "vote"), 0, True)
 
     def labels() -> list[int]:
-        return [len(confidence.points[kind].calibrator.labels) for kind in KINDS]
+        return [len(confidence.points[kind].calibrator.labels) for kind in LOGPROB_KINDS]
 
     learn()
     confidence._save_soon.run_pending()
@@ -249,10 +249,10 @@ async def test_labels_are_taken_over_from_a_restored_store_and_not_written_over_
     documents.kept = {}
     confidence._save_soon.run_pending()
     assert documents.kept == {}
-    assert labels() == [0] * len(KINDS)
+    assert labels() == [0] * len(LOGPROB_KINDS)
     documents.kept = saved
     learn()
-    assert labels() == [2] * len(KINDS), "one of which was restored"
+    assert labels() == [2] * len(LOGPROB_KINDS), "one of which was restored"
 
 
 async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
@@ -262,7 +262,9 @@ async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
     for index in (0, 1, 7):
         election.confidence.learn_reward((None, result.vote_id), index, True)
     election.confidence.learn_reward((None, "unknown"), 0, True)
-    assert [election.confidence.points[kind].calibrator.status for kind in KINDS] == [CalibrationStatus.FEW_LABELS] * 2
+    assert [election.confidence.points[kind].calibrator.status for kind in LOGPROB_KINDS] == [
+        CalibrationStatus.FEW_LABELS
+    ] * 2
     election.confidence._save_soon.run_pending()
     [label] = Confidence(documents).points["logprob"].calibrator.labels
     assert (label.score, label.target, label.survival) == pytest.approx((math.exp(-1.0), 1.0, 1.0))
@@ -271,7 +273,7 @@ async def test_labels_from_rewards_of_votes_survive_a_restart() -> None:
 async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
     confidence = Confidence(store)
-    confidence.remember((None, "vote"), {0: {"logprob": 0.5}})
+    confidence.keep_scores((None, "vote"), {0: {"logprob": 0.5}})
     confidence.learn_reward((None, "vote"), 0, True)
     store.close()
     confidence._save_soon.run_pending()
@@ -282,7 +284,7 @@ async def test_votes_work_while_the_store_fails(caplog: pytest.LogCaptureFixture
 async def test_scores_of_the_newest_votes_are_remembered() -> None:
     confidence = Confidence(Documents(), kept=1)
     for name in ("old", "new"):
-        confidence.remember((None, name), {0: {"logprob": 0.5}})
+        confidence.keep_scores((None, name), {0: {"logprob": 0.5}})
         confidence.learn_reward((None, name), 0, True)
     confidence.learn_reward((None, "old"), 0, True)
     assert len(confidence.points["logprob"].calibrator.labels) == 2
@@ -291,7 +293,7 @@ async def test_scores_of_the_newest_votes_are_remembered() -> None:
 async def test_votes_of_a_caller_do_not_displace_scores_of_another_caller() -> None:
     confidence = Confidence(Documents(), kept=3)
     for owner, name in (("victim", "vote"), *(("flooder", f"vote-{number}") for number in range(9))):
-        confidence.remember((owner, name), {0: {"logprob": 0.5}})
+        confidence.keep_scores((owner, name), {0: {"logprob": 0.5}})
     confidence.learn_reward(("victim", "vote"), 0, True)
     assert len(confidence.points["logprob"].calibrator.labels) == 1
 

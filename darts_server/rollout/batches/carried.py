@@ -14,7 +14,7 @@ import msgspec
 
 from darts_server.engine.port import OutputT, PromptRenderer
 from darts_server.exceptions import StateDamaged, StateError
-from darts_server.rollout.candidates import CarriedCandidate, SavedEnd, compact
+from darts_server.rollout.candidates import CarriedCandidate, SavedEnd, copy_to_arrays
 from darts_server.store import Store
 from darts_server.types import PromptSpec
 
@@ -365,7 +365,7 @@ def _check_group(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
             raise ValueError("a candidate has other numbers of log-probs or versions than of tokens")
         if candidate.tokens:
             has_logprobs.add(prefix.logprobs is not None)
-        candidates.append(replace(candidate, prefix=compact(prefix)))
+        candidates.append(replace(candidate, prefix=copy_to_arrays(prefix)))
     if len(has_logprobs) > 1:
         raise ValueError("some candidates have log-probs, and others have none")
     if min(group.tail_seed, default=0) < 0:

@@ -147,8 +147,8 @@ class ShapingLLM(UnshapedLLM):
         )
         member = None
         if rollouts is not None and plan is not None and is_counted:
-            generated = partial(self._count_tokens, request_id)
-            member = rollouts.joiner.counted.join(self._make_join_request(generation, plan), generated)
+            count_tokens = partial(self._count_tokens, request_id)
+            member = rollouts.joiner.counted.join(self._make_join_request(generation, plan), count_tokens)
             generation.member = member
             route.groups.append(member.group.group_id)
 

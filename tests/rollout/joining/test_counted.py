@@ -156,7 +156,7 @@ async def test_a_request_that_waits_for_new_weights_has_the_new_version() -> Non
 
 async def test_the_oldest_of_too_many_waiting_groups_ends() -> None:
     harness = Harness()
-    harness.groups.idle = FairCache(2)
+    harness.groups.idle_groups = FairCache(2)
     for prompt in ("first", "second"):
         finish(harness.join(prompt, prompt=prompt), 4)
     running = harness.join("first again", prompt="first")
@@ -164,10 +164,10 @@ async def test_the_oldest_of_too_many_waiting_groups_ends() -> None:
     assert harness.recorder.records == []
     finish(running, 4)
     assert [record.group_id for record in harness.recorder.records] == ["group-second"]
-    assert harness.groups.idle.size == 2
+    assert harness.groups.idle_groups.size == 2
     await advance(WAIT)
     assert len(harness.recorder.records) == 3
-    assert harness.groups.idle.size == 0
+    assert harness.groups.idle_groups.size == 0
 
 
 async def test_a_stopping_server_waits_for_no_further_requests() -> None:
