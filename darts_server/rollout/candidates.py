@@ -290,7 +290,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- stopping a candidate -----------------------------------------------
 
     def stop(self, index: int) -> None:
-        """Stop a candidate that the group has discarded."""
         if self.scorer is not None:
             self.scorer.drop(index)
         if index in self.running:
@@ -348,7 +347,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     # --- running a candidate ------------------------------------------------
 
     async def _run(self, candidate: CandidateRun[RequestT, OutputT]) -> None:
-        """Run a candidate to its end, and report its events."""
         state = candidate.state
         index = state.index
         # A restart during the start replaces `candidate.carried`.
@@ -421,7 +419,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
             self._answer_without_tokens(candidate)
 
     def _leave_queue(self, index: int) -> None:
-        """Report that a candidate does not wait for the engine any more."""
         self._ticket.mark_started(candidates=1)
         if self._first_round is not None and index == 0:
             self._first_round.mark_group_started(self._group_id)
@@ -487,7 +484,6 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         candidate: CandidateRun[RequestT, OutputT],
         running: RunningCandidate[OutputT],
     ) -> None:
-        """Stop a replacement when it has enough tokens."""
         # `poll` does not do this, because the cut has mostly completed the group.
         while (running.tokens() or 0) < self._cut_lengths[candidate.state.index]:
             await asyncio.sleep(REPLACEMENT_POLL_SECONDS)
@@ -515,14 +511,13 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         self,
         candidate: CandidateRun[RequestT, OutputT],
         result: CandidateResult[OutputT],
-        weight_version: int,
+        last_token_version: int,
     ) -> None:
-        """Record and report the end of a candidate. ``weight_version``: version of the last token."""
         state = candidate.state
         index = state.index
         history = candidate.history
         history.ended_at = history.ended_at or self._clock()
-        history.version_end = weight_version
+        history.version_end = last_token_version
         if candidate.tokens_at_stop is None:
             # The events below may stop the candidate, and the engine no longer knows its tokens.
             candidate.tokens_at_stop = result.tokens

@@ -108,7 +108,7 @@ class _CountedGroup:
 
     @property
     def taken_seats(self) -> int:
-        """Number of requests that have not left."""
+        # A request that has left gives its seat to another request.
         return sum(member.record is None or member.record.reason is None for member in self.members)
 
     @property
@@ -121,7 +121,6 @@ class _CountedGroup:
         return self.taken_seats < self.size and not self.is_exhausted
 
     def expire(self) -> None:
-        """End the group as soon as no request runs."""
         self.ends_when_idle = True
         self.end_if_over()
 

@@ -164,7 +164,6 @@ class Turns:
     """Remembers the newest ``kept`` answers, and recognises requests that continue them."""
 
     def __init__(self, kept: int = KEPT_ANSWERS, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: monotonic seconds."""
         self._clock = clock
         self._sequences = TokenIndex(2 * kept)
         self._sessions: FairCache[str, _Session] = FairCache(kept)

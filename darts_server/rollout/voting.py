@@ -85,7 +85,6 @@ class Confidence:
         self._scores.put(owner, group_id, scores)
 
     def learn_reward(self, group: GroupKey, index: int, correct: bool) -> None:
-        """Calibrate the scores of a trajectory by its reward."""
         owner, group_id = group
         scores_by_index = self._scores.entries_of(owner).get(group_id, {})
         for kind, score in scores_by_index.get(index, {}).items():
@@ -123,7 +122,6 @@ class VoteRequest:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the caller itself requests log-probs."""
         logprobs = self.sampling.get(LOGPROBS)
         return logprobs is not None and logprobs is not False
 
@@ -181,7 +179,6 @@ class BallotBox(Generic[RequestT, OutputT]):
         return count_votes(votes, self._weighting)
 
     def _make_votes(self) -> tuple[list[Vote], list[Vote]]:
-        """Make votes of the ballots with answers; return the votes with and without a score."""
         kind = self._vote.score
         votes: list[Vote] = []
         unscored: list[Vote] = []
@@ -333,7 +330,6 @@ class VoteRunner(Generic[RequestT, OutputT]):
         )
 
     def _check(self, vote: VoteRequest) -> None:
-        """Raise `InvalidRequest` if this server cannot run the vote."""
         # The planner refuses sizes beyond the limit.
         self._rollouts.plan(vote.n, RequestOptions(OFF))
         if vote.sampling.get("detokenize") is False:
@@ -349,7 +345,6 @@ class VoteRunner(Generic[RequestT, OutputT]):
     async def _collect(
         self, run: GroupRun[RequestT, OutputT], extract: Extractor, box: BallotBox[RequestT, OutputT]
     ) -> bool:
-        """Collect ballots, and return whether the vote was decided early."""
         loop = asyncio.get_running_loop()
         collected: set[int] = set()
         check_interval = max(1, len(run.candidates) // MAX_DECISION_CHECKS)

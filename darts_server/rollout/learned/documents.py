@@ -67,7 +67,6 @@ class Kind(Generic[T]):
 
 
 def json_kind(name: str, create: Callable[..., T]) -> Kind[T]:
-    """Return a kind of documents that `StoredValues.save` writes."""
     return Kind(name, create, is_json=True)
 
 

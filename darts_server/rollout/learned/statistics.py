@@ -46,7 +46,6 @@ Step = list[tuple[int, LengthEstimate]]
 
 
 def _parse_step(value: Any) -> Step:
-    """Parse untrusted JSON."""
     check_length("groups", value, STEP_GROUPS)
     step: Step = []
     for version, mean, std in value:
@@ -158,7 +157,6 @@ class Dataset:
         self._write_later.request()
 
     def _write(self) -> None:
-        """Learn the pending groups, and write the result to the documents."""
         # Groups that ended before the learned state was restored are dropped.
         generation = self._documents.generation
         groups = [group for group in self._pending_groups if group[0] == generation]
@@ -226,7 +224,6 @@ class Latency:
         return seconds_by_group
 
     def observe(self, batch: int, seconds: float, started: int = 0) -> None:
-        """See `LatencyModel.observe`."""
         self._model.observe(batch, seconds, started)
         self._write_later.request()
 
@@ -244,7 +241,7 @@ class Latency:
         return self._model
 
     def _write(self) -> None:
-        """Write the model, unless a restore has replaced it in the documents."""
+        # A restore may have replaced the model in the documents.
         model = self._model
         if self._current_model() is model:
             self._states.save(ENGINE_KEY, model.state)
@@ -346,7 +343,6 @@ def rewarded_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[t
 
 
 def summarize_lengths(stats: PromptStats) -> dict[str, Any]:
-    """Return statistics as JSON values."""
     observed = stats.observations
     summary: dict[str, Any] = {
         "estimated_mean_tokens": stats.mean_ema,
@@ -459,6 +455,5 @@ class Statistics:
         self.dataset.learn(observed, estimate, version, earlier)
 
     def flush(self) -> None:
-        """Write pending changes to the documents."""
         self.dataset.flush()
         self.latency.flush()

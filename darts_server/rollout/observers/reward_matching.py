@@ -231,7 +231,6 @@ class RewardMatcher:
         return report
 
     def _set_reward(self, trajectory: ReturnedTrajectory, reward: float, correct: bool, changes: Changes) -> None:
-        """Give a trajectory its first reward, or replace the reward of a verifier."""
         group = trajectory.group
         # The trajectory's weight is known when its group has ended. A reward that is reported before is learned by
         # `group_ended`.
@@ -254,7 +253,6 @@ class RewardMatcher:
             changes.new[group.prompt_key] += _trajectory_stats(trajectory, record) + _group_stats(group)
 
     def _find_trajectories(self, reward: Reward) -> Sequence[ReturnedTrajectory]:
-        """Return the trajectories that a reward names. Several may have the same tokens."""
         who = caller.get()
         if reward.trajectory_id is None:
             same_tokens = self._by_fingerprint.get(
@@ -276,7 +274,6 @@ class RewardMatcher:
         return ()
 
     def _learn(self, changes: Changes) -> None:
-        """Learn from changed rewards, and report fully rewarded groups."""
         self._rewards.learn(changes.new, changes.old)
         for group in changes.fully_rewarded:
             assert group.record is not None
@@ -286,7 +283,6 @@ class RewardMatcher:
             self._on_group_rewarded(group.record, correct_by_index, group.zero_variance)
 
     def _find_or_create(self, key: GroupKey, started_at: float, prompt_key: str | None) -> ReturnedGroup:
-        """Return the kept group with this key and start, or keep a new group."""
         owner, group_id = key
         group = self._groups.entries_of(owner).get(group_id)
         # A caller may reuse a request id. The newer group replaces the older.

@@ -54,7 +54,6 @@ class GroupScorer:
         return self._early_scores.pop(index, [])
 
     def poll(self) -> list[Scored]:
-        """Return new scores from log-probs."""
         scores = []
         for index in list(self._unscored_points):
             scores += self._score_reached_points(index)
@@ -92,7 +91,6 @@ class GroupScorer:
             self._on_score(scored)
 
     def _score_reached_points(self, index: int) -> list[Scored]:
-        """Score a candidate at the detection points whose tokens have arrived."""
         points = self._unscored_points[index]
         running = self._running.get(index)
         if running is None:

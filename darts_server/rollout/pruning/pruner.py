@@ -157,7 +157,6 @@ class Pruner:
 
     @property
     def uses_hidden_states(self) -> bool:
-        """Whether scores are made from hidden states, alone or with log-probs."""
         return self._settings.kind.uses_head
 
     @property
@@ -182,13 +181,13 @@ class Pruner:
         hidden_to_keep = None
         if state is None:
             tokens = len(logprobs)
-            point = self._last_point(0, tokens)
+            point = self._last_reached_point(0, tokens)
             value = logprob_score(kind, logprobs)
             score = Score(0.5, None) if value is None else Score(value, PruningStatus.READY)
         else:
             tokens = state.tokens
             hidden = head_input(kind, state.vector, logprobs)
-            point = self._last_point(hidden.size, tokens)
+            point = self._last_reached_point(hidden.size, tokens)
             assert self._head is not None
             self._observer.hidden_state_expected(received=True)
             score = self._head.score(hidden, tokens)
@@ -259,7 +258,6 @@ class Pruner:
             label.is_undecided = False
 
     def record_dropped(self, group: GroupKey, index: int) -> None:
-        """Record that a trajectory will not be returned, and gets no reward."""
         label = self._pop_label(group, index)
         if label is not None and label.is_undecided:
             self._observer.pruning_decided(kept=False)
@@ -361,15 +359,13 @@ class Pruner:
 
     # --- detection points, head and store -------------------------------------
 
-    def _last_point(self, width: int, tokens: int) -> DetectionPoint:
-        """Return the last detection point that a trajectory of ``tokens`` tokens has reached."""
+    def _last_reached_point(self, width: int, tokens: int) -> DetectionPoint:
         self._ensure_points_and_head(width)
         self._reload_if_due()
         reached = [at for at in self.detect_at if at <= tokens]
         return self._points[max(reached, default=self.detect_at[0])]
 
     def _ensure_points_and_head(self, width: int) -> None:
-        """Create points and head in the first call, and load their saved states. ``width``: of the head's input."""
         if self._points:
             return
         kind = self._settings.kind

@@ -50,7 +50,6 @@ class ScoreKind(StrEnum):
 
     @property
     def uses_head(self) -> bool:
-        """Whether the score needs hidden states and a trained quality head."""
         return self in (ScoreKind.HEAD, ScoreKind.HEAD_LOGPROB)
 
 
@@ -153,7 +152,6 @@ class DetectionPoint:
         self._restore(None)
 
     def _restore(self, blob: Blob | None) -> None:
-        """Start with the labels of a saved blob, or without labels."""
         self._has_changes = False
         self.estimator = SurvivalEstimator()
         self.calibrator = Calibrator(self._calibration)

@@ -264,7 +264,6 @@ class SessionRegistry:
         return replace(plan, policy=f"{plan.policy}:{LEARNED_AS[request.measure]}")
 
     def _check_open_sessions(self, more: int) -> None:
-        """Raise an error of `create` unless the caller may open ``more`` sessions."""
         num_open = self._num_running.total()
         free = MAX_OPEN_SESSIONS - num_open - more
         if free < 0:

@@ -308,7 +308,6 @@ class SessionGroup:
             self._handle_events(*events)
 
     def end_silent(self, idle_seconds: float) -> None:
-        """End sessions that have had no request for ``idle_seconds`` seconds."""
         now = self.clock()
         for session in list(self.sessions):
             used_at = session.state.used_at
@@ -343,7 +342,6 @@ class SessionGroup:
         return size
 
     async def wait_for_events(self, after: int, seconds: float) -> None:
-        """Wait until there are more than ``after`` events."""
         try:
             async with asyncio.timeout(seconds):
                 while len(self.events) <= after:
@@ -534,8 +532,8 @@ class SessionGroup:
                     self._report_end()
 
     def _report_end(self) -> None:
-        """Record and report the group's end, once."""
         outcome = self._group.outcome
+        # The last decision and `cancel` may both report the end.
         if outcome is None or self.ended_at is not None:
             return
         self.ended_at = self.clock()
@@ -659,7 +657,6 @@ class SessionGroup:
         return candidate.weight, candidate.advantage
 
     def record_weight_version(self, version: int) -> None:
-        """Record the weight version of all tokens, before the model gets new weights."""
         for session in self.sessions:
             for turn in session.running:
                 turn.spans = extend_spans(turn.spans, version, turn.count_tokens())
