@@ -445,6 +445,7 @@ class GroupRun(Generic[RequestT, OutputT]):
                     self.runner.scorer.record_kept(index, self._group.candidates[index].survival)
                 case Cut(index=index, tokens=tokens):
                     self.runner.cut(index, tokens)
+                    # The cut answer may get another reward.
                     self.verification.start(index, self.runner.candidates[index].output, has_new_output=True)
                 case Deliver(index=index):
                     self.deliveries.put_nowait(index)
