@@ -57,9 +57,7 @@ class Kind(Generic[T]):
             fields: Any = document
             if self.is_json:
                 fields = json.loads(str(document["value"]))
-            if isinstance(self.create, type):
-                return self.create(**fields)
-            return self.create(fields)
+            return self.create(**fields) if isinstance(self.create, type) else self.create(fields)
         except Exception as error:
             # Any exception may be raised for a damaged document, and must not end a group.
             message = str(error) if type(error) is ValueError else repr(error)
