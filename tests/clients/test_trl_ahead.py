@@ -165,7 +165,7 @@ def test_one_step_off_samples_the_next_batch_before_training_on_this_one(server:
 
     def counted(*inputs: Any) -> Any:
         prompts: Any = trainer._positions.prompts
-        prompts._batches._next and prompts._batches._next.result()
+        prompts._batches._prefetched and prompts._batches._prefetched.result()
         at_reward.append(len(server.of("POST", "/darts/v1/rollouts")))
         return inner(*inputs)
 

@@ -78,7 +78,7 @@ def test_the_rollout_loop_is_found_in_each_layout_of_trl(layout: str, monkeypatc
             setattr(stand_in, name, f"the loop of {layout}")
         # None lets the import fail, as if TRL had no such module.
         monkeypatch.setitem(sys.modules, module, stand_in)
-    assert names.find(*names.ROLLOUT_LOOP) == f"the loop of {layout}"
+    assert names.find_object(*names.ROLLOUT_LOOP) == f"the loop of {layout}"
 
 
 def test_a_name_that_is_nowhere_is_an_error_that_names_the_supported_versions(
@@ -87,13 +87,13 @@ def test_a_name_that_is_nowhere_is_an_error_that_names_the_supported_versions(
     for module, _ in LAYOUTS.values():
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
     with pytest.raises(ImportError, match=r"no trl\.trainer.*AsyncRolloutLoop or trl\.experimental.*" + ERROR):
-        names.find(*names.ROLLOUT_LOOP)
+        names.find_object(*names.ROLLOUT_LOOP)
 
 
 def test_a_package_that_trl_needs_is_named_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "needed", None)
     with pytest.raises(ModuleNotFoundError, match=r"import of needed halted") as caught:
-        names.find("needed:name")
+        names.find_object("needed:name")
     assert caught.value.name == "needed"
 
 

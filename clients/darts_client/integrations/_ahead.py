@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from .._errors import DartsError, ProtocolError, error_from_object
 from .._models import Group
@@ -54,7 +54,13 @@ class Batch:
 
 Carry = Literal["restart", "resume"]
 Request = Callable[[Sequence[int], Sequence[TokenIds], int], Sequence[Group]]
-"""Requests groups of prompts, by their numbers and tokens, and returns at least the given number of complete groups."""
+"""Requests groups of prompts, by their numbers and tokens, and returns at least a given number of complete groups."""
+
+
+class CompletePrompt(NamedTuple):
+    number: int
+    token_ids: TokenIds
+    group: Group
 
 
 class BatchesAhead:
@@ -85,79 +91,92 @@ class BatchesAhead:
         self._drawn = position.drawn
         self._pending = position.pending
         # Groups that an earlier server returned beyond the wanted number.
-        self._surplus: list[tuple[int, TokenIds, Group]] = []
+        self._surplus: list[CompletePrompt] = []
         self._size = size
         self._max_started = ceil(size * (1 + ahead))
-        self._batches_left = batches
+        self._remaining_batches = batches
         self._long_rounds = long_rounds
         self._tokenize = tokenize
         self._request = request
         self._background = ThreadPoolExecutor(1, "darts-ahead")
-        self._next: Future[Batch] | None = None
+        self._prefetched: Future[Batch] | None = None
 
     def next(self) -> Batch:
         """Return the prefetched batch, or request a batch."""
-        prefetched = self._next
-        self._next = None
+        prefetched = self._prefetched
+        self._prefetched = None
         if prefetched is None:
-            request_batch = self._draw()
+            request_batch = self._draw_prompts()
             return request_batch()
         return prefetched.result()
 
     def prefetch(self) -> None:
         """Request the next batch, if any, in the background."""
-        if self._batches_left:
-            self._next = self._background.submit(self._draw())
+        if self._remaining_batches:
+            # Prompts are drawn in this thread: the data set and the tokenizer belong to the trainer.
+            request_batch = self._draw_prompts()
+            self._prefetched = self._background.submit(request_batch)
 
     @property
     def is_prefetched(self) -> bool:
-        return self._next is not None
+        return self._prefetched is not None
 
     def close(self) -> None:
         """Start no more batches. A running request continues until it is cancelled."""
         self._background.shutdown(wait=False, cancel_futures=True)
 
-    def _draw(self) -> Callable[[], Batch]:
+    def _draw_prompts(self) -> Callable[[], Batch]:
         """Draw prompts, and return a function that requests and returns their batch."""
-        restarted, waiting, num_new = self._choose(self._pending)
+        restarted, waiting, num_new = self._choose_prompts()
         new = tuple(islice(self._order, num_new))
-        self._batches_left -= 1
+        self._remaining_batches -= 1
         started = restarted + new
         return partial(self._request_batch, started, self._tokenize(started), self._drawn + len(new), waiting)
 
-    def _choose(self, pending: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def _choose_prompts(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Return the pending prompts to start, the pending prompts that wait, and the number of new prompts."""
-        num_undrawn = self._batches_left * self._size - len(pending) - len(self._surplus)
+        pending = self._pending
+        # The remaining batches have no place for more new prompts.
+        max_new = self._remaining_batches * self._size - len(pending) - len(self._surplus)
         if self._long_rounds and len(pending) >= self._size:
             return pending[: self._size], pending[self._size :], 0
-        if self._long_rounds and num_undrawn >= self._size:
-            return (), pending, min(self._max_started, num_undrawn)
+        # In the last batches, pending prompts cannot wait for a batch of their own.
+        if self._long_rounds and max_new >= self._size:
+            return (), pending, min(self._max_started, max_new)
         num_new = max(0, self._max_started - len(pending) - len(self._surplus))
-        return pending, (), min(num_new, num_undrawn)
+        return pending, (), min(num_new, max_new)
 
     def _request_batch(
         self,
         started: Sequence[int],
         token_ids: Sequence[TokenIds],
-        drawn: int,
+        num_drawn: int,
         waiting: tuple[int, ...],
     ) -> Batch:
-        """Request groups for a batch. Keep surplus groups and prompts without a group. `waiting` were not started."""
-        wanted = max(0, self._size - len(self._surplus))
-        groups = self._request(started, token_ids, wanted) if wanted else ()
-        places = [group.number for group in groups]
-        complete = set(places)
-        if len(complete) != len(places) or len(places) < wanted:
-            raise ProtocolError(f"the batch has groups {places}, not {wanted} different ones of {len(started)}")
+        num_wanted = max(0, self._size - len(self._surplus))
+        groups = self._request(started, token_ids, num_wanted) if num_wanted else ()
+        # `number` is an index into the request's prompts, not a number of the data set.
+        indices = [group.number for group in groups]
+        complete_indices = set(indices)
+        if len(complete_indices) != len(indices) or len(indices) < num_wanted:
+            raise ProtocolError(f"the batch has groups {indices}, not {num_wanted} different ones of {len(started)}")
 
-        results = self._surplus + [(started[group.number], token_ids[group.number], group) for group in groups]
+        received = [CompletePrompt(started[group.number], token_ids[group.number], group) for group in groups]
+        complete = self._surplus + received
+        batch = complete[: self._size]
         # Groups of equal rewards only fill up a batch.
-        self._surplus = [result for result in results[self._size :] if not result[2].zero_variance]
-        self._drawn = drawn
-        self._pending = waiting + tuple(number for place, number in enumerate(started) if place not in complete)
-        surplus = tuple(number for number, _, _ in self._surplus)
-        prompts, prompt_tokens, prompt_groups = map(list, zip(*results[: self._size], strict=True))
-        return Batch(prompts, prompt_tokens, prompt_groups, Position(drawn, self._pending + surplus))
+        self._surplus = [prompt for prompt in complete[self._size :] if not prompt.group.zero_variance]
+        self._drawn = num_drawn
+        unfinished = [number for index, number in enumerate(started) if index not in complete_indices]
+        self._pending = waiting + tuple(unfinished)
+        # A resumed training has no surplus groups, so it requests their prompts again.
+        untrained = self._pending + tuple(prompt.number for prompt in self._surplus)
+        return Batch(
+            prompts=[prompt.number for prompt in batch],
+            token_ids=[prompt.token_ids for prompt in batch],
+            groups=[prompt.group for prompt in batch],
+            position=Position(num_drawn, untrained),
+        )
 
 
 class GroupRequests:
@@ -168,12 +187,10 @@ class GroupRequests:
         self._carry: Carry = carry
         self._group_size = group_size
         self._options = options
-        self._running: Rollouts[Group] | None = None
+        self._running_batch: Rollouts[Group] | None = None
 
-    def request(self, prompts: Sequence[TokenIds | PromptSpec], wanted: int) -> list[Group]:
-        """Return the first ``wanted`` groups that are complete, in the order of their prompts.
-
-        With ``return_zero_variance``, groups of equal rewards come last.
+    def request(self, prompts: Sequence[TokenIds | PromptSpec], num_wanted: int) -> list[Group]:
+        """Return the first ``num_wanted`` groups that are complete, in the order of their prompts.
 
         Raises:
             DartsError: a group failed, or the request failed.
@@ -182,31 +199,37 @@ class GroupRequests:
             batch = client.rollouts(
                 list(prompts),
                 group_size=self._group_size,
-                num_groups=wanted if wanted < len(prompts) else None,
+                num_groups=num_wanted if num_wanted < len(prompts) else None,
                 carry=self._carry,
                 survivors=False,
                 **self._options,
             )
-            self._running = batch
+            self._running_batch = batch
             with batch:
                 groups = list(batch)
-            self._running = None
-            for failed in batch.failed:
-                assert failed.error is not None
-                raise failed.error
+            self._running_batch = None
+            if batch.failed:
+                first_error = batch.failed[0].error
+                assert first_error is not None
+                raise first_error
             for prompt in batch.unfinished:
-                # The prompt was aborted.
-                if prompt.error is not None and len(groups) < wanted:
+                # An error means that the prompt was aborted. The others may have enough groups.
+                if prompt.error is not None and len(groups) < num_wanted:
                     raise error_from_object(prompt.error)
-        is_dynamic = "return_zero_variance" in self._options
-        return sorted(groups, key=lambda group: (is_dynamic and group.zero_variance is not False, group.number))
+
+        groups.sort(key=lambda group: group.number)
+        if "return_zero_variance" in self._options:
+            # The caller trains on the first groups, so groups of equal rewards are last.
+            groups.sort(key=lambda group: group.zero_variance is not False)
+        return groups
 
     def cancel(self) -> None:
         """Cancel a request that still runs in another thread."""
-        if self._running is not None and self._running.id is not None:
+        batch = self._running_batch
+        if batch is not None and batch.id is not None:
             # Otherwise the server cancels the batch a minute after this process has ended.
             with suppress(DartsError), self._server.client() as client:
-                client.cancel(self._running.id)
+                client.cancel(batch.id)
 
 
 def rollout_options(sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,19 +103,21 @@ class DartsCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  # An
         counts = _read_samples(text, COUNTERS)
         increases = {}
         for name, count in counts.items():
-            last = self._counts.get(name, 0.0)
-            # A counter that decreased belongs to a restarted server.
-            increases[name] = count - last if count >= last else count
+            previous = self._counts.get(name, 0.0)
+            # A counter that decreased belongs to a restarted server, which counts from 0.
+            if count < previous:
+                previous = 0.0
+            increases[name] = count - previous
         self._counts = counts
         return increases | _read_samples(text, GAUGES)
 
-    def _attempt(self, what: str, action: Callable[[], Any]) -> Any:
-        """Return the action's result, or None if it fails. Log the first failure."""
+    def _attempt(self, purpose: str, action: Callable[[], Any]) -> Any:
+        """Return the action's result, or None if it fails."""
         try:
             return action()
         except (DartsError, OSError) as error:
             if not self._has_warned:
-                logger.warning("could not %s; further failures are not logged: %s", what, error)
+                logger.warning("could not %s; further failures are not logged: %s", purpose, error)
             self._has_warned = True
             return None
 

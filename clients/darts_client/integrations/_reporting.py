@@ -51,6 +51,7 @@ class RewardReport:
         if batch is None:
             return
         prompts, completions = batch
+        # Rewards are matched by their order, so they must be of this batch.
         if completion_ids != completions or len(values) != len(completions):
             self._count_unreported(len(values), "these are not the completions of the trainer's last batch")
             return
@@ -123,5 +124,5 @@ def find_reports(functions: Sequence[Any]) -> list[RewardReport]:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether it is a coroutine function, or an object with such a `__call__`."""
+    # An object may have a `__call__` that is a coroutine function.
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004  # callable() is no answer

@@ -77,10 +77,11 @@ class Sampler:
     transport: httpx.AsyncBaseTransport | None = None
 
     def __post_init__(self) -> None:
-        self._open: tuple[asyncio.AbstractEventLoop, AsyncTransport] | None = None
+        self._connections: AsyncTransport | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": None}
+        return self.__dict__ | {"_connections": None, "_loop": None}
 
     async def sample(
         self,
@@ -123,11 +124,11 @@ class Sampler:
             body["logprobs"] = 0
         if request_id is not None:
             body["request_id"] = request_id
-        sent = dict(headers or {})
+        request_headers = dict(headers or {})
         if session is not None:
-            sent["X-Session-ID"] = session
+            request_headers["X-Session-ID"] = session
 
-        response = await self.request("POST", "/v1/completions", json=body, headers=sent)
+        response = await self.request("POST", "/v1/completions", json=body, headers=request_headers)
         completion = parse_response(_Completion, response)
         if len(completion.choices) != 1:
             raise ProtocolError(f"expected one choice, got {len(completion.choices)}")
@@ -140,15 +141,16 @@ class Sampler:
 
     async def aclose(self) -> None:
         """Close the connections. The next request opens new connections."""
-        if self._open is not None:
-            await self._open[1].aclose()
-            self._open = None
+        if self._connections is not None:
+            await self._connections.aclose()
+            self._connections = None
 
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send any request, and raise a DartsError if it fails."""
-        loop = asyncio.get_running_loop()
         # Connections belong to the event loop that opened them.
-        if self._open is None or self._open[0] is not loop:
-            transport = AsyncTransport(self.url, self.api_key, TransportOptions(timeout=TIMEOUT), self.transport)
-            self._open = loop, transport
-        return await self._open[1].request(method, path, idempotent=method == "GET", **options)
+        loop = asyncio.get_running_loop()
+        if self._connections is None or self._loop is not loop:
+            options_of_all = TransportOptions(timeout=TIMEOUT)
+            self._connections = AsyncTransport(self.url, self.api_key, options_of_all, self.transport)
+            self._loop = loop
+        return await self._connections.request(method, path, idempotent=method == "GET", **options)

@@ -67,32 +67,33 @@ class TensorStream:
     def __init__(self, specs: Sequence[TensorSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         self._specs = specs
         self._tensors = tensors
-        fields = {}
-        start = 0
+        header_entries = {}
+        data_size = 0
         for name, dtype, shape in specs:
             if dtype not in _SAFETENSORS_TYPES:
                 accepted = ", ".join(_SAFETENSORS_TYPES)
                 raise ValueError(f"{name} is {dtype}, but weights are sent as {accepted}; use weight_sync='nccl'")
-            code, width = _SAFETENSORS_TYPES[dtype]
-            end = start + width * prod(shape)
-            fields[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
-            start = end
-        header = json.dumps(fields).encode()
+            code, bytes_per_value = _SAFETENSORS_TYPES[dtype]
+            start = data_size
+            data_size += bytes_per_value * prod(shape)
+            header_entries[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, data_size]}
+        header = json.dumps(header_entries).encode()
         # safetensors aligns the tensors to 8 bytes.
         header += b" " * (-len(header) % 8)
         self._head = len(header).to_bytes(8, "little") + header
-        self.size = len(self._head) + start
+        self.size = len(self._head) + data_size
 
     def __iter__(self) -> Iterator[bytes]:
         yield self._head
         for (name, dtype, shape), (actual_name, tensor) in zip(self._specs, self._tensors, strict=True):
-            actual = specify(actual_name, tensor)
+            actual = specify_tensor(actual_name, tensor)
             if actual != (name, dtype, list(shape)):
                 raise ValueError(f"expected {name}, {dtype} of shape {list(shape)}, got {actual}")
+            # Viewed as bytes, because numpy has no bfloat16.
             data = tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy()
             for start in range(0, len(data), PIECE_SIZE):
                 yield data[start : start + PIECE_SIZE].tobytes()
 
 
-def specify(name: str, tensor: torch.Tensor) -> TensorSpec:
+def specify_tensor(name: str, tensor: torch.Tensor) -> TensorSpec:
     return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)

@@ -31,7 +31,7 @@ class AheadOptions:
     dynamic_sampling: bool = False
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         rollouts: str | None,
         prompts_ahead: float,
@@ -53,7 +53,9 @@ class AheadOptions:
             raise ValueError("rollouts='auto' chooses prompts_ahead, carry and the others; leave these out")
         return cls(prompts_ahead=0.5, carry="resume", policy="auto")
 
-    def __bool__(self) -> bool:
+    @property
+    def samples_ahead(self) -> bool:
+        """Whether batches are sampled before TRL requests them."""
         return bool(self.prompts_ahead or self.max_staleness or self.server_advantages)
 
     @property
@@ -75,7 +77,7 @@ class AheadOptions:
             raise ValueError("long_rounds=True needs prompts_ahead above 0, else no prompt is left over")
         if self.dynamic_sampling and not self.prompts_ahead:
             raise ValueError("dynamic_sampling=True needs prompts_ahead above 0, the prompts that take the places")
-        if not self:
+        if not self.samples_ahead:
             return
         if self.server_advantages and self.policy is not None:
             raise ValueError("advantages='server' needs the policy 'informative'; leave rollouts='auto' out")
@@ -104,7 +106,7 @@ class AheadOptions:
             "tools": trainer.tools,
         }
         for name, sampler in samplers.items():
-            if self and sampler:
+            if self.samples_ahead and sampler:
                 raise ValueError(f"prompts_ahead and max_staleness do not work with {name}, which samples in turns")
 
     def check_data(self, dataset: Any, size: int) -> None:
@@ -129,35 +131,35 @@ class PromptsAhead:
         options.check_data(trainer.train_dataset, size)
 
         # TRL counts optimizer steps. One batch of prompts serves this number of forward passes.
-        passes = args.steps_per_generation * trainer.num_iterations
-        passes_of_epoch = len(trainer.train_dataset) // size * passes
-        done = count_passes(state.global_step, args.gradient_accumulation_steps, passes_of_epoch)
+        passes_of_batch = args.steps_per_generation * trainer.num_iterations
+        passes_of_epoch = len(trainer.train_dataset) // size * passes_of_batch
+        passes_done = count_passes(state.global_step, args.gradient_accumulation_steps, passes_of_epoch)
         # There is no checkpoint, or it is from a training without prompts ahead.
         if position is None:
-            position = Position(done // passes * size)
-        left = count_passes(state.max_steps, args.gradient_accumulation_steps, passes_of_epoch) - done
-        batches = ceil(left / passes)
+            position = Position(passes_done // passes_of_batch * size)
+        total_passes = count_passes(state.max_steps, args.gradient_accumulation_steps, passes_of_epoch)
+        batches = ceil((total_passes - passes_done) / passes_of_batch)
         self.position = position
         """Position after the batch that is trained on now."""
 
-        requested = rollout_options(sampling_of(trainer))
+        request_options = rollout_options(trl_sampling(trainer))
         if options.policy is not None:
-            requested.setdefault("policy", options.policy)
+            request_options.setdefault("policy", options.policy)
         if options.server_advantages:
             by_std = args.scale_rewards != "none"
-            requested["policy"] = {"name": "informative", "advantage_std": by_std}
+            request_options["policy"] = {"name": "informative", "advantage_std": by_std}
         if options.dynamic_sampling:
             # Groups of equal rewards fill up a batch if too few groups are informative.
-            requested |= {"only": "informative", "return_zero_variance": True}
-        self._requests = GroupRequests(server, trainer.num_generations, requested, options.carry)
+            request_options |= {"only": "informative", "return_zero_variance": True}
+        self._requests = GroupRequests(server, trainer.num_generations, request_options, options.carry)
         self._batches = BatchesAhead(
-            islice(prompt_order(trainer, size), position.drawn, None),
+            islice(iterate_prompt_numbers(trainer, size), position.drawn, None),
             position,
             size=size,
             ahead=options.prompts_ahead,
             batches=batches,
             tokenize=self._tokenize,
-            request=self._request,
+            request=self._request_groups,
             long_rounds=options.long_rounds,
         )
 
@@ -178,21 +180,23 @@ class PromptsAhead:
 
     def rows(self, batch: Batch) -> list[dict[str, Any]]:
         """Return the data set's row of each completion."""
-        rows = [self._trainer.train_dataset[number] for number in batch.prompts]
-        return [row for row in rows for _ in range(self._trainer.num_generations)]
+        prompt_rows = [self._trainer.train_dataset[number] for number in batch.prompts]
+        return [row for row in prompt_rows for _ in range(self._trainer.num_generations)]
 
     def close(self) -> None:
         """Cancel the batch that is sampled ahead."""
         self._batches.close()
         self._requests.cancel()
 
-    def _request(self, numbers: Sequence[int], token_ids: Sequence[Sequence[int]], wanted: int) -> list[Group]:
+    def _request_groups(
+        self, numbers: Sequence[int], token_ids: Sequence[Sequence[int]], num_wanted: int
+    ) -> list[Group]:
         if not self._options.needs_rewards:
-            return self._requests.request(token_ids, wanted)
+            return self._requests.request(token_ids, num_wanted)
         # Verifiers read the columns of the data set in the metadata.
         rows = [self._trainer.train_dataset[number] for number in numbers]
-        prompts = [PromptSpec(ids, metadata=json_columns(row)) for ids, row in zip(token_ids, rows, strict=True)]
-        return self._requests.request(prompts, wanted)
+        prompts = [PromptSpec(ids, metadata=select_metadata(row)) for ids, row in zip(token_ids, rows, strict=True)]
+        return self._requests.request(prompts, num_wanted)
 
     def _tokenize(self, numbers: Sequence[int]) -> Sequence[Sequence[int]]:
         """Return the token ids that TRL would send."""
@@ -213,17 +217,18 @@ class PositionCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]  #
             self.prompts.position.save(folder / POSITION_FILE)
 
 
-def json_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row but its prompt, as far as JSON has them."""
-    columns = {}
+def select_metadata(row: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {}
     for name, value in row.items():
+        if name == "prompt":
+            continue
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
+            # JSON cannot represent the column.
             continue
-        if name != "prompt":
-            columns[name] = value
-    return columns
+        metadata[name] = value
+    return metadata
 
 
 def load_position(folder: Path) -> Position | None:
@@ -232,16 +237,14 @@ def load_position(folder: Path) -> Position | None:
 
 
 def count_passes(steps: int, passes_of_step: int, passes_of_epoch: int) -> int:
-    """Return the number of forward passes in so many optimizer steps.
-
-    The last optimizer step of an epoch has the passes that are left, which may be fewer than ``passes_of_step``.
-    """
-    epochs, steps_left = divmod(steps, ceil(passes_of_epoch / passes_of_step))
-    return epochs * passes_of_epoch + steps_left * passes_of_step
+    # The last optimizer step of an epoch may have fewer passes than the others.
+    steps_of_epoch = ceil(passes_of_epoch / passes_of_step)
+    complete_epochs, further_steps = divmod(steps, steps_of_epoch)
+    return complete_epochs * passes_of_epoch + further_steps * passes_of_step
 
 
-def prompt_order(trainer: Any, size: int) -> Iterator[int]:
-    """Yield the numbers of prompts as TRL draws them, epoch after epoch, without repetitions of a prompt in a batch."""
+def iterate_prompt_numbers(trainer: Any, size: int) -> Iterator[int]:
+    """Yield the numbers of prompts as TRL draws them, epoch after epoch, each once in an epoch."""
     sampler = RepeatSampler(
         trainer.train_dataset,
         mini_repeat_count=1,
@@ -254,7 +257,7 @@ def prompt_order(trainer: Any, size: int) -> Iterator[int]:
         yield from sampler
 
 
-def sampling_of(trainer: Any) -> dict[str, Any]:
+def trl_sampling(trainer: Any) -> dict[str, Any]:
     """Return the sampling parameters that TRL passes to its client."""
     generation = trainer.vllm_generation
     sampling = {
@@ -270,8 +273,7 @@ def sampling_of(trainer: Any) -> dict[str, Any]:
     return sampling | dict(generation.generation_kwargs or {})
 
 
-def as_answer(batch: Batch) -> dict[str, Any]:
-    """Return a batch as an answer of TRL's client."""
+def build_trl_answer(batch: Batch) -> dict[str, Any]:
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     return {
         "prompt_ids": [list(ids) for ids in batch.token_ids],

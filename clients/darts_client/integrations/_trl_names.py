@@ -11,8 +11,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-RUN = "1.16"
-SUPPORTED = "TRL 1.16 to 1.18"
+TESTED_VERSION = "1.16"
+SUPPORTED_VERSIONS = "TRL 1.16 to 1.18"
 
 ROLLOUT_LOOP = (
     "trl.trainer.async_grpo_trainer:AsyncRolloutLoop",
@@ -21,12 +21,12 @@ ROLLOUT_LOOP = (
 """Places of the asynchronous trainer's loop that generates, the newest first. Tests run the loop."""
 
 
-def unsupported(what: str) -> ImportError:
+def unsupported_error(what: str) -> ImportError:
     """Return the error for a version of TRL in which something is missing."""
-    return ImportError(f"{what}: darts-client works with {SUPPORTED}, and TRL {version('trl')} is installed")
+    return ImportError(f"{what}: darts-client works with {SUPPORTED_VERSIONS}, and TRL {version('trl')} is installed")
 
 
-def find(*places: str) -> Any:
+def find_object(*places: str) -> Any:
     """Return the object at the first place that exists. A place is `module:name`.
 
     Raises:
@@ -42,14 +42,14 @@ def find(*places: str) -> Any:
             # A module of TRL may need a package that is not installed.
             if not (exc.name or "").startswith("trl"):
                 raise
-    raise unsupported(f"no {' or '.join(places)}")
+    raise unsupported_error(f"no {' or '.join(places)}")
 
 
-def check_names(owner: Any, names: Iterable[str]) -> None:
+def check_names_exist(owner: Any, names: Iterable[str]) -> None:
     """Raise ImportError if a name that we replace is missing. TRL would not use what we put in its place."""
     for name in names:
         if not hasattr(owner, name):
-            raise unsupported(f"{owner.__name__} has no {name}")
+            raise unsupported_error(f"{owner.__name__} has no {name}")
 
 
 try:
@@ -60,17 +60,17 @@ try:
     from trl.trainer.utils import RepeatSampler
 except ImportError as exc:
     if (exc.name or "").startswith("trl."):
-        raise unsupported(exc.msg) from exc
+        raise unsupported_error(exc.msg) from exc
     raise ModuleNotFoundError(f"{exc.msg}: this needs darts-client[trl]", name=exc.name) from exc
 
 __all__ = ["GRPOConfig", "GRPOTrainer", "RepeatSampler", "VLLMClient", "vllm_generation"]
 
-check_names(vllm_generation, ["VLLMClient"])
-check_names(
+check_names_exist(vllm_generation, ["VLLMClient"])
+check_names_exist(
     GRPOTrainer,
     ["_generate", "_calculate_rewards", "_generate_and_score_completions", "_tokenize_prompts"],
 )
-check_names(
+check_names_exist(
     VLLMClient,
     [
         "generate",
@@ -82,5 +82,5 @@ check_names(
         "get_server_info",
     ],
 )
-if not version("trl").startswith(f"{RUN}."):
-    logger.warning("TRL %s was not run with darts-client; TRL %s was", version("trl"), RUN)
+if not version("trl").startswith(f"{TESTED_VERSION}."):
+    logger.warning("TRL %s was not run with darts-client; TRL %s was", version("trl"), TESTED_VERSION)

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from ._server import Server, TensorSpec, TensorStream, specify
-from ._trl_names import unsupported
+from ._server import Server, TensorSpec, TensorStream, specify_tensor
+from ._trl_names import unsupported_error
 
 READY_TIMEOUT = 240.0
 """Seconds, TRL's own default."""
@@ -53,10 +53,11 @@ class WeightTransfer:
         """
         if not trainer.accelerator.is_main_process:
             return
-        own = getattr(trainer, "weight_transfer", None)
-        methods = {name for name in dir(own) if not name.startswith("_") and callable(getattr(own, name))}
+        trl_transfer = getattr(trainer, "weight_transfer", None)
+        public_names = [name for name in dir(trl_transfer) if not name.startswith("_")]
+        methods = {name for name in public_names if callable(getattr(trl_transfer, name))}
         if methods != METHODS:
-            raise unsupported(f"{type(trainer).__name__}.weight_transfer has the methods {sorted(methods)}")
+            raise unsupported_error(f"{type(trainer).__name__}.weight_transfer has the methods {sorted(methods)}")
         trainer.weight_transfer = self
 
     def pause(self) -> None:
@@ -70,21 +71,22 @@ class WeightTransfer:
             DartsError: the server refused the weights. TRL's other processes wait until this process ends.
         """
         try:
-            self.version = self._server.push(self._stream(iterator), rule="keep").version
+            record = self._server.push(self._make_stream(iterator), rule="keep")
+            self.version = record.version
         finally:
             # The other processes gather in step with this iterator.
             for _ in iterator:
                 pass
 
-    def _stream(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> TensorStream:
+    def _make_stream(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> TensorStream:
         if self._specs is not None:
             return TensorStream(self._specs, iterator)
-        # Number and shapes of the weights are not known before, so the first update is in memory at once. Later updates
-        # are sent while they are gathered.
-        # Copies: TRL may change its tensors in place when its iterator ends, as it does with merged LoRA weights.
+        # A stream begins with all shapes, which are not known yet, so the first update is all in memory. The copies:
+        # TRL may change its tensors in place when its iterator ends, as it does with merged LoRA weights.
         gathered = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in iterator]
-        specs = [specify(name, tensor) for name, tensor in gathered]
+        specs = [specify_tensor(name, tensor) for name, tensor in gathered]
         stream = TensorStream(specs, iter(gathered))
+        # Kept only if the stream accepts them.
         self._specs = specs
         return stream
 

@@ -19,10 +19,10 @@ class SampledGroups:
     lengths: Sequence[int]
 
     @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Self:
+    def from_answer(cls, answer: Mapping[str, Any]) -> Self:
         return cls(str(answer.get("id")), [len(choice["token_ids"]) for choice in answer["choices"]])
 
-    def records(self, server: Server) -> list[GroupRecord]:
+    def fetch_records(self, server: Server) -> list[GroupRecord]:
         """Return the record of each group, in the order of the prompts.
 
         Raises:
@@ -37,10 +37,10 @@ class SampledGroups:
                 f"the server has no groups of answer {self.response_id}, whose weights advantages='unbiased' needs: "
                 "under 'off' it has none"
             ) from error
-        recorded = [candidate.length for record in records for candidate in record.selected]
-        if recorded != list(self.lengths):
+        recorded_lengths = [candidate.length for record in records for candidate in record.selected]
+        if recorded_lengths != list(self.lengths):
             raise ValueError(
-                f"the groups of answer {self.response_id} have {len(recorded)} trajectories, which are not its "
+                f"the groups of answer {self.response_id} have {len(recorded_lengths)} trajectories, which are not its "
                 f"{len(self.lengths)} choices: their lengths differ"
             )
         return records
@@ -67,18 +67,18 @@ def weighted_advantages(
     advantages: list[float] = []
     for record in records:
         start = len(advantages)
-        earned = rewards[start : start + len(record.selected)]
-        missing = sum(map(isnan, earned))
-        if 0 < missing < len(earned):
+        group_rewards = rewards[start : start + len(record.selected)]
+        num_missing = sum(map(isnan, group_rewards))
+        if 0 < num_missing < len(group_rewards):
             raise ValueError(
-                f"{missing} of {len(earned)} completions of group {record.group_id} have no reward, so its gradient "
-                "cannot be unbiased: let the reward function return a number for each of them"
+                f"{num_missing} of {len(group_rewards)} completions of group {record.group_id} have no reward, so its "
+                "gradient cannot be unbiased: let the reward function return a number for each of them"
             )
-        if missing:
-            advantages += [0.0] * missing
+        if num_missing:
+            advantages += [0.0] * num_missing
         else:
             baseline = record.earlier_pass_rate if by_pass_rate else None
-            advantages += unbiased_advantages(record, earned, baseline)
+            advantages += unbiased_advantages(record, group_rewards, baseline)
     if not scale or not advantages:
         return advantages
     root_mean_square = sqrt(sum(value**2 for value in advantages) / len(advantages))

@@ -87,7 +87,7 @@ class HttpEngine:
         logprobs = None
         if with_logprobs:
             pairs = zip(answer.token_ids, answer.token_logprobs, strict=True)
-            logprobs = [{token: Logprob(value)} for token, value in pairs]
+            logprobs = [{token_id: Logprob(logprob)} for token_id, logprob in pairs]
         completion = Completion(list(answer.token_ids), answer.text, answer.finish_reason, logprobs)
         return Output(list(prompt_token_ids), [completion])
 
@@ -97,10 +97,10 @@ def served(executor: T, url: str, api_key: str | None = None, model: str | None 
     engine = HttpEngine(url, api_key, model)
 
     class Served(executor):  # type: ignore[misc, valid-type]  # a class that only the caller has
-        async def execute(self, *args: Any, **named: Any) -> Any:
-            if "llm_engine" not in named:
+        async def execute(self, *args: Any, **kwargs: Any) -> Any:
+            if "llm_engine" not in kwargs:
                 raise TypeError("execute() needs llm_engine as a keyword, as OpenRLHF's actor passes it")
-            named["llm_engine"] = engine
-            return await super().execute(*args, **named)
+            kwargs["llm_engine"] = engine
+            return await super().execute(*args, **kwargs)
 
     return Served  # type: ignore[return-value]  # a subclass of it

@@ -56,58 +56,58 @@ class Facade:
         hosts: Collection[str] = (),
     ) -> None:
         self._sampler = Sampler(url, api_key, None, transport)
-        self._running = 0
+        self._num_running = 0
         self._last_version: Json = {}
         self._hosts = {"localhost", *(host.strip().lower() for host in hosts)}
         # These routes change nothing, and take any method.
-        safe: dict[str, Route] = {
-            "/get_weight_version": self._version,
-            "/workers": self._workers,
-            "/list_workers": self._workers,
-            "/v1/loads": self._loads,
+        reading_routes: dict[str, Route] = {
+            "/get_weight_version": self._get_weight_version,
+            "/workers": self._list_workers,
+            "/list_workers": self._list_workers,
+            "/v1/loads": self._count_running,
             # Nothing to do, because an update clears the caches.
-            "/flush_cache": self._loads,
-            "/health": self._version,
-            "/health_generate": self._version,
+            "/flush_cache": self._count_running,
+            "/health": self._get_weight_version,
+            "/health_generate": self._get_weight_version,
         }
-        changing: dict[str, Route] = {
+        changing_routes: dict[str, Route] = {
             "/generate": self._generate,
             "/abort_request": self._abort,
             "/pause_generation": self._pause,
             "/continue_generation": lambda *_: self._forward("/resume"),
-            "/update_weights_from_disk": self._load,
+            "/update_weights_from_disk": self._update_weights,
         }
-        self._routes = changing | safe
-        self._safe = safe.keys()
+        self._routes = changing_routes | reading_routes
+        self._reading_paths = reading_routes.keys()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         # `lifespan` needs no answer.
         if scope["type"] != "http":
             return
-        status, answer = await self._answer(scope, receive)
+        status, answer = await self._handle_request(scope, receive)
         headers = [(b"content-type", b"application/json")]
         if status == 405:
             headers.append((b"allow", b"POST"))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
-    async def _answer(self, scope: Any, receive: Any) -> tuple[int, Json]:
+    async def _handle_request(self, scope: Any, receive: Any) -> tuple[int, Json]:
         path = scope["path"]
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if reason := self._refusal(headers):
+        if reason := self._find_refusal_reason(headers):
             return 403, {"error": reason}
         route = self._routes.get(path)
         if route is None:
             return 404, {"error": f"{path} is not served; there are {', '.join(self._routes)}"}
-        if scope["method"] != "POST" and path not in self._safe:
+        if scope["method"] != "POST" and path not in self._reading_paths:
             return 405, {"error": f"{path} takes POST only"}
 
         body = b""
-        is_open = True
-        while is_open:
+        has_more = True
+        while has_more:
             message = await receive()
             body += message.get("body", b"")
-            is_open = message.get("more_body", False)
+            has_more = message.get("more_body", False)
         try:
             return 200, await route(json.loads(body or b"{}"), headers)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -117,8 +117,8 @@ class Facade:
         except DartsError as error:
             return 502, {"error": str(error)}
 
-    def _refusal(self, headers: Mapping[str, str]) -> str | None:
-        """Return the reason to refuse a request that a web page may have sent, or None."""
+    def _find_refusal_reason(self, headers: Mapping[str, str]) -> str | None:
+        # A browser adds these headers to the requests of web pages.
         if "origin" in headers or "sec-fetch-site" in headers:
             return "web pages may not call this: it may have an admin key"
         # Browsers send neither header in a GET of a page whose own name points to this machine (DNS rebinding). The
@@ -140,53 +140,52 @@ class Facade:
         prompt = body.get("input_ids") or body["text"]
         session = headers.get("x-smg-routing-key")
         request_id = body.get("rid")
-        self._running += 1
+        self._num_running += 1
         try:
             answer = await self._sampler.sample(prompt, sampling, session=session, request_id=request_id)
         finally:
-            self._running -= 1
+            self._num_running -= 1
 
         # A failure here is no reason to lose the trajectory. SGLang, too, reports the version at the end of an answer.
         with suppress(DartsError):
-            self._last_version = await self._version()
+            self._last_version = await self._get_weight_version()
         logprobs = zip(answer.token_logprobs, answer.token_ids, strict=True)
-        meta = {
+        meta_info = {
             "id": request_id,
             "finish_reason": {"type": answer.finish_reason},
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": len(answer.token_ids),
             "cached_tokens": 0,
             **self._last_version,
-            "output_token_logprobs": [[value, token, None] for value, token in logprobs],
+            "output_token_logprobs": [[logprob, token_id, None] for logprob, token_id in logprobs],
         }
-        return {"text": answer.text, "output_ids": list(answer.token_ids), "meta_info": meta}
+        return {"text": answer.text, "output_ids": list(answer.token_ids), "meta_info": meta_info}
 
     async def _abort(self, body: Json, _: Any) -> Json:
         if body.get("abort_all"):
             return await self._forward("/abort_requests")
-        # vLLM's name of the request of a completion's first prompt.
+        # vLLM names the engine's request of a completion's first prompt so.
         return await self._forward("/abort_requests", {"request_ids": [f"cmpl-{body['rid']}-0"]})
 
     async def _pause(self, body: Json, _: Any) -> Json:
         return await self._forward(f"/pause?mode={PAUSES[body.get('mode', 'abort')]}")
 
-    async def _load(self, body: Json, _: Any) -> Json:
+    async def _update_weights(self, body: Json, _: Any) -> Json:
         update = {"path": body["model_path"], "rule": "keep"}
         if body.get("weight_version"):
             update["version"] = int(body["weight_version"])
         return await self._forward(WEIGHTS, update) | {"success": True}
 
-    async def _version(self, *_: Any) -> Json:
+    async def _get_weight_version(self, *_: Any) -> Json:
         response = await self._sampler.request("GET", WEIGHTS)
         return {"weight_version": str(response.json()["version"])}
 
-    async def _workers(self, _: Json, headers: Mapping[str, str]) -> Json:
+    async def _list_workers(self, _: Json, headers: Mapping[str, str]) -> Json:
         url = f"http://{headers['host']}"
         return {"workers": [{"id": "darts", "url": url}], "urls": [url]}
 
-    async def _loads(self, *_: Any) -> Json:
-        """Return the number of requests in flight."""
-        return {"loads": [{"num_reqs": self._running}]}
+    async def _count_running(self, *_: Any) -> Json:
+        return {"loads": [{"num_reqs": self._num_running}]}
 
     async def _forward(self, path: str, body: Json | None = None) -> Json:
         response = await self._sampler.request("POST", path, json=body or {})

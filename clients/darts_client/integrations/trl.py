@@ -29,7 +29,7 @@ from ._callback import DartsCallback
 from ._processes import run_on_main
 from ._reporting import RewardReport, SampledBatch, find_reports, report_rewards
 from ._server import Server, TensorSpec, TensorStream
-from ._trl_ahead import AheadOptions, PositionCallback, PromptsAhead, as_answer, load_position
+from ._trl_ahead import AheadOptions, PositionCallback, PromptsAhead, build_trl_answer, load_position
 from ._trl_names import GRPOConfig, GRPOTrainer, VLLMClient, vllm_generation
 from ._weight_transfer import WeightTransfer
 from ._weighting import SampledGroups, weighted_advantages
@@ -76,7 +76,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         model: Any,
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
-        *more: Any,
+        *more_args: Any,
         weight_sync: Literal["http", "nccl"] = "http",
         advantages: Literal["group", "unbiased", "server"] = "group",
         baseline: Literal["group", "pass_rate"] = "group",
@@ -87,7 +87,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         carry: Literal["restart", "resume"] = "restart",
         rollouts: Literal["auto"] | None = None,
         api_key: str | None = None,
-        **named: Any,
+        **kwargs: Any,
     ) -> None:
         if args is None or not args.use_vllm or args.vllm_mode != "server":
             raise ValueError("args must have use_vllm=True and vllm_mode='server'")
@@ -95,7 +95,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
             raise ValueError(f"weight_sync must be 'http' or 'nccl', got {weight_sync!r}")
         _check_advantages(advantages, baseline, args)
         self._ahead_options = replace(
-            AheadOptions.of(rollouts, prompts_ahead, max_staleness, long_rounds, carry),
+            AheadOptions.from_arguments(rollouts, prompts_ahead, max_staleness, long_rounds, carry),
             server_advantages=advantages == "server",
             dynamic_sampling=dynamic_sampling,
         )
@@ -103,14 +103,14 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
 
         client_class = PushingVLLMClient if weight_sync == "http" else DartsVLLMClient
         with _replace_vllm_client(partial(client_class, api_key=api_key)):
-            super().__init__(model, reward_funcs, args, *more, **named)
+            super().__init__(model, reward_funcs, args, *more_args, **kwargs)
         self._ahead_options.check_trainer(self)
         if self.accelerator.is_main_process:
             self._client.is_training = self._is_training
 
         self._last_batch: SampledBatch | None = None
-        self._last_rewards = torch.empty(0, 0)
-        self._is_weighted = advantages == "unbiased"
+        self._rewards_by_function = torch.empty(0, 0)
+        self._is_unbiased = advantages == "unbiased"
         self._server_advantages: list[float] = []
         self._by_pass_rate = baseline == "pass_rate"
         url = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
@@ -130,12 +130,12 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
         client: Any = self.vllm_generation.vllm_client
         return cast(DartsVLLMClient, client)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *more: Any, **named: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does, and restore the server's state from the same checkpoint."""
         checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         self._darts_callback.checkpoint = checkpoint
         try:
-            return super().train(resume_from_checkpoint, *more, **named)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             if self._positions.prompts is not None:
                 self._positions.prompts.close()
@@ -143,7 +143,7 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
 
     def _generate(self, prompts: list[Any]) -> Any:
         if self.accelerator.is_main_process:
-            self._client.sampled = None
+            self._client.sampled_groups = None
         output = super()._generate(prompts)
         # TRL passes the tokens of the completions to reward functions, but not the tokens of the prompts.
         self._last_batch = (output[0], output[1]) if self._is_training() else None
@@ -151,30 +151,29 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
 
     def _calculate_rewards(self, *inputs: Any) -> torch.Tensor:
         # The rewards of all processes.
-        self._last_rewards = super()._calculate_rewards(*inputs)
-        return self._last_rewards
+        self._rewards_by_function = super()._calculate_rewards(*inputs)
+        return self._rewards_by_function
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample ahead before TRL's method, and replace its advantages afterwards."""
-        if self._ahead_options and self._is_training():
+        if self._ahead_options.samples_ahead and self._is_training():
             inputs = self._sample_ahead()
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self._is_training():
             return output
         if self._ahead_options.server_advantages:
             self._replace_advantages(output, self._server_advantages, len(inputs))
-        elif self._is_weighted:
-            self._replace_advantages(output, run_on_main(self._weighted_advantages), len(inputs))
+        elif self._is_unbiased:
+            self._replace_advantages(output, run_on_main(self._unbiased_advantages), len(inputs))
         return output
 
-    def _replace_advantages(self, output: dict[str, Any], advantages: list[float], count: int) -> None:
-        """Replace TRL's advantages of this process's ``count`` completions. ``advantages``: those of all processes."""
-        # TRL's table of completions has one generation batch, so the new advantages replace the old ones there.
-        logged: Any = self._logs["advantages"]
-        logged.extend(advantages)
-        # Each process keeps the advantages of its own completions.
-        first = self.accelerator.process_index * count
-        output["advantages"] = torch.tensor(advantages[first : first + count]).to(output["advantages"])
+    def _replace_advantages(self, output: dict[str, Any], all_advantages: list[float], num_completions: int) -> None:
+        """Replace TRL's advantages of this process's completions."""
+        # This is a deque with the length of one generation batch, so the new advantages push out TRL's.
+        logged_advantages: Any = self._logs["advantages"]
+        logged_advantages.extend(all_advantages)
+        start = self.accelerator.process_index * num_completions
+        advantages = all_advantages[start : start + num_completions]
+        output["advantages"] = torch.tensor(advantages).to(output["advantages"])
 
     def _sample_ahead(self) -> list[dict[str, Any]]:
         """Sample a batch for TRL's client, and return TRL's inputs for it."""
@@ -185,22 +184,23 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
                 position = load_position(self._darts_callback.checkpoint or default_folder)
             self._positions.prompts = PromptsAhead(self, self._ahead_options, self._server, position)
         batch = self._positions.prompts.next()
-        self._client.sampled_ahead = as_answer(batch)
+        self._client.answer_ahead = build_trl_answer(batch)
         if self._ahead_options.server_advantages:
             self._server_advantages = [value for group in batch.groups for value in server_advantages(group)]
         return self._positions.prompts.rows(batch)
 
-    def _weighted_advantages(self) -> list[float]:
+    def _unbiased_advantages(self) -> list[float]:
         """Return the advantages of all processes, on the main process, which has sampled."""
-        per_function = self._last_rewards
-        rewards = (per_function * self.reward_weights.to(per_function)).nansum(dim=1)
-        rewards[per_function.isnan().all(dim=1)] = torch.nan
-        sampled = self._client.sampled
-        if sampled is None:
+        by_function = self._rewards_by_function
+        rewards = (by_function * self.reward_weights.to(by_function)).nansum(dim=1)
+        # `nansum` is 0 for a completion that no function has rewarded.
+        rewards[by_function.isnan().all(dim=1)] = torch.nan
+        sampled_groups = self._client.sampled_groups
+        if sampled_groups is None:
             raise ValueError(
                 "advantages='unbiased' needs prompts without images, because images are requested one by one"
             )
-        records = sampled.records(self._server)
+        records = sampled_groups.fetch_records(self._server)
         scale = self.scale_rewards != "none"
         return weighted_advantages(records, rewards.tolist(), scale=scale, by_pass_rate=self._by_pass_rate)
 
@@ -213,39 +213,39 @@ class DartsGRPOTrainer(GRPOTrainer):  # type: ignore[misc, unused-ignore]  # Any
 class DartsVLLMClient(VLLMClient):  # type: ignore[misc, unused-ignore]  # Any without trl
     """TRL's client with an API key. It requests unshaped completions while the model is not in training mode."""
 
-    def __init__(self, *args: Any, api_key: str | None = None, **named: Any) -> None:
+    def __init__(self, *args: Any, api_key: str | None = None, **kwargs: Any) -> None:
         self.is_training: Callable[[], bool] = lambda: True
-        self.sampled: SampledGroups | None = None
+        self.sampled_groups: SampledGroups | None = None
         """Groups of the first answer in training since this was None. Later answers are further turns of tool calls."""
-        self.sampled_ahead: dict[str, Any] | None = None
+        self.answer_ahead: dict[str, Any] | None = None
         """Completions of the prompts that TRL requests next."""
         self._api_key = api_key
-        super().__init__(*args, **named)
+        super().__init__(*args, **kwargs)
 
-    def generate(self, prompts: Any, *args: Any, **named: Any) -> Any:
+    def generate(self, prompts: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the completions that were sampled ahead, or request completions."""
-        ahead = self.sampled_ahead
-        self.sampled_ahead = None
-        if ahead is None:
-            return super().generate(prompts, *args, **named)
-        if [list(ids) for ids in prompts] != ahead["prompt_ids"]:
+        answer = self.answer_ahead
+        self.answer_ahead = None
+        if answer is None:
+            return super().generate(prompts, *args, **kwargs)
+        if [list(ids) for ids in prompts] != answer["prompt_ids"]:
             raise RuntimeError("TRL requests other prompts than the prompts that were sampled ahead")
-        return ahead
+        return answer
 
-    def check_server(self, *args: Any, **named: Any) -> None:
+    def check_server(self, *args: Any, **kwargs: Any) -> None:
         # TRL's __init__ creates the session and then calls this method.
         self.session.headers.update(auth_headers(self._api_key))
-        super().check_server(*args, **named)
+        super().check_server(*args, **kwargs)
 
     def _post(self, url: str, **options: Any) -> Any:
-        """Send a request, outside of training without shaping. Keep the first answer's groups in `sampled`."""
+        # An evaluation needs plain samples.
         if not self.is_training():
             return super()._post(url, **without_shaping(options))
         answer = super()._post(url, **options)
         # With tool calls TRL requests further turns, which are no groups.
         body = options.get("json") or {}
-        if self.sampled is None and body.get("return_token_ids"):
-            self.sampled = SampledGroups.of(answer)
+        if self.sampled_groups is None and body.get("return_token_ids"):
+            self.sampled_groups = SampledGroups.from_answer(answer)
         return answer
 
 
@@ -286,16 +286,16 @@ class PushingVLLMClient(DartsVLLMClient):
         try:
             return super().get_server_info()
         except RuntimeError:
-            # With `top_k=1` the log-prob is 0 if log-probs are of the distribution after `top_k`.
+            # TRL raises it for a missing route.
             body = {"model": self.model, "prompt": [[0]], "max_tokens": 1, "top_k": 1, "logprobs": 0}
             answer = self._post(f"{self.base_url}/v1/completions", **without_shaping({"json": body}))
-            (logprob,) = answer["choices"][0]["logprobs"]["token_logprobs"]
+            [logprob] = answer["choices"][0]["logprobs"]["token_logprobs"]
+            # With `top_k=1` the log-prob is 0 if log-probs are of the distribution after `top_k`.
             mode = "processed_logprobs" if logprob == 0 else "raw_logprobs"
             return {"model_config": {"logprobs_mode": mode}}
 
 
 def without_shaping(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a request with the server's shaping turned off."""
     headers = (options.get("headers") or {}) | {"X-Darts-Policy": "off"}
     options = options | {"headers": headers}
     body = dict(options.get("json") or {})
@@ -330,7 +330,6 @@ def _check_advantages(advantages: str, baseline: str, args: GRPOConfig) -> None:
 
 @contextmanager
 def _replace_vllm_client(make_client: Callable[..., VLLMClient]) -> Iterator[None]:
-    """Let trainers that are created within the block use the client of ``make_client``."""
     # TRL has no argument for it, and reads the name once in a trainer's life, where it creates its `VLLMGeneration`.
     setattr(vllm_generation, CLIENT, make_client)
     try:

@@ -32,6 +32,6 @@ def load_replica() -> Any:
 RolloutReplicaRegistry.register("darts", load_replica)
 _ROLLOUT_REGISTRY["darts", "async"] = "darts_client.verl.weights.ServerAdapter"
 if is_supported():
-    from .groups import install
+    from .groups import replace_methods
 
-    install()
+    replace_methods()

@@ -30,28 +30,28 @@ async def start_guarded(folder: Path, command: Sequence[str], env: Mapping[str, 
 
 
 def main() -> int:
-    result, report = os.pipe()
+    exit_code_reader, exit_code_writer = os.pipe()
     if os.fork() == 0:
-        os.close(result)
+        os.close(exit_code_reader)
         # Ray kills the process group of an actor.
         os.setsid()
-        _guard(Path(sys.argv[1]), sys.argv[2:], report)
+        _guard_server(Path(sys.argv[1]), sys.argv[2:], exit_code_writer)
         return 0
-    os.close(report)
-    # The guard keeps the pipe from the owner open.
-    return int(os.read(result, 16) or b"1")
+    os.close(exit_code_writer)
+    # Waits for the guard. If the guard was killed, its pipe closes without a code.
+    return int(os.read(exit_code_reader, 16) or b"1")
 
 
-def _guard(folder: Path, command: Sequence[str], report: int) -> None:
+def _guard_server(folder: Path, command: Sequence[str], exit_code_writer: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / f"{MARKER}{os.getpid()}"
     marker.touch()
-    # A group of its own, because a server that is killed leaves its engine process behind.
+    # With its own process group, its engine can be killed, too.
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     owner_has_ended = threading.Event()
 
     def wait_for_owner() -> None:
-        # Not `sys.stdin`, whose lock this thread would hold at exit.
+        # Standard input is the owner's pipe. The lock of `sys.stdin` would still be taken at exit.
         while os.read(0, 1):
             pass
         owner_has_ended.set()
@@ -62,7 +62,8 @@ def _guard(folder: Path, command: Sequence[str], report: int) -> None:
             server.kill()
 
     threading.Thread(target=wait_for_owner, daemon=True).start()
-    code = server.wait()
+    exit_code = server.wait()
+    # Processes of the server's engine may be left.
     with suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     # If the server alone has ended, its owner starts it again, and needs the files.
@@ -70,7 +71,7 @@ def _guard(folder: Path, command: Sequence[str], report: int) -> None:
     if owner_has_ended.is_set() and not list(folder.glob(f"{MARKER}*")):
         shutil.rmtree(folder, ignore_errors=True)
     with suppress(BrokenPipeError):
-        os.write(report, str(code % 256).encode())
+        os.write(exit_code_writer, str(exit_code % 256).encode())
 
 
 if __name__ == "__main__":

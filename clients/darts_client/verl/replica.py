@@ -19,8 +19,8 @@ class DartsReplica(RolloutReplica):  # type: ignore[misc]  # veRL has no types h
         NotImplementedError: the configuration has a setting that the server does not support under a trainer.
     """
 
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         if self.world_size != 1:
             raise NotImplementedError(
                 "rollout.name=darts replaces the weights of single-device engines only: set "
@@ -36,13 +36,15 @@ class DartsReplica(RolloutReplica):  # type: ignore[misc]  # veRL has no types h
     async def launch_servers(self) -> None:
         """Start the server actor on the worker's machine, with the worker's device."""
         [worker] = self.workers
-        node_id, devices = await worker.__ray_call__.remote(_place)
+        # Ray runs the function in the worker's process.
+        node_id, devices = await worker.__ray_call__.remote(_get_node_and_devices)
         role = ""
         if self.is_reward_model:
             role = "reward_"
         elif self.is_teacher_model:
             role = "teacher_"
         platform = get_platform()
+        # Without these variables Ray hides devices that it has not assigned to the actor itself.
         env = dict.fromkeys(platform.ray_noset_envvars(), "1") | platform.rollout_env_vars()
         actor = ray.remote(DartsServer).options(
             name=server_name(self.replica_rank, role) + self.name_suffix,
@@ -58,7 +60,7 @@ class DartsReplica(RolloutReplica):  # type: ignore[misc]  # veRL has no types h
         self._server_address = await server.get_address.remote()
 
 
-def _place(_: Any) -> tuple[str, str]:
-    """Return the node and the devices of the worker that runs this."""
+def _get_node_and_devices(_: Any) -> tuple[str, str]:
     context = ray.get_runtime_context()
-    return context.get_node_id(), ",".join(context.get_accelerator_ids().get(get_resource_name(), ()))
+    devices = context.get_accelerator_ids().get(get_resource_name(), ())
+    return context.get_node_id(), ",".join(devices)

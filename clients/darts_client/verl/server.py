@@ -36,7 +36,7 @@ DRAIN_SECONDS = 5.0
 POLL_SECONDS = 0.1
 MAX_RESTARTS = 3
 """A server that ends more often has a reason that a restart does not remove."""
-MEMORY = frozenset({"weights", "kv_cache"})
+MEMORY_PARTS = frozenset({"weights", "kv_cache"})
 """vLLM's names of the parts that sleep."""
 
 
@@ -56,7 +56,7 @@ class DartsServer:
         self.global_steps: int | None = None
         """Training step of the served weights."""
         memory_is_shared = self.config.enable_sleep_mode and self.config.free_cache_engine
-        self._sleeps = memory_is_shared and get_device_name() != "cpu"
+        self._may_sleep = memory_is_shared and get_device_name() != "cpu"
         self._folder = weights_root(self.config)
 
         self._host = ray.util.get_node_ip_address().strip("[]")
@@ -69,18 +69,18 @@ class DartsServer:
         self._env[get_visible_devices_keyword()] = devices
 
         self._process: Any = None
-        self._restarting = asyncio.Lock()
-        self._restarts = 0
+        self._restart_lock = asyncio.Lock()
+        self._num_restarts = 0
         self._weights: tuple[str, int] | None = None
         """Folder and step of the last weights."""
         self._max_model_len = 0
         # A pause by veRL, and the parts of the memory that sleep. New requests wait for the end of both.
         self._is_paused = False
-        self._asleep: frozenset[str] = frozenset()
-        self._rejects = False
-        self._changed = asyncio.Event()
-        self._running: dict[object, int | None] = {}
-        """Of each request that the server has: the step of the weights that sample its first token."""
+        self._sleeping_parts: frozenset[str] = frozenset()
+        self._rejects_requests = False
+        self._pause_changed = asyncio.Event()
+        self._steps_in_flight: dict[object, int | None] = {}
+        """Step of the weights that sample the first token of each request in flight."""
 
     def get_address(self) -> str:
         host = f"[{self._host}]" if is_valid_ipv6_address(self._host) else self._host
@@ -98,7 +98,7 @@ class DartsServer:
         command = [sys.executable, "-m", "darts_server", "serve", self.model_config.local_path]
         command += ["--host", self._host, "--port", str(self._port), "--weights-root", str(self._folder)]
         command += server_flags(self.config, self.model_config, self.replica_rank, self._folder)
-        if self._sleeps:
+        if self._may_sleep:
             command.append("--enable-sleep-mode")
         self._process = await start_guarded(self._folder, command, self._env)
 
@@ -116,37 +116,38 @@ class DartsServer:
             "actor. Its flags come from actor_rollout_ref.rollout and engine_kwargs.darts"
         )
 
-    async def _restart(self, process: Any, error: DartsError) -> None:
-        """Start the server again if this process has ended, with the last weights; otherwise raise the error."""
-        async with self._restarting:
-            if self._process is not process:
+    async def _restart(self, lost_process: Any, error: DartsError) -> None:
+        """Start the server again with the last weights. Raise the error if the process has not ended."""
+        async with self._restart_lock:
+            if self._process is not lost_process:
                 # Another request has restarted it.
                 return
             try:
-                await asyncio.wait_for(process.wait(), EXIT_SECONDS)
+                await asyncio.wait_for(lost_process.wait(), EXIT_SECONDS)
             except TimeoutError:
                 raise error from None
-            if self._restarts == MAX_RESTARTS:
+            if self._num_restarts == MAX_RESTARTS:
                 raise RuntimeError(f"darts-server of replica {self.replica_rank} ended {MAX_RESTARTS + 1} times")
-            self._restarts += 1
+            self._num_restarts += 1
             logger.warning("darts-server of replica %d ended, and is started again", self.replica_rank)
             await self.launch_server()
             if self._weights is not None:
                 await self._send_weights(*self._weights)
+            # The new process is not paused.
             if self._is_paused:
                 await self._sampler.request("POST", "/pause?mode=abort", json={})
 
-    async def _served(self, call: Any, *arguments: Any, **options: Any) -> Any:
-        """Await a call, and again if the server ended meanwhile."""
+    async def _call_with_restart(self, call: Any, *arguments: Any, **options: Any) -> Any:
         while True:
             process = self._process
             try:
                 return await call(*arguments, **options)
             except LOST_ERRORS as error:
+                # Raises the error unless the process has ended.
                 await self._restart(process, error)
 
     async def _post(self, path: str) -> None:
-        await self._served(self._sampler.request, "POST", path, json={})
+        await self._call_with_restart(self._sampler.request, "POST", path, json={})
 
     # --- requests ---------------------------------------------------------------
 
@@ -176,7 +177,7 @@ class DartsServer:
         prompt = normalize_token_ids(prompt_ids)
         sampling = dict(sampling_params)
         with_logprobs = bool(sampling.pop("logprobs", False))
-        limit = self._pop_limit(sampling, len(prompt))
+        max_tokens = self._pop_max_tokens(sampling, len(prompt))
         sampling.setdefault("repetition_penalty", self.config.repetition_penalty)
         sampling.setdefault("ignore_eos", self.config.ignore_eos)
         if self.config.full_determinism:
@@ -186,21 +187,22 @@ class DartsServer:
         logprobs: list[float] = []
         first_step: int | None = None
         stop_reason = "aborted"
-        while stop_reason == "aborted" and await self._is_admitted():
-            sampling["max_tokens"] = limit - len(tokens)
-            key = object()
-            self._running[key] = self.global_steps
+        while stop_reason == "aborted" and await self._wait_until_admitted():
+            sampling["max_tokens"] = max_tokens - len(tokens)
+            request_key = object()
+            self._steps_in_flight[request_key] = self.global_steps
             try:
-                answer = await self._served(
+                answer = await self._call_with_restart(
                     self._sampler.sample, [*prompt, *tokens], sampling, logprobs=with_logprobs, headers=headers
                 )
             finally:
-                step = self._running.pop(key)
+                # An update during a pause has changed the step of requests that had not begun.
+                step = self._steps_in_flight.pop(request_key)
             if not tokens and answer.token_ids:
                 first_step = step
             tokens += answer.token_ids
             logprobs += answer.token_logprobs
-            if answer.finish_reason != "abort" or len(tokens) == limit:
+            if answer.finish_reason != "abort" or len(tokens) == max_tokens:
                 stop_reason = "completed"
             elif resumes:
                 break
@@ -214,28 +216,28 @@ class DartsServer:
             extra_fields={"global_steps": last_step, "min_global_steps": first_step, "max_global_steps": last_step},
         )
 
-    def _pop_limit(self, sampling: dict[str, Any], prompt_tokens: int) -> int:
-        """Remove the limit from the sampling parameters, and return the answer's maximum number of tokens."""
-        room = self._max_model_len - prompt_tokens
-        if room < 1:
+    def _pop_max_tokens(self, sampling: dict[str, Any], prompt_tokens: int) -> int:
+        model_limit = self._max_model_len - prompt_tokens
+        if model_limit < 1:
             raise ValueError(
                 f"a prompt of {prompt_tokens} tokens leaves no room in max_model_len {self._max_model_len}"
             )
         # veRL uses either name.
-        new_tokens = sampling.pop("max_new_tokens", None)
-        limit = sampling.pop("max_tokens", new_tokens)
-        if limit is None:
-            response = self.config.response_length
-            limit = min(response, self.config.prompt_length + response - prompt_tokens)
-        return int(max(1, min(limit, room)))
+        max_new_tokens = sampling.pop("max_new_tokens", None)
+        max_tokens = sampling.pop("max_tokens", max_new_tokens)
+        if max_tokens is None:
+            # The prompt of a later turn contains earlier answers, so it may be longer than `prompt_length`.
+            unused_length = self.config.prompt_length + self.config.response_length - prompt_tokens
+            max_tokens = min(self.config.response_length, unused_length)
+        return int(max(1, min(max_tokens, model_limit)))
 
-    async def _is_admitted(self) -> bool:
+    async def _wait_until_admitted(self) -> bool:
         """Wait while generation is paused. Return False if requests are rejected."""
-        while self._is_paused or self._asleep:
-            if self._rejects:
+        while self._is_paused or self._sleeping_parts:
+            if self._rejects_requests:
                 return False
-            self._changed.clear()
-            await self._changed.wait()
+            self._pause_changed.clear()
+            await self._pause_changed.wait()
         return True
 
     # --- weights and pauses -----------------------------------------------------
@@ -244,15 +246,15 @@ class DartsServer:
         """Serve the weights in a folder, as the weights of a training step (None: the same step as before)."""
         if global_steps is None:
             global_steps = self.global_steps or 0
-        await self._served(self._send_weights, path, global_steps)
+        await self._call_with_restart(self._send_weights, path, global_steps)
         self._weights = (path, global_steps)
         self.global_steps = global_steps
-        # Requests that reached the server during the pause have not begun.
+        # Requests that reached the server during the pause begin with these weights.
         if self._is_paused:
-            self._running = dict.fromkeys(self._running, global_steps)
+            self._steps_in_flight = dict.fromkeys(self._steps_in_flight, global_steps)
 
     async def _send_weights(self, path: str, global_steps: int) -> None:
-        # Where requests should not continue, veRL has aborted them.
+        # veRL aborts requests before an update if they should not continue. A restart sends the same version again.
         body = {"path": path, "version": global_steps, "rule": "keep", "repeat_version": True}
         await self._sampler.request("POST", "/darts/v1/weights", json=body)
 
@@ -266,34 +268,34 @@ class DartsServer:
             reject_request: whether later requests are answered as aborted, instead of waiting.
         """
         self._is_paused = True
-        self._rejects = reject_request
-        self._changed.set()
+        self._rejects_requests = reject_request
+        self._pause_changed.set()
         await self._post("/pause?mode=abort")
-        # The answers have to be here before other weights are.
+        # Tokens of an answer that arrives after the next update would be counted to the new weights.
         deadline = asyncio.get_running_loop().time() + DRAIN_SECONDS
-        while self._running and asyncio.get_running_loop().time() < deadline:
+        while self._steps_in_flight and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(POLL_SECONDS / 10)
 
     async def resume_generation(self) -> None:
         if self._is_paused:
             await self._post("/resume")
         self._is_paused = False
-        self._rejects = False
-        self._changed.set()
+        self._rejects_requests = False
+        self._pause_changed.set()
 
     async def sleep(self) -> None:
         """Free the memory of weights and KV cache. Requests that still run continue after `wake_up`."""
-        if self._sleeps:
-            self._asleep = MEMORY
+        if self._may_sleep:
+            self._sleeping_parts = MEMORY_PARTS
             # Level 2 discards the weights. The next update brings them.
             await self._post("/sleep?level=2&mode=abort")
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
-        woken = self._asleep & frozenset(tags or MEMORY)
-        if woken:
-            await self._post("/wake_up?" + "&".join(f"tags={tag}" for tag in sorted(woken)))
-            self._asleep -= woken
-            self._changed.set()
+        parts_to_wake = self._sleeping_parts & frozenset(tags or MEMORY_PARTS)
+        if parts_to_wake:
+            await self._post("/wake_up?" + "&".join(f"tags={part}" for part in sorted(parts_to_wake)))
+            self._sleeping_parts -= parts_to_wake
+            self._pause_changed.set()
 
     async def release_kv_cache(self) -> None:
         await self.sleep()
@@ -311,7 +313,7 @@ class DartsServer:
         )
 
 
-SETTINGS = (
+FORWARDED_SETTINGS = (
     "dtype",
     "max_model_len",
     "max_num_seqs",
@@ -328,14 +330,14 @@ SETTINGS = (
 
 def server_flags(config: Any, model_config: Any, replica_rank: int, folder: Path) -> list[str]:
     """Return the flags of a rollout configuration. `engine_kwargs.darts` goes before veRL's own settings."""
-    settings: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
+    settings: dict[str, Any] = {name: getattr(config, name) for name in FORWARDED_SETTINGS}
     settings["seed"] = replica_rank + config.seed
     settings["trust_remote_code"] = model_config.trust_remote_code
     settings["state_dir"] = folder / "state"
-    given = config.engine_kwargs.get("darts") or {}
-    if OmegaConf.is_config(given):
-        given = OmegaConf.to_container(given, resolve=True)
-    settings |= {name.replace("-", "_"): value for name, value in given.items()}
+    user_settings = config.engine_kwargs.get("darts") or {}
+    if OmegaConf.is_config(user_settings):
+        user_settings = OmegaConf.to_container(user_settings, resolve=True)
+    settings |= {name.replace("-", "_"): value for name, value in user_settings.items()}
     # It is the parent of the job's folder, see `weights.weights_root`.
     settings.pop("weights_root", None)
     if settings["state_dir"] is not None:

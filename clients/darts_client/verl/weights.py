@@ -1,7 +1,7 @@
 """The trainer's weights as folders of safetensors files, in shared memory or on a disk.
 
-A folder is written under a temporary name and renamed when it is complete. The folder before stays, because the server
-goes back to it if an update fails. So a folder needs room for two models.
+A folder is written under a temporary name and renamed when it is complete. The last two folders stay, so the file
+system needs room for two models.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
 SHARED_MEMORY = "/dev/shm"
-FOLDER = "darts_folder"
+FOLDER_FORMAT = "darts_folder"
 """The `wire_format` of a checkpoint engine that yields the folder itself."""
 ARRIVAL_SECONDS = 600.0
 """Timeout of a folder that another process writes. Gathering and writing a large model takes minutes."""
@@ -47,12 +47,11 @@ class WeightFolders:
         self._root = root
         self._prefix = prefix
         self._file_bytes = file_bytes
-        self._number = 0
+        self._last_number = 0
 
-    def begin(self) -> Path:
-        """Return the path of the next folder."""
-        self._number += 1
-        return self._root / f"{self._prefix}-{self._number}"
+    def next_path(self) -> Path:
+        self._last_number += 1
+        return self._root / f"{self._prefix}-{self._last_number}"
 
     async def write(self, path: Path, weights: Any, *, is_writer: bool) -> None:
         """Write all tensors to the folder, or only gather them if another process writes.
@@ -65,7 +64,8 @@ class WeightFolders:
             async for _ in ensure_async_iterator(weights):
                 pass
             return
-        shutil.rmtree(self._root / f"{self._prefix}-{self._number - 2}", ignore_errors=True)
+        # The folder before stays, because the server goes back to it if this update fails.
+        shutil.rmtree(self._root / f"{self._prefix}-{self._last_number - 2}", ignore_errors=True)
         unfinished = path.with_name(f"{path.name}.{uuid4().hex}")
         try:
             unfinished.mkdir(parents=True)
@@ -94,7 +94,7 @@ class WeightFolders:
         if tensors:
             save_file(tensors, folder / f"{uuid4().hex}.safetensors")
 
-    async def wait(self, path: Path) -> None:
+    async def wait_until_written(self, path: Path) -> None:
         """Wait until another process has written the folder.
 
         Raises:
@@ -159,12 +159,12 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types her
         """
         if peft_config is not None:
             raise NotImplementedError("LoRA adapters are not sent; set actor_rollout_ref.model.lora.merge=True")
-        if wire_format == FOLDER:
-            [path] = [each async for each in ensure_async_iterator(weights)]
+        if wire_format == FOLDER_FORMAT:
+            [path] = [folder async for folder in ensure_async_iterator(weights)]
         elif wire_format == "named_tensors":
-            path = self._folders.begin()
+            path = self._folders.next_path()
             await self._folders.write(path, weights, is_writer=self._is_writer)
-            await self._folders.wait(path)
+            await self._folders.wait_until_written(path)
         else:
             raise NotImplementedError(f"rollout.name=darts takes whole tensors, not the wire format {wire_format!r}")
         await self.server.load_weights.remote(str(path), global_steps)
@@ -172,7 +172,8 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # veRL has no types her
 
 def weights_root(config: Any) -> Path:
     """Return the folder of the weights of a rollout configuration."""
-    return job_folder((config.engine_kwargs.get("darts") or {}).get("weights_root"))
+    user_settings = config.engine_kwargs.get("darts") or {}
+    return job_folder(user_settings.get("weights_root"))
 
 
 @CheckpointEngineRegistry.register("darts")
@@ -183,7 +184,7 @@ class FolderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         folder: the folder, by default this job's folder in shared memory.
     """
 
-    wire_format = FOLDER
+    wire_format = FOLDER_FORMAT
 
     def __init__(self, bucket_size: int, is_master: bool = False, folder: str | None = None) -> None:
         self._is_master = is_master
@@ -193,7 +194,7 @@ class FolderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def prepare(self) -> dict[str, Any]:
         if not self._is_master:
             return {}
-        return {"path": str(self._folders.begin())}
+        return {"path": str(self._folders.next_path())}
 
     @classmethod
     def build_topology(
@@ -213,5 +214,5 @@ class FolderCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         await self._folders.write(self._path, weights, is_writer=self._is_master)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[Path]:
-        await self._folders.wait(self._path)
+        await self._folders.wait_until_written(self._path)
         yield self._path

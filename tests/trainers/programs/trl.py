@@ -11,7 +11,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from darts_client.integrations._trl_names import ROLLOUT_LOOP, find
+from darts_client.integrations._trl_names import ROLLOUT_LOOP, find_object
 from darts_client.integrations.trl import WeightTransfer
 from darts_server.offline.demo.server import MODEL
 from tests.trainers.programs.steps import SIZE, TEXTS, Trainer, main
@@ -46,7 +46,7 @@ def make_loop(url: str, texts: Sequence[str], size: int, tool_calls: int, loop_c
     """TRL's loop of the asynchronous trainer: groups of ``size``; every answer but the last calls the tool."""
     value: Any = SimpleNamespace(value=0)
     metrics: Any = SimpleNamespace(put_nowait=lambda _: None)
-    return (loop_class or find(*ROLLOUT_LOOP))(
+    return (loop_class or find_object(*ROLLOUT_LOOP))(
         model_name="tiny",
         dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in texts]),
         reward_funcs=[lambda completions, **_: [0.0] * len(completions)],

@@ -299,7 +299,7 @@ def check_lost_server(fleet: Fleet) -> None:
     assert {len(output.token_ids) for output in outputs} == {LONG}
     assert all(all(matches) for matches in count_matches(2, outputs))
     assert fleet.get(0, "weights")["version"] == 2
-    assert call(fleet.servers[0], lambda self: self._restarts) == 1
+    assert call(fleet.servers[0], lambda self: self._num_restarts) == 1
 
 
 PARTS = (
