@@ -70,23 +70,26 @@ def cost() -> str:
             numbers = np.arange(count)
             streams = Streams(numbers.astype(np.uint64), numbers, np.zeros(count, np.int64))
 
-            def vllms(logits: torch.Tensor = logits) -> torch.Tensor:
+            def sample_vllm(logits: torch.Tensor = logits) -> torch.Tensor:
                 return random_sample(logits.softmax(-1), {})
 
-            def ours(logits: torch.Tensor = logits, streams: Streams = streams) -> torch.Tensor:
+            def sample_coupled(logits: torch.Tensor = logits, streams: Streams = streams) -> torch.Tensor:
                 return sample_next(logits.softmax(-1), streams)
 
-            def vllms_compiled(logits: torch.Tensor = logits) -> torch.Tensor:
+            def sample_vllm_compiled(logits: torch.Tensor = logits) -> torch.Tensor:
                 return compiled_random_sample(logits)
 
-            times = [microseconds(each) for each in (vllms_compiled, ours, vllms)]
+            samplers = (sample_vllm_compiled, sample_coupled, sample_vllm)
+            columns = [measure_microseconds(sampler) for sampler in samplers]
             with torch.compiler.set_stance("force_eager"):
-                times.append(microseconds(ours))
-            rows.append([f"{size:,}", str(count), *(quartiles([each / count for each in time], 1) for time in times)])
+                columns.append(measure_microseconds(sample_coupled))
+            cells = [quartiles([microseconds / count for microseconds in column], 1) for column in columns]
+            rows.append([f"{size:,}", str(count), *cells])
     return markdown(["vocabulary", "rows", "vLLM's, compiled", "coupled, compiled", "vLLM's", "coupled"], rows)
 
 
-def microseconds(run: Callable[[], torch.Tensor]) -> list[float]:
+def measure_microseconds(run: Callable[[], torch.Tensor]) -> list[float]:
+    # The first call compiles.
     run()
     times = []
     for _ in range(REPETITIONS):
@@ -143,42 +146,40 @@ def streams(updates: Sequence[int], seeds: Sequence[int]) -> str:
 
 
 def train(arm: str, updates: int, seed: int) -> list[Epoch]:
-    """Run three epochs, and return them."""
     rng = Random(seed)
     problems = [sample_problem(rng) for _ in range(PROBLEMS)]
     flags = ("--sampling", "coupled", "--speculate", "auto", *ARMS[arm])
     weights = Path(f"out/coupled/{arm}.safetensors")
     epochs: list[Epoch] = []
-    before: list[tuple[int, ...]] = []
+    previous_answers: list[tuple[int, ...]] = []
     with serving(DARTS, weights.with_suffix(".log"), *flags) as server, Client(server.url) as client:
         learner = Learner(MODEL, LEARNING_RATE)
         for _ in range(EPOCHS):
-            steps = decode_steps(server)
-            accepted = metric(server, ACCEPTED)
+            steps_before = decode_steps(server)
+            accepted_before = metric(server, ACCEPTED)
             groups = answer(client, problems)
-            steps = decode_steps(server) - steps
-            accepted = metric(server, ACCEPTED) - accepted
-            answers = [each.token_ids for group in groups for each in group]
-            epochs.append(
-                Epoch(
-                    steps,
-                    sum(map(len, answers)),
-                    accepted,
-                    fmean(
-                        reward(problem, each.text)
-                        for problem, group in zip(problems, groups, strict=True)
-                        for each in group
-                    ),
-                    fmean(map(kept_share, answers, before)) if before else 0.0,
-                )
+            answers = [trajectory.token_ids for group in groups for trajectory in group]
+            rewards = [
+                reward(problem, trajectory.text)
+                for problem, group in zip(problems, groups, strict=True)
+                for trajectory in group
+            ]
+            epoch = Epoch(
+                steps=decode_steps(server) - steps_before,
+                tokens=sum(map(len, answers)),
+                accepted=metric(server, ACCEPTED) - accepted_before,
+                reward=fmean(rewards),
+                kept=fmean(map(kept_share, answers, previous_answers)) if previous_answers else 0.0,
             )
-            before = answers
+            epochs.append(epoch)
+            previous_answers = answers
+            # The first update trains on this epoch's answers, and the others on the answers to new problems.
+            trained_problems = problems
             for number in range(updates):
-                others = problems
                 if number:
-                    others = [sample_problem(rng) for _ in range(PROBLEMS)]
-                    groups = answer(client, others)
-                learner.update(list(to_train(others, groups)))
+                    trained_problems = [sample_problem(rng) for _ in range(PROBLEMS)]
+                    groups = answer(client, trained_problems)
+                learner.update(list(to_train(trained_problems, groups)))
                 weights.write_bytes(learner.weights())
                 client.weights.push(weights)
     return epochs
@@ -201,10 +202,13 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
-def kept_share(tokens: Sequence[int], before: Sequence[int]) -> float:
-    pairs = zip(tokens, before, strict=False)
-    same = next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(before)))
-    return same / len(tokens)
+def kept_share(tokens: Sequence[int], previous_tokens: Sequence[int]) -> float:
+    num_kept = 0
+    for token, previous_token in zip(tokens, previous_tokens, strict=False):
+        if token != previous_token:
+            break
+        num_kept += 1
+    return num_kept / len(tokens)
 
 
 def to_train(problems: Sequence[Problem], groups: Sequence[Sequence[Trajectory]]) -> Iterable[Trained]:

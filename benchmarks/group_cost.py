@@ -64,12 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure_groups(rounds: int) -> str:
     rows = []
     for policy in POLICIES:
-        found = []
+        fits = []
         for early in (False, True):
             costs = [min(cost_per_event(policy, size, early, seed) for seed in range(rounds)) * 1e6 for size in SIZES]
-            found.append((costs, np.polyfit(np.log(SIZES), np.log(costs), 1)[0]))
+            slope, _ = np.polyfit(np.log(SIZES), np.log(costs), 1)
+            fits.append((costs, slope))
             print(f"{policy}, early {early}: {costs}", file=sys.stderr)
-        (costs, exponent), (_, early_exponent) = found
+        (costs, exponent), (_, early_exponent) = fits
         rows.append([policy, *(f"{cost:.1f}" for cost in costs), f"{exponent:+.2f}", f"{early_exponent:+.2f}"])
     head = ["policy", *(f"n = {size:,}" for size in SIZES), "exponent", "streamed"]
     return f"Microseconds per event:\n\n{markdown(head, rows)}"
@@ -124,10 +125,10 @@ def measure_server(rounds: int) -> str:
                 stalls: dict[str, list[float]] = {name: [] for name in MODELS}
                 for number in range(rounds + 1):
                     for name, model in MODELS.items():
-                        took, stall = asyncio.run(send(server, model, request))
+                        request_seconds, slowest_health = asyncio.run(send(server, model, request))
                         if number:  # the first round is a warm-up
-                            seconds[name].append(took)
-                            stalls[name].append(stall * 1e3)
+                            seconds[name].append(request_seconds)
+                            stalls[name].append(slowest_health * 1e3)
                 ratios = [shaped / off for off, shaped in zip(*seconds.values(), strict=True)]
                 rows.append(
                     [
@@ -145,23 +146,23 @@ def measure_server(rounds: int) -> str:
 async def send(server: Server, model: str, request: Mapping[str, int]) -> tuple[float, float]:
     """Send one request; return its seconds, and those of the slowest ``/health`` meanwhile."""
     async with httpx.AsyncClient(base_url=server.url, timeout=600) as client:
-        stall = 0.0
+        slowest_health = 0.0
 
-        async def ask() -> None:
-            nonlocal stall
+        async def poll_health() -> None:
+            nonlocal slowest_health
             while True:
                 start = time.perf_counter()
                 await client.get("/health")
-                stall = max(stall, time.perf_counter() - start)
+                slowest_health = max(slowest_health, time.perf_counter() - start)
                 await asyncio.sleep(0.005)
 
-        asking = asyncio.create_task(ask())
+        polling = asyncio.create_task(poll_health())
         start = time.perf_counter()
         answer = await client.post("/v1/completions", json={"model": model, "prompt": PROMPT, **request})
         seconds = time.perf_counter() - start
-        asking.cancel()
+        polling.cancel()
     answer.raise_for_status()
-    return seconds, stall
+    return seconds, slowest_health
 
 
 if __name__ == "__main__":

@@ -125,9 +125,9 @@ class Trainer:
         self.client.weights.push(self.learner.weights())
         yield Step(0, held_out=self._evaluate())
         for number in range(1, steps + 1):
-            before = decode_steps(self.client)
+            steps_before = decode_steps(self.client)
             groups, generated = self._sample()
-            took = decode_steps(self.client) - before
+            num_decode_steps = decode_steps(self.client) - steps_before
             batch = [trained for index, group in groups for trained in self._graded(self.tokens[index], group)]
             gap = 0.0
             if any(trained.advantage for trained in batch):
@@ -144,7 +144,7 @@ class Trainer:
                 len(batch),
                 sum(len(trained.logprobs) for trained in batch),
                 generated,
-                took,
+                num_decode_steps,
                 gap,
                 held_out,
             )
@@ -155,20 +155,23 @@ class Trainer:
     def _sample(self) -> tuple[list[tuple[int, Group]], int]:
         """Return the groups of a step with the numbers of their prompts, and the number of generated tokens."""
         if self.way.dynamic == "server":
-            return self._batch([next(self.epochs) for _ in range(MAX_TRIES * PROMPTS)], only=True)
-        groups, generated = self._batch([next(self.epochs) for _ in range(PROMPTS)])
+            numbers = [next(self.epochs) for _ in range(MAX_TRIES * PROMPTS)]
+            return self._sample_batch(numbers, only_informative=True)
+        groups, generated = self._sample_batch([next(self.epochs) for _ in range(PROMPTS)])
         if self.way.dynamic != "trainer":
             return groups, generated
         groups = [pair for pair in groups if not pair[1].zero_variance]
         for _ in range(MAX_TRIES - 1):
             if len(groups) >= PROMPTS:
                 break
-            more, tokens = self._batch([next(self.epochs) for _ in range(PROMPTS)])
-            generated += tokens
-            groups += [pair for pair in more if not pair[1].zero_variance]
+            further_groups, further_tokens = self._sample_batch([next(self.epochs) for _ in range(PROMPTS)])
+            generated += further_tokens
+            groups += [pair for pair in further_groups if not pair[1].zero_variance]
         return groups[:PROMPTS], generated
 
-    def _batch(self, numbers: Sequence[int], only: bool = False) -> tuple[list[tuple[int, Group]], int]:
+    def _sample_batch(
+        self, numbers: Sequence[int], only_informative: bool = False
+    ) -> tuple[list[tuple[int, Group]], int]:
         prompts = [
             PromptSpec(self.tokens[n], metadata={"ground_truth": str(self.pool[n].answer), "data_source": "tiny"})
             for n in numbers
@@ -178,8 +181,8 @@ class Trainer:
             group_size=self.way.size,
             max_tokens=MAX_RESPONSE_TOKENS,
             policy=self.way.policy,
-            only="informative" if only else None,
-            num_groups=PROMPTS if only else None,
+            only="informative" if only_informative else None,
+            num_groups=PROMPTS if only_informative else None,
         )
         groups = sorted(batch, key=lambda group: group.number)
         if batch.failed:
@@ -257,7 +260,7 @@ def read(out: Path, start: str, seed: int, name: str) -> list[Step]:
 # --- tables -------------------------------------------------------------------
 
 
-def reached(steps: Sequence[Step]) -> int | None:
+def find_target_step(steps: Sequence[Step]) -> int | None:
     """Return the first evaluated step with `TARGET` right answers, as the mean of two evaluations in a row.
 
     One evaluation has a standard error of .02, so a single one may reach the target by chance.
@@ -309,20 +312,20 @@ def table(out: Path, start: str, seeds: Sequence[int], ways: Sequence[str], step
     ]
     rows = []
     for way in ways:
-        of_seeds = [runs[way][seed] for seed in complete]
-        ends = [reached(run) for run in of_seeds]
-        both = [(run, end) for run, end in zip(of_seeds, ends, strict=True) if end is not None]
-        missed = len(of_seeds) - len(both)
-        evaluations = [[step.held_out for step in run if step.held_out is not None] for run in of_seeds]
+        way_runs = [runs[way][seed] for seed in complete]
+        target_steps = [find_target_step(run) for run in way_runs]
+        successful = [(run, step) for run, step in zip(way_runs, target_steps, strict=True) if step is not None]
+        missed = len(way_runs) - len(successful)
+        evaluations = [[step.held_out for step in run if step.held_out is not None] for run in way_runs]
         rows.append(
             [
                 way,
                 with_error([fmean(values[-2:]) for values in evaluations], 3),
                 with_error([fmean(values) for values in evaluations], 3),
-                with_error([share_informative(run, steps) for run in of_seeds]),
-                with_error([float(end) for _, end in both], 1) + (f" ({missed} never)" if missed else ""),
+                with_error([share_informative(run, steps) for run in way_runs]),
+                with_error([float(step) for _, step in successful], 1) + (f" ({missed} never)" if missed else ""),
                 *(
-                    with_error([total(run, name, end) / scale for run, end in both], 1)
+                    with_error([total(run, name, step) / scale for run, step in successful], 1)
                     for name, scale in (("trained", 1), ("generated", 1000), ("decode_steps", 1))
                 ),
             ]

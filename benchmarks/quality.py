@@ -55,14 +55,21 @@ class Scored:
 
     def auc(self, difficulty: Difficulty | None) -> str:
         """Format the AUC with its standard error, from a bootstrap over problems."""
-        chosen = np.asarray([difficulty in (None, kind) for kind in self.kinds])
-        q, y, of = (np.asarray(each)[chosen] for each in (self.qualities, self.right, self.problems))
-        rng, rows = np.random.default_rng(0), {problem: np.flatnonzero(of == problem) for problem in np.unique(of)}
+        is_chosen = np.asarray([difficulty in (None, kind) for kind in self.kinds])
+        qualities = np.asarray(self.qualities)[is_chosen]
+        right = np.asarray(self.right)[is_chosen]
+        problems = np.asarray(self.problems)[is_chosen]
+        rows_of_problem = {problem: np.flatnonzero(problems == problem) for problem in np.unique(problems)}
+        rng = np.random.default_rng(0)
         aucs = []
         for _ in range(RESAMPLES):
-            picked = np.concatenate([rows[p] for p in rng.choice(list(rows), len(rows))])
-            aucs.append(auc(q[picked], y[picked]))
-        return f"{auc(q, y):.3f} ({np.std([a for a in aucs if a is not None]):.3f})"
+            resampled_problems = rng.choice(list(rows_of_problem), len(rows_of_problem))
+            rows = np.concatenate([rows_of_problem[problem] for problem in resampled_problems])
+            value = auc(qualities[rows], right[rows])
+            # Without both right and wrong answers there is no AUC.
+            if value is not None:
+                aucs.append(value)
+        return f"{auc(qualities, right):.3f} ({np.std(aucs):.3f})"
 
 
 @dataclass
@@ -151,16 +158,17 @@ def test(client: Client, count: int, kind: str) -> Scored:
 
 def prune(client: Client, count: int, kind: str) -> dict[str, Groups]:
     """Run the same problems under each way to prune, in turns."""
-    found = {way: Groups() for way in WAYS}
+    results = {way: Groups() for way in WAYS}
     for number, problems in zip(trange(count, desc=f"{kind}: pruning"), batches(count, seed=3), strict=True):
         for way, policy in WAYS.items():
             groups, usage = rollouts(client, problems, policy, seed=3_000_000 + number * 10_000)
-            earned = [rewards(problem, group) for problem, group in zip(problems, groups, strict=True)]
-            found[way].variance.append(fmean(map(pvariance, earned)))
-            found[way].right.append(fmean(map(fmean, earned)))
-            found[way].length.append(fmean(length for group in groups for length in group.lengths))
-            found[way].generated.append(usage.generated)
-    return found
+            group_rewards = [rewards(problem, group) for problem, group in zip(problems, groups, strict=True)]
+            result = results[way]
+            result.variance.append(fmean(map(pvariance, group_rewards)))
+            result.right.append(fmean(map(fmean, group_rewards)))
+            result.length.append(fmean(length for group in groups for length in group.lengths))
+            result.generated.append(usage.generated)
+    return results
 
 
 def rewards(problem: Problem, group: Group) -> list[float]:

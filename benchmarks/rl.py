@@ -172,16 +172,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(plan: Plan, out: Path) -> None:
     """Run what is missing, start by start and seed by seed; show the time left."""
-    left = {(seed, start): entries_left(plan, start, seed, out) for seed in plan.seeds for start in plan.starts}
-    if not any(left.values()):
+    missing = {(seed, start): count_missing(plan, start, seed, out) for seed in plan.seeds for start in plan.starts}
+    if not any(missing.values()):
         return
     torch.set_num_threads(1)  # the server needs the other core
     disable_progress_bar()  # of loading models
     with ExitStack() as stack:
         urls = start_servers(stack, plan.policies, out)
         clients = {url: stack.enter_context(Client(url, timeout=TIMEOUT_SECONDS)) for url in urls.values()}
-        bar = stack.enter_context(tqdm(total=sum(left.values()), unit="step", smoothing=0.02))
-        for seed, start in (of for of, entries in left.items() if entries):
+        bar = stack.enter_context(tqdm(total=sum(missing.values()), unit="step", smoothing=0.02))
+        for (seed, start), num_entries in missing.items():
+            if not num_entries:
+                continue
             bar.set_description(f"{start}, seed {seed}")
             recipe, model = replace(plan.recipe, difficulties=STARTS[start].difficulties), start_model(start, out)
             runs = [
@@ -191,33 +193,37 @@ def run(plan: Plan, out: Path) -> None:
             train_in_turns(runs, recipe.steps, plan.turn, bar)
 
 
-def entries_left(plan: Plan, start: str, seed: int, out: Path) -> int:
+def count_missing(plan: Plan, start: str, seed: int, out: Path) -> int:
     """Count the entries that are not logged yet, over all policies."""
-    entries = plan.recipe.steps + 1
-    logs = [log_path(out, start, name, seed) for name in plan.methods(start)]
-    done = [len(log.read_text().splitlines()) if log.with_suffix(".pt").is_file() else 0 for log in logs]
-    return sum(max(0, entries - each) for each in done)
+    num_missing = 0
+    for name in plan.methods(start):
+        log = log_path(out, start, name, seed)
+        # A log without a checkpoint begins again.
+        num_logged = len(log.read_text().splitlines()) if log.with_suffix(".pt").is_file() else 0
+        num_missing += max(0, plan.recipe.steps + 1 - num_logged)
+    return num_missing
 
 
 def train_in_turns(runs: Sequence[Run], steps: int, turn: int, bar: "tqdm[None]") -> None:
     """Run all up to the same step, ``turn`` steps at a time; those that are behind catch up first."""
     bar.update(runs[0].begin())
-    bar.update(sum(each.begin(runs[0].evaluation()) for each in runs[1:]))
+    bar.update(sum(run.begin(runs[0].evaluation()) for run in runs[1:]))
     for number, step in enumerate([*range(turn, steps, turn), steps]):
+        # Another run is the first in each turn.
         first = number % len(runs)
-        for each in [*runs[first:], *runs[:first]]:
-            bar.update(each.advance(step))
+        for run in [*runs[first:], *runs[:first]]:
+            bar.update(run.advance(step))
 
 
 def start_servers(stack: ExitStack, policies: Sequence[str], out: Path) -> dict[str, str]:
     """Start the servers; return the address of each policy's."""
     shared = stack.enter_context(serving(DARTS, out / "server.log")).url
-    own = {
-        p: stack.enter_context(serving(DARTS, out / f"{p}.log", *(PRUNING_FLAGS if p in PRUNING else ()))).url
-        for p in policies
-        if p in OWN_SERVER
-    }
-    return {policy: own.get(policy, shared) for policy in policies}
+    urls = dict.fromkeys(policies, shared)
+    for policy in policies:
+        if policy in OWN_SERVER:
+            flags = PRUNING_FLAGS if policy in PRUNING else ()
+            urls[policy] = stack.enter_context(serving(DARTS, out / f"{policy}.log", *flags)).url
+    return urls
 
 
 def start_model(start: str, out: Path) -> Path:

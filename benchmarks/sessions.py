@@ -87,7 +87,7 @@ def load(trace: Path, seed: int, token_scale: float) -> list[list[Session]]:
     """Read the sessions of each prompt with scaled lengths, in random order."""
     rng = random.Random(seed)
     prompts, _ = read_traces([trace], Format.JSONL)
-    found = []
+    scaled_prompts = []
     for prompt in prompts:
         sessions = []
         for session in prompt.sessions:
@@ -97,8 +97,8 @@ def load(trace: Path, seed: int, token_scale: float) -> list[list[Session]]:
                 generated = max(1, round(turn.generated * token_scale))
                 turns.append(Turn(added, generated, turn.tool_seconds * TOOL_SCALE))
             sessions.append(Session(tuple(turns), session.valid))
-        found.append(rng.sample(sessions, len(sessions)))
-    return found
+        scaled_prompts.append(rng.sample(sessions, len(sessions)))
+    return scaled_prompts
 
 
 def context_of(prompts: Sequence[Sequence[Session]]) -> int:
@@ -123,7 +123,7 @@ def with_limit(policy: str, session: Session, token_scale: float) -> Session:
     return session
 
 
-async def run_session(client: httpx.AsyncClient, made: Mapping[str, Any], traced: Session, counts: Counts) -> None:
+async def run_session(client: httpx.AsyncClient, access: Mapping[str, Any], traced: Session, counts: Counts) -> None:
     """Run one session as an agent does, until its end or until the server stops it."""
     history: list[int] = []
     for turn in traced.turns:
@@ -143,7 +143,7 @@ async def run_session(client: httpx.AsyncClient, made: Mapping[str, Any], traced
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        answer = await client.post(f"{made['base_url']}/completions", json=body)
+        answer = await client.post(f"{access['base_url']}/completions", json=body)
         if answer.status_code == httpx.codes.GONE:
             counts.after_stop += 1
             return
@@ -152,8 +152,8 @@ async def run_session(client: httpx.AsyncClient, made: Mapping[str, Any], traced
             return
         counts.turns += 1
         history += answer.json()["choices"][0]["token_ids"]
-    ended = await client.post(f"/darts/v1/sessions/{made['id']}:end", json={})
-    ended.raise_for_status()
+    answer = await client.post(f"/darts/v1/sessions/{access['id']}:end", json={})
+    answer.raise_for_status()
 
 
 async def run_group(
@@ -167,12 +167,12 @@ async def run_group(
         "size": len(sessions) if policy == "first" else SIZE,
         "extra": len(sessions) - SIZE if policy == "uniform" else 0,
     }
-    made = (await client.post("/darts/v1/sessions", json=request)).raise_for_status().json()
-    url = f"/darts/v1/session-groups/{made['group_id']}"
+    group = (await client.post("/darts/v1/sessions", json=request)).raise_for_status().json()
+    url = f"/darts/v1/session-groups/{group['group_id']}"
     tasks = {}
-    for session in made["sessions"]:
-        traced = with_limit(policy, sessions[session["index"]], OPTIONS.token_scale)
-        tasks[session["id"]] = asyncio.create_task(run_session(client, session, traced, counts))
+    for access in group["sessions"]:
+        traced = with_limit(policy, sessions[access["index"]], OPTIONS.token_scale)
+        tasks[access["id"]] = asyncio.create_task(run_session(client, access, traced, counts))
     finished = 0
     after = 0
     is_over = False
@@ -247,12 +247,12 @@ def replay(server: Server, steps: Sequence[Prompts], spare: Prompts) -> dict[str
             for policy in sorted(counts, key=lambda name: (hash(name) + number) % len(counts)):
                 before = server.metric("darts_decode_steps_total")
                 begin = time.monotonic()
-                of_step = [*spare, *prompts] if policy == TAIL else prompts
-                left = asyncio.run(run_step(server.url, of_step, policy, counts[policy], len(prompts)))
+                started = [*spare, *prompts] if policy == TAIL else prompts
+                unfinished = asyncio.run(run_step(server.url, started, policy, counts[policy], len(prompts)))
                 counts[policy].seconds.append(time.monotonic() - begin)
                 counts[policy].decode_steps.append(server.metric("darts_decode_steps_total") - before)
                 if policy == TAIL:
-                    spare = [(key, rng.sample(sessions, len(sessions))) for key, sessions in left]
+                    spare = [(key, rng.sample(sessions, len(sessions))) for key, sessions in unfinished]
                 bar.update()
     return counts
 
@@ -264,7 +264,7 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> str:
     return f"{fmean(ratios):.2f} ± {error:.2f}"
 
 
-def z_of(differences: Sequence[float]) -> str:
+def format_bias(differences: Sequence[float]) -> str:
     error = stdev(differences) / len(differences) ** 0.5
     mean = fmean(differences)
     return f"{mean:+.2f} ({mean / error if error else 0:+.1f})"
@@ -273,22 +273,21 @@ def z_of(differences: Sequence[float]) -> str:
 def table(counts: Mapping[str, Counts]) -> str:
     base = counts[OPTIONS.policies[0]]
     rows = []
-    for policy, of in counts.items():
-        rows.append(
-            [
-                policy,
-                ratio(of.seconds, base.seconds),
-                ratio(of.decode_steps, base.decode_steps),
-                str(of.turns),
-                f"{of.tool_seconds:.0f}",
-                str(of.after_stop),
-                z_of(of.differences["tokens"]),
-                z_of(of.differences["turns"]),
-                f"{of.cut / of.kept:.1%}",
-                f"{of.lost / of.tokens:.1%}",
-                str(of.failed),
-            ]
-        )
+    for policy, total in counts.items():
+        row = [
+            policy,
+            ratio(total.seconds, base.seconds),
+            ratio(total.decode_steps, base.decode_steps),
+            str(total.turns),
+            f"{total.tool_seconds:.0f}",
+            str(total.after_stop),
+            format_bias(total.differences["tokens"]),
+            format_bias(total.differences["turns"]),
+            f"{total.cut / total.kept:.1%}",
+            f"{total.lost / total.tokens:.1%}",
+            str(total.failed),
+        ]
+        rows.append(row)
     head = [
         "policy",
         f"time of a step, of `{OPTIONS.policies[0]}`",
