@@ -276,19 +276,19 @@ def _restore_history(settings: Settings, engine: RunningEngine, answers: Numbere
 
 def _metric_reads(engine: RunningEngine, history: History | None) -> Reads:
     """Return the functions that read the values of `ServingMetrics`."""
-    held = engine.llm.held
+    held_requests = engine.llm.held_requests
 
     def count_drafted(source: str) -> int:
-        return held.drafts[DRAFT_SOURCES.index(source)]
+        return held_requests.draft_totals[DRAFT_SOURCES.index(source)]
 
     def count_accepted(source: str) -> int:
         # The accepted tokens of all sources follow the drafted tokens of all sources.
-        return held.drafts[len(DRAFT_SOURCES) + DRAFT_SOURCES.index(source)]
+        return held_requests.draft_totals[len(DRAFT_SOURCES) + DRAFT_SOURCES.index(source)]
 
     return {
         "darts_engines_up": lambda: engine.up,
         "darts_engines_lost_total": lambda: engine.num_lost,
-        "darts_decode_steps_total": lambda: held.steps,
+        "darts_decode_steps_total": lambda: held_requests.decode_steps,
         "darts_draft_tokens_total": count_drafted,
         "darts_draft_accepted_tokens_total": count_accepted,
         "darts_history_bytes": lambda: None if history is None else history.bytes,

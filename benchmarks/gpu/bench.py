@@ -166,7 +166,7 @@ class Bench:
             if not started:
                 self.steps.append((time.perf_counter(), sequences, seconds))
 
-        self.llm.held.on_step = log
+        self.llm.held_requests.on_step = log
 
     def steps_between(self, start: float, end: float) -> list[Step]:
         return [step for step in self.steps if start <= step[0] <= end]

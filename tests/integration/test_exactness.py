@@ -27,7 +27,7 @@ from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.types import FinishReason, Outcome
 from darts_server.vllm.api.engine import VllmEngine
 from darts_server.vllm.api.probe_receiver import ProbeReceiver
-from darts_server.vllm.requests.adding import adding_candidate
+from darts_server.vllm.requests.adding import change_before_send
 from darts_server.vllm.requests.outputs import CachingTokenizer
 from darts_server.vllm.requests.prompt_request import PromptRequest
 from examples.tiny_rl.engine import TinyEngine, final_only, shaping_engine
@@ -160,7 +160,7 @@ async def test_choices_of_groups_have_every_field_that_unshaped_ones_have(
     tokenizer = multi_byte_tokenizer()
     monkeypatch.setattr(engine.llm.output_processor, "tokenizer", tokenizer)
     caching = CachingTokenizer(tokenizer)
-    monkeypatch.setattr(engine.llm.held, "tokenizer", caching)
+    monkeypatch.setattr(engine.llm.held_requests, "tokenizer", caching)
     monkeypatch.setattr(engine.port, "_tokenizer", caching)
 
     async def one(number: int) -> None:
@@ -195,11 +195,11 @@ async def test_the_request_of_a_sibling_equals_the_request_that_vllm_would_make(
 
     def make(index: int, priority: int) -> EngineCoreRequest:
         return processor.process_inputs(
-            f"{index}_siblings", request.prompt, request.params_of(index), tasks, arrival_time=1.0, priority=priority
+            f"{index}_siblings", request.prompt, request.make_params(index), tasks, arrival_time=1.0, priority=priority
         )
 
     # No request is sent in the block, which raises the error.
-    with suppress(RuntimeError), adding_candidate(lambda *_: None, request):
+    with suppress(RuntimeError), change_before_send(lambda *_: None, request):
         first = make(0, 5)
         processor.assign_request_id(first)
         repeated = make(3, 7)
@@ -363,7 +363,7 @@ async def test_a_trajectory_that_was_cut_anywhere_goes_on_as_if_it_had_not_been(
     if multi_byte:
         tokenizer = multi_byte_tokenizer()
         monkeypatch.setattr(engine.llm.output_processor, "tokenizer", tokenizer)
-        monkeypatch.setattr(engine.llm.held, "tokenizer", CachingTokenizer(tokenizer))
+        monkeypatch.setattr(engine.llm.held_requests, "tokenizer", CachingTokenizer(tokenizer))
     adapter = VllmEngine(engine.llm, ProbeReceiver())
     reasons: set[str | None] = set()
     across = cuts = 0

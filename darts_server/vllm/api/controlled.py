@@ -17,7 +17,7 @@ from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_fin
 from darts_server.vllm.compat import queue_while_paused
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
-from darts_server.vllm.requests.adding import share_inputs
+from darts_server.vllm.requests.adding import share_processed_inputs
 from darts_server.vllm.requests.held import HeldRequests
 from darts_server.vllm.requests.receiver import receive_directly
 from darts_server.weights.coordinator import KV_CACHE, Coordinator
@@ -49,8 +49,8 @@ class ControlledLLM(AsyncLLM):
         super().__init__(*args, **more)
         queue_while_paused(self.engine_core)
         receive_directly(self.engine_core)
-        share_inputs(self.input_processor)
-        self.held = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
+        share_processed_inputs(self.input_processor)
+        self.held_requests = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         # The event loop keeps only weak references to tasks.
         self._pauses = set[asyncio.Task[None]]()
 

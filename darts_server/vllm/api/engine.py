@@ -42,7 +42,7 @@ from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.probe_receiver import ProbeReceiver
 from darts_server.vllm.flags import DRAFTER
 from darts_server.vllm.fleet.ranks import BY_PRIORITY, placed_options
-from darts_server.vllm.requests.adding import adding_candidate
+from darts_server.vllm.requests.adding import change_before_send
 from darts_server.vllm.requests.held import HeldRequests, OncePerTurn
 from darts_server.vllm.requests.outputs import Deferred, sampled_logprobs, truncate_output
 from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable
@@ -70,7 +70,7 @@ VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 class VllmCandidate:
     """Implements :class:`darts_server.engine.port.RunningCandidate`. ``constrained``: by a schema or grammar."""
 
-    held: HeldRequests
+    held_requests: HeldRequests
     collector: RequestOutputCollector
     aborts: OncePerTurn[RequestOutputCollector]
     on_end: Callable[[], None]
@@ -79,16 +79,16 @@ class VllmCandidate:
     is_released: bool = False
 
     def tokens(self) -> int | None:
-        return self.held.tokens(self.collector.request_id)
+        return self.held_requests.count_tokens(self.collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
-        state = self.held.states.get(self.collector.request_id)
+        state = self.held_requests.states.get(self.collector.request_id)
         if state is None or state.detokenizer is None:
             return None
         # Held tokens would arrive with the final output.
         if not self.is_released:
             self.is_released = True
-            self.held.release(self.collector.request_id)
+            self.held_requests.release(self.collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
         values = self.deferred.values
         if values is not None:
@@ -141,7 +141,7 @@ class VllmEngine:
         self._probes = probes
         # A completed group stops all of its running candidates in one turn of the event loop: one message for all.
         self._aborts = OncePerTurn(self._abort)
-        self._tokenizer = llm.held.tokenizer
+        self._tokenizer = llm.held_requests.tokenizer
         config = llm.vllm_config
         self.engines: int = config.parallel_config.data_parallel_size
         self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
@@ -172,7 +172,7 @@ class VllmEngine:
         """Start a candidate. ``order``: see `placed_options`. ``prefix``: tokens that the candidate continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
-            params = request.params_of(index)
+            params = request.make_params(index)
             returns_logprobs = True
             if probe is not None:
                 # Without a number the engine sends no hidden states.
@@ -180,13 +180,13 @@ class VllmEngine:
                 if probe.detect_at and self.probe_width is not None:
                     number = self._probes.register(probe)
                     cleanup.callback(self._probes.unregister, number)
-                params = request.probed_params_of(index, probe, number)
+                params = request.make_probed_params(index, probe, number)
                 returns_logprobs = not request.adds_logprobs(probe)
 
             deferred = Deferred(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
             prompt = request.prompt
             if prefix.token_ids:
-                prompt, params = request.resumed(index, prefix.token_ids)
+                prompt, params = request.make_resumed(index, prefix.token_ids)
 
             # Groups that were admitted before the engine died must not start on it.
             self._llm.gate.raise_failure()
@@ -197,13 +197,13 @@ class VllmEngine:
             # Candidates with a probe or a prefix have other parameters or another prompt.
             shared = request if probe is None and not prefix.token_ids else None
             try:
-                with adding_candidate(deferred.begin, shared):
+                with change_before_send(deferred.begin, shared):
                     collector = await self._llm.add_request(request_id, prompt, params, **options)
             except Exception as error:
                 raise translate_error(error) from error
 
             return VllmCandidate(
-                self._llm.held,
+                self._llm.held_requests,
                 collector,
                 self._aborts,
                 on_end=cleanup.pop_all().close,

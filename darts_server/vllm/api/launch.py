@@ -53,7 +53,7 @@ class RunningEngine:
 
     def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
         """Serve requests as groups of ``rollouts``, and vLLM's weight routes through ``updates``."""
-        self.llm.held.on_step = rollouts.statistics.latency.observe
+        self.llm.held_requests.on_step = rollouts.statistics.latency.observe
         self.llm.rollouts = rollouts
         self.llm.merge_options = merge_options
         self.llm.updates = updates

@@ -119,9 +119,9 @@ class Shutdown:
         # Polls are counted, not seconds: while this process is stopped or starved, no time counts.
         silent = 0.0
         while silent < self.watchdog:
-            messages = self.llm.held.messages
+            messages = self.llm.held_requests.received_messages
             await asyncio.sleep(interval)
-            if self.llm.should_respond and self.llm.held.messages == messages:
+            if self.llm.should_respond and self.llm.held_requests.received_messages == messages:
                 silent += interval
             else:
                 silent = 0.0

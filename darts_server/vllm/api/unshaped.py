@@ -111,7 +111,7 @@ class UnshapedLLM(ControlledLLM):
         """Return how many tokens a running request has generated."""
         # Several requests may have this id.
         internal_ids = self.output_processor.external_req_ids.get(request_id, ())
-        return max((self.held.tokens(internal_id) or 0 for internal_id in internal_ids), default=0)
+        return max((self.held_requests.count_tokens(internal_id) or 0 for internal_id in internal_ids), default=0)
 
     # --- turns of sessions ------------------------------------------------------
 

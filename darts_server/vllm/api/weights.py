@@ -114,7 +114,7 @@ class VllmModel:
 
     async def clear_caches(self) -> None:
         # A new salt keeps later requests away from cached blocks, also if vLLM cannot clear the cache.
-        self._llm.held.change_cache_salt()
+        self._llm.held_requests.change_cache_salt()
         # vLLM clears nothing while paused requests have blocks.
         if not await self._llm.reset_prefix_cache():
             logger.warning("requests that POST /pause kept still use caches of the old weights")

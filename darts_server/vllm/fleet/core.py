@@ -31,9 +31,9 @@ from darts_server.exceptions import RETRY_SECONDS, EngineBusy, EngineError
 from darts_server.vllm.engine_core.holding import number_of
 from darts_server.vllm.engine_core.probe_capture import INSTALL
 from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
-from darts_server.vllm.requests.held import numbered_of
+from darts_server.vllm.requests.held import numbered_request_of
 from darts_server.vllm.requests.outputs import MAKE_COMPLETION
-from darts_server.vllm.requests.prompt_request import continue_after, depends_on_prompt_end
+from darts_server.vllm.requests.prompt_request import adjust_for_prefix, find_prompt_end_parameter
 
 logger = logging.getLogger(__name__)
 
@@ -366,7 +366,7 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
 
     Return None if neither is possible, and for candidates: a group may have counted more tokens than were received.
     """
-    numbered = numbered_of(state)
+    numbered = numbered_request_of(state)
     if request.resumable or (numbered is not None and numbered.is_candidate):
         return None
     params = request.sampling_params
@@ -382,10 +382,10 @@ def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCor
     extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
     # Routed experts and sampling masks of two prompts cannot be joined.
     has_more = state.routed_experts_chunks or state.sampling_mask_chunks
-    if extends_prompt and depends_on_prompt_end(params) is None and not has_more:
+    if extends_prompt and find_prompt_end_parameter(params) is None and not has_more:
         follower.prompt_token_ids = [*prompt, *tokens]
         follower.sampling_params = copy(params)
-        continue_after(follower.sampling_params, len(tokens))
+        adjust_for_prefix(follower.sampling_params, len(tokens))
         return follower
 
     # A caller of a stream has some tokens already, so its request cannot restart.

@@ -44,49 +44,50 @@ class HeldRequests:
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
-        self.messages = 0
-        self.steps = 0
-        self.drafts = NO_DRAFTS
+        self.received_messages = 0
+        self.decode_steps = 0
+        self.draft_totals = NO_DRAFTS
         self.states = processor.request_states
         self.tokenizer = CachingTokenizer(processor.tokenizer)
         self._core = engine_core
         self._internal_ids = processor.external_req_ids
         self._numbers = count(1)
-        self._counts: dict[int, int] = {}
+        # Tokens that engines have generated for each numbered request since it was sent.
+        self._generated: dict[int, int] = {}
         # Buffered tokens of each engine that vLLM's loggers have not counted yet.
-        self._buffered = Counter[int]()
+        self._unlogged_tokens = Counter[int]()
         self._releases = OncePerTurn(self._send_releases)
-        # Beginning of every later request's cache salt. vLLM shares cached blocks among requests of the same salt.
-        self._salt = ""
+        # vLLM shares cached blocks among requests of the same salt.
+        self._salt_prefix = ""
         self._salt_numbers = count(1)
 
         # Replace methods of objects, not of classes. vLLM's task that receives outputs refers to the decoder already.
         decoder: Any = engine_core.decoder
         self._decode_report = MsgpackDecoder(Report, oob_tensor_provider=decoder.oob_tensor_provider).decode
         decoder.decode = self._decode
-        self._add = engine_core.add_request_async
+        self._vllm_add_request = engine_core.add_request_async
         engine_core.add_request_async = self._add_numbered
 
         changed: Any = processor
-        self._forget = processor.abort_requests
+        self._vllm_abort_requests = processor.abort_requests
         changed.abort_requests = self._abort
-        self._update = processor._update_stats_from_output
+        self._vllm_update_stats = processor._update_stats_from_output
         changed._update_stats_from_output = self._update_stats
         if loggers is not None:
-            self._record = loggers.record
-            loggers.record = self._record_buffered
+            self._vllm_record = loggers.record
+            loggers.record = self._record_with_buffered
 
-    def tokens(self, request_id: str) -> int | None:
+    def count_tokens(self, request_id: str) -> int | None:
         """Return a request's number of generated tokens, or None once its final output has arrived."""
         state = self.states.get(request_id)
         if state is None or state.detokenizer is None:
             return None
         received = state.detokenizer.num_output_tokens()
-        numbered = numbered_of(state)
+        numbered = numbered_request_of(state)
         if numbered is None:
             return received
-        # Held tokens are counted before they are received.
-        return max(received, numbered.prior_tokens + self._counts.get(numbered.number, 0))
+        # Engines report the number of held tokens before they send them.
+        return max(received, numbered.prior_tokens + self._generated.get(numbered.number, 0))
 
     def release(self, request_id: str) -> None:
         """Let the engine send the tokens of a request as they are generated."""
@@ -94,10 +95,10 @@ class HeldRequests:
 
     def change_cache_salt(self) -> None:
         """Let later requests use no block that is in the engines' prefix caches now."""
-        self._salt = f"darts-caches-{next(self._salt_numbers)}/"
+        self._salt_prefix = f"darts-caches-{next(self._salt_numbers)}/"
 
     async def _send_releases(self, request_ids: list[str]) -> None:
-        """Call all engines, which ignore each other's requests."""
+        # Each engine ignores the requests of the others.
         call = partial(self._core._call_utility_async, RELEASE, self._core.client_index, request_ids)
         calls = [call(engine=engine) for engine in self._core.core_engines]
         for answer in await asyncio.gather(*calls, return_exceptions=True):
@@ -108,11 +109,11 @@ class HeldRequests:
     def _decode(self, frames: Any) -> Report:
         """Stand in for vLLM's decoder, and record what a report adds to the message."""
         report: Report = self._decode_report(frames)
-        self.messages += 1
-        self.steps += len(report.steps)
-        self.drafts = tuple(total + new for total, new in zip(self.drafts, report.drafts, strict=True))
-        self._buffered[report.engine_index] += report.buffered
-        self._counts.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
+        self.received_messages += 1
+        self.decode_steps += len(report.steps)
+        self.draft_totals = tuple(total + new for total, new in zip(self.draft_totals, report.drafts, strict=True))
+        self._unlogged_tokens[report.engine_index] += report.buffered
+        self._generated.update(zip(array("q", report.numbers), array("i", report.counts), strict=True))
         if self.on_step is not None:
             for step in report.steps:
                 self.on_step(*step)
@@ -121,25 +122,26 @@ class HeldRequests:
     async def _add_numbered(self, request: EngineCoreRequest) -> None:
         """Stand in for vLLM's ``add_request_async``: number requests that need only a final output."""
         salt = request.cache_salt or ""
-        if not salt.startswith(self._salt):
-            request.cache_salt = self._salt + salt
+        # A request that is sent again has the prefix already.
+        if not salt.startswith(self._salt_prefix):
+            request.cache_salt = self._salt_prefix + salt
         params = request.sampling_params
         state = self.states.get(request.request_id)
         is_final_only = params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY
         if params is None or state is None or not is_final_only or request.resumable:
-            await self._add(request)
+            await self._vllm_add_request(request)
             return
 
         is_candidate = False
-        numbered = numbered_of(state)
+        numbered = numbered_request_of(state)
         candidate = added_candidate.get()
         if numbered is not None:
             # The request is sent again, because its engine was lost.
-            self._counts.pop(numbered.number, None)
+            self._generated.pop(numbered.number, None)
         elif candidate is not None and candidate.change is not None:
-            # Before the request is sent, because the first output may arrive before `AsyncLLM.add_request` returns.
-            # Once, because tasks of vLLM that start meanwhile keep this context.
+            # The first output may arrive before `AsyncLLM.add_request` returns.
             candidate.change(request, state)
+            # Tasks of vLLM that start meanwhile keep this context, and their requests are no candidates.
             candidate.change = None
             is_candidate = True
         else:
@@ -156,30 +158,28 @@ class HeldRequests:
         request.sampling_params = copy(params)
         request.sampling_params.extra_args = {**extra_args, NUMBER: number}
         try:
-            await self._add(request)
+            await self._vllm_add_request(request)
         except BaseException:
             # No engine has the request, so no engine answers its abort.
             setattr(state, NUMBER, None)
             raise
 
     def _abort(self, request_ids: Iterable[str], internal: bool) -> list[str]:
-        """Stand in for vLLM's ``abort_requests``, and return the ids that engines must abort.
-
-        vLLM would end requests here. Engines end numbered requests.
-        """
+        """Stand in for vLLM's ``abort_requests``, and return the ids that engines must abort."""
         ids = list(request_ids)
         if not internal:
             ids = [internal_id for name in ids for internal_id in self._internal_ids.get(name, ())]
         numbered = []
         others = []
-        # Without duplicates: vLLM raises if it has forgotten a request already.
+        # vLLM raises if an id comes twice.
         for request_id in dict.fromkeys(ids):
-            if numbered_of(self.states.get(request_id)) is None:
+            if numbered_request_of(self.states.get(request_id)) is None:
                 others.append(request_id)
             else:
                 numbered.append(request_id)
-        # vLLM calls this method again for the children of a request.
-        return numbered + self._forget(others, True)
+        # vLLM ends requests in its method, but the engine answers the abort of a numbered request with its tokens. vLLM
+        # calls this method again for the children of a request.
+        return numbered + self._vllm_abort_requests(others, True)
 
     def _update_stats(
         self,
@@ -189,26 +189,26 @@ class HeldRequests:
         stats: Any,
     ) -> None:
         """Stand in for vLLM's method, whose times assume one token in each output."""
-        numbered = numbered_of(state)
+        numbered = numbered_request_of(state)
         if numbered is None:
-            self._update(state, output, timestamp, stats)
+            self._vllm_update_stats(state, output, timestamp, stats)
             return
         if output.finish_reason is not None:
-            self._counts.pop(numbered.number, None)
+            self._generated.pop(numbered.number, None)
         if output.finish_reason == FinishReason.ABORT and state.is_prefilling:
             # The request has no first token, and so no times.
             return
 
-        before = 0 if stats is None else len(stats.inter_token_latencies_iter)
-        self._update(state, output, timestamp, stats)
-        if stats is not None and len(stats.inter_token_latencies_iter) > before:
+        recorded_before = 0 if stats is None else len(stats.inter_token_latencies_iter)
+        self._vllm_update_stats(state, output, timestamp, stats)
+        if stats is not None and len(stats.inter_token_latencies_iter) > recorded_before:
             # vLLM has recorded the time since the previous output as one token's.
-            latency = stats.inter_token_latencies_iter.pop()
+            seconds_since_output = stats.inter_token_latencies_iter.pop()
             tokens = len(output.new_token_ids)
             if tokens:
-                stats.inter_token_latencies_iter.append(latency / tokens)
+                stats.inter_token_latencies_iter.append(seconds_since_output / tokens)
 
-    def _record_buffered(
+    def _record_with_buffered(
         self,
         *,
         iteration_stats: IterationStats | None = None,
@@ -216,22 +216,22 @@ class HeldRequests:
         **options: Any,
     ) -> None:
         """Stand in for vLLM's ``record``: count tokens when they are generated, although they arrive later."""
-        buffered = self._buffered[engine_idx]
-        if buffered:
+        unlogged = self._unlogged_tokens[engine_idx]
+        if unlogged:
             if iteration_stats is None:
                 iteration_stats = IterationStats()
-            tokens = iteration_stats.num_generation_tokens + buffered
+            tokens = iteration_stats.num_generation_tokens + unlogged
             iteration_stats.num_generation_tokens = max(0, tokens)
             # Below zero if a message that empties a buffer was decoded, and its outputs were not processed yet.
-            self._buffered[engine_idx] = min(0, tokens)
-        self._record(
+            self._unlogged_tokens[engine_idx] = min(0, tokens)
+        self._vllm_record(
             iteration_stats=iteration_stats,
             engine_idx=engine_idx,
             **options,
         )
 
 
-def numbered_of(state: RequestState | None) -> NumberedRequest | None:
+def numbered_request_of(state: RequestState | None) -> NumberedRequest | None:
     return getattr(state, NUMBER, None)
 
 
@@ -240,11 +240,13 @@ class OncePerTurn(Generic[T]):
 
     def __init__(self, send: Callable[[list[T]], Coroutine[Any, Any, None]]) -> None:
         self._send = send
+        # A dictionary as a set in the order of addition.
         self._added: dict[T, None] = {}
         # The event loop itself keeps only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, item: T) -> None:
+        # The call runs in the loop's next turn, and everything that this turn adds comes with it.
         if not self._added:
             asyncio.get_running_loop().call_soon(self._start_sending)
         self._added[item] = None

@@ -26,29 +26,30 @@ ORIGIN = "darts_origin"
 
 
 class Origin(NamedTuple):
-    """Key of a request's prompt, name of its engine, and whether the request carries answers to the engine."""
+    """Where a request was sent, and whether it carries answers to the engine."""
 
-    key: bytes
+    prompt_key: bytes
     engine: bytes
     carries_answers: bool
 
 
 @dataclass(slots=True)
-class Memory:
+class EngineMemory:
     """What an engine has counted since it started or emptied its counts.
 
-    ``incarnation``: the engine's connection, if it may start again. ``emptied``: how often its counts were emptied.
+    ``incarnation``: the engine's connection, if it may start again. ``times_emptied``: how often its workers have
+    emptied their counts.
     """
 
     number: int
     incarnation: object
-    emptied: int = 0
+    times_emptied: int = 0
 
 
 class RequestHistory:
     """Changes vLLM's client and output processor so that ``history`` gets answers, and engines get history.
 
-    ``version``: returns what changes with each update of weights and LoRA adapters.
+    ``model_version``: returns a value that changes with each update of weights and LoRA adapters.
     """
 
     def __init__(
@@ -56,22 +57,21 @@ class RequestHistory:
         engine_core: Any,
         processor: OutputProcessor,
         history: History,
-        version: Callable[[], object],
+        model_version: Callable[[], object],
     ) -> None:
         self._core = engine_core
         self._states = processor.request_states
         self._history = history
-        self._version = version
-        self._memories: dict[bytes, Memory] = {}
-        self._numbers = count(1)
-        # The latest prompt with its adapter and key: candidates of a group are sent one after the other, and have the
-        # same list of token ids.
+        self._model_version = model_version
+        self._memories: dict[bytes, EngineMemory] = {}
+        self._memory_numbers = count(1)
+        # Token ids and adapter of the latest prompt, and its key.
         self._latest: tuple[Any, str | None, bytes] | None = None
 
-        self._send = engine_core._send_input
+        self._vllm_send_input = engine_core._send_input
         engine_core._send_input = self._send_with_history
         changed: Any = processor
-        self._finish = processor._finish_request
+        self._vllm_finish_request = processor._finish_request
         changed._finish_request = self._finish_and_keep
 
     async def watch_engines(self) -> None:
@@ -87,21 +87,20 @@ class RequestHistory:
             for engine, answer in zip(engines, answers, strict=True):
                 # The counts of a lost engine are gone anyway.
                 if not isinstance(answer, BaseException):
-                    self.note_emptied(engine, sum(answer))
+                    self.record_emptied(engine, sum(answer))
 
-    def note_emptied(self, engine: bytes, emptied: int) -> None:
-        """Record how often an engine's workers have emptied their counts."""
+    def record_emptied(self, engine: bytes, times_emptied: int) -> None:
         memory = self._memory_of(engine)
-        if emptied != memory.emptied:
-            self._memories[engine] = Memory(next(self._numbers), memory.incarnation, emptied)
+        if times_emptied != memory.times_emptied:
+            # Under a new number the history counts nothing as sent, so the engine gets all answers again.
+            self._memories[engine] = EngineMemory(next(self._memory_numbers), memory.incarnation, times_emptied)
 
-    def _memory_of(self, engine: bytes) -> Memory:
-        """Return what an engine has counted since it started."""
+    def _memory_of(self, engine: bytes) -> EngineMemory:
         # Engines of --replicas start again under the same name. vLLM's own engines do not.
         incarnation = getattr(self._core, "engines", {}).get(engine)
         memory = self._memories.get(engine)
         if memory is None or memory.incarnation is not incarnation:
-            memory = self._memories[engine] = Memory(next(self._numbers), incarnation)
+            memory = self._memories[engine] = EngineMemory(next(self._memory_numbers), incarnation)
         return memory
 
     def _send_with_history(self, request_type: EngineCoreRequestType, request: Any, engine: bytes | None = None) -> Any:
@@ -110,7 +109,7 @@ class RequestHistory:
             engine = self._core.core_engine
         if request_type is EngineCoreRequestType.ADD:
             request = self._add_history(request, engine)
-        return self._send(request_type, request, engine)
+        return self._vllm_send_input(request_type, request, engine)
 
     def _add_history(self, request: EngineCoreRequest, engine: bytes) -> EngineCoreRequest:
         """Return a request with the answers of its prompt that the engine has not counted."""
@@ -124,7 +123,7 @@ class RequestHistory:
         # The state of a resumed request has its true prompt, without generated tokens.
         adapter = None if request.lora_request is None else request.lora_request.lora_name
         key = self._key_of(state.prompt_token_ids, adapter)
-        self._history.age_if_new_version(self._version())
+        self._history.age_if_new_version(self._model_version())
         answers = self._history.take_unsent(key, self._memory_of(engine).number)
         setattr(state, ORIGIN, Origin(key, engine, bool(answers)))
         if not answers:
@@ -136,26 +135,26 @@ class RequestHistory:
         return changed
 
     def _key_of(self, token_ids: Any, adapter: str | None) -> bytes:
-        latest = self._latest
-        if latest is not None and latest[0] is token_ids and latest[1] == adapter:
-            return latest[2]
+        # Candidates of a group are sent one after the other, and have the same list of token ids.
+        if self._latest is not None:
+            latest_token_ids, latest_adapter, latest_key = self._latest
+            if token_ids is latest_token_ids and adapter == latest_adapter:
+                return latest_key
         key = key_of(token_ids, adapter)
         self._latest = (token_ids, adapter, key)
         return key
 
     def _finish_and_keep(self, state: RequestState) -> None:
-        """Keep the answer of a finished request in the history.
-
-        Replaces vLLM's ``_finish_request``, and then calls it.
-        """
+        """Stand in for vLLM's ``_finish_request``, and keep the answer of the request in the history."""
         origin: Origin | None = getattr(state, ORIGIN, None)
         if origin is not None and state.detokenizer is not None:
             tokens = array("i", state.detokenizer.output_token_ids).tobytes()
-            memory = self._memory_of(origin.engine).number
+            memory_number = self._memory_of(origin.engine).number
             if tokens:
-                self._history.age_if_new_version(self._version())
-                self._history.add(origin.key, tokens, memory)
+                self._history.age_if_new_version(self._model_version())
+                # The engine has counted the tokens while it generated them.
+                self._history.add(origin.prompt_key, tokens, memory_number)
             elif origin.carries_answers:
                 # The request was aborted before it ran, so the engine did not receive the answers.
-                self._history.send_again(origin.key, memory)
-        self._finish(state)
+                self._history.send_again(origin.prompt_key, memory_number)
+        self._vllm_finish_request(state)

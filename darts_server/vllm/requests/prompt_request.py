@@ -67,7 +67,7 @@ SEED_FIELDS = {"seed": None, "output_kind": None}
 """Sampling parameters that may differ between requests of one group, as may our own extra arguments."""
 SCHEDULING = frozenset({"trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints", "prompt_text"})
 """Options of ``generate()`` that may differ too: they decide when and where a request runs, not what is sampled."""
-NAMED = ("prompt_token_ids", "prompt", "mm_hashes")
+IDENTIFYING_FIELDS = ("prompt_token_ids", "prompt", "mm_hashes")
 DERIVED = frozenset(
     {
         "type",
@@ -96,8 +96,8 @@ class PromptRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     reused_seed: int | None = field(default=None, init=False)
     """Seed of streams that the prompt had before, see `VllmPromptRenderer.reuse_streams`."""
-    made: EngineCoreRequest | None = field(default=None, init=False)
-    """The request that vLLM has made for the first candidate, see `adding_candidate`."""
+    engine_request: EngineCoreRequest | None = field(default=None, init=False)
+    """The request that vLLM has made for the first candidate, see `change_before_send`."""
     _shared_params: SamplingParams | None = field(default=None, init=False)
 
     @property
@@ -111,35 +111,35 @@ class PromptRequest:
     def prompt_key(self) -> str:
         """Key of the prompt's statistics, made of what the model sees: the same for a text as for its tokens."""
         prompt = self.prompt_fields or {"prompt": self.prompt}
-        tokens = prompt.get("prompt_token_ids") or ()
-        lora = self.options.get("lora_request")
+        token_ids = prompt.get("prompt_token_ids") or ()
         # A prompt with tokens is identified by its tokens alone, and not by its text.
-        named = [
-            None if tokens else prompt.get("prompt"),
-            prompt.get("mm_hashes"),
-            None if lora is None else lora.lora_name,
-        ]
-        rest = {name: value for name, value in prompt.items() if name not in NAMED and value is not None}
-        texts = [repr(value) for value in named if value]
-        description = describe(rest)
+        text = None if token_ids else prompt.get("prompt")
+        lora = self.options.get("lora_request")
+        adapter = None if lora is None else lora.lora_name
+        parts = [repr(value) for value in (text, prompt.get("mm_hashes"), adapter) if value]
+
+        # All other fields that the model sees, such as embeddings.
+        others = {name: value for name, value in prompt.items() if name not in IDENTIFYING_FIELDS and value is not None}
+        description = describe_for_key(others)
         if description:
-            texts.append(description)
-        return key_of(tokens, *texts)
+            parts.append(description)
+        return key_of(token_ids, *parts)
 
     @property
     def tokens(self) -> RequestTokens:
-        tokens = self.prompt_fields.get("prompt_token_ids")
-        return RequestTokens(len(tokens) if tokens else None, self.params.max_tokens)
+        token_ids = self.prompt_fields.get("prompt_token_ids")
+        return RequestTokens(len(token_ids) if token_ids else None, self.params.max_tokens)
 
     @cached_property
     def tail_seed(self) -> Sequence[int] | None:
         """Seed that selects the group's tail, equal if the request is repeated. None if the request has no seed."""
         if self.params.seed is None:
             return None
-        tokens = self.prompt
-        if isinstance(tokens, dict):
-            tokens = tokens.get("prompt_token_ids", ())
-        return (self.params.seed & SEED_MASK, crc32(repr(tokens).encode()))
+        prompt = self.prompt
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", ())
+        # Trainers send one seed with all prompts, whose tails must be independent.
+        return (self.params.seed & SEED_MASK, crc32(repr(prompt).encode()))
 
     @cached_property
     def join_key(self) -> str:
@@ -153,7 +153,9 @@ class PromptRequest:
         options = {name: value for name, value in self.options.items() if name not in SCHEDULING and value is not None}
         lora = options.get("lora_request")
         if lora is not None:
+            # An adapter that is pushed again has another folder.
             options["lora_request"] = (lora.lora_name, lora.lora_int_id)
+        # Prompts of encoder-decoder models have the salt in an inner prompt.
         prompt = self.prompt_fields
         salt = prompt.get("cache_salt") or prompt.get("decoder_prompt", {}).get("cache_salt")
 
@@ -163,63 +165,64 @@ class PromptRequest:
 
     # --- candidates ---------------------------------------------------------
 
-    def params_of(self, index: int, *, is_own: bool = False) -> SamplingParams:
-        """Return sampling parameters of candidate ``index``: n = 1, final output only, seed + index.
-
-        Without any seed all candidates have the same object. ``is_own``: return an object that may be changed.
-        """
-        if self._shared_params is not None and not is_own:
+    def make_params(self, index: int, *, may_share: bool = True) -> SamplingParams:
+        """Return sampling parameters of candidate ``index``. The caller must not change an object that is shared."""
+        # Without any seed all candidates have the same parameters.
+        if self._shared_params is not None and may_share:
             return self._shared_params
-        child = self.params.clone()
-        child.n = 1
-        child.seed = None if child.seed is None else child.seed + index
-        child.output_kind = RequestOutputKind.FINAL_ONLY
+        params = self.params.clone()
+        params.n = 1
+        params.seed = None if params.seed is None else params.seed + index
+        params.output_kind = RequestOutputKind.FINAL_ONLY
         # vLLM would clone it once more for each candidate.
-        child.skip_clone = True
+        params.skip_clone = True
         if self.reused_seed is not None:
-            child.extra_args = (child.extra_args or {}) | {SEED: self.reused_seed + index}
-        elif child.seed is None and not is_own:
-            self._shared_params = child
-        return child
+            params.extra_args = (params.extra_args or {}) | {SEED: self.reused_seed + index}
+        elif params.seed is None and may_share:
+            self._shared_params = params
+        return params
 
-    def probed_params_of(self, index: int, probe: Probe, number: int | None) -> SamplingParams:
-        """Return `params_of` with a probe. ``number``: identifies hidden states, or None if none are sent."""
-        child = self.params_of(index, is_own=True)
-        extra_args = dict(child.extra_args or {})
-        if number is not None:
-            extra_args[ARGUMENT] = [number, *probe.detect_at]
+    def make_probed_params(self, index: int, probe: Probe, probe_number: int | None) -> SamplingParams:
+        """Add a probe to `make_params`. ``probe_number``: identifies hidden states, or None if none are sent."""
+        params = self.make_params(index, may_share=False)
+        extra_args = dict(params.extra_args or {})
+        if probe_number is not None:
+            extra_args[ARGUMENT] = [probe_number, *probe.detect_at]
         if probe.logprobs:
+            # The log-probs are read while the candidate runs.
             extra_args[NOT_HELD] = True
-        child.extra_args = extra_args or None
+        params.extra_args = extra_args or None
         if self.adds_logprobs(probe):
-            child.logprobs = 0
-        return child
+            # For vLLM 0 means the log-probs of the sampled tokens only.
+            params.logprobs = 0
+        return params
 
     def adds_logprobs(self, probe: Probe) -> bool:
-        """Return whether the probe needs log-probs that the caller did not request."""
         return probe.logprobs and self.params.logprobs is None
 
-    def resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
+    def make_resumed(self, index: int, prefix: Sequence[int]) -> tuple[Any, SamplingParams]:
         """Return prompt and sampling parameters for the rest of candidate ``index``, after the tokens ``prefix``."""
-        child = self.params_of(index, is_own=True)
-        child.extra_args = (child.extra_args or {}) | {PROMPT_TOKENS: len(self.prompt["prompt_token_ids"])}
-        if child.seed is not None:
-            child.extra_args[SEED] = child.seed
-        continue_after(child, len(prefix))
-        tokens = [*self.prompt["prompt_token_ids"], *prefix]
-        return {**self.prompt, "prompt_token_ids": tokens}, child
+        prompt_token_ids = self.prompt["prompt_token_ids"]
+        params = self.make_params(index, may_share=False)
+        # The drafter counts the prefix as a part of the answer.
+        params.extra_args = (params.extra_args or {}) | {PROMPT_TOKENS: len(prompt_token_ids)}
+        if params.seed is not None:
+            # Coupled sampling continues with the random numbers of the first seed.
+            params.extra_args[SEED] = params.seed
+        adjust_for_prefix(params, len(prefix))
+        return {**self.prompt, "prompt_token_ids": [*prompt_token_ids, *prefix]}, params
 
 
-def describe(value: object) -> str:
+def describe_for_key(value: object) -> str:
     """Return a text that is equal only for equal parts of prompts.
 
     The text is empty for a mapping that has only derived fields.
     """
     if isinstance(value, Mapping):
-        fields = sorted((str(name), describe(part)) for name, part in value.items() if name not in DERIVED)
+        fields = sorted((str(name), describe_for_key(part)) for name, part in value.items() if name not in DERIVED)
         return f"{{{fields}}}" if fields else ""
     if isinstance(value, list | tuple):
-        return repr([describe(part) for part in value])
+        return repr([describe_for_key(part) for part in value])
     if isinstance(value, torch.Tensor):
         # As bytes, because NumPy lacks some of torch's types.
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -230,14 +233,14 @@ def describe(value: object) -> str:
     return str(uuid4())
 
 
-def continue_after(params: SamplingParams, tokens: int) -> None:
-    """Change sampling parameters for the rest of an answer after ``tokens`` tokens."""
+def adjust_for_prefix(params: SamplingParams, prefix_tokens: int) -> None:
+    """Change sampling parameters for the rest of an answer after ``prefix_tokens`` tokens."""
     if params.max_tokens is not None:
-        params.max_tokens -= tokens
-    params.min_tokens = max(0, params.min_tokens - tokens)
+        params.max_tokens -= prefix_tokens
+    params.min_tokens = max(0, params.min_tokens - prefix_tokens)
     if params.seed is not None:
         # Another seed, because the random numbers of the first tokens must not be used again.
-        state = np.random.SeedSequence((params.seed & SEED_MASK, tokens)).generate_state(1, np.uint64)
+        state = np.random.SeedSequence((params.seed & SEED_MASK, prefix_tokens)).generate_state(1, np.uint64)
         # The shift makes the seed positive, and far from vLLM's largest.
         params.seed = int(state[0] >> np.uint64(2))
 
@@ -253,7 +256,7 @@ def check_resumable(params: SamplingParams) -> None:
             'must be at most 1 with "carry": "resume", since only log-probs of generated tokens are kept; '
             f'got {params.logprobs}, change it, or use "restart"',
         )
-    name = depends_on_prompt_end(params)
+    name = find_prompt_end_parameter(params)
     if name is not None:
         raise InvalidRequest(
             f"sampling.{name}",
@@ -262,13 +265,14 @@ def check_resumable(params: SamplingParams) -> None:
         )
 
 
-def depends_on_prompt_end(params: SamplingParams) -> str | None:
-    """Return the first parameter that depends on where the prompt ends, or None."""
-    neutral = SamplingParams()
+def find_prompt_end_parameter(params: SamplingParams) -> str | None:
+    """Return the first parameter in use that depends on where the prompt ends, or None."""
+    defaults = SamplingParams()
     for name in params.__struct_fields__:
         if name.startswith("_") or name in RESUMABLE:
             continue
-        if getattr(params, name) not in (getattr(neutral, name), None, [], 0):
+        is_unused = getattr(params, name) in (getattr(defaults, name), None, [], 0)
+        if not is_unused:
             return name
     return None
 
@@ -279,31 +283,33 @@ def depends_on_prompt_end(params: SamplingParams) -> str | None:
 def make_turn(
     request: PromptRequest,
     shaping: RequestOptions,
-    session: str | None,
+    header_session: str | None,
     caller: str | None,
     tokenizer: Any = None,
 ) -> Turn:
     """Describe a request as a turn of a trajectory.
 
-    ``session``: from a header that trainers send. ``caller``: name of the key. ``tokenizer``: the model's, if any.
+    ``header_session``: from a header that trainers send. ``caller``: name of the key.
     """
     prompt = request.prompt
     params = request.params
     is_greedy = params.temperature == 0
     # Requests of an evaluation have no session. Trainers use the numbers of prompts as names of sessions, in training
     # and in evaluation. So a prompt of training would look like a later turn of an evaluation.
-    name = None
+    session = None
     if not is_greedy and shaping.policy != OFF:
-        name = shaping.session or request.options.get("session_id") or session
+        session = shaping.session or request.options.get("session_id") or header_session
     token_ids: Sequence[int] = ()
     # Beside embeddings, tokens are only a part of the prompt, and other prompts may have the same tokens.
     if isinstance(prompt, Mapping) and prompt.get("prompt_embeds") is None:
         token_ids = prompt.get("prompt_token_ids") or ()
+    stable_tokens = None if tokenizer is None else count_stable_tokens(tokenizer, token_ids)
+    # A trainer's request for the log-probs of a finished answer is no turn.
     scores_prompt = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
     return Turn(
         token_ids,
-        None if tokenizer is None else count_stable(tokenizer, token_ids),
-        name,
+        stable_tokens,
+        session,
         opens_session=shaping.session is not None,
         greedy=is_greedy,
         scoring=params.max_tokens == 1 or scores_prompt,
@@ -311,20 +317,20 @@ def make_turn(
     )
 
 
-def count_stable(tokenizer: Any, token_ids: Sequence[int]) -> int:
+def count_stable_tokens(tokenizer: Any, token_ids: Sequence[int]) -> int:
     """Count a prompt's tokens without white space and reasoning tags at its end, which a later turn may not have."""
-    tail = list(token_ids[-MAX_END_TOKENS:])
+    last_tokens = list(token_ids[-MAX_END_TOKENS:])
     # Negative numbers stand for images.
-    if not tail or min(tail) < 0:
+    if not last_tokens or min(last_tokens) < 0:
         return len(token_ids)
-    match = UNSTABLE_END.search(tokenizer.decode(tail))
-    end = "" if match is None else match[0]
-    # Find the most tokens whose text is an end of this text.
-    unstable = 0
-    for length in range(1, len(tail) + 1):
-        text = tokenizer.decode(tail[-length:])
-        if len(text) > len(end):
+    match = UNSTABLE_END.search(tokenizer.decode(last_tokens))
+    unstable_text = "" if match is None else match[0]
+    # Find the most tokens whose text is an end of the unstable text.
+    unstable_tokens = 0
+    for count in range(1, len(last_tokens) + 1):
+        text = tokenizer.decode(last_tokens[-count:])
+        if len(text) > len(unstable_text):
             break
-        if end.endswith(text):
-            unstable = length
-    return len(token_ids) - unstable
+        if unstable_text.endswith(text):
+            unstable_tokens = count
+    return len(token_ids) - unstable_tokens

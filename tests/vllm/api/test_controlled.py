@@ -59,7 +59,7 @@ class Caches:
     def __init__(self, is_idle: bool, is_multimodal: bool) -> None:
         self.is_idle = is_idle
         self.model_config = SimpleNamespace(is_multimodal_model=is_multimodal)
-        self.held = self
+        self.held_requests = self
         self.calls: list[str] = []
 
     def change_cache_salt(self) -> None:

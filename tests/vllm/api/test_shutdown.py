@@ -262,16 +262,16 @@ async def test_only_an_engine_that_has_requests_and_sends_nothing_is_hung() -> N
         """Has no requests for 20 polls. Sends messages for 40 polls, and then none."""
 
         looks = 0
-        messages = 0
+        received_messages = 0
 
         @property
-        def held(self) -> Any:
+        def held_requests(self) -> Any:
             return self
 
         @property
         def should_respond(self) -> bool:
             self.looks += 1
-            self.messages += self.looks <= 40
+            self.received_messages += self.looks <= 40
             return self.looks > 20
 
     engine: Any = Engine()

@@ -6,7 +6,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from darts_server.vllm.requests.adding import added_candidate, adding_candidate, share_inputs
+from darts_server.vllm.requests.adding import added_candidate, change_before_send, share_processed_inputs
 from darts_server.vllm.requests.prompt_request import PromptRequest
 
 
@@ -15,7 +15,7 @@ class Processor:
 
     def __init__(self) -> None:
         self.processed = 0
-        share_inputs(self)
+        share_processed_inputs(self)
 
     def process_inputs(self, request_id: str, prompt: Any, params: Any, priority: int = 0) -> EngineCoreRequest:
         self.processed += 1
@@ -25,8 +25,8 @@ class Processor:
 
 
 def add(processor: Processor, request: PromptRequest, index: int, shared: PromptRequest | None) -> EngineCoreRequest:
-    with adding_candidate(lambda *_: None, shared):
-        made = processor.process_inputs(f"{index}_r", request.prompt, request.params_of(index), priority=index)
+    with change_before_send(lambda *_: None, shared):
+        made = processor.process_inputs(f"{index}_r", request.prompt, request.make_params(index), priority=index)
         candidate = added_candidate.get()
         assert candidate is not None
         candidate.change = None
@@ -50,5 +50,5 @@ def test_siblings_differ_in_id_seed_and_priority_alone() -> None:
 
 
 def test_a_candidate_that_was_not_sent_as_expected_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="without EngineCoreClient"), adding_candidate(lambda *_: None):
+    with pytest.raises(RuntimeError, match="without EngineCoreClient"), change_before_send(lambda *_: None):
         pass

@@ -17,8 +17,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.engine.port import TokenSlice
 from darts_server.vllm.engine_core.holding import NOT_HELD, NUMBER, RELEASE, Report
-from darts_server.vllm.requests.adding import adding_candidate
-from darts_server.vllm.requests.held import HeldRequests, numbered_of
+from darts_server.vllm.requests.adding import change_before_send
+from darts_server.vllm.requests.held import HeldRequests, numbered_request_of
 from darts_server.vllm.requests.outputs import Deferred
 from tests.vllm.engine_core.test_holding import new_holding_queue, new_request, step
 from tests.vllm.requests.test_outputs import ID, encoded
@@ -68,7 +68,7 @@ class Process:
             if before:
                 assert request.sampling_params is not None
                 deferred = Deferred(self.held.tokenizer, request.sampling_params, TokenSlice(before, None))
-                candidate.enter_context(adding_candidate(deferred.begin))
+                candidate.enter_context(change_before_send(deferred.begin))
             await self.core.add_request_async(request)
         return collector
 
@@ -91,16 +91,16 @@ async def test_a_count_is_the_engines_count_plus_the_tokens_that_the_request_was
     steps: list[Any] = []
     process.held.on_step = lambda *step: steps.append(step)
     await process.add(new_request())
-    assert process.held.tokens(ID) == 0
+    assert process.held.count_tokens(ID) == 0
     process.receive(report(1, _1=5))
     process.receive(report(0, _2=9))
-    assert process.held.tokens(ID) == 5
-    assert process.held.tokens("ended") is None
+    assert process.held.count_tokens(ID) == 5
+    assert process.held.count_tokens("ended") is None
     assert steps == [(2, 0.5, 1)] * 2
-    assert (process.held.messages, process.held.steps) == (2, 2)
-    assert process.held.drafts == (10, 2, 6, 0)
+    assert (process.held.received_messages, process.held.decode_steps) == (2, 2)
+    assert process.held.draft_totals == (10, 2, 6, 0)
     await process.add(new_request("resumed"), before=[1, 2, 3])
-    assert process.held.tokens("resumed") == 3 + 9
+    assert process.held.count_tokens("resumed") == 3 + 9
 
 
 @pytest.mark.anyio
@@ -108,13 +108,13 @@ async def test_only_the_first_request_that_is_added_in_a_block_is_its_candidate(
     process = Process()
     changed: list[str] = []
     await process.add(new_request("before"))
-    with adding_candidate(lambda request, state: changed.append(f"{request.request_id} {state.request_id}")):
+    with change_before_send(lambda request, state: changed.append(f"{request.request_id} {state.request_id}")):
         # Sent again, because its engine was lost.
         await process.core.add_request_async(process.core.added[0])
         for name in ("one", "another"):
             await process.add(new_request(name))
     states = process.processor.request_states
-    numbered = {name: numbered_of(state) for name, state in states.items()}
+    numbered = {name: numbered_request_of(state) for name, state in states.items()}
     candidates = [name for name, found in numbered.items() if found is not None and found.is_candidate]
     assert (changed, candidates) == (["one one"], ["one"])
 
@@ -237,7 +237,7 @@ async def test_latencies_are_means_and_a_request_without_tokens_has_none() -> No
     process.processor.process_outputs([EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)], 9.0, stats)
     assert stats.inter_token_latencies_iter == [0.5]
     assert stats.num_generation_tokens == 5
-    assert process.held.tokens(ID) is None
+    assert process.held.count_tokens(ID) is None
     await process.add(new_request("another"))
     process.processor.process_outputs([EngineCoreOutput("another", [], finish_reason=FinishReason.ABORT)], 9.0, stats)
     ended = stats.finished_requests[-1]

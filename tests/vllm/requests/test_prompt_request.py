@@ -19,7 +19,7 @@ from darts_server.rollout.turns import Turns
 from darts_server.types import RequestOptions, TurnKind
 from darts_server.vllm.engine_core.drafter import PROMPT_TOKENS
 from darts_server.vllm.engine_core.plugin import SEED
-from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable, count_stable, make_turn
+from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable, count_stable_tokens, make_turn
 
 TRAINING = SamplingParams(temperature=1.0)
 RENDERED: dict[str, Any] = {"type": "token", "prompt_token_ids": [5, 6, 7], "arrival_time": 1.5}
@@ -189,11 +189,11 @@ def tokens_of(text: str) -> list[int]:
     ],
 )
 def test_text_that_a_template_puts_only_before_an_answer_is_no_part_of_later_turns(prompt: str, stable: str) -> None:
-    assert count_stable(Characters(), tokens_of(prompt)) == len(stable)
+    assert count_stable_tokens(Characters(), tokens_of(prompt)) == len(stable)
 
 
 def test_numbers_that_stand_for_an_image_are_not_decoded() -> None:
-    assert count_stable(Characters(), [5, -1]) == 2
+    assert count_stable_tokens(Characters(), [5, -1]) == 2
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -230,9 +230,9 @@ def test_later_turns_begin_with_the_opening_prompt_of_every_template_that_trl_ha
             # The template has no tools, or needs images.
             continue
         rendered += 1
-        stable = count_stable(Characters(), tokens_of(first))
+        stable = count_stable_tokens(Characters(), tokens_of(first))
         assert later.startswith(first[:stable])
-        assert count_stable(Characters(), tokens_of(later)) > stable
+        assert count_stable_tokens(Characters(), tokens_of(later)) > stable
     assert rendered or path.stem.startswith("llava")
 
 
@@ -241,19 +241,19 @@ def test_later_turns_begin_with_the_opening_prompt_of_every_template_that_trl_ha
 
 def test_a_resumed_candidate_has_another_seed_and_keeps_its_first_seed_for_coupled_sampling() -> None:
     request = PromptRequest(RENDERED, SamplingParams(seed=40, max_tokens=9), "r")
-    assert request.params_of(2).seed == 42
-    prompt, params = request.resumed(2, [8, 9])
+    assert request.make_params(2).seed == 42
+    prompt, params = request.make_resumed(2, [8, 9])
     assert prompt["prompt_token_ids"] == [5, 6, 7, 8, 9]
     assert params.seed != 42
     assert params.extra_args == {PROMPT_TOKENS: 3, SEED: 42}
-    assert request.params_of(2).extra_args is None
+    assert request.make_params(2).extra_args is None
 
 
 def test_candidates_with_reused_streams_have_consecutive_seeds_also_after_a_resumption() -> None:
     request = PromptRequest(RENDERED, SamplingParams(max_tokens=9), "r")
     request.reused_seed = 700
-    first, second = (request.params_of(index) for index in range(2))
+    first, second = (request.make_params(index) for index in range(2))
     assert (first.extra_args, second.extra_args) == ({SEED: 700}, {SEED: 701})
     assert first.seed is second.seed is None
-    _, params = request.resumed(1, [8])
+    _, params = request.make_resumed(1, [8])
     assert params.extra_args == {PROMPT_TOKENS: 3, SEED: 701}
