@@ -214,13 +214,13 @@ async def _serve(
 
             # Requests become groups, and vLLM's app gets our routes.
             engine.renderer.reuses_streams = settings.reuse_streams
-            engine.shape(rooms.rollouts, merge_options, rooms.updates)
+            engine.serve_groups(rooms.rollouts, merge_options, rooms.updates)
             engine.llm.sessions = rooms.sessions
             history = None
             if settings.speculate == "auto":
                 history = _restore_history(settings, engine, answers)
                 if settings.history_bytes:
-                    await keeping.enter_async_context(engine.keeping(history))
+                    await keeping.enter_async_context(engine.keep_answers(history))
             extensions = dialects.extensions(settings.dialect)
             application = await server.make_app(engine.llm, args, read_options, errors.fields_of, extensions)
             extend(application, rooms, settings, access, lifecycle, engine.model_name)
@@ -266,7 +266,7 @@ async def _start_verifiers(settings: Settings) -> AsyncIterator[Verifiers]:
 
 def _restore_history(settings: Settings, engine: RunningEngine, answers: NumberedFile) -> History:
     history = History(settings.history_bytes, answers.put)
-    unusable = history.restore(answers.read(), engine.vocabulary)
+    unusable = history.restore(answers.read(), engine.vocabulary_size)
     if unusable:
         logger.warning(
             "%d answers that were kept for drafts are damaged or of another model, and are dropped", unusable
@@ -286,7 +286,7 @@ def _metric_reads(engine: RunningEngine, history: History | None) -> Reads:
         return held_requests.draft_totals[len(DRAFT_SOURCES) + DRAFT_SOURCES.index(source)]
 
     return {
-        "darts_engines_up": lambda: engine.up,
+        "darts_engines_up": lambda: engine.num_up,
         "darts_engines_lost_total": lambda: engine.num_lost,
         "darts_decode_steps_total": lambda: held_requests.decode_steps,
         "darts_draft_tokens_total": count_drafted,
@@ -350,7 +350,7 @@ def make_rooms(
         scorer=pruner,
         verifier=verifiers,
     )
-    control.apply_to(rollouts, engine.llm.speculate)
+    control.apply_to(rollouts, engine.llm.set_drafting)
 
     # New weights.
     timeout = settings.weights_timeout

@@ -135,7 +135,7 @@ async def coordinator(engines: int, places: ScriptedPlaces) -> AsyncIterator[Any
         async with launch.start_fleet(args, ARGV, engines, places.place, "127.0.0.1", 0.0) as engine:
             access = app._make_access(loaded, args)
             rooms = app.make_rooms(loaded, engine, access, store, staging, closing, Verifiers([]))
-            engine.shape(rooms.rollouts, merge_options, rooms.updates)
+            engine.serve_groups(rooms.rollouts, merge_options, rooms.updates)
             yield engine.llm
 
 

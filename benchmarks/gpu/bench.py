@@ -148,13 +148,13 @@ class Bench:
         rollouts = RepeatableRollouts(cast(VllmPort, self.traced), Planner(policies, OFF, LIMITS), learned)
         rollouts.observers.group_ended.add(groups.append)
         rollouts.tail_seed = lambda group_id: tail_seed(prompt_number(group_id))
-        self._running.shape(rollouts, merge_options)
+        self._running.serve_groups(rollouts, merge_options)
         self._log_steps(learn=rollouts.statistics.latency.observe)
         return rollouts
 
     def shape_nothing(self, *, plain: bool = False) -> None:
         """Pass every request through our code unshaped (policy ``off``); ``plain``: bypass our code."""
-        self._running.shape(self._unshaped, merge_options)
+        self._running.serve_groups(self._unshaped, merge_options)
         if plain:
             self.llm.rollouts = None
         self._log_steps(learn=None if plain else self._unshaped.statistics.latency.observe)

@@ -78,7 +78,7 @@ async def shaping_engine(policies: Mapping[str, Shaping], *flags: str) -> AsyncI
         rollouts = Rollouts(running.port, planner, engine.statistics, Intervals(poll=0.005))
         rollouts.observers.group_ended.add(engine.group_ended)
         rollouts.observers.cohort_ended.add(engine.cohorts.append)
-        running.shape(rollouts, merge_options)
+        running.serve_groups(rollouts, merge_options)
         yield engine
 
 

@@ -13,7 +13,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from darts_server.exceptions import UpdateFailed, UpdateUnsupported
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.lora import VllmLoras
-from darts_server.vllm.api.routes import CHECK_FINITE, FINISH_UPDATE, checks_finite, note_own_error, take_route_abort
+from darts_server.vllm.api.routes import (
+    CHECK_FINITE,
+    FINISH_UPDATE,
+    checks_finite,
+    record_darts_error,
+    take_route_abort,
+)
 from darts_server.vllm.compat import queue_while_paused
 from darts_server.vllm.fleet.core import FleetCore
 from darts_server.vllm.fleet.ranks import Ranks
@@ -39,10 +45,10 @@ class ControlledLLM(AsyncLLM):
     weight_version: int = 0
     written_by_trainer = False
     """Whether a trainer has written the weights through vLLM's routes, so that no file has them."""
-    is_handling = False
-    """Whether vLLM's task is processing outputs."""
+    is_processing_outputs = False
+    """Whether vLLM's task has taken outputs from its queue, and has not processed them."""
     is_pause_wanted = False
-    speculates = True
+    is_drafting = True
     """Whether the engines of ``--speculate auto`` draft tokens."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -52,17 +58,16 @@ class ControlledLLM(AsyncLLM):
         share_processed_inputs(self.input_processor)
         self.held_requests = HeldRequests(self.engine_core, self.output_processor, self.logger_manager)
         # The event loop keeps only weak references to tasks.
-        self._pauses = set[asyncio.Task[None]]()
+        self._pause_tasks = set[asyncio.Task[None]]()
 
     @cached_property
     def ranks(self) -> Ranks:
         return Ranks(self.vllm_config.parallel_config.data_parallel_size, self.engine_core)
 
     async def wait_for_received_outputs(self) -> None:
-        """Wait until all outputs that engines have sent so far are processed."""
         # The answer to a call, such as a pause, arrives while earlier outputs still wait in vLLM's queue.
         queue: asyncio.Queue[Any] = self.engine_core.outputs_queue
-        while self.is_handling or not queue.empty():
+        while self.is_processing_outputs or not queue.empty():
             # The engine is dead, so no task empties the queue.
             if self.output_handler is None or self.output_handler.done():
                 return
@@ -75,36 +80,36 @@ class ControlledLLM(AsyncLLM):
         args: Any = (),
         kwargs: Any = None,
     ) -> list[Any]:
-        """Return the answers of the workers of all engines. vLLM returns only the first engine's."""
-        answers = await self._call_engines("collective_rpc", method, timeout, args, kwargs)
-        return [answer for each in answers for answer in each]
+        # vLLM returns only the answers of the first engine's workers.
+        answers_by_engine = await self._call_engines("collective_rpc", method, timeout, args, kwargs)
+        return [answer for worker_answers in answers_by_engine for answer in worker_answers]
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Return whether all engines have cleared their caches. vLLM returns only the first engine's answer."""
         return all(await self._call_engines("reset_prefix_cache", reset_running_requests, reset_connector))
 
-    async def _call_engines(self, *call: Any) -> list[Any]:
-        """Return the answers of all data-parallel engines, or the joint answer of a fleet, to a method of theirs."""
+    async def _call_engines(self, method: str, *args: Any) -> list[Any]:
+        """Return the answer of each data-parallel engine."""
         core = self.engine_core
         if isinstance(core, FleetCore):
-            return [await core.call_utility_async(*call)]
-        calls = (core._call_utility_async(*call, engine=engine) for engine in core.core_engines)
+            # A fleet joins the answers of its engines.
+            return [await core.call_utility_async(method, *args)]
+        calls = (core._call_utility_async(method, *args, engine=engine) for engine in core.core_engines)
         return await asyncio.gather(*calls)
 
-    async def speculate(self, is_on: bool) -> None:
-        """Let the drafters of all present and later engines draft, or only learn."""
-        self.speculates = is_on
+    async def set_drafting(self, is_on: bool) -> None:
+        # Engines that start later read the attribute. A drafter that is off still learns.
+        self.is_drafting = is_on
         await self.collective_rpc("darts_speculate", args=(is_on,))
 
     async def add_lora(self, lora_request: Any) -> bool:
-        """Load a LoRA adapter, unless it would replace a pushed adapter or has NaN or infinity."""
+        # Pushed adapters call vLLM's method, so this load comes from vLLM's flag or route.
         if self.loras is not None:
-            self.loras.check_foreign_load(lora_request)
+            self.loras.check_not_pushed(lora_request)
             await run_sync(check_adapter_numbers, Path(lora_request.lora_path))
         return await super().add_lora(lora_request)
 
     async def check_health(self) -> None:
-        """Raise the error of `ShapingLLM.fail`, or vLLM's."""
+        # `ShapingLLM.fail` has stopped the server, although the engine may be alive.
         self.gate.raise_failure()
         await super().check_health()
 
@@ -125,14 +130,14 @@ class ControlledLLM(AsyncLLM):
 
         self.is_pause_wanted = True
         task = asyncio.create_task(pause())
-        self._pauses.add(task)
-        task.add_done_callback(self._pauses.discard)
+        self._pause_tasks.add(task)
+        task.add_done_callback(self._pause_tasks.discard)
         # If the caller has given up, no other task reads the exception, and asyncio would log it.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(task)
 
     async def resume_engine(self) -> None:
-        """Resume the engine, and undo pending pauses."""
+        # Pending pauses undo themselves.
         self.is_pause_wanted = False
         await AsyncLLM.resume_generation(self)
 
@@ -160,12 +165,12 @@ class ControlledLLM(AsyncLLM):
         if wait_for_inflight_requests:
             mode = "wait"
         pause = partial(self.pause_engine, mode, clear_cache)
-        with note_own_error():
+        with record_darts_error():
             await self._coordinator.pause_by_trainer(mode, pause)
 
     async def resume_generation(self) -> None:
         """Resume the engine, now or after an update. `Conflict`: the engine is asleep."""
-        with note_own_error():
+        with record_darts_error():
             await self._coordinator.resume_by_trainer(self.resume_engine)
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
@@ -174,46 +179,47 @@ class ControlledLLM(AsyncLLM):
         if not take_route_abort():
             await abort()
             return
-        # The route passes internal ids if its caller named no requests.
-        with note_own_error():
+        # The route passes internal ids only if its caller named no requests.
+        with record_darts_error():
             await self._coordinator.abort_by_trainer(abort, everything=internal)
 
     async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
         """Wait for whole groups or abort them, and sleep. New requests wait for the wake-up."""
         sleep = partial(super().sleep, level, mode)
-        with note_own_error():
+        with record_darts_error():
             await self._coordinator.sleep_by_trainer(mode, sleep, frees_memory=level > 0)
 
     async def release_kv_cache_memory(self) -> None:
-        with note_own_error():
+        with record_darts_error():
             await self._coordinator.free_by_trainer(KV_CACHE, super().release_kv_cache_memory)
 
     async def wake_up(self, tags: list[str] | None = None) -> Any:
         """Wake up the parts in ``tags``, or all. Since vLLM 0.32 the result is whether all are awake."""
         wake_up = partial(super().wake_up, tags)
-        with note_own_error():
+        with record_darts_error():
             return await self._coordinator.wake_up_by_trainer(wake_up, tags)
 
     async def scale_elastic_ep(self, *args: Any, **more: Any) -> None:
         # The engines of --replicas are not ranks of one engine.
-        with note_own_error():
+        with record_darts_error():
             if isinstance(self.engine_core, FleetCore):
                 raise UpdateUnsupported("the number of engines cannot be changed; restart with another --replicas")
             await super().scale_elastic_ep(*args, **more)
 
     async def start_weight_update(self) -> None:
         """Pause the engine, unless the trainer has paused it, and start an update."""
-        with note_own_error():
+        with record_darts_error():
             await self._external.start(super().start_weight_update)
 
     async def start_draft_weight_update(self) -> None:
-        with note_own_error():
+        with record_darts_error():
             await self._external.start(super().start_draft_weight_update)
 
     async def update_weights(self, request: Any) -> None:
         update = partial(super().update_weights, request)
 
         async def write() -> None:
+            # Before the update, which may fail halfway.
             self.written_by_trainer = True
             await update()
 
@@ -224,7 +230,7 @@ class ControlledLLM(AsyncLLM):
         names: list[str] = []
         if isinstance(info, dict) and isinstance(info.get("names"), list):
             names = [name for name in info["names"] if isinstance(name, str)]
-        with note_own_error():
+        with record_darts_error():
             await self._external.write(write, names)
 
     async def write_weights(self, update_info: dict[str, Any]) -> None:
@@ -241,13 +247,13 @@ class ControlledLLM(AsyncLLM):
             await self.collective_rpc("darts_complete_update")
             if checks_finite.get():
                 found = await self.collective_rpc("darts_find_nonfinite")
-                names = [name for name in found if name is not None]
-                if names:
+                nonfinite = [name for name in found if name is not None]
+                if nonfinite:
                     raise UpdateFailed(
-                        f"the model's parameter {names[0]} has NaN or infinity; send finite numbers "
+                        f"the model's parameter {nonfinite[0]} has NaN or infinity; send finite numbers "
                         f"(POST {FINISH_UPDATE}?{CHECK_FINITE}=false accepts others)"
                     )
             self.weight_version = version
 
-        with note_own_error():
+        with record_darts_error():
             await self._external.finish(finish_with_version)

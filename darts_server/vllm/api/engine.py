@@ -44,7 +44,7 @@ from darts_server.vllm.flags import DRAFTER
 from darts_server.vllm.fleet.ranks import BY_PRIORITY, placed_options
 from darts_server.vllm.requests.adding import change_before_send
 from darts_server.vllm.requests.held import HeldRequests, OncePerTurn
-from darts_server.vllm.requests.outputs import Deferred, sampled_logprobs, truncate_output
+from darts_server.vllm.requests.outputs import DeferredOutput, sampled_logprobs, truncate_output
 from darts_server.vllm.requests.prompt_request import PromptRequest, check_resumable
 from darts_server.vllm.requests.sampling import REFUSALS
 
@@ -68,14 +68,14 @@ VllmVoteRunner: TypeAlias = VoteRunner[PromptRequest, RequestOutput]
 
 @dataclass(slots=True, eq=False)
 class VllmCandidate:
-    """Implements :class:`darts_server.engine.port.RunningCandidate`. ``constrained``: by a schema or grammar."""
+    """Implements :class:`darts_server.engine.port.RunningCandidate`."""
 
     held_requests: HeldRequests
     collector: RequestOutputCollector
     aborts: OncePerTurn[RequestOutputCollector]
     on_end: Callable[[], None]
-    deferred: Deferred
-    constrained: bool
+    deferred: DeferredOutput
+    has_grammar: bool
     is_released: bool = False
 
     def tokens(self) -> int | None:
@@ -83,6 +83,7 @@ class VllmCandidate:
 
     def tokens_from(self, start: int) -> TokenSlice | None:
         state = self.held_requests.states.get(self.collector.request_id)
+        # The final output has arrived.
         if state is None or state.detokenizer is None:
             return None
         # Held tokens would arrive with the final output.
@@ -90,10 +91,10 @@ class VllmCandidate:
             self.is_released = True
             self.held_requests.release(self.collector.request_id)
         tokens = state.detokenizer.output_token_ids[start:]
-        values = self.deferred.values
-        if values is not None:
-            values = values[start:]
-        return TokenSlice(tokens, values, self.deferred.returns_logprobs)
+        logprobs = self.deferred.token_logprobs
+        if logprobs is not None:
+            logprobs = logprobs[start:]
+        return TokenSlice(tokens, logprobs, self.deferred.returns_logprobs)
 
     def stop(self) -> int:
         self.aborts.add(self.collector)
@@ -116,11 +117,11 @@ class VllmCandidate:
         completion = output.outputs[0]
         if completion.finish_reason == "error":
             # With no token the grammar was not compiled. With one token the grammar allows no first token.
-            if self.constrained and len(completion.token_ids) <= 1:
+            if self.has_grammar and len(completion.token_ids) <= 1:
                 refusal = InvalidRequest("structured_outputs", UNUSABLE_GRAMMAR)
                 raise translate_error(refusal) from refusal
             raise CandidateFailed(f"vLLM failed on request {self.collector.request_id} while generating")
-        if self.deferred.values is not None and np.isnan(self.deferred.values).any():
+        if self.deferred.token_logprobs is not None and np.isnan(self.deferred.token_logprobs).any():
             raise CandidateFailed(
                 f"log-probs of request {self.collector.request_id} are NaN: the model's weights are broken, "
                 "or it overflows at this precision"
@@ -169,21 +170,21 @@ class VllmEngine:
         order: float = 0.0,
         prefix: TokenSlice = NOTHING,
     ) -> VllmCandidate:
-        """Start a candidate. ``order``: see `placed_options`. ``prefix``: tokens that the candidate continues."""
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
             params = request.make_params(index)
             returns_logprobs = True
             if probe is not None:
                 # Without a number the engine sends no hidden states.
-                number = None
+                probe_number = None
                 if probe.detect_at and self.probe_width is not None:
-                    number = self._probes.register(probe)
-                    cleanup.callback(self._probes.unregister, number)
-                params = request.make_probed_params(index, probe, number)
+                    probe_number = self._probes.register(probe)
+                    cleanup.callback(self._probes.unregister, probe_number)
+                params = request.make_probed_params(index, probe, probe_number)
                 returns_logprobs = not request.adds_logprobs(probe)
 
-            deferred = Deferred(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
+            # The output is made as if the candidate had not been stopped, so from the parameters of the whole answer.
+            deferred = DeferredOutput(self._tokenizer, params, prefix, returns_logprobs=returns_logprobs)
             prompt = request.prompt
             if prefix.token_ids:
                 prompt, params = request.make_resumed(index, prefix.token_ids)
@@ -195,9 +196,9 @@ class VllmEngine:
             # The form of ids that vLLM gives to the children of a request with n > 1.
             request_id = f"{index}_{request.request_id}"
             # Candidates with a probe or a prefix have other parameters or another prompt.
-            shared = request if probe is None and not prefix.token_ids else None
+            shared_request = request if probe is None and not prefix.token_ids else None
             try:
-                with change_before_send(deferred.begin, shared):
+                with change_before_send(deferred.start_collecting, shared_request):
                     collector = await self._llm.add_request(request_id, prompt, params, **options)
             except Exception as error:
                 raise translate_error(error) from error
@@ -208,7 +209,7 @@ class VllmEngine:
                 self._aborts,
                 on_end=cleanup.pop_all().close,
                 deferred=deferred,
-                constrained=params.structured_outputs is not None,
+                has_grammar=params.structured_outputs is not None,
             )
 
     def check_resumable(self, request: PromptRequest) -> None:
@@ -222,6 +223,7 @@ class VllmEngine:
         except Exception as error:
             logger.exception("vLLM failed to abort %d requests", len(collectors))
             for collector in collectors:
+                # Requests that have finished keep their output.
                 if collector.output is None:
                     collector.put(CandidateFailed(f"vLLM failed to abort request {collector.request_id}: {error}"))
 
@@ -229,7 +231,7 @@ class VllmEngine:
         return truncate_output(output, tokens)
 
     def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
-        return Deferred(self._tokenizer, request.params, prefix).make_output(request.prompt)
+        return DeferredOutput(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(
         self,
@@ -238,22 +240,21 @@ class VllmEngine:
         finish_reason: FinishReason,
         text: str,
     ) -> RequestOutput:
-        deferred = Deferred(self._tokenizer, request.params, tokens)
+        deferred = DeferredOutput(self._tokenizer, request.params, tokens)
         return deferred.make_output(request.prompt, finish_reason.value, text)
 
     def tokens_from(self, output: RequestOutput, start: int) -> TokenSlice:
         completion = output.outputs[0]
-        values = sampled_logprobs(completion)
-        if values is not None:
-            values = values[start:]
-        return TokenSlice(list(completion.token_ids[start:]), values)
+        logprobs = sampled_logprobs(completion)
+        if logprobs is not None:
+            logprobs = logprobs[start:]
+        return TokenSlice(list(completion.token_ids[start:]), logprobs)
 
     def token_ids(self, request: PromptRequest, output: RequestOutput) -> tuple[Sequence[int], Sequence[int]]:
         return output.prompt_token_ids or (), output.outputs[0].token_ids
 
 
 def translate_error(error: Exception) -> EngineError:
-    """Translate an exception of vLLM."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, EngineDeadError):

@@ -23,7 +23,7 @@ from darts_server.exceptions import InvalidSetting, UpdateFailed
 from darts_server.serving.gate import Gate
 from darts_server.vllm.api.engine import VllmEngine, VllmRollouts
 from darts_server.vllm.api.llm import MergeOptions, ShapingLLM
-from darts_server.vllm.api.probe_receiver import probing
+from darts_server.vllm.api.probe_receiver import install_probes
 from darts_server.vllm.api.shutdown import CHILD_GRACE_SECONDS
 from darts_server.vllm.api.weights import VllmModel
 from darts_server.vllm.engine_core.plugin import COUPLED
@@ -51,7 +51,7 @@ class RunningEngine:
     model_name: str
     fingerprint: str
 
-    def shape(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
+    def serve_groups(self, rollouts: VllmRollouts, merge_options: MergeOptions, updates: Updates | None = None) -> None:
         """Serve requests as groups of ``rollouts``, and vLLM's weight routes through ``updates``."""
         self.llm.held_requests.on_step = rollouts.statistics.latency.observe
         self.llm.rollouts = rollouts
@@ -59,40 +59,37 @@ class RunningEngine:
         self.llm.updates = updates
 
     @asynccontextmanager
-    async def keeping(self, history: History) -> AsyncIterator[None]:
+    async def keep_answers(self, history: History) -> AsyncIterator[None]:
         """Keep answers in ``history``, and send them to engines, until the block ends."""
         llm = self.llm
         adapters = self.model.loras
-        keeper = RequestHistory(
-            llm.engine_core,
-            llm.output_processor,
-            history,
-            lambda: (llm.weight_version, None if adapters is None else adapters.changes),
-        )
-        watching = asyncio.ensure_future(keeper.watch_engines())
+
+        def model_version() -> object:
+            return llm.weight_version, None if adapters is None else adapters.changes
+
+        request_history = RequestHistory(llm.engine_core, llm.output_processor, history, model_version)
+        watching = asyncio.ensure_future(request_history.watch_engines())
         try:
             yield
         finally:
             watching.cancel()
 
     @property
-    def vocabulary(self) -> int:
-        """Number of the model's tokens."""
+    def vocabulary_size(self) -> int:
         return int(self.llm.vllm_config.model_config.get_vocab_size())
 
     @property
-    def up(self) -> int:
-        """Number of engines that take requests."""
+    def num_up(self) -> int:
+        # A fleet's client removes lost engines from this list.
         return len(self.llm.engine_core.core_engines)
 
     @property
     def num_lost(self) -> int:
-        """Number of engines that were lost so far."""
         core = self.llm.engine_core
         return core.num_lost if isinstance(core, FleetCore) else 0
 
 
-class Places(Protocol):
+class EngineHosts(Protocol):
     """Hosts of engines, which are started again when they end."""
 
     failure: InvalidSetting | None
@@ -102,7 +99,7 @@ class Places(Protocol):
         """End an engine, so that its host is started again."""
 
 
-Place = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[Places]]
+RunHosts = Callable[[Sequence[bytes], int], AbstractAsyncContextManager[EngineHosts]]
 """Runs hosts in a block. Takes an encoded `Start` for each engine, and the number of GPUs of an engine."""
 
 
@@ -111,7 +108,7 @@ async def start_fleet(
     args: Namespace,
     argv: Sequence[str],
     count: int,
-    place: Place,
+    run_hosts: RunHosts,
     host: str,
     watchdog: float,
 ) -> AsyncIterator[RunningEngine]:
@@ -128,7 +125,7 @@ async def start_fleet(
         raise InvalidSetting(
             "--data-parallel-size makes one engine of several ranks, so it cannot be used with --replicas; omit either"
         )
-    divided_over = config.parallel_config.world_size
+    gpus_per_engine = config.parallel_config.world_size
     # The rooms above treat each engine as a data-parallel rank.
     config.parallel_config.data_parallel_size = count
 
@@ -136,17 +133,18 @@ async def start_fleet(
     token = secrets.token_hex(16)
     hub = await listen(host, token, core.add_engine)
     port = int(hub.sockets[0].getsockname()[1])
-    flags = without_keys(argv)
+    flags = drop_api_keys(argv)
     starts = [msgspec.json.encode(Start(flags, host, port, token, rank)) for rank in range(count)]
     try:
-        async with place(starts, divided_over) as places:
-            core.on_lost = places.restart
+        async with run_hosts(starts, gpus_per_engine) as hosts:
+            core.on_lost = hosts.restart
+            # Each host connects to the hub, which adds its engine to the core.
             while len(core.core_engines) < count:
-                if places.failure is not None:
-                    raise places.failure
+                if hosts.failure is not None:
+                    raise hosts.failure
                 await asyncio.sleep(JOIN_POLL_SECONDS)
 
-            with engine_client(core):
+            with replace_engine_client(core):
                 async with start_engine(args, config=config) as running:
                     llm = running.llm
                     core.processor = llm.output_processor
@@ -156,14 +154,15 @@ async def start_fleet(
                         yield running
                     finally:
                         watching.cancel()
+                        # Engines that end with the server are not started again.
                         core.on_lost = lambda _: None
     finally:
         hub.close()
 
 
 @contextmanager
-def engine_client(core: FleetCore) -> Iterator[None]:
-    """Let an `AsyncLLM` that is created in the block use ``core`` as its client."""
+def replace_engine_client(core: FleetCore) -> Iterator[None]:
+    """Let an `AsyncLLM` that is created in the block use ``core``."""
     # AsyncLLM.__init__ calls this factory by name, and takes no client as an argument.
     factory = "make_async_mp_client"
     original = EngineCoreClient.__dict__[factory]
@@ -174,37 +173,35 @@ def engine_client(core: FleetCore) -> Iterator[None]:
         setattr(EngineCoreClient, factory, original)
 
 
-def without_keys(argv: Sequence[str]) -> list[str]:
+def drop_api_keys(argv: Sequence[str]) -> list[str]:
     """Return vLLM's flags without ``--api-key KEY…``, in all the ways in which vLLM reads it."""
-    kept = []
-    is_key = False
+    flags = []
+    is_after_key_flag = False
     for word in argv:
         if word.startswith("-"):
             name, equals, _ = word.partition("=")
             # vLLM reads underscores as dashes, and a beginning of the name that no other flag has.
-            is_flag = name.replace("_", "-").startswith("--api-k")
-            # A key after "=" is the only one of its flag.
-            is_key = is_flag and not equals
-            if is_flag:
+            is_key_flag = name.replace("_", "-").startswith("--api-k")
+            # After "--api-key=KEY" no further key follows.
+            is_after_key_flag = is_key_flag and not equals
+            if is_key_flag:
                 continue
-        if not is_key:
-            kept.append(word)
-    return kept
+        if not is_after_key_flag:
+            flags.append(word)
+    return flags
 
 
 async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> None:
-    """Bring an engine that has started again to the weights, LoRA adapters, drafts and pause of the other engines.
-
-    When it returns, the other engines still have that state.
-    """
+    """Bring an engine that has started again to the weights, LoRA adapters, drafts and pause of the other engines."""
 
     def state_of_others() -> tuple[Any, ...]:
-        return model.state, llm.weight_version, llm.is_pause_wanted, llm.speculates
+        return model.state, llm.weight_version, llm.is_pause_wanted, llm.is_drafting
 
     def must_wait() -> bool:
-        # If no file has the weights, the engine waits for the next weights from files.
+        # Weights that a trainer has written are in no file, so the engine waits for the next weights from files.
         return llm.written_by_trainer or (llm.updates is not None and not llm.updates.coordinator.is_settled)
 
+    # The state may change at each await. Then begin again.
     while True:
         while must_wait():
             await asyncio.sleep(JOIN_POLL_SECONDS)
@@ -218,7 +215,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
                 raise
         call = partial(llm.engine_core._call_utility_async, engine=engine.name)
         # Arguments as in `ControlledLLM.collective_rpc`.
-        await call("collective_rpc", "darts_speculate", None, (llm.speculates,), None)
+        await call("collective_rpc", "darts_speculate", None, (llm.is_drafting,), None)
         if llm.is_pause_wanted:
             # Arguments: mode and clear_cache.
             await call("pause_scheduler", "keep", True)
@@ -231,7 +228,7 @@ async def bring_to_state(llm: ShapingLLM, model: VllmModel, engine: Engine) -> N
 
 @asynccontextmanager
 async def start_engine(args: Namespace, config: VllmConfig | None = None) -> AsyncIterator[RunningEngine]:
-    """Run the engine until the block ends. ``config``: None for the configuration that ``args`` describe."""
+    """Run the engine until the block ends. ``config``: by default the configuration of ``args``."""
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if config is None:
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
@@ -258,7 +255,7 @@ async def start_engine(args: Namespace, config: VllmConfig | None = None) -> Asy
         if COUPLED in dict(engine_args.additional_config) and not all(await llm.collective_rpc("darts_can_couple")):
             raise InvalidSetting("vLLM's workers on this platform cannot couple sampling; omit --sampling coupled")
         llm.gate = Gate()
-        async with probing(llm) as probes:
+        async with install_probes(llm) as probes:
             model = VllmModel(llm)
             llm.loras = model.loras
             yield RunningEngine(
@@ -293,7 +290,7 @@ def fingerprint_of(config: VllmConfig) -> str:
         "dtype": str(model.dtype),
         "quantization": model.quantization,
         "max_model_len": model.max_model_len,
-        # Overrides may change what is sampled, such as another RoPE scaling.
+        # Overrides such as another RoPE scaling change what is sampled.
         "config": [model.hf_config_path, repr(model.hf_overrides)],
         "load_format": str(config.load_config.load_format),
         "files": [(str(file.relative_to(path)), stat.st_size, stat.st_mtime_ns) for file, stat in stats],

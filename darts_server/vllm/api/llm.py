@@ -53,14 +53,14 @@ class ShapingLLM(UnshapedLLM):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        # Running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
-        self._answered_at_stop: list[str] = []
+        # Ids of running requests with `answers_at_stop`. Callers choose ids, so an id may be here twice.
+        self._ids_answered_at_stop: list[str] = []
         # vLLM's task, which may exist already, must not read outputs before this.
-        self.wrap_output_reader()
+        self.replace_output_reader()
 
     @property
     def should_respond(self) -> bool:
-        """Whether the engine should send something: it has requests, and is neither paused nor asleep."""
+        # An engine that is paused or asleep sends nothing. Then the gate is closed.
         return bool(self.output_processor.request_states) and not self.gate.is_closed
 
     def generate(
@@ -72,21 +72,20 @@ class ShapingLLM(UnshapedLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate as vLLM does, but n > 1 may become a group, and n = 1 a part of a group.
 
-        Bad input raises here and not at the first iteration: streaming routes send their status in between.
-
         Raises:
             InvalidRequest
             Overloaded: too many candidates are queued.
         """
+        # Bad input raises here and not at the first iteration: streaming routes send their status in between.
         check_name("request_id", request_id, REQUEST_ID_CHARS)
         check_name("session_id", options.get("session_id") or "")
         request = PromptRequest(prompt, sampling_params, request_id, options)
         route = route_call.get() or RouteCall()
         check_request(self.vllm_config, request)
         shaping = self.merge_options(route.options, sampling_params.extra_args or {})
-        agent = self._find_session(shaping, route)
-        if agent is not None:
-            return self._begin_turn(agent, request, route)
+        agent_session = self._find_session(shaping, route)
+        if agent_session is not None:
+            return self._begin_turn(agent_session, request, route)
 
         # Choose the policy, and recognise the trajectory and group of the request.
         rollouts = self.rollouts
@@ -98,10 +97,13 @@ class ShapingLLM(UnshapedLLM):
         prompt_key = ""
         if rollouts is not None and not isinstance(prompt, EngineCoreRequest | AsyncGenerator):
             turns = rollouts.turns
-            turn = make_turn(request, shaping, next(iter(route.sessions), None), caller.get().name, self.tokenizer)
+            header_session = next(iter(route.session_names), None)
+            turn = make_turn(request, shaping, header_session, caller.get().name, self.tokenizer)
             group_name = shaping.group_id or rollouts.planner.limits.group_name_of_session(turn.session)
             turn.names_group = group_name is not None
+            # None: vLLM serves the request, and it belongs to no group.
             plan = rollouts.plan(sampling_params.n, shaping, turn)
+            # A single request of a group under the policy `off`: vLLM serves it, and the group is recorded.
             is_counted = plan is not None and plan.policy == OFF
             if plan is not None and not is_counted:
                 check_group(self, request)
@@ -110,8 +112,8 @@ class ShapingLLM(UnshapedLLM):
                 prompt_key = shaping.prompt_key or request.prompt_key
                 if shaping.prompt_key is not None:
                     # The lengths of several prompts must not be recorded under one key.
-                    route.named.add(request.prompt_key)
-                    if len(route.named) > 1:
+                    route.keyed_prompts.add(request.prompt_key)
+                    if len(route.keyed_prompts) > 1:
                         raise InvalidRequest(
                             "X-Darts-Prompt-Key",
                             "names one prompt, and the request has several; send them one by one",
@@ -121,17 +123,17 @@ class ShapingLLM(UnshapedLLM):
         if rollouts is not None and plan is not None:
             ticket = rollouts.admission.admit(1 if plan.single else rollouts.estimate_candidates(plan))
             if not plan.single:
-                route.groups.append(request_id)
+                route.group_ids.append(request_id)
             elif not is_counted:
                 turn.group_size = plan.size
         elif not route.beams:
             ticket = self.admission.admit(sampling_params.n)
         else:
-            if route.ticket is None:
-                route.ticket = self.admission.admit(route.beams)
-                route.ticket.mark_started()
-            # ``route.ticket`` counts all beams.
-            ticket = route.ticket.split(candidates=0)
+            # The first of a beam search's many calls admits all beams.
+            if route.beam_ticket is None:
+                route.beam_ticket = self.admission.admit(route.beams)
+                route.beam_ticket.mark_started()
+            ticket = route.beam_ticket.split(candidates=0)
 
         answers_at_stop = shaping.on_stop == "answer" and not route.beams
         generation = Generation(
@@ -150,7 +152,7 @@ class ShapingLLM(UnshapedLLM):
             count_tokens = partial(self._count_tokens, request_id)
             member = rollouts.joiner.counted.join(self._make_join_request(generation, plan), count_tokens)
             generation.member = member
-            route.groups.append(member.group.group_id)
+            route.group_ids.append(member.group.group_id)
 
         outputs = self._serve(generation)
 
@@ -165,9 +167,9 @@ class ShapingLLM(UnshapedLLM):
     def check_options(self, options: RequestOptions, extra_args: Mapping[str, Any]) -> None:
         """Raise `InvalidRequest` for wrong options of a request that is not rendered yet."""
         shaping = self.merge_options(options, extra_args)
-        agent = self._find_session(shaping, route_call.get() or RouteCall())
-        if agent is not None:
-            agent.group.check_turn(agent)
+        agent_session = self._find_session(shaping, route_call.get() or RouteCall())
+        if agent_session is not None:
+            agent_session.group.check_turn(agent_session)
         elif self.rollouts is not None:
             self.rollouts.plan(n=1, options=shaping)
 
@@ -175,24 +177,23 @@ class ShapingLLM(UnshapedLLM):
         """Return the session that a request is a turn of."""
         if self.sessions is None:
             return None
-        return self.sessions.find_named(options.session, *route.sessions)
+        return self.sessions.find_named(options.session, *route.session_names)
 
     async def add_request(self, *args: Any, **more: Any) -> Any:
-        """Add a request with its current LoRA adapter, see `VllmLoras.resolve`."""
         if self.loras is not None and more.get("lora_request") is not None:
-            more["lora_request"] = self.loras.resolve(more["lora_request"])
+            more["lora_request"] = self.loras.find_current(more["lora_request"])
         return await super().add_request(*args, **more)
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
-        """Send a request. If that fails, forget it: vLLM does so only for n > 1."""
         try:
             await super()._add_request(request, *args)
         except BaseException:
+            # vLLM forgets a request that could not be sent only for n > 1.
             await self.abort(request.request_id, internal=True)
             raise
 
     async def _serve(self, generation: Generation) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs. Record an answer before its caller can continue it."""
+        """Yield outputs, and record answers."""
         request = generation.request
         plan = generation.plan
         turns = generation.turns
@@ -204,29 +205,31 @@ class ShapingLLM(UnshapedLLM):
         else:
             outputs = self._generate_group(generation, plan)
         if generation.answers_at_stop:
-            self._answered_at_stop.append(request.request_id)
+            self._ids_answered_at_stop.append(request.request_id)
 
         is_delta = request.params.output_kind is RequestOutputKind.DELTA
         # By index: tokens of unfinished choices, and length and finish reason of finished choices.
-        tokens: dict[int, list[int]] = {}
-        ends: dict[int, tuple[int, str]] = {}
+        unfinished_tokens: dict[int, list[int]] = {}
+        finished: dict[int, tuple[int, str]] = {}
         try:
             async with aclosing(outputs):
                 async for output in outputs:
                     for choice in output.outputs:
                         reason = choice.finish_reason
                         if reason is not None:
-                            generation.route.aborted |= reason == ABORTED
+                            generation.route.has_aborted_answer |= reason == ABORTED
                             if is_delta and not choice.token_ids:
                                 choice.token_ids = NoTokens()
+                        # Without deltas, only the last output of a choice counts: it has all tokens.
                         if turns is None or (reason is None and not is_delta):
                             continue
-                        tokens.setdefault(choice.index, []).extend(choice.token_ids)
+                        unfinished_tokens.setdefault(choice.index, []).extend(choice.token_ids)
                         if reason is None:
                             continue
 
-                        answer = tokens.pop(choice.index)
-                        ends[choice.index] = (len(answer), reason)
+                        answer = unfinished_tokens.pop(choice.index)
+                        finished[choice.index] = (len(answer), reason)
+                        # Before the output is yielded: then its caller can send the next turn.
                         turns.add_answer(generation.turn, answer, aborted=reason == ABORTED)
                         if member is None:
                             continue
@@ -242,21 +245,22 @@ class ShapingLLM(UnshapedLLM):
             raise (error.__cause__ or error) from None
         except Exception:
             if member is not None:
-                member.leave(DiscardReason.FAILED, len(tokens.get(0, ())))
+                member.leave(DiscardReason.FAILED, len(unfinished_tokens.get(0, ())))
             raise
         finally:
             generation.ticket.release()
             if member is not None:
-                member.leave(DiscardReason.CANCELLED, len(tokens.get(0, ())))
+                # Without effect if the member has finished or left.
+                member.leave(DiscardReason.CANCELLED, len(unfinished_tokens.get(0, ())))
             if generation.answers_at_stop:
-                self._answered_at_stop.remove(request.request_id)
+                self._ids_answered_at_stop.remove(request.request_id)
 
         if plan is not None or self.rollouts is None or not generation.prompt_key:
             return
         # Learn the lengths of all trajectories of the request, or of none.
-        reasons = {reason for _, reason in ends.values()}
-        if len(ends) == request.params.n and reasons <= set(FinishReason):
-            lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(ends.items())]
+        reasons = {reason for _, reason in finished.values()}
+        if len(finished) == request.params.n and reasons <= set(FinishReason):
+            lengths = [(length, FinishReason(reason)) for _, (length, reason) in sorted(finished.items())]
             self.rollouts.learn_unshaped_lengths(generation.prompt_key, lengths, request.tokens)
 
     async def _generate_group(self, generation: Generation, plan: Plan) -> AsyncGenerator[RequestOutput, None]:
@@ -264,7 +268,7 @@ class ShapingLLM(UnshapedLLM):
         request = generation.request
         rollouts = self.rollouts
         assert rollouts is not None
-        streaming = request.params.output_kind is RequestOutputKind.DELTA
+        is_streaming = request.params.output_kind is RequestOutputKind.DELTA
         seed = request.tail_seed
         spec = GroupSpec(
             plan,
@@ -272,38 +276,41 @@ class ShapingLLM(UnshapedLLM):
             request.request_id,
             generation.prompt_key,
             seed,
-            delivers_early=streaming,
+            delivers_early=is_streaming,
             on_abort=OnAbort.ANSWER,
             request_tokens=request.tokens,
         )
         async with self.gate.enter():
-            abort_all_count = rollouts.abort_all_count
+            aborts_before = rollouts.abort_all_count
             allocation = await rollouts.allocator.allocate(plan, generation.prompt_key)
             # The queue may have room for fewer candidates than the policy wants.
             allocation = replace(allocation, candidates=generation.ticket.resize_within_limits(allocation.candidates))
             run = rollouts.start(spec, allocation, generation.ticket.split(allocation.candidates))
-            if rollouts.abort_all_count != abort_all_count:
+            if rollouts.abort_all_count != aborts_before:
                 # All groups were aborted while this group waited for its cohort.
                 run.abort()
             try:
                 # Choice indices are shuffled: in the order of delivery they would reveal the rank by length.
-                indices = random.Random(repr(seed) if seed else None).sample(range(plan.size), plan.size)
+                rng = random.Random(repr(seed) if seed else None)
+                choice_indices = rng.sample(range(plan.size), plan.size)
                 selected: dict[int, RequestOutput] = {}
                 async for trajectory in run.trajectories():
                     await prepare_output(trajectory.output, generation.route)
                     generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
-                    if not streaming:
+                    if not is_streaming:
                         selected[trajectory.index] = trajectory.output
                         continue
-                    output = to_choice(request.request_id, trajectory.output, indices.pop(), last=trajectory.last)
+                    index = choice_indices.pop()
+                    output = to_choice(request.request_id, trajectory.output, index, is_last=trajectory.last)
                     # Only the first output of a stream has log-probs of the prompt.
-                    if len(indices) < plan.size - 1:
+                    if len(choice_indices) < plan.size - 1:
                         output.prompt_logprobs = None
                     yield output
 
-                if not streaming:
-                    first, *others = (selected[index] for index in sorted(selected))
-                    merged = to_choice(request.request_id, first, 0, last=True)
+                if not is_streaming:
+                    # One output, with the choices in the order of the candidates.
+                    first, *others = (selected[candidate] for candidate in sorted(selected))
+                    merged = to_choice(request.request_id, first, 0, is_last=True)
                     for index, other in enumerate(others, 1):
                         merged.outputs.append(replace(other.outputs[0], index=index))
                     yield merged
@@ -315,55 +322,55 @@ class ShapingLLM(UnshapedLLM):
         request = generation.request
         assert self.rollouts is not None
         joiner = self.rollouts.joiner
-        joining = self._make_join_request(generation, plan)
+        join_request = self._make_join_request(generation, plan)
         with ExitStack() as joined:
 
             def on_join(group_id: str) -> None:
-                """Called before the request's candidate starts."""
-                generation.route.groups.append(group_id)
+                # Before the request's candidate starts, so that it starts on the engine of its group.
+                generation.route.group_ids.append(group_id)
                 joined.enter_context(self.ranks.joined(request.request_id, group_id))
 
             # A closed gate must not keep out a request that a running group waits for.
-            async with self.gate.enter(skip_wait=joiner.has_open_group(joining.join_key)):
-                output = await joiner.join(joining, on_join)
+            async with self.gate.enter(skip_wait=joiner.has_open_group(join_request.join_key)):
+                output = await joiner.join(join_request, on_join)
             generation.turn.rank = self.ranks.rank_of(request.request_id, request.options)
             await prepare_output(output, generation.route)
-        yield to_choice(request.request_id, output, 0, last=True)
+        yield to_choice(request.request_id, output, 0, is_last=True)
 
     def _make_join_request(self, generation: Generation, plan: Plan) -> JoinRequest[PromptRequest]:
         request = generation.request
         # Callers with different keys must not answer each other's requests.
-        common = f"{generation.turn.caller}/{plan.policy}/{plan.size}/{generation.group_name}"
+        join_key = (
+            f"{generation.turn.caller}/{plan.policy}/{plan.size}/{generation.group_name}/{generation.request.join_key}"
+        )
         return JoinRequest(
             request,
             request.request_id,
             plan,
             generation.prompt_key,
-            f"{common}/{request.join_key}",
+            join_key,
             generation.ticket,
             generation.group_name,
             request.tokens,
         )
 
-    def wrap_output_reader(self) -> None:
-        """Report the engine's death, and let other tasks run between two outputs of the engine.
-
-        Reading from a queue that is not empty does not yield to the event loop. If the engine is faster than this
-        process, no other task would run.
-        """
+    def replace_output_reader(self) -> None:
+        """Report the engine's death, and let other tasks run between two outputs of the engine."""
         engine_core: Any = self.engine_core
         get_output = engine_core.get_output_async
 
         async def get_output_after_yielding() -> Any:
             # vLLM's task has processed the previous outputs.
-            self.is_handling = False
+            self.is_processing_outputs = False
+            # Reading from a queue that is not empty does not yield to the event loop. If the engine is faster than this
+            # process, no other task would run.
             await asyncio.sleep(0)
             try:
                 outputs = await get_output()
             except EngineDeadError:
                 self.on_death()
                 raise
-            self.is_handling = True
+            self.is_processing_outputs = True
             return outputs
 
         engine_core.get_output_async = get_output_after_yielding
@@ -381,13 +388,13 @@ class ShapingLLM(UnshapedLLM):
 
     async def hand_back(self) -> None:
         """Abort requests with `answers_at_stop`, and wait until their callers have the partial answers."""
-        ids = list(self._answered_at_stop)
+        ids = list(self._ids_answered_at_stop)
         if ids:
             await self.abort(ids)
         # A request that has not started cannot be aborted yet, and a reader may have stalled.
         with suppress(TimeoutError):
             async with asyncio.timeout(HAND_BACK_TIMEOUT):
-                while set(ids).intersection(self._answered_at_stop):
+                while set(ids).intersection(self._ids_answered_at_stop):
                     await asyncio.sleep(HAND_BACK_POLL_SECONDS)
 
     def fail(self, error: DartsError) -> None:

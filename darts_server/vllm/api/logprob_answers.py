@@ -30,7 +30,7 @@ from darts_server.vllm.requests.logprob_json import (
     TokensForm,
     write_slices,
 )
-from darts_server.vllm.requests.outputs import ALL_TOKENS, one_at_a_time
+from darts_server.vllm.requests.outputs import ALL_TOKENS, slice_limiter
 
 MakeForm = Callable[[Any, Mapping[str, Any]], Form]
 """Makes a form from vLLM's object of a route, and the options of its method that makes log-probs."""
@@ -43,40 +43,42 @@ def write_logprobs_from_arrays(application: FastAPI) -> None:
     """Change the routes of vLLM's application that answer with log-probs."""
     for route in application.routes:
         if isinstance(route, APIRoute) and route.path in PATHS and route.dependant.call is not None:
-            route.dependant.call = _with_fragments(route.dependant.call)
+            route.dependant.call = _replace_placeholders_after(route.dependant.call)
 
-    changes: list[tuple[str, str, MakeForm, MakeModel]] = [
-        ("openai_serving_completion", "_create_completion_logprobs", make_completion_form, _completion_model),
-        ("openai_serving_chat", "_create_chat_logprobs", make_chat_form, _chat_model),
+    replaced_methods: list[tuple[str, str, MakeForm, MakeModel]] = [
+        ("openai_serving_completion", "_create_completion_logprobs", make_completion_form, _make_completion_model),
+        ("openai_serving_chat", "_create_chat_logprobs", make_chat_form, _make_chat_model),
     ]
     if answers_token_ids_as_texts():
-        changes.append(("serving_tokens", "_create_tokens_logprobs", make_tokens_form, _chat_model))
-    for attribute, method, make_form, make_model in changes:
+        replaced_methods.append(("serving_tokens", "_create_tokens_logprobs", make_tokens_form, _make_chat_model))
+    for attribute, method, make_form, make_model in replaced_methods:
         serving = getattr(application.state, attribute, None)
         if serving is not None:
-            make = getattr(serving, method)
-            setattr(serving, method, partial(_make_placeholder, serving, make, make_form, make_model))
+            vllm_method = getattr(serving, method)
+            setattr(serving, method, partial(_make_placeholder, serving, vllm_method, make_form, make_model))
 
 
-def _with_fragments(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _replace_placeholders_after(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Return a handler that replaces the placeholders in the answer of ``handler``."""
 
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
+        # `_make_placeholder` fills it while the handler makes the answer.
         fragments: Fragments = {}
         raw_request.state.darts_fragments = fragments
         response = await handler(raw_request=raw_request, **values)
         if fragments and isinstance(response, JSONResponse) and response.status_code == HTTPStatus.OK:
-            response.body = await _insert(bytes(response.body), fragments)
+            response.body = await _replace_placeholders(bytes(response.body), fragments)
             response.headers["content-length"] = str(len(response.body))
         return response
 
     return handle
 
 
-async def _insert(body: bytes, fragments: Fragments) -> bytes:
+async def _replace_placeholders(body: bytes, fragments: Fragments) -> bytes:
     """Replace each placeholder in an answer by its JSON."""
     parts = []
+    # In the order of the answer's choices.
     for name, (placeholder, slices) in fragments.items():
         before, found, after = body.partition(placeholder)
         if not found:
@@ -85,9 +87,10 @@ async def _insert(body: bytes, fragments: Fragments) -> bytes:
             # vLLM leaves out the log-probs of an answer whose reasoning is hidden.
             continue
         parts.append(before)
-        async with one_at_a_time:
+        async with slice_limiter:
             for text in slices:
                 parts.append(text.encode())
+                # Other tasks run between slices.
                 await asyncio.sleep(0)
         body = after
     return b"".join([*parts, body])
@@ -95,22 +98,22 @@ async def _insert(body: bytes, fragments: Fragments) -> bytes:
 
 def _make_placeholder(
     serving: Any,
-    make: Callable[..., Any],
+    vllm_method: Callable[..., Any],
     make_form: MakeForm,
     make_model: MakeModel,
     **options: Any,
 ) -> Any:
-    """Stand in for vLLM's method ``make``, which makes the log-probs of one choice."""
+    """Stand in for ``vllm_method``, which makes the log-probs of one choice."""
     call = route_call.get()
     logprobs = options["top_logprobs"]
     if call is None or call.fragments is None or not isinstance(logprobs, ArrayLogprobs):
-        return make(**options)
+        return vllm_method(**options)
     # Log-probs of the whole vocabulary are rare, and versions of vLLM answer them differently.
     if options["num_output_top_logprobs"] == ALL_TOKENS:
-        return make(**options)
+        return vllm_method(**options)
     form = make_form(serving, options)
     if form.needs_texts and not logprobs.deferred.has_texts:
-        return make(**options)
+        return vllm_method(**options)
     # No text of the model can contain a name that is made only now.
     name = uuid4().hex
     model = make_model(name)
@@ -120,29 +123,31 @@ def _make_placeholder(
 
 
 def make_completion_form(serving: Any, options: Mapping[str, Any]) -> Form:
-    # The sampled token comes in addition.
-    count = None if options.get("logprob_token_ids") else options["num_output_top_logprobs"] + 1
-    return CompletionForm(count, _names_ids(serving, options))
+    # The sampled token comes in addition. Tokens that the caller has named are all returned.
+    max_tops = None if options.get("logprob_token_ids") else options["num_output_top_logprobs"] + 1
+    return CompletionForm(max_tops, _uses_token_ids(serving, options))
 
 
 def make_chat_form(serving: Any, options: Mapping[str, Any]) -> Form:
-    count = None if options.get("logprob_token_ids") else options["num_output_top_logprobs"] or 0
-    return ChatForm(count, _names_ids(serving, options))
+    max_tops = None if options.get("logprob_token_ids") else options["num_output_top_logprobs"] or 0
+    return ChatForm(max_tops, _uses_token_ids(serving, options))
 
 
 def make_tokens_form(_: Any, options: Mapping[str, Any]) -> Form:
-    top = options["num_output_top_logprobs"]
-    return TokensForm(0 if top is None else max(top, 1))
+    requested_tops = options["num_output_top_logprobs"]
+    # vLLM's token route answers 0 with one entry.
+    return TokensForm(0 if requested_tops is None else max(requested_tops, 1))
 
 
-def _names_ids(serving: Any, options: Mapping[str, Any]) -> bool:
-    chosen = options.get("return_as_token_id")
-    return bool(serving.return_tokens_as_token_ids if chosen is None else chosen)
+def _uses_token_ids(serving: Any, options: Mapping[str, Any]) -> bool:
+    # The request's choice, or else the server's flag.
+    requested = options.get("return_as_token_id")
+    return bool(serving.return_tokens_as_token_ids if requested is None else requested)
 
 
-def _completion_model(name: str) -> BaseModel:
+def _make_completion_model(name: str) -> BaseModel:
     return CompletionLogProbs(text_offset=[], token_logprobs=[], tokens=[name], top_logprobs=[])
 
 
-def _chat_model(name: str) -> BaseModel:
+def _make_chat_model(name: str) -> BaseModel:
     return ChatCompletionLogProbs(content=[ChatCompletionLogProbsContent(token=name)])

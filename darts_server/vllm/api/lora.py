@@ -20,7 +20,7 @@ class VllmLoras:
     """Implements :class:`darts_server.weights.port.LoraEngine`.
 
     A LoRA adapter keeps vLLM's integer id when it is replaced. Requests that began with the old adapter continue with
-    the new adapter. A request with an id that is not loaded would kill the engine.
+    the new adapter.
 
     ``read_checkpoint``: reads the headers of the model's tensors.
     """
@@ -28,7 +28,7 @@ class VllmLoras:
     def __init__(self, llm: AsyncLLM, read_checkpoint: Callable[[], Awaitable[TensorSet]]) -> None:
         self._llm = llm
         self._read_checkpoint = read_checkpoint
-        # vLLM's registry of served models, and the model names that are not shaped. `attach` sets both.
+        # vLLM's registry of served models, and the model names that are not shaped. `attach_registry` sets both.
         self._registry: Any = None
         self._raw_names: set[str] = set()
         self.pushed: dict[str, LoRARequest] = {}
@@ -38,28 +38,27 @@ class VllmLoras:
 
         If the number changes, the history of drafts ages, and an engine that is joining loads all adapters again.
         """
-        # vLLM's ids of removed adapters: a waiting request for one of them must not reach the engine.
+        # vLLM's ids of removed adapters: a request with an id that is not loaded would kill the engine.
         self._removed_ids: set[int] = set()
         self._layers: LoraLayers | None = None
 
-    def attach(self, registry: Any, raw_names: set[str]) -> None:
-        """Register names in vLLM's ``registry`` of served models, and unshaped names in ``raw_names``."""
+    def attach_registry(self, registry: Any, raw_names: set[str]) -> None:
         self._registry = registry
         self._raw_names = raw_names
 
     async def layers(self) -> LoraLayers:
         if self._layers is None:
             tensors = await self._read_checkpoint()
-            matrices: dict[str, tuple[int, int]] = {}
+            shapes: dict[str, tuple[int, int]] = {}
             # All workers have the same layers.
             names, *_ = await self._llm.collective_rpc("darts_lora_layers")
             for name in names:
                 weight = name + WEIGHT
                 shape = tensors[weight].tensors[weight].shape if weight in tensors else ()
                 if len(shape) == 2:
-                    matrices[name] = (shape[0], shape[1])
+                    shapes[name] = (shape[0], shape[1])
             config: Any = self._llm.vllm_config.lora_config
-            self._layers = LoraLayers(matrices, config.max_lora_rank)
+            self._layers = LoraLayers(shapes, config.max_lora_rank)
         return self._layers
 
     def check_name(self, name: str) -> None:
@@ -74,12 +73,14 @@ class VllmLoras:
 
     async def load(self, name: str, folder: Path) -> None:
         """Serve the adapter in ``folder`` as ``name``, and unshaped with `RAW_SUFFIX`."""
-        number = self.pushed[name].lora_int_id if name in self.pushed else self._registry.lora_id_counter.inc(1)
+        replaced = self.pushed.get(name)
+        adapter_id = self._registry.lora_id_counter.inc(1) if replaced is None else replaced.lora_int_id
         # The LoRARequest that is sent with requests has no load_inplace: with it, the engine would load the files at
         # every step.
-        self.pushed[name] = LoRARequest(name, number, str(folder))
+        self.pushed[name] = LoRARequest(name, adapter_id, str(folder))
+        load_request = LoRARequest(name, adapter_id, str(folder), load_inplace=True)
         try:
-            is_loaded = await AsyncLLM.add_lora(self._llm, LoRARequest(name, number, str(folder), load_inplace=True))
+            is_loaded = await AsyncLLM.add_lora(self._llm, load_request)
         except Exception as error:
             raise UpdateFailed(f"the engine could not load the LoRA adapter: {error}") from error
         if not is_loaded:
@@ -88,10 +89,10 @@ class VllmLoras:
         # The replaced adapter may have left NaN in caches.
         await self._llm.collective_rpc("darts_clean_caches")
         self.changes += 1
-        raw = name + RAW_SUFFIX
+        raw_name = name + RAW_SUFFIX
         self._registry.lora_requests[name] = self.pushed[name]
-        self._registry.lora_requests[raw] = LoRARequest(raw, number, str(folder))
-        self._raw_names.add(raw)
+        self._registry.lora_requests[raw_name] = LoRARequest(raw_name, adapter_id, str(folder))
+        self._raw_names.add(raw_name)
 
     async def unload(self, name: str) -> None:
         request = self.pushed.pop(name, None)
@@ -99,21 +100,20 @@ class VllmLoras:
             return
         self._removed_ids.add(request.lora_int_id)
         self.changes += 1
-        for served in (name, name + RAW_SUFFIX):
-            self._registry.lora_requests.pop(served, None)
-            self._raw_names.discard(served)
+        for served_name in (name, name + RAW_SUFFIX):
+            self._registry.lora_requests.pop(served_name, None)
+            self._raw_names.discard(served_name)
         # If this fails, vLLM evicts the adapter when it needs the space. No request can name it any more.
         with suppress(Exception):
             await self._llm.remove_lora(request.lora_int_id)
 
-    def check_foreign_load(self, request: LoRARequest) -> None:
-        """Raise `Conflict` if vLLM's own routes would replace a pushed adapter."""
+    def check_not_pushed(self, request: LoRARequest) -> None:
         if any(pushed.lora_int_id == request.lora_int_id for pushed in self.pushed.values()):
             raise Conflict(
                 "name", f"the LoRA adapter {request.lora_name!r} was pushed; push it again, or delete it first"
             )
 
-    def resolve(self, request: LoRARequest) -> LoRARequest:
+    def find_current(self, request: LoRARequest) -> LoRARequest:
         """Return the current adapter for a request, which may have waited while its adapter was replaced.
 
         Raises:

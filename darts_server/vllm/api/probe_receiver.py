@@ -30,7 +30,8 @@ class ProbeReceiver:
         self._width: int | None = None
         self._probes: dict[int, Probe] = {}
         self._last_number = 0
-        self._ready: asyncio.Queue[str | None] = asyncio.Queue()
+        # The fault of each engine that has answered, or None.
+        self._engine_reports: asyncio.Queue[str | None] = asyncio.Queue()
 
     @property
     def width(self) -> int | None:
@@ -43,7 +44,7 @@ class ProbeReceiver:
         return self._last_number
 
     def unregister(self, number: int) -> None:
-        """Remove a probe after LINGER_SECONDS."""
+        # The last states may still be on their way.
         if number in self._probes:
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._probes.pop, number, None)
 
@@ -63,37 +64,37 @@ class ProbeReceiver:
                         del self._probes[number]
             elif kind == READY:
                 self._width = int(rest[0])
-                self._ready.put_nowait(None)
+                self._engine_reports.put_nowait(None)
             else:
                 self.disable(rest[0].decode())
-                self._ready.put_nowait(self.fault)
+                self._engine_reports.put_nowait(self.fault)
         except Exception as error:
             self.disable(f"a worker's message cannot be read: {type(error).__name__}: {error}")
 
-    async def wait_ready(self, engines: int) -> None:
+    async def wait_until_ready(self, engines: int) -> None:
         """Wait until every engine has announced states, or one engine has reported a fault, and set ``fault``."""
-        ready = 0
+        ready_engines = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(READY_SECONDS):
-                while ready < engines:
+                while ready_engines < engines:
                     # `receive` has set the fault.
-                    if await self._ready.get() is not None:
+                    if await self._engine_reports.get() is not None:
                         return
-                    ready += 1
-        if ready == engines:
+                    ready_engines += 1
+        if ready_engines == engines:
             self.fault = None
         else:
-            self.disable(f"{ready} of {engines} engines have answered within {READY_SECONDS:.0f} s")
+            self.disable(f"{ready_engines} of {engines} engines have answered within {READY_SECONDS:.0f} s")
 
     def disable(self, reason: str) -> None:
-        """Set the fault: `width` is None, so that no probes are registered."""
+        # With a fault `width` is None, so that no probes are registered.
         if reason != self.fault:
             logger.warning("hidden states of candidates are not received: %s", reason)
         self.fault = reason
 
 
 @asynccontextmanager
-async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
+async def install_probes(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
     """Install the probe in workers, and yield its receiver. If that fails, ``fault`` says why."""
     probes = ProbeReceiver()
 
@@ -122,7 +123,7 @@ async def probing(llm: AsyncLLM) -> AsyncIterator[ProbeReceiver]:
                     answers = await llm.collective_rpc(INSTALL, args=(address,))
                 fault = next((answer for answer in answers if answer is not None), None)
                 if fault is None:
-                    await probes.wait_ready(len(llm.engine_core.core_engines))
+                    await probes.wait_until_ready(len(llm.engine_core.core_engines))
                 else:
                     probes.disable(fault)
             except Exception as error:

@@ -84,10 +84,11 @@ def extend_routes(
         if not isinstance(route, APIRoute) or route.dependant.call is None:
             continue
         if route.path in CONTROL_PATHS:
-            route.dependant.call = _keep_own_errors(route.dependant.call, is_abort=route.path == ABORT)
+            route.dependant.call = _raise_recorded_errors(route.dependant.call, is_abort=route.path == ABORT)
         elif route.path == FINISH_UPDATE:
-            route.dependant.call = _with_finite_check(route.dependant.call)
+            route.dependant.call = _read_check_finite(route.dependant.call)
 
+    # The objects of the state exist only for the tasks that the model supports.
     state = application.state
     for attribute, method in GENERATION_HANDLERS:
         serving = getattr(state, attribute, None)
@@ -102,14 +103,14 @@ def extend_routes(
                 extensions,
             )
             setattr(serving, method, call)
-            serving.create_error_response = partial(_make_error, serving.create_error_response, fields_of)
+            serving.create_error_response = partial(_make_error_response, serving.create_error_response, fields_of)
 
-    changes = {
+    change_serving = {
         "openai_serving_responses": _report_responses_errors,
         "anthropic_serving_messages": _report_messages_errors,
         "serving_tokens": _allow_several_choices,
     }
-    for attribute, change in changes.items():
+    for attribute, change in change_serving.items():
         serving = getattr(state, attribute, None)
         if serving is not None:
             change(serving)
@@ -122,21 +123,20 @@ def extend_routes(
 class RouteCall:
     """A call of a generation route, as ``generate()`` reads it and adds to it.
 
-    ``sessions``: names of its trajectory, in the order of `SESSION_HEADERS`. ``beams``: beams of a beam search over
-    all its prompts. A beam search calls ``generate()`` for every token of every beam, but is admitted once, with
-    ``ticket``. ``groups``: ids of groups that serve the call. ``named``: keys of prompts that share the caller's prompt
-    key. ``aborted``: whether an answer was aborted. ``agent``: the session that the call is a turn of. ``fragments``:
-    None if vLLM writes the whole answer.
+    ``session_names``: names of its trajectory, in the order of `SESSION_HEADERS`. ``beams``: number of beams of a beam
+    search over all its prompts. ``group_ids``: groups that serve the call. ``keyed_prompts``: prompts that share the
+    caller's prompt key. ``agent_session``: the session that the call is a turn of. ``fragments``: None if vLLM writes
+    the whole answer.
     """
 
     options: RequestOptions = field(default_factory=RequestOptions)
-    sessions: tuple[str, ...] = ()
+    session_names: tuple[str, ...] = ()
     beams: int = 0
-    ticket: Ticket | None = None
-    groups: list[str] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)
-    aborted: bool = False
-    agent: AgentSession | None = None
+    beam_ticket: Ticket | None = None
+    group_ids: list[str] = field(default_factory=list)
+    keyed_prompts: set[str] = field(default_factory=set)
+    has_aborted_answer: bool = False
+    agent_session: AgentSession | None = None
     fragments: Fragments | None = None
 
 
@@ -171,6 +171,7 @@ async def _call_with_options(
     # The Responses API calls `generate` only while its stream is read, after the status was sent.
     is_responses_api = hasattr(request, "input") and hasattr(request, "previous_response_id")
 
+    # A beam search calls `generate` for each token of each beam, and is admitted once.
     beams = 0
     if getattr(request, "use_beam_search", False):
         policy = xargs.get("darts_policy", options.policy)
@@ -178,17 +179,18 @@ async def _call_with_options(
             raise InvalidRequest("policy", f"{policy!r} cannot shape a beam search; omit the policy or use_beam_search")
         beams = getattr(request, "n", None) or 1
         prompts = getattr(request, "prompt", None)
+        # A list of integers is one prompt.
         if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
             beams *= len(prompts)
-    sessions = []
-    for name in SESSION_HEADERS:
-        session = headers.get(name)
-        if session:
-            check_name(name, session)
-            sessions.append(session)
+    session_names = []
+    for header in SESSION_HEADERS:
+        session_name = headers.get(header)
+        if session_name:
+            check_name(header, session_name)
+            session_names.append(session_name)
 
     # vLLM's handler calls `generate`, which reads the context variable.
-    call = RouteCall(options, tuple(sessions), beams)
+    call = RouteCall(options, tuple(session_names), beams)
     state = raw_request.state
     # An echo joins the log-probs of the prompt and of the answer.
     if not getattr(request, "stream", False) and not getattr(request, "echo", False):
@@ -200,31 +202,32 @@ async def _call_with_options(
         answer = await handler(request, raw_request)
     finally:
         route_call.reset(token)
-        if call.ticket is not None:
-            call.ticket.release()
+        if call.beam_ticket is not None:
+            call.beam_ticket.release()
 
     for extension in extensions:
         extension.after(request, answer)
     metadata = getattr(state, "request_metadata", None)
-    if call.groups and metadata is not None:
-        # The id of the response finds the group, unless several requests share the group.
-        is_shared = len(set(call.groups)) == 1 and not call.groups[0].startswith(metadata.request_id)
-        state.darts_group_id = call.groups[0] if is_shared else metadata.request_id
+    if call.group_ids and metadata is not None:
+        # The id of the response finds its groups, unless the group is one that several requests have joined.
+        is_joined = len(set(call.group_ids)) == 1 and not call.group_ids[0].startswith(metadata.request_id)
+        state.darts_group_id = call.group_ids[0] if is_joined else metadata.request_id
     if is_responses_api and isinstance(answer, AsyncGenerator):
-        return _stream_in(call, answer)
-    if call.agent is not None:
-        return _add_session(call.agent, answer, raw_request)
+        return _stream_in_context(call, answer)
+    if call.agent_session is not None:
+        return _add_session_state(call.agent_session, answer, raw_request)
     return answer
 
 
-async def _stream_in(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Yield a stream's parts with ``call`` as context, in a task that ends with the stream."""
+async def _stream_in_context(call: RouteCall, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    # Not reset, because the task that reads the stream ends with it.
     route_call.set(call)
     async with aclosing(answer):
-        async for part in answer:
-            if call.agent is not None and getattr(part, "type", None) in RESPONSE_ENDS:
-                setattr(part, SESSION_FIELD, _describe_session(call.agent))
-            yield part
+        async for event in answer:
+            # `generate` has set the session by then.
+            if call.agent_session is not None and getattr(event, "type", None) in RESPONSE_ENDS:
+                setattr(event, SESSION_FIELD, _describe_session(call.agent_session))
+            yield event
 
 
 # --- turns of sessions ------------------------------------------------------------
@@ -240,45 +243,47 @@ ANSWERS = ("choices", "output")
 """Fields that answers have and errors do not have. The second is of the Responses API."""
 
 
-def _describe_session(session: AgentSession) -> dict[str, Any]:
-    """Return the field that tells a harness the state of its session."""
+def _describe_session(agent_session: AgentSession) -> dict[str, Any]:
+    state = agent_session.state
     return {
-        "id": session.session_id,
-        "state": "over" if session.state.is_over else "open",
-        "end": session.state.end_reason,
-        "turns": session.state.turns,
-        "tokens": session.tokens,
+        "id": agent_session.session_id,
+        "state": "over" if state.is_over else "open",
+        "end": state.end_reason,
+        "turns": state.turns,
+        "tokens": agent_session.tokens,
     }
 
 
-def _add_session(session: AgentSession, answer: Any, raw_request: Request) -> Any:
+def _add_session_state(agent_session: AgentSession, answer: Any, raw_request: Request) -> Any:
     """Add the state of a session to the answer of its turn: a header and a field, or a field in a stream."""
     if isinstance(answer, AsyncGenerator):
-        return _stream_with_session(session, answer)
-    fields = _describe_session(session)
-    raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in fields.items())
+        return _stream_with_session_state(agent_session, answer)
+    state = _describe_session(agent_session)
+    # The middleware makes a header of it.
+    raw_request.state.darts_session_state = "; ".join(f"{name}={value}" for name, value in state.items())
     # Errors keep their form.
     if isinstance(answer, BaseModel) and any(hasattr(answer, name) for name in ANSWERS):
-        if session.state.is_over:
-            _drop_tool_calls(getattr(answer, "choices", ()), session.group.spec.stopped_as)
-        return _add_field(answer, fields)
+        if agent_session.state.is_over:
+            _drop_tool_calls(getattr(answer, "choices", ()), agent_session.group.spec.stopped_as)
+        return _add_session_field(answer, state)
     return answer
 
 
-def _add_field(answer: BaseModel, fields: Mapping[str, Any]) -> BaseModel:
-    values = {**dict(answer), SESSION_FIELD: fields}
-    return _with_session_field(type(answer)).model_construct(None, **values)
+def _add_session_field(answer: BaseModel, state: Mapping[str, Any]) -> BaseModel:
+    values = {**dict(answer), SESSION_FIELD: state}
+    # Not validated: vLLM has made the other fields.
+    return _extend_with_session_field(type(answer)).model_construct(None, **values)
 
 
 @cache
-def _with_session_field(kind: type[BaseModel]) -> type[BaseModel]:
-    """Return a model of answers that has our field too. Some of vLLM's models accept no other fields."""
+def _extend_with_session_field(model: type[BaseModel]) -> type[BaseModel]:
+    # Some of vLLM's models accept no other fields.
     fields: dict[str, Any] = {SESSION_FIELD: (dict[str, Any], ...)}
-    return create_model(kind.__name__, __base__=kind, **fields)
+    return create_model(model.__name__, __base__=model, **fields)
 
 
 def _drop_tool_calls(choices: Iterable[Any], finish_reason: str) -> None:
-    """Remove the tool calls of a session that is over: an agent would run them, and send a further request."""
+    # An agent would run the tools, and send a further request to a session that is over.
     for choice in choices:
         message = getattr(choice, "message", None)
         if message is not None and message.tool_calls:
@@ -286,19 +291,22 @@ def _drop_tool_calls(choices: Iterable[Any], finish_reason: str) -> None:
             choice.finish_reason = finish_reason
 
 
-async def _stream_with_session(session: AgentSession, answer: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def _stream_with_session_state(
+    agent_session: AgentSession,
+    answer: AsyncGenerator[Any, None],
+) -> AsyncGenerator[Any, None]:
     async with aclosing(answer):
         async for event in answer:
             if isinstance(event, str) and FINISHED_CHOICE in event:
                 # The turn was counted before its last output was read.
-                event = _insert_field(event, _describe_session(session))
+                event = _insert_session_field(event, _describe_session(agent_session))
             yield event
 
 
-def _insert_field(event: str, fields: Mapping[str, Any]) -> str:
-    """Return an event of a stream with our field at the end of its object."""
-    begin, brace, end = event.rpartition("}")
-    return f'{begin},"{SESSION_FIELD}":{json.dumps(fields)}{brace}{end}'
+def _insert_session_field(event: str, state: Mapping[str, Any]) -> str:
+    # At the end of the event's JSON object, which is not parsed.
+    before, brace, after = event.rpartition("}")
+    return f'{before},"{SESSION_FIELD}":{json.dumps(state)}{brace}{after}'
 
 
 async def move_xargs(params: Any, raw_request: Request) -> None:
@@ -331,9 +339,9 @@ async def move_xargs(params: Any, raw_request: Request) -> None:
 
 @dataclass(slots=True)
 class _ControlCall:
-    """A call of a control route. ``is_abort``: whether the call has yet to abort requests."""
+    """A call of a control route."""
 
-    is_abort: bool
+    is_abort_pending: bool
     error: DartsError | None = None
 
 
@@ -341,8 +349,8 @@ _control_call: ContextVar[_ControlCall | None] = ContextVar("darts_control_call"
 
 
 @contextmanager
-def note_own_error() -> Iterator[None]:
-    """Record an error of ours that the block raises, for `_keep_own_errors`."""
+def record_darts_error() -> Iterator[None]:
+    """Record an error of ours that the block raises, for `_raise_recorded_errors`."""
     try:
         yield
     except DartsError as error:
@@ -355,18 +363,18 @@ def note_own_error() -> Iterator[None]:
 def take_route_abort() -> bool:
     """Return True once per call of ``/abort_requests``, for the abort that the route makes itself."""
     call = _control_call.get()
-    if call is None or not call.is_abort:
+    if call is None or not call.is_abort_pending:
         return False
-    call.is_abort = False
+    call.is_abort_pending = False
     return True
 
 
-def _keep_own_errors(handler: Handler, *, is_abort: bool) -> Handler:
+def _raise_recorded_errors(handler: Handler, *, is_abort: bool) -> Handler:
     """Return a handler that raises our recorded error, even if ``handler`` catches it."""
 
     @wraps(handler)
     async def handle(**values: Any) -> Any:
-        call = _ControlCall(is_abort)
+        call = _ControlCall(is_abort_pending=is_abort)
         token = _control_call.set(call)
         answer = None
         try:
@@ -388,15 +396,15 @@ checks_finite: ContextVar[bool] = ContextVar("darts_checks_finite", default=True
 """Whether the update that ends in this call fails if the model has NaN or infinity."""
 
 
-def _with_finite_check(handler: Handler) -> Handler:
+def _read_check_finite(handler: Handler) -> Handler:
     """Return a handler that sets `checks_finite` for ``handler``."""
 
     @wraps(handler)
     async def handle(raw_request: Request, **values: Any) -> Any:
-        given = raw_request.query_params.get(CHECK_FINITE, "true")
-        if given not in ("true", "false"):
+        parameter = raw_request.query_params.get(CHECK_FINITE, "true")
+        if parameter not in ("true", "false"):
             raise InvalidRequest(CHECK_FINITE, "must be true or false")
-        token = checks_finite.set(given == "true")
+        token = checks_finite.set(parameter == "true")
         try:
             return await handler(raw_request=raw_request, **values)
         finally:
@@ -408,19 +416,25 @@ def _with_finite_check(handler: Handler) -> Handler:
 # --- errors of generation routes --------------------------------------------------
 
 
-def _make_error(
-    make: Callable[..., Any],
+def _make_error_response(
+    create_error_response: Callable[..., Any],
     fields_of: ErrorFields,
-    message: Any,
+    error: Any,
     *args: Any,
     **more: Any,
 ) -> Any:
-    """Stand in for vLLM's ``create_error_response``, which is ``make``."""
-    if not isinstance(message, DartsError):
-        return make(message, *args, **more)
-    fields = fields_of(message)
+    """Stand in for vLLM's ``create_error_response``."""
+    # vLLM passes messages, too.
+    if not isinstance(error, DartsError):
+        return create_error_response(error, *args, **more)
+    fields = fields_of(error)
     status = HTTPStatus(fields["code"])
-    response = make(fields["message"], err_type=fields["type"], status_code=status, param=fields["param"])
+    response = create_error_response(
+        fields["message"],
+        err_type=fields["type"],
+        status_code=status,
+        param=fields["param"],
+    )
     # vLLM removes parts of a message that look like a path.
     response.error.message = fields["message"]
     return response
@@ -433,11 +447,12 @@ def _report_responses_errors(responses: Any) -> None:
     stream_stored = responses.responses_background_stream_generator
     run = responses._run_background_request
 
-    async def make_whole_or_cancelled(*args: Any, **more: Any) -> Any:
+    async def make_response_or_cancel(*args: Any, **more: Any) -> Any:
         response = await make_response(*args, **more)
         # vLLM reports an aborted response as "cancelled" for one family of models, and as "completed" for all others.
         call = route_call.get()
-        if call is not None and call.aborted and getattr(response, "status", None) in ("completed", "incomplete"):
+        has_aborted_answer = call is not None and call.has_aborted_answer
+        if has_aborted_answer and getattr(response, "status", None) in ("completed", "incomplete"):
             response.status = "cancelled"
             response.incomplete_details = None
         return response
@@ -449,11 +464,11 @@ def _report_responses_errors(responses: Any) -> None:
                 stored.status = "failed"
 
     async def stream_with_error(request: Any, *args: Any, **more: Any) -> AsyncGenerator[Any, None]:
-        number = -1
+        last_number = -1
         try:
             async with aclosing(stream(request, *args, **more)) as events:
                 async for event in events:
-                    number = getattr(event, "sequence_number", number)
+                    last_number = getattr(event, "sequence_number", last_number)
                     yield event
         except Exception as error:
             if not isinstance(error, DartsError):
@@ -465,7 +480,7 @@ def _report_responses_errors(responses: Any) -> None:
                 code=str(fields.code),
                 message=fields.message,
                 param=fields.param,
-                sequence_number=number + 1,
+                sequence_number=last_number + 1,
             )
 
     async def stream_stored_until_error(*args: Any, **more: Any) -> AsyncGenerator[Any, None]:
@@ -476,7 +491,7 @@ def _report_responses_errors(responses: Any) -> None:
                 if isinstance(event, ResponseErrorEvent):
                     return
 
-    async def run_and_mark(request: Any, *args: Any, **more: Any) -> None:
+    async def run_in_background(request: Any, *args: Any, **more: Any) -> None:
         try:
             await run(request, *args, **more)
         except DartsError as error:
@@ -488,17 +503,14 @@ def _report_responses_errors(responses: Any) -> None:
 
     # vLLM's method converts an engine's error to an event that vLLM has no type for.
     responses._convert_generation_error_to_streaming_response = raise_error
-    responses.responses_full_generator = make_whole_or_cancelled
+    responses.responses_full_generator = make_response_or_cancel
     responses.responses_stream_generator = stream_with_error
     responses.responses_background_stream_generator = stream_stored_until_error
-    responses._run_background_request = run_and_mark
+    responses._run_background_request = run_in_background
 
 
 def _report_messages_errors(messages: Any) -> None:
-    """Let ``/v1/messages`` return this server's errors and the state of the session.
-
-    A stream that fails ends with Anthropic's error event.
-    """
+    """Let ``/v1/messages`` return this server's errors and the state of the session."""
     chat = messages.create_chat_completion
     convert_stream = messages.message_stream_converter
     convert_response = messages.messages_full_converter
@@ -512,37 +524,39 @@ def _report_messages_errors(messages: Any) -> None:
             return messages.create_error_response(error)
 
     def convert_with_session(response: Any) -> Any:
-        fields = getattr(response, SESSION_FIELD, None)
+        state = getattr(response, SESSION_FIELD, None)
         converted = convert_response(response)
-        return converted if fields is None else _add_field(converted, fields)
+        return converted if state is None else _add_session_field(converted, state)
 
     async def convert_with_errors(chunks: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-        errors: list[Mapping[str, Any]] = []
-        session: Mapping[str, Any] | None = None
+        stream_error: Mapping[str, Any] | None = None
+        session_state: Mapping[str, Any] | None = None
 
-        async def until_error() -> AsyncGenerator[Any, None]:
-            nonlocal session
+        async def read_until_error() -> AsyncGenerator[Any, None]:
+            nonlocal stream_error, session_state
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    error = find_stream_error(chunk)
+                    stream_error = find_stream_error(chunk)
                     # vLLM's converter cannot parse the error, and would report its own failure to parse it.
-                    if error is not None:
-                        errors.append(error)
+                    if stream_error is not None:
                         return
+                    # The converter drops our field.
                     if isinstance(chunk, str) and f'"{SESSION_FIELD}"' in chunk:
-                        session = json.loads(chunk.removeprefix("data: "))[SESSION_FIELD]
+                        session_state = json.loads(chunk.removeprefix("data: "))[SESSION_FIELD]
                     yield chunk
 
         async with (
-            aclosing(until_error()) as chunks_before_error,
+            aclosing(read_until_error()) as chunks_before_error,
             aclosing(convert_stream(chunks_before_error)) as events,
         ):
             async for event in events:
-                if session is not None and event.startswith(MESSAGE_END):
-                    event = _insert_field(event, session)
+                if session_state is not None and event.startswith(MESSAGE_END):
+                    event = _insert_session_field(event, session_state)
                 yield event
-        for error in errors:
-            data = {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
+        if stream_error is not None:
+            # Anthropic's error event.
+            error = {"type": stream_error["type"], "message": stream_error["message"]}
+            data = {"type": "error", "error": error}
             yield f"event: error\ndata: {json.dumps(data)}\n\n"
 
     messages.create_chat_completion = create_or_report

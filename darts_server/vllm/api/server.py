@@ -32,24 +32,21 @@ ROUTE_LINES = ("Available routes", "Route: ")
 
 
 def take_api_keys(args: Namespace) -> list[str]:
-    """Remove the API keys from vLLM's flag and environment variable, and return them.
-
-    This server checks API keys itself. vLLM's own check knows only these keys, so it would refuse the keys of
-    ``--api-key-file``. vLLM's engine processes must not inherit keys in their environment.
-    """
-    given: list[str] = args.api_key or [os.environ.get(KEY_VARIABLE, "")]
+    """Remove the API keys from vLLM's flag and environment variable, and return them."""
+    keys: list[str] = args.api_key or [os.environ.get(KEY_VARIABLE, "")]
+    # This server checks keys itself. vLLM would refuse the keys of ``--api-key-file``.
     args.api_key = None
+    # Engine processes must not inherit keys.
     os.environ.pop(KEY_VARIABLE, None)
-    return [key for key in given if key]
+    return [key for key in keys if key]
 
 
 def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Set up logging, run ``main`` in vLLM's event loop, and return its exit code."""
     configure_logging_from_args(args)
     # A library that vLLM uses raises the root logger's level to ERROR when the app is made.
-    ours = getLogger("darts_server")
-    if ours.level == NOTSET:
-        ours.setLevel(WARNING)
+    darts_logger = getLogger("darts_server")
+    if darts_logger.level == NOTSET:
+        darts_logger.setLevel(WARNING)
     warning = version_warning(vllm_version())
     if warning is not None:
         logger.warning(warning)
@@ -57,7 +54,7 @@ def run(args: Namespace, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
 
 
 def bind_socket(args: Namespace) -> "closing[socket.socket]":
-    """Bind the server's address before the engine starts, which takes long."""
+    # Before the engine starts, which takes long.
     _, sock = setup_server(args, reuse_port=False)
     return closing(sock)
 
@@ -74,14 +71,14 @@ async def make_app(
     application = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, application.state, args, tasks)
     names: list[str] = args.served_model_name
-    # `flags.parse` has added raw names.
+    # `flags.parse` has added a raw name for each name, after all names.
     raw_names = set(names[len(names) // 2 :])
     limit_texts(llm.renderer)
     tokenize_in_threads(application.state)
     extend_routes(application, error_fields, read_options, raw_names, llm.check_options, extensions)
     write_logprobs_from_arrays(application)
     if llm.loras is not None:
-        llm.loras.attach(application.state.openai_serving_models, raw_names)
+        llm.loras.attach_registry(application.state.openai_serving_models, raw_names)
     # vLLM has built the stack already. Starlette builds it again with the middleware that is added later.
     application.middleware_stack = None
     return application
@@ -114,7 +111,7 @@ async def serve(
     is_ready = False
 
     async def notify() -> None:
-        """Called when the server answers, and repeatedly afterwards."""
+        # vLLM calls this when the server answers, and repeatedly afterwards.
         nonlocal is_ready
         shutdown.handle_signals()
         if not is_ready:
@@ -124,6 +121,7 @@ async def serve(
     def stop_http_server() -> None:
         application.state.server.should_exit = True
 
+    # uvicorn has its own default, which None would replace.
     log_options: dict[str, Any] = {}
     log_config = get_uvicorn_log_config(args)
     if log_config is not None:
@@ -133,7 +131,7 @@ async def serve(
     launcher.addFilter(lambda record: not str(record.msg).startswith(ROUTE_LINES))
 
     async with shutdown.watch(stop_http_server):
-        ended = await serve_http(
+        http_shutdown = await serve_http(
             application,
             sock=sock,
             callback_notify=notify,
@@ -153,10 +151,10 @@ async def serve(
             **log_options,
         )
     # vLLM returns the rest of the shutdown as a coroutine.
-    await ended
+    await http_shutdown
 
 
 def is_stopping(application: FastAPI) -> bool:
-    """Whether the HTTP server is shutting down. It waits for open responses, so endless responses must end."""
+    """Whether the HTTP server waits for open responses, so that endless responses must end."""
     http_server = getattr(application.state, "server", None)
     return http_server is not None and bool(http_server.should_exit)

@@ -39,7 +39,7 @@ MIN_WATCHES = 10
 
 
 def set_grace_seconds(args: Namespace, grace: float | None) -> float:
-    """Return the grace time in seconds, ours before vLLM's ``--shutdown-timeout``, and make vLLM's longer."""
+    """Return the grace time, by default vLLM's ``--shutdown-timeout``, and make vLLM's timeout longer."""
     seconds = grace if grace is not None else float(args.shutdown_timeout or GRACE_SECONDS)
     # A signal to the process group reaches the engine too, which must run until work was handed back.
     args.shutdown_timeout = math.ceil(seconds + HAND_BACK_SECONDS)
@@ -59,7 +59,6 @@ def exit_on_signals() -> None:
 
 
 def handle_sighup(reload: Callable[[], None] | None) -> None:
-    """Call ``reload`` on SIGHUP, or log that there is nothing to reload."""
     # The engine must have started: its processes inherit ignored signals, but not handled signals.
     ignore = partial(logger.warning, "SIGHUP: ignored, since the server has no key files to reload")
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload or ignore)
@@ -117,14 +116,14 @@ class Shutdown:
         """Stop the server when the engine should send something and is silent."""
         interval = min(MAX_WATCH_SECONDS, self.watchdog / MIN_WATCHES)
         # Polls are counted, not seconds: while this process is stopped or starved, no time counts.
-        silent = 0.0
-        while silent < self.watchdog:
-            messages = self.llm.held_requests.received_messages
+        silent_seconds = 0.0
+        while silent_seconds < self.watchdog:
+            messages_before = self.llm.held_requests.received_messages
             await asyncio.sleep(interval)
-            if self.llm.should_respond and self.llm.held_requests.received_messages == messages:
-                silent += interval
+            if self.llm.should_respond and self.llm.held_requests.received_messages == messages_before:
+                silent_seconds += interval
             else:
-                silent = 0.0
+                silent_seconds = 0.0
         self.lifecycle.stop(
             EngineDead(
                 f"the engine is hung: it has requests, and sent nothing for {self.watchdog:g} s (--engine-watchdog)"
@@ -132,7 +131,6 @@ class Shutdown:
         )
 
     def handle_signals(self) -> None:
-        """Replace vLLM's handlers, which know no groups."""
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self.handle_signal, number)
 
@@ -154,46 +152,46 @@ class Shutdown:
         """Wait for a reason to stop, end all work, and call ``exit``."""
         reason = await self.lifecycle.wait_for_stop()
         # A dead engine finishes nothing.
-        if isinstance(reason, ServerStopping) and await self._is_busy_after(self.grace):
+        if isinstance(reason, ServerStopping) and not await self._wait_until_idle(self.grace):
             try:
                 async with asyncio.timeout(HAND_BACK_SECONDS):
                     await asyncio.gather(self.llm.hand_back(), self.batches.hand_back(reason))
             except Exception:
                 # The work fails below, like all other work.
                 logger.exception("running work could not be handed back")
-        if await self._is_busy_after(seconds=0.0):
+        if not await self._wait_until_idle(seconds=0.0):
             self.batches.fail(reason)
             self.llm.fail(reason)
             # Wait until callers have their errors.
-            await self._is_busy_after(ANSWER_SECONDS)
+            await self._wait_until_idle(ANSWER_SECONDS)
         self.llm.end_sessions(reason)
         exit()
 
-    async def _is_busy_after(self, seconds: float) -> bool:
-        """Wait until no caller waits for work, for ``seconds`` at most, and return whether a caller still waits."""
+    async def _wait_until_idle(self, seconds: float) -> bool:
+        """Wait until no caller waits for work. Return False after ``seconds``."""
         # Time is counted in polls, as in `watch_engine`.
         while self.llm.admission.unanswered_requests > 0 or self.lifecycle.requests > 0:
             if seconds <= 0:
-                return True
+                return False
             await asyncio.sleep(POLL_SECONDS)
             seconds -= POLL_SECONDS
-        return False
+        return True
 
 
-def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost: int) -> int:
-    """Return the exit code, and log its reason. ``lost``: carried prompts that could not be saved."""
+def exit_code(llm: ShapingLLM, lifecycle: Lifecycle, lost_prompts: int) -> int:
+    """Return the exit code, and log its reason. ``lost_prompts``: carried prompts that could not be saved."""
     reason = lifecycle.stop_reason
     if not isinstance(reason, ServerStopping) and (reason or llm.died):
         logger.critical("%s", reason or f"the engine died: {cause_of_death(llm.engine_core)}")
         return 1
-    if lost:
-        logger.critical("%d prompts that were carried over could not be saved: send them again", lost)
+    if lost_prompts:
+        logger.critical("%d prompts that were carried over could not be saved: send them again", lost_prompts)
         return STATE_LOST
     return 0
 
 
 def cause_of_death(engine_core: Any) -> str:
-    """Describe how the engine's process ended, as far as its exit code shows."""
+    # Engines on other machines have no manager here.
     manager = getattr(engine_core.resources, "engine_manager", None)
     codes = {} if manager is None else manager.finished_procs()
     for name, code in codes.items():

@@ -26,7 +26,7 @@ from darts_server.vllm.api.engine import FINISH_REASONS, VllmRollouts
 from darts_server.vllm.api.routes import RouteCall
 from darts_server.vllm.fleet.ranks import RANK, placed_options
 from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
-from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred, read_logprobs
+from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred_fields, read_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
 from darts_server.vllm.requests.sampling import check_logprobs
 
@@ -81,15 +81,20 @@ class UnshapedLLM(ControlledLLM):
         turn = generation.turn
         member = generation.member
         # With priorities, the request waits in line with the candidates of groups.
-        order = None if self.rollouts is None else self.rollouts.make_starting_order(prompt_key=None)(0)
-        with ExitStack() as placed:
+        order = None
+        if self.rollouts is not None:
+            order_after = self.rollouts.make_starting_order(prompt_key=None)
+            order = order_after(0)
+        # `Ranks` counts the request on its engine until it ends.
+        with ExitStack() as counted:
             if member is not None:
-                placed.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
-                turn.rank = placed.enter_context(self.ranks.candidate(request.request_id))
+                counted.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
+                turn.rank = counted.enter_context(self.ranks.candidate(request.request_id))
             options = placed_options(self.vllm_config, request.options, turn.rank, order)
+            # The caller's choice comes first.
             turn.rank = options.get(RANK)
             if member is None and turn.rank is not None:
-                placed.enter_context(self.ranks.running_on(turn.rank))
+                counted.enter_context(self.ranks.running_on(turn.rank))
 
             outputs = super().generate(request.prompt, request.params, request.request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):
@@ -108,15 +113,14 @@ class UnshapedLLM(ControlledLLM):
                     raise
 
     def _count_tokens(self, request_id: str) -> int:
-        """Return how many tokens a running request has generated."""
-        # Several requests may have this id.
+        # Callers choose ids, so several running requests may have this id.
         internal_ids = self.output_processor.external_req_ids.get(request_id, ())
         return max((self.held_requests.count_tokens(internal_id) or 0 for internal_id in internal_ids), default=0)
 
     # --- turns of sessions ------------------------------------------------------
 
     def _begin_turn(
-        self, agent: AgentSession, request: PromptRequest, route: RouteCall
+        self, agent_session: AgentSession, request: PromptRequest, route: RouteCall
     ) -> AsyncGenerator[RequestOutput, None]:
         """Serve a turn of a session. It runs at once, on the engine that has its prefix.
 
@@ -133,28 +137,29 @@ class UnshapedLLM(ControlledLLM):
             params = request.params.clone()
             params.logprobs = 0
             request = replace(request, params=params)
-        route.agent = agent
+        route.agent_session = agent_session
         # Some harnesses send one X-Request-Id with all requests. The tokens of another request must not count for this
         # session, and the end of this session must abort no other request.
         request_id = f"{request.request_id}-{uuid4().hex[:8]}"
         request = replace(request, request_id=request_id)
         try:
-            turn = agent.group.begin_turn(
-                agent,
+            turn = agent_session.group.begin_turn(
+                agent_session,
                 partial(self._count_tokens, request_id),
                 partial(self._abort_turn, request_id),
             )
         except SessionOver as error:
             if error.status != HTTPStatus.OK:
                 raise
-            return _answer_over(agent, request)
+            return _answer_ended_session(agent_session, request)
         try:
             ticket = self.admission.admit(1)
         except DartsError:
             turn.leave(0)
             raise
         self._turns[request_id] = turn
-        generation = Generation(request, route, ticket, Turn(rank=agent.rank))
+        # The engine of the latest turn has the prefix.
+        generation = Generation(request, route, ticket, Turn(rank=agent_session.rank))
         outputs = self._serve_turn(generation, turn)
 
         def release() -> None:
@@ -165,17 +170,16 @@ class UnshapedLLM(ControlledLLM):
         return outputs
 
     def turns_named(self, request_ids: Sequence[str]) -> list[str]:
-        """Return the ids of the running turns whose callers have given them one of these ids."""
-        return [request_id for request_id in self._turns if request_id.rpartition("-")[0] in request_ids]
+        # `_begin_turn` has appended a suffix to the caller's id.
+        return [turn_id for turn_id in self._turns if turn_id.rpartition("-")[0] in request_ids]
 
     def _end_turn(self, turn: SessionTurn, request_id: str, tokens: int) -> None:
         turn.leave(tokens)
         self._turns.pop(request_id, None)
 
     def _abort_turn(self, request_id: str) -> None:
-        """Abort a turn's request until it has ended: it may be about to reach the engine."""
-
         async def abort() -> None:
+            # An abort has no effect on a request that has not reached the engine.
             while request_id in self._turns:
                 await self.abort(request_id)
                 await asyncio.sleep(ABORT_POLL_SECONDS)
@@ -185,7 +189,6 @@ class UnshapedLLM(ControlledLLM):
         task.add_done_callback(self._aborts.discard)
 
     async def _serve_turn(self, generation: Generation, turn: SessionTurn) -> AsyncGenerator[RequestOutput, None]:
-        """Yield outputs. Count the turn before its last output is read."""
         params = generation.request.params
         is_delta = params.output_kind is RequestOutputKind.DELTA
         tokens: list[int] = []
@@ -194,13 +197,14 @@ class UnshapedLLM(ControlledLLM):
         try:
             await self._wait_for_gate(turn)
             if turn.session_ended.is_set():
-                async for output in _answer_over(turn.session, generation.request):
+                async for output in _answer_ended_session(turn.session, generation.request):
                     yield output
                 return
             async with aclosing(self._generate_unshaped(generation)) as outputs:
                 async for output in outputs:
                     prompt = output.prompt_token_ids or prompt
                     choice = output.outputs[0]
+                    # Without deltas, each output has all tokens so far.
                     if not is_delta:
                         tokens = []
                         logprobs = []
@@ -208,6 +212,7 @@ class UnshapedLLM(ControlledLLM):
                     logprobs.extend(await read_logprobs(choice))
                     reason = choice.finish_reason
                     if reason is not None:
+                        # The turn is counted before its last output is read.
                         turn.session.rank = generation.turn.rank
                         is_aborted = reason == ABORTED
                         # With any other reason, such as an error of vLLM, the harness gets no answer.
@@ -217,15 +222,15 @@ class UnshapedLLM(ControlledLLM):
                             choice.finish_reason = FinishReason.LENGTH.value
                         if is_delta and not choice.token_ids:
                             choice.token_ids = NoTokens()
-                        generation.route.aborted |= choice.finish_reason == ABORTED
+                        generation.route.has_aborted_answer |= choice.finish_reason == ABORTED
                     yield output
         finally:
             generation.ticket.release()
             self._end_turn(turn, generation.request.request_id, len(tokens))
 
     async def _wait_for_gate(self, turn: SessionTurn) -> None:
-        """Wait until the gate is open, or the session has ended: then it needs no engine."""
         if self.gate.is_closed:
+            # A turn of a session that has ended needs no engine.
             waiting = {asyncio.create_task(self.gate.wait_open()), asyncio.create_task(turn.session_ended.wait())}
             try:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -235,15 +240,14 @@ class UnshapedLLM(ControlledLLM):
 
 
 async def prepare_output(output: RequestOutput, route: RouteCall) -> None:
-    """Make what the route reads of a final output. Other tasks run meanwhile."""
+    """Make the fields that the route reads of a final output. Other tasks run meanwhile."""
     if route.fragments is None:
-        await make_deferred(output)
+        await make_deferred_fields(output)
     else:
         await make_text_and_keep_arrays(output)
 
 
 def call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Callable[[], None]) -> None:
-    """Call ``release`` when a generator is deleted: if it is never iterated, its ``finally`` does not run."""
     loop = asyncio.get_running_loop()
 
     def release_in_loop() -> None:
@@ -251,16 +255,16 @@ def call_at_deletion(outputs: AsyncGenerator[RequestOutput, None], release: Call
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(release)
 
+    # The `finally` of a generator that is never iterated does not run.
     finalize(outputs, release_in_loop).atexit = False
 
 
-async def _answer_over(agent: AgentSession, request: PromptRequest) -> AsyncGenerator[RequestOutput, None]:
-    """Yield an answer without tokens for a turn of a session that is over, if its harness understands no error.
-
-    Raises:
-        SessionOver: the harness understands the error's status.
-    """
-    error = agent.group.over_error(agent)
+async def _answer_ended_session(
+    agent_session: AgentSession,
+    request: PromptRequest,
+) -> AsyncGenerator[RequestOutput, None]:
+    """Raise `SessionOver`, or yield an answer without tokens if the harness understands no error."""
+    error = agent_session.group.over_error(agent_session)
     if error.status != HTTPStatus.OK:
         raise error
     is_delta = request.params.output_kind is RequestOutputKind.DELTA
@@ -270,7 +274,7 @@ async def _answer_over(agent: AgentSession, request: PromptRequest) -> AsyncGene
         token_ids=NoTokens() if is_delta else [],
         cumulative_logprob=None,
         logprobs=None if request.params.logprobs is None else [],
-        finish_reason=agent.group.spec.stopped_as.value,
+        finish_reason=agent_session.group.spec.stopped_as.value,
     )
     yield RequestOutput(
         request_id=request.request_id,

@@ -35,18 +35,18 @@ class VllmModel:
     def __init__(self, llm: ControlledLLM) -> None:
         self._llm = llm
         self._checkpoint: TensorSet | None = None
-        # The weights that all engines have, or None for the weights that they were started with.
+        # The plan whose weights all engines have, or None for the weights that they were started with.
         self._loaded: FilePlan | None = None
-        self.loras = None if llm.vllm_config.lora_config is None else VllmLoras(llm, self._tensors)
+        self.loras = None if llm.vllm_config.lora_config is None else VllmLoras(llm, self._read_checkpoint_once)
 
     @property
     def weight_version(self) -> int:
         return self._llm.weight_version
 
     async def expected_tensors(self) -> ExpectedTensors:
-        """Return the tensors of new weights, which may omit a tied head."""
         tensors = {name: file.tensors[name] for name, file in (await self.checkpoint_tensors()).items()}
         embeddings = [name for name in tensors if name.endswith(EMBEDDING)]
+        # New weights may omit a head that is tied to the embedding.
         tied: dict[str, str] = {}
         if getattr(self._llm.model_config.hf_text_config, "tie_word_embeddings", False) and len(embeddings) == 1:
             tied[HEAD] = embeddings[0]
@@ -58,10 +58,9 @@ class VllmModel:
                 "weights of a model that takes LoRA adapters cannot be replaced here; push LoRA adapters only, or "
                 "start the server without --enable-lora"
             )
-        return await self._tensors()
+        return await self._read_checkpoint_once()
 
-    async def _tensors(self) -> TensorSet:
-        """Read the headers of the checkpoint that vLLM loaded, or raise `UpdateUnsupported`."""
+    async def _read_checkpoint_once(self) -> TensorSet:
         if self._checkpoint is None:
             self._check_supported()
             self._checkpoint = await run_sync(self._read_checkpoint)
@@ -78,7 +77,7 @@ class VllmModel:
         await self._llm.resume_engine()
 
     async def abort_requests(self) -> None:
-        """Abort all requests, and pause the engine."""
+        # Pausing in this mode aborts all requests.
         await self._llm.pause_engine("abort")
 
     async def load(self, files: FilePlan) -> None:
@@ -88,7 +87,7 @@ class VllmModel:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """A value that changes when the engines' weights or LoRA adapters change."""
+        """Changes with the engines' weights or LoRA adapters."""
         return self._loaded, () if self.loras is None else self.loras.changes
 
     async def bring_to_state(self, engine: bytes) -> None:
@@ -99,10 +98,10 @@ class VllmModel:
             if self._loaded is not None:
                 plan = _encode_plan(self._loaded)
                 # Arguments as in `ControlledLLM.collective_rpc`.
-                _raise_first(await call("collective_rpc", "darts_load_weights", None, (plan,), None))
+                _raise_first_error(await call("collective_rpc", "darts_load_weights", None, (plan,), None))
             if self.loras is not None:
                 for lora in self.loras.pushed.values():
-                    # The engine would load the adapter again for each request.
+                    # If the engine does not accept it now, it would load the adapter again for each request.
                     if not await call("add_lora", lora):
                         raise UpdateFailed(f"the engine did not accept the LoRA adapter {lora.lora_name!r}")
         except EngineError as error:
@@ -129,24 +128,23 @@ class VllmModel:
         self._llm.weight_version = version
 
     async def _call_workers(self, method: str, *args: object) -> None:
-        """Call a method of `WorkerExtension`, and raise the first error of a worker."""
         try:
             errors = await self._llm.collective_rpc(method, args=args)
         except Exception as error:
             raise UpdateFailed(f"the engine failed while it loaded weights: {error}") from error
-        _raise_first(errors)
+        _raise_first_error(errors)
 
     def _check_supported(self) -> None:
-        """Raise `UpdateUnsupported` for untested configurations: wrong weights do not fail, they train badly."""
+        # Untested configurations are refused: wrong weights do not fail, they train badly.
         config: Any = self._llm.vllm_config
-        sizes = config.parallel_config
-        parallelism = {"tensor": sizes.tensor_parallel_size, "pipeline": sizes.pipeline_parallel_size}
+        parallel = config.parallel_config
+        sizes = {"tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
         # The engines of a fleet are ranks in our configuration only.
         if not isinstance(self._llm.engine_core, FleetCore):
-            parallelism["data"] = sizes.data_parallel_size
-        for name, value in parallelism.items():
-            if value != 1:
-                raise UpdateUnsupported(f"weights of a model with {name} parallelism = {value} cannot be replaced here")
+            sizes["data"] = parallel.data_parallel_size
+        for name, size in sizes.items():
+            if size != 1:
+                raise UpdateUnsupported(f"weights of a model with {name} parallelism = {size} cannot be replaced here")
         if self._llm.model_config.quantization is not None:
             raise UpdateUnsupported("weights of a model with quantized weights cannot be replaced here")
         speculative = config.speculative_config
@@ -170,11 +168,11 @@ class VllmModel:
 
 
 def _encode_plan(files: FilePlan) -> list[tuple[str, list[Any], list[str]]]:
-    """Return a plan in types that vLLM can send to workers."""
+    # Only types that vLLM can send to workers.
     return [(str(file.path), list(file.stamp), list(names)) for file, names in files]
 
 
-def _raise_first(errors: Sequence[str | None]) -> None:
+def _raise_first_error(errors: Sequence[str | None]) -> None:
     for error in errors:
         if error is not None:
             raise UpdateFailed(f"the engine could not load the weights: {error}")

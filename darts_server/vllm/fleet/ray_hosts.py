@@ -127,7 +127,7 @@ class HostActor:
 
 @dataclass(slots=True, eq=False)
 class PlacedHosts:
-    """The hosts of all engines. Implements `darts_server.vllm.api.launch.Places`.
+    """The hosts of all engines. Implements `darts_server.vllm.api.launch.EngineHosts`.
 
     ``wanted``: CPUs and GPUs of each host. ``is_own``: whether this process started the cluster.
     """

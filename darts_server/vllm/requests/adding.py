@@ -1,8 +1,7 @@
 """Add a candidate by vLLM's ``add_request``, with changes that its arguments cannot express.
 
-For each request vLLM validates the sampling parameters and all tokens of the prompt, and completes the parameters from
-the model's configuration. The candidates of a group differ only in their id, their seed and their place in the queue,
-so they share the request that vLLM makes for the first of them.
+For each request vLLM validates the sampling parameters and all tokens of the prompt. The candidates of a group differ
+only in their id, their seed and their place in the queue, so they share the request that vLLM makes for the first.
 """
 
 from collections.abc import Callable, Iterator

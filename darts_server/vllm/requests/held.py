@@ -1,7 +1,6 @@
 """The requests that engines hold, from the API process: their token counts, aborts, releases and metrics.
 
-See `darts_server.vllm.engine_core.holding`. A numbered request is held unless its tokens are read while they are
-generated.
+A numbered request is held unless its tokens are read while it runs. See `darts_server.vllm.engine_core.holding`.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from darts_server.vllm.engine_core.holding import NO_DRAFTS, NOT_HELD, NUMBER, RELEASE, Report
 from darts_server.vllm.requests.adding import added_candidate
-from darts_server.vllm.requests.outputs import CachingTokenizer, Deferred
+from darts_server.vllm.requests.outputs import CachingTokenizer, DeferredOutput
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class NumberedRequest(NamedTuple):
 
 
 class HeldRequests:
-    """Changes vLLM's client, output processor and loggers so that engines hold requests."""
+    """Changes vLLM's client, output processor and loggers."""
 
     def __init__(self, engine_core: Any, processor: OutputProcessor, loggers: Any) -> None:
         self.on_step: StepListener | None = None
@@ -90,11 +89,10 @@ class HeldRequests:
         return max(received, numbered.prior_tokens + self._generated.get(numbered.number, 0))
 
     def release(self, request_id: str) -> None:
-        """Let the engine send the tokens of a request as they are generated."""
+        """Let the engine send tokens as they are generated."""
         self._releases.add(request_id)
 
     def change_cache_salt(self) -> None:
-        """Let later requests use no block that is in the engines' prefix caches now."""
         self._salt_prefix = f"darts-caches-{next(self._salt_numbers)}/"
 
     async def _send_releases(self, request_ids: list[str]) -> None:
@@ -107,7 +105,7 @@ class HeldRequests:
                 logger.error("an engine did not release requests: %s", answer)
 
     def _decode(self, frames: Any) -> Report:
-        """Stand in for vLLM's decoder, and record what a report adds to the message."""
+        """Stand in for vLLM's decoder."""
         report: Report = self._decode_report(frames)
         self.received_messages += 1
         self.decode_steps += len(report.steps)
@@ -120,7 +118,7 @@ class HeldRequests:
         return report
 
     async def _add_numbered(self, request: EngineCoreRequest) -> None:
-        """Stand in for vLLM's ``add_request_async``: number requests that need only a final output."""
+        """Stand in for vLLM's ``add_request_async``."""
         salt = request.cache_salt or ""
         # A request that is sent again has the prefix already.
         if not salt.startswith(self._salt_prefix):
@@ -145,7 +143,7 @@ class HeldRequests:
             candidate.change = None
             is_candidate = True
         else:
-            Deferred(self.tokenizer, params).begin(request, state)
+            DeferredOutput(self.tokenizer, params).start_collecting(request, state)
 
         number = next(self._numbers)
         prior_tokens = 0 if state.detokenizer is None else state.detokenizer.num_output_tokens()
@@ -188,7 +186,7 @@ class HeldRequests:
         timestamp: Any,
         stats: Any,
     ) -> None:
-        """Stand in for vLLM's method, whose times assume one token in each output."""
+        """Stand in for vLLM's ``_update_stats_from_output``, which assumes one token in each output."""
         numbered = numbered_request_of(state)
         if numbered is None:
             self._vllm_update_stats(state, output, timestamp, stats)
@@ -215,7 +213,7 @@ class HeldRequests:
         engine_idx: int = 0,
         **options: Any,
     ) -> None:
-        """Stand in for vLLM's ``record``: count tokens when they are generated, although they arrive later."""
+        """Stand in for vLLM's ``record``: count tokens when they are generated, and not when they arrive."""
         unlogged = self._unlogged_tokens[engine_idx]
         if unlogged:
             if iteration_stats is None:

@@ -1,6 +1,6 @@
-"""Keeps the answers of all requests, and sends an engine those of a prompt that it has not counted.
+"""Keeps the answers of all requests, and sends them to engines that have not counted them.
 
-See `darts_server.drafts.history`. Answers travel in the first request of a prompt to an engine.
+Answers travel in the first request of a prompt to an engine. See `darts_server.drafts.history`.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class EngineMemory:
 
 
 class RequestHistory:
-    """Changes vLLM's client and output processor so that ``history`` gets answers, and engines get history.
+    """Changes vLLM's client and output processor.
 
     ``model_version``: returns a value that changes with each update of weights and LoRA adapters.
     """
@@ -75,7 +75,6 @@ class RequestHistory:
         changed._finish_request = self._finish_and_keep
 
     async def watch_engines(self) -> None:
-        """Find out which engines have emptied their counts, until cancelled."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             engines = list(self._core.core_engines)
@@ -104,7 +103,7 @@ class RequestHistory:
         return memory
 
     def _send_with_history(self, request_type: EngineCoreRequestType, request: Any, engine: bytes | None = None) -> Any:
-        """Stand in for vLLM's method, which sends everything to engines."""
+        """Stand in for vLLM's ``_send_input``."""
         if engine is None:
             engine = self._core.core_engine
         if request_type is EngineCoreRequestType.ADD:
@@ -112,7 +111,6 @@ class RequestHistory:
         return self._vllm_send_input(request_type, request, engine)
 
     def _add_history(self, request: EngineCoreRequest, engine: bytes) -> EngineCoreRequest:
-        """Return a request with the answers of its prompt that the engine has not counted."""
         params = request.sampling_params
         state = self._states.get(request.request_id)
         # A prompt of embeddings has no tokens that others could share.
@@ -145,7 +143,7 @@ class RequestHistory:
         return key
 
     def _finish_and_keep(self, state: RequestState) -> None:
-        """Stand in for vLLM's ``_finish_request``, and keep the answer of the request in the history."""
+        """Stand in for vLLM's ``_finish_request``."""
         origin: Origin | None = getattr(state, ORIGIN, None)
         if origin is not None and state.detokenizer is not None:
             tokens = array("i", state.detokenizer.output_token_ids).tobytes()

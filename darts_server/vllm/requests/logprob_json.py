@@ -1,7 +1,4 @@
-"""Write the log-probs of answers as JSON, from the engine's arrays, without an object for each token.
-
-The bytes are those that vLLM's routes would send: the same fields, texts, order and numbers.
-"""
+"""Write the log-probs of answers as JSON from the engine's arrays, with the bytes that vLLM's routes would send."""
 
 import json
 from abc import ABC, abstractmethod
@@ -22,7 +19,7 @@ from darts_server.vllm.requests.outputs import (
     TEXT,
     DeferredCompletion,
     LogprobRows,
-    make_deferred,
+    make_deferred_fields,
 )
 
 MIN_LOGPROB = -9999.0
@@ -32,31 +29,31 @@ CACHED_TEXTS = 1 << 18
 
 
 class ArrayLogprobs(Sequence[dict[int, Logprob]]):
-    """Log-probs of an output as the engine's arrays. vLLM's objects are made when an entry is read."""
+    """Log-probs of an output, whose objects are made when an entry is read."""
 
     def __init__(self, completion: DeferredCompletion) -> None:
         # Not the output, which refers to this object.
         self.deferred = completion.deferred
         self.token_ids = completion.token_ids
-        self._made: Any = None
+        self._logprobs: Any = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._made is None:
+        if self._logprobs is None:
+            # The generator yields where other tasks may run, and returns the log-probs.
             building = self.deferred.build_logprobs(self.token_ids)
             try:
                 while True:
                     next(building)
             except StopIteration as end:
-                self._made = end.value
-        return self._made[index]
+                self._logprobs = end.value
+        return self._logprobs[index]
 
 
 async def make_text_and_keep_arrays(output: RequestOutput) -> None:
-    """Make the text of a deferred output. The log-probs stay arrays, for a route that writes them as JSON."""
-    await make_deferred(output, TEXT)
+    await make_deferred_fields(output, TEXT)
     for completion in output.outputs:
         if isinstance(completion, DeferredCompletion) and LOGPROBS not in vars(completion):
             completion.logprobs = ArrayLogprobs(completion)
@@ -83,39 +80,44 @@ def write_slices(logprobs: ArrayLogprobs, form: Form) -> Iterator[str]:
     for rows in logprobs.deferred.logprob_rows(logprobs.token_ids):
         slices.append(form.write(rows))
         yield ""
-    lists = zip(*slices, strict=True) if slices else [()] * len(form.fields)
-    yield "{" + ",".join(f'"{name}":[{",".join(parts)}]' for name, parts in zip(form.fields, lists, strict=True)) + "}"
+    # Each slice has a part of every list.
+    parts_by_field = zip(*slices, strict=True) if slices else [()] * len(form.fields)
+    lists = [f'"{name}":[{",".join(parts)}]' for name, parts in zip(form.fields, parts_by_field, strict=True)]
+    yield "{" + ",".join(lists) + "}"
 
 
 @dataclass
 class CompletionForm(Form):
     """Log-probs of ``/v1/completions``.
 
-    ``count``: number of top log-probs of each token, of which the sampled token's is the first, or None for all.
-    ``as_token_ids``: whether tokens are named by their ids.
+    ``max_tops``: limit of log-probs of each token, including the sampled token's, or None for all. ``as_token_ids``:
+    whether tokens are named by their ids.
     """
 
-    count: int | None
+    max_tops: int | None
     as_token_ids: bool
     fields = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
     _offset: int = 0
 
     def write(self, rows: LogprobRows) -> tuple[str, ...]:
-        names = name_tokens(rows, as_token_ids=self.as_token_ids)
-        numbers = write_numbers(rows.values)
-        offsets = list(accumulate((len(row[0]) for row in names), initial=self._offset))
+        names_by_row = name_tokens(rows, as_token_ids=self.as_token_ids)
+        values_by_row = write_numbers(rows.values)
+        sampled_names = [names[0] for names in names_by_row]
+        # The last sum is the offset of the next slice.
+        offsets = list(accumulate(map(len, sampled_names), initial=self._offset))
         self._offset = offsets.pop()
 
-        tokens = [quote(row[0]) for row in names]
-        values = [row[0] for row in numbers]
+        tokens = [quote(name) for name in sampled_names]
+        values = [row_values[0] for row_values in values_by_row]
         if rows.values.shape[1] == 1:
             tops = [f"{{{token}:{value}}}" for token, value in zip(tokens, values, strict=True)]
         else:
             tops = []
-            for ids, texts, row in zip(rows.ids, names, numbers, strict=True):
-                chosen = take(ids, zip(texts, row, strict=True), self.count)
+            for ids, names, row_values in zip(rows.ids, names_by_row, values_by_row, strict=True):
+                entries = take_distinct(ids, zip(names, row_values, strict=True), self.max_tops)
                 # Several tokens may have the same text. The last token's log-prob counts.
-                tops.append("{" + ",".join(f"{quote(text)}:{value}" for text, value in dict(chosen).items()) + "}")
+                value_of_text = dict(entries)
+                tops.append("{" + ",".join(f"{quote(text)}:{value}" for text, value in value_of_text.items()) + "}")
         return ",".join(map(str, offsets)), ",".join(values), ",".join(tokens), ",".join(tops)
 
 
@@ -123,21 +125,22 @@ class CompletionForm(Form):
 class ChatForm(Form):
     """Log-probs of ``/v1/chat/completions``, with the fields of `CompletionForm`."""
 
-    count: int | None
+    max_tops: int | None
     as_token_ids: bool
 
     def write(self, rows: LogprobRows) -> tuple[str, ...]:
-        names = name_tokens(rows, as_token_ids=self.as_token_ids)
+        names_by_row = name_tokens(rows, as_token_ids=self.as_token_ids)
+        values_by_row = write_numbers(rows.values)
         entries = []
-        for ids, texts, token_names, row in zip(rows.ids, rows.texts, names, write_numbers(rows.values), strict=True):
-            chosen = take(ids, zip(token_names, row, strict=True), self.count)
+        for ids, texts, names, values in zip(rows.ids, rows.texts, names_by_row, values_by_row, strict=True):
+            chosen = take_distinct(ids, zip(names, values, strict=True), self.max_tops)
             tops = ",".join(
                 f'{{"token":{quote(name)},"logprob":{value},"bytes":{write_bytes(name)}}}' for name, value in chosen
             )
-            # The bytes are those of the text, even if the token is named by its id.
-            text = cast(str, next(iter(texts)))
+            # The sampled token's bytes are those of its text, even if the token is named by its id.
+            sampled_text = cast(str, next(iter(texts)))
             entries.append(
-                f'{{"token":{quote(token_names[0])},"logprob":{row[0]},"bytes":{write_bytes(text)},'
+                f'{{"token":{quote(names[0])},"logprob":{values[0]},"bytes":{write_bytes(sampled_text)},'
                 f'"top_logprobs":[{tops}]}}'
             )
         return (",".join(entries),)
@@ -145,24 +148,31 @@ class ChatForm(Form):
 
 @dataclass
 class TokensForm(Form):
-    """Log-probs of ``/inference/v1/generate``, which names tokens by their ids. ``count``: as in `CompletionForm`."""
+    """Log-probs of ``/inference/v1/generate``, which names tokens by their ids. ``max_tops``: see `CompletionForm`."""
 
-    count: int | None
+    max_tops: int | None
     needs_texts = False
 
     def write(self, rows: LogprobRows) -> tuple[str, ...]:
-        names = name_tokens(rows, as_token_ids=True)
+        names_by_row = name_tokens(rows, as_token_ids=True)
+        values_by_row = write_numbers(rows.values)
         entries = []
-        for ids, row_names, row in zip(rows.ids, names, write_numbers(rows.values), strict=True):
-            chosen = take(ids, zip(row_names, row, strict=True), self.count)
+        for ids, names, values in zip(rows.ids, names_by_row, values_by_row, strict=True):
+            chosen = take_distinct(ids, zip(names, values, strict=True), self.max_tops)
             tops = ",".join(f'{{"token":"{name}","logprob":{value},"bytes":null}}' for name, value in chosen)
-            entries.append(f'{{"token":"{row_names[0]}","logprob":{row[0]},"bytes":null,"top_logprobs":[{tops}]}}')
+            entries.append(f'{{"token":"{names[0]}","logprob":{values[0]},"bytes":null,"top_logprobs":[{tops}]}}')
         return (",".join(entries),)
 
 
-def take(ids: Sequence[int], entries: Iterable[tuple[str, str]], count: int | None) -> Iterable[tuple[str, str]]:
-    """Return the first ``count`` entries, or all for None, of a token's row without repeated ids."""
-    return islice(dict(zip(ids, entries, strict=True)).values(), count)
+def take_distinct(
+    ids: Sequence[int],
+    entries: Iterable[tuple[str, str]],
+    limit: int | None,
+) -> Iterable[tuple[str, str]]:
+    """Return the first entries of a row without repeated ids, at most ``limit`` unless it is None."""
+    # The sampled token comes first, and again if it is one of the likeliest.
+    entry_of_id = dict(zip(ids, entries, strict=True))
+    return islice(entry_of_id.values(), limit)
 
 
 def name_tokens(rows: LogprobRows, *, as_token_ids: bool) -> list[list[str]]:
@@ -172,12 +182,12 @@ def name_tokens(rows: LogprobRows, *, as_token_ids: bool) -> list[list[str]]:
 
 
 def write_numbers(values: Any) -> list[list[str]]:
-    """Write log-probs as Python's JSON does."""
-    raised = np.maximum(values, MIN_LOGPROB)
-    if not np.isfinite(raised).all():
-        number = next(number for number in raised.ravel().tolist() if not isfinite(number))
-        raise ValueError(f"Out of range float values are not JSON compliant: {number}")
-    return [[repr(value) for value in row] for row in raised.tolist()]
+    finite = np.maximum(values, MIN_LOGPROB)
+    if not np.isfinite(finite).all():
+        wrong = next(value for value in finite.ravel().tolist() if not isfinite(value))
+        # The error of `json.dumps`, which vLLM would raise.
+        raise ValueError(f"Out of range float values are not JSON compliant: {wrong}")
+    return [[repr(value) for value in row] for row in finite.tolist()]
 
 
 @lru_cache(CACHED_TEXTS)

@@ -1,8 +1,7 @@
 """Make text and log-probs of outputs when they are read: discarded candidates and truncated ends cost nothing.
 
 While a request runs whose answer is sent whole, its state in vLLM only collects token ids and the engine's log-probs.
-vLLM's own code makes text or log-probs of them when either is read. Only text that is searched for stop strings is made
-while it grows. `darts_server.vllm.requests.logprob_json` writes log-probs that only an answer needs.
+Only text that is searched for stop strings is made while it grows.
 """
 
 import asyncio
@@ -11,7 +10,7 @@ from array import array
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple, cast
 from weakref import ref
@@ -55,8 +54,8 @@ ABORTED = "abort"
 """vLLM's finish reason of aborted requests."""
 # vLLM's finish reason of an output whose last token may be no part of its text.
 STOP = "stop"
-one_at_a_time = anyio.CapacityLimiter(1)
-"""Held by the task that makes slices. Several tasks would each make a slice in every turn of the event loop."""
+slice_limiter = anyio.CapacityLimiter(1)
+"""Several tasks that make slices would each make a slice in every turn of the event loop."""
 
 
 class NoTokens(list[int]):
@@ -67,31 +66,31 @@ class NoTokens(list[int]):
 
 
 class CachingTokenizer:
-    """A tokenizer that caches the text of single tokens, for log-probs, and decodes many tokens at once."""
+    """A tokenizer that caches the text of single tokens, and decodes many tokens at once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.text = cache(self._text)
-        self.incomplete: set[int] = set()
+        self.text_of_token = cache(self._text_of_token)
+        self.incomplete_tokens: set[int] = set()
         """Cached tokens whose text ends with a part of a character."""
         self._decode_token = cache(lambda token: tokenizer.decode([token]))
 
-    def _text(self, token: int) -> str:
-        """Return a token's text as vLLM's log-probs have it, before vLLM corrects incomplete texts."""
+    def _text_of_token(self, token: int) -> str:
+        # vLLM calls the same function for the texts of its log-probs, and then corrects incomplete texts.
         (text,) = convert_ids_list_to_tokens(cast(TokenizerLike, self), [token])
         if text.endswith(INCOMPLETE):
-            self.incomplete.add(token)
+            self.incomplete_tokens.add(token)
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode tokens, and cache single tokens: vLLM decodes log-probs token by token."""
+        # vLLM decodes log-probs token by token.
         if len(token_ids) == 1:
             return str(self._decode_token(token_ids[0]))
         return str(self.tokenizer.decode(token_ids))
 
     @cached_property
-    def _joining(self) -> Tokenizer | None:
-        """The tokenizer of the library ``tokenizers`` whose decoder is one of `JOINING_DECODERS`, or None."""
+    def _joining_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the library ``tokenizers``, or None if its decoder is not one of `JOINING_DECODERS`."""
         tokenizer = getattr(self.tokenizer, "_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer) or tokenizer.decoder is None:
             return None
@@ -99,11 +98,10 @@ class CachingTokenizer:
         return tokenizer if decoder["type"] in JOINING_DECODERS else None
 
     def can_decode_at_once(self, params: SamplingParams) -> bool:
-        """Whether `decode_at_once` may be tried."""
-        # vLLM then leaves out the spaces that a tokenizer puts between special tokens.
-        changes_special = not (params.skip_special_tokens or params.spaces_between_special_tokens)
+        # With these parameters vLLM leaves out the spaces that a tokenizer puts between special tokens.
+        removes_spaces = not params.skip_special_tokens and not params.spaces_between_special_tokens
         # Stop strings end a text early.
-        return self._joining is not None and not params.stop and not changes_special
+        return self._joining_tokenizer is not None and not params.stop and not removes_spaces
 
     def decode_at_once(
         self,
@@ -111,18 +109,17 @@ class CachingTokenizer:
         token_ids: Sequence[int],
         skip_special_tokens: bool,
     ) -> Generator[None, None, str | None]:
-        """Return the text of an output that vLLM would decode token by token, in a tenth of the time.
-
-        None if the text might differ: vLLM holds back incomplete characters. Yields after each slice.
-        """
-        assert self._joining is not None
+        """Return the text in a tenth of vLLM's time, or None if it might differ. Yield after each slice."""
+        assert self._joining_tokenizer is not None
+        decode = partial(self._joining_tokenizer.decode, skip_special_tokens=skip_special_tokens)
         # The tokens are decoded without their prompt, so a character must not begin in the prompt.
-        before = self._joining.decode(prompt[-CONTEXT:], skip_special_tokens=skip_special_tokens)
-        if prompt and (not before or before.endswith(INCOMPLETE)):
+        prompt_end = decode(prompt[-CONTEXT:])
+        if prompt and (not prompt_end or prompt_end.endswith(INCOMPLETE)):
             return None
         pieces = []
         for start in range(0, len(token_ids), TEXT_SLICE):
-            piece = self._joining.decode(token_ids[start : start + TEXT_SLICE], skip_special_tokens=skip_special_tokens)
+            piece = decode(token_ids[start : start + TEXT_SLICE])
+            # vLLM holds back incomplete characters.
             if piece.endswith(INCOMPLETE):
                 return None
             pieces.append(piece)
@@ -133,7 +130,7 @@ class CachingTokenizer:
         return getattr(self.tokenizer, name)
 
 
-class Deferred:
+class DeferredOutput:
     """The parts from which the output of one request is made.
 
     Args:
@@ -151,7 +148,7 @@ class Deferred:
         returns_logprobs: bool = True,
     ) -> None:
         self.returns_logprobs = returns_logprobs
-        self.values: array[float] | None = None
+        self.token_logprobs: array[float] | None = None
         """Log-prob of each token generated so far, or None if the engine computes none."""
         self._params = params
         self._prefix = prefix
@@ -162,16 +159,15 @@ class Deferred:
         self._detokenizer: IncrementalDetokenizer | None = None
         self._arrays: list[LogprobsLists] = []
 
-    def begin(self, request: EngineCoreRequest, state: RequestState) -> None:
-        """Change the new state of the candidate's request: it only collects, and begins with the earlier tokens.
-
-        So the output equals that of a request that was never stopped, even if a stop string or a character has tokens
-        on both sides.
-        """
-        before = list(self._prefix.token_ids)
-        if before:
+    def start_collecting(self, request: EngineCoreRequest, state: RequestState) -> None:
+        """Change the new state of the candidate's request: it only collects, and begins with the earlier tokens."""
+        # The engine's prompt ends with the prefix. In vLLM's state the prefix is a part of the answer, so that the
+        # output equals that of a request that was never stopped, even if a stop string or a character has tokens on
+        # both sides.
+        prefix_ids = list(self._prefix.token_ids)
+        if prefix_ids:
             assert request.prompt_token_ids is not None
-            state.prompt_token_ids = request.prompt_token_ids[: -len(before)]
+            state.prompt_token_ids = request.prompt_token_ids[: -len(prefix_ids)]
 
         # Text and log-probs are made later from this copy, which needs no images, and only the length of embeddings.
         tokens = state.prompt_token_ids or []
@@ -189,31 +185,32 @@ class Deferred:
         if not self._params.stop:
             # The tokens of a prompt of embeddings are unknown, so only vLLM's own detokenizer knows its text.
             self._decodes_at_once &= request.prompt_embeds is None
-            if not before and not self._decodes_at_once:
+            if not prefix_ids and not self._decodes_at_once:
                 self._detokenizer = state.detokenizer
             # The base class collects tokens, and makes no text.
             state.detokenizer = IncrementalDetokenizer()
-        elif before:
+        elif prefix_ids:
             state.detokenizer = self._new_detokenizer()
-        if before:
+        if prefix_ids:
             assert state.detokenizer is not None
-            state.detokenizer.update(before, False)
+            state.detokenizer.update(prefix_ids, False)
 
         assert state.logprobs_processor is not None
         if state.logprobs_processor.logprobs is not None:
-            self.values = array("d", self._prefix.logprobs or ())
+            self.token_logprobs = array("d", self._prefix.logprobs or ())
             # Replace the method of this object alone. vLLM still processes the log-probs of the prompt as they arrive.
-            state.logprobs_processor._update_sample_logprobs = self._collect  # type: ignore[method-assign]
+            state.logprobs_processor._update_sample_logprobs = self._collect_logprobs  # type: ignore[method-assign]
 
         # vLLM calls this method for the final output alone, because the request is final-only. The state must not refer
-        # to itself: it has the arrays, which the next full garbage collection may be late for.
+        # to itself: until the next full garbage collection, the cycle would keep the arrays.
         weak_state = ref(state)
 
         def complete(*end: Any) -> CompletionOutput:
             state = weak_state()
             assert state is not None
+            # Without the attribute, the state has vLLM's own method again.
             vars(state).pop(MAKE_COMPLETION, None)
-            return self.defer(state._new_completion_output(*end))
+            return self.defer_fields(state._new_completion_output(*end))
 
         setattr(state, MAKE_COMPLETION, complete)
 
@@ -221,39 +218,41 @@ class Deferred:
         tokenizer = None if self._tokenizer is None else self._tokenizer.tokenizer
         return IncrementalDetokenizer.from_new_request(tokenizer, self._request)
 
-    def _collect(self, logprobs_lists: LogprobsLists) -> None:
-        """Stand in for vLLM's ``_update_sample_logprobs``, but only collect the arrays."""
+    def _collect_logprobs(self, logprobs_lists: LogprobsLists) -> None:
+        """Stand in for vLLM's ``_update_sample_logprobs``."""
         token_ids, logprobs, ranks = logprobs_lists[:3]
         # The engine's arrays are as wide as the request of the step that wants most log-probs.
         top = self._params.num_logprobs
         width = None if top is None or top == ALL_TOKENS else top + 1
         # Copies do not keep the whole message in memory.
         self._arrays.append(LogprobsLists(token_ids[:, :width].copy(), logprobs[:, :width].copy(), ranks.copy()))
-        assert self.values is not None
+        assert self.token_logprobs is not None
         # Column 0 has the sampled tokens.
-        self.values.frombytes(logprobs[:, 0].astype(np.float64).tobytes())
+        self.token_logprobs.frombytes(logprobs[:, 0].astype(np.float64).tobytes())
 
-    def defer(self, made: CompletionOutput, later: Collection[str] | None = None, **changes: Any) -> CompletionOutput:
-        """Return a deferred copy of an output, with ``changes`` of its fields.
-
-        ``later``: fields besides log-probs that are made when they are read. None: the text, unless stop strings
-        needed it already.
-        """
-        if later is None:
-            later = [] if self._params.stop else [TEXT]
-        if self.values is not None and self.returns_logprobs:
-            later = [*later, LOGPROBS, CUMULATIVE]
+    def defer_fields(
+        self,
+        complete: CompletionOutput,
+        deferred_fields: Collection[str] | None = None,
+        **changes: Any,
+    ) -> CompletionOutput:
+        """Return a copy of an output with ``changes``, whose ``deferred_fields`` and log-probs are made when read."""
+        if deferred_fields is None:
+            # Stop strings needed the text already.
+            deferred_fields = [] if self._params.stop else [TEXT]
+        if self.token_logprobs is not None and self.returns_logprobs:
+            deferred_fields = [*deferred_fields, LOGPROBS, CUMULATIVE]
         # Copy the fields without a constructor: a field that is missing in the copy is made when it is read.
         completion = DeferredCompletion.__new__(DeferredCompletion)
         fields = vars(completion)
-        fields.update(vars(made))
+        fields.update(vars(complete))
         fields.update(
             logprobs=None,
             cumulative_logprob=None,
             deferred=self,
             **changes,
         )
-        for name in later:
+        for name in deferred_fields:
             fields.pop(name, None)
         return completion
 
@@ -274,7 +273,7 @@ class Deferred:
             data_parallel_rank=None,
         )
         if self._params.logprobs is not None:
-            self.values = array("d", self._prefix.logprobs or ())
+            self.token_logprobs = array("d", self._prefix.logprobs or ())
         completion = CompletionOutput(
             index=0,
             text=text or "",
@@ -283,20 +282,19 @@ class Deferred:
             logprobs=None,
             finish_reason=finish_reason,
         )
-        later = []
+        deferred_fields = []
         if text is None and token_ids:
-            later.append(TEXT)
+            deferred_fields.append(TEXT)
         return RequestOutput(
             request_id="made",
             prompt=inputs.get("prompt"),
             prompt_token_ids=prompt_token_ids,
             prompt_logprobs=None,
-            outputs=[self.defer(completion, later)],
+            outputs=[self.defer_fields(completion, deferred_fields)],
             finished=True,
         )
 
-    def make(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
-        """Make missing fields of an output. Yield after each slice."""
+    def make_fields(self, completion: "DeferredCompletion", names: Iterable[str]) -> Iterator[None]:
         for name in names:
             if name in vars(completion):
                 continue
@@ -311,7 +309,6 @@ class Deferred:
                     completion.cumulative_logprob += value
 
     def _make_text(self, completion: CompletionOutput) -> Iterator[None]:
-        """Make the text in slices, and yield after each slice."""
         if self._tokenizer is not None and self._decodes_at_once:
             tokens = completion.token_ids
             # The last token may be a stop token, which is no part of the text.
@@ -344,10 +341,10 @@ class Deferred:
         assert logprobs is not None
         assert processor.num_logprobs is not None
         for rows in self.logprob_rows(token_ids):
-            values = rows.values.tolist()
+            values_by_row = rows.values.tolist()
             ranks = rows.ranks.tolist()
-            for ids, row, rank, texts in zip(rows.ids, values, ranks, rows.texts, strict=True):
-                append_logprobs_for_next_position(logprobs, ids, row, texts, rank, processor.num_logprobs)
+            for ids, values, rank, texts in zip(rows.ids, values_by_row, ranks, rows.texts, strict=True):
+                append_logprobs_for_next_position(logprobs, ids, values, texts, rank, processor.num_logprobs)
             yield
         return logprobs
 
@@ -356,46 +353,52 @@ class Deferred:
 
     @property
     def has_texts(self) -> bool:
-        """Whether tokens have texts: the request was detokenized."""
         return self._tokenizer is not None
 
     def logprob_rows(self, token_ids: Sequence[int]) -> Iterator["LogprobRows"]:
         """Yield the log-probs of an output in slices of `SLICE` numbers."""
-        place = 0
+        position = 0
         for arrays in self._logprob_arrays():
-            count = min(len(arrays.logprobs), len(token_ids) - place)
+            # A truncated output has fewer tokens than the arrays.
+            count = min(len(arrays.logprobs), len(token_ids) - position)
             step = max(1, SLICE // arrays.logprobs.shape[1])
             for start in range(0, count, step):
                 end = min(start + step, count)
                 ids = arrays.logprob_token_ids[start:end].tolist()
-                texts = self._token_texts(ids, token_ids, place)
+                texts = self._texts_of_rows(ids, token_ids, position)
                 yield LogprobRows(ids, arrays.logprobs[start:end], arrays.sampled_token_ranks[start:end], texts)
-                place += end - start
+                position += end - start
 
-    def _token_texts(self, ids: list[list[int]], token_ids: Sequence[int], place: int) -> list[Iterable[str | None]]:
-        """Return the texts of ``ids``, which begin at ``place`` in the output."""
+    def _texts_of_rows(
+        self,
+        ids: list[list[int]],
+        token_ids: Sequence[int],
+        first_position: int,
+    ) -> list[Iterable[str | None]]:
+        """``first_position``: place of the first row in the output."""
         if self._tokenizer is None:
             return [NONES] * len(ids)
-        text_of = self._tokenizer.text
-        texts = [[text_of(token) for token in row] for row in ids]
-        incomplete = self._tokenizer.incomplete
-        if not incomplete.isdisjoint(chain.from_iterable(ids)):
-            # vLLM corrects them by the tokens before them.
+        text_of_token = self._tokenizer.text_of_token
+        texts = [[text_of_token(token) for token in row] for row in ids]
+        incomplete_tokens = self._tokenizer.incomplete_tokens
+        if not incomplete_tokens.isdisjoint(chain.from_iterable(ids)):
+            # vLLM corrects incomplete texts by the sampled tokens before them.
             processor = self._new_processor()
             for row, tokens in enumerate(ids):
-                before = list(token_ids[max(0, place + row - CONTEXT) : place + row])
+                position = first_position + row
+                tokens_before = list(token_ids[max(0, position - CONTEXT) : position])
                 for column, token in enumerate(tokens):
-                    if token in incomplete:
-                        texts[row][column] = processor._correct_decoded_token(token, before)
+                    if token in incomplete_tokens:
+                        texts[row][column] = processor._correct_decoded_token(token, tokens_before)
         return list(texts)
 
     def _logprob_arrays(self) -> Iterator[LogprobsLists]:
-        """Yield the log-probs of all tokens. Column 0 has the sampled tokens."""
-        before = self._prefix.logprobs
-        if before:
-            # The tokens before the candidate was resumed have only their own log-probs.
-            ids = np.array(self._prefix.token_ids[: len(before)])
-            yield LogprobsLists(ids[:, None], np.array(before)[:, None], np.full(len(before), None))
+        prefix_logprobs = self._prefix.logprobs
+        if prefix_logprobs:
+            # The tokens before the candidate was resumed have only their own log-probs, without ranks.
+            ids = np.array(self._prefix.token_ids[: len(prefix_logprobs)])
+            no_ranks = np.full(len(prefix_logprobs), None)
+            yield LogprobsLists(ids[:, None], np.array(prefix_logprobs)[:, None], no_ranks)
         if self._arrays:
             width = min(arrays.logprobs.shape[1] for arrays in self._arrays)
             joined = LogprobsLists(
@@ -403,6 +406,7 @@ class Deferred:
                 np.concatenate([arrays.logprobs[:, :width] for arrays in self._arrays]),
                 np.concatenate([arrays.sampled_token_ranks for arrays in self._arrays]),
             )
+            # Outputs are read more than once.
             self._arrays = [joined]
             yield joined
 
@@ -424,16 +428,16 @@ class LogprobRows(NamedTuple):
 class DeferredCompletion(CompletionOutput):
     """vLLM's output of a candidate, without the fields that are made when they are read."""
 
-    deferred: Deferred
+    deferred: DeferredOutput
 
     # These replace fields of the base class. A missing field is made, even if vLLM gives it a default.
-    text = cached_property(lambda self: self._read(TEXT))
-    logprobs = cached_property(lambda self: self._read(LOGPROBS))
-    cumulative_logprob = cached_property(lambda self: self._read(CUMULATIVE))
+    text = cached_property(lambda self: self._make_now(TEXT))
+    logprobs = cached_property(lambda self: self._make_now(LOGPROBS))
+    cumulative_logprob = cached_property(lambda self: self._make_now(CUMULATIVE))
 
-    def _read(self, name: str) -> Any:
-        """Make a field without pauses, and return it."""
-        for _ in self.deferred.make(self, [name]):
+    def _make_now(self, name: str) -> Any:
+        # Without pauses for other tasks.
+        for _ in self.deferred.make_fields(self, [name]):
             pass
         return vars(self)[name]
 
@@ -451,14 +455,16 @@ def truncate_output(output: RequestOutput, tokens: int) -> RequestOutput:
         changes["sampling_mask"] = replace(whole.sampling_mask, token_ids=whole.sampling_mask.token_ids[:tokens])
     experts = whole.routed_experts
     if experts is not None:
-        # The experts of the prompt are the first.
-        changes["routed_experts"] = experts[: len(experts) - max(0, len(whole.token_ids) - tokens)]
+        # The experts of the prompt's tokens come first.
+        dropped_tokens = max(0, len(whole.token_ids) - tokens)
+        changes["routed_experts"] = experts[: len(experts) - dropped_tokens]
     # vLLM has this field since 0.32.
     spans = getattr(whole, "weight_versions", None)
     if spans is not None:
         changes["weight_versions"] = [replace(span, end=min(span.end, tokens)) for span in spans if span.start < tokens]
     truncated = copy(output)
-    truncated.outputs = [whole.deferred.defer(whole, [TEXT], **changes)]
+    # The text is made again from the tokens that remain.
+    truncated.outputs = [whole.deferred.defer_fields(whole, [TEXT], **changes)]
     return truncated
 
 
@@ -467,22 +473,22 @@ def to_choice(
     output: RequestOutput,
     index: int,
     *,
-    last: bool,
+    is_last: bool,
 ) -> RequestOutput:
-    """Copy a candidate's output as choice ``index`` of the caller's request. ``last``: it finishes the request."""
+    """Copy a candidate's output as choice ``index`` of the caller's request."""
     choice = copy(output)
     choice.request_id = request_id
     choice.outputs = [replace(output.outputs[0], index=index)]
-    choice.finished = last
+    choice.finished = is_last
     return choice
 
 
-async def make_deferred(output: RequestOutput, *names: str) -> None:
+async def make_deferred_fields(output: RequestOutput, *names: str) -> None:
     """Make missing fields of an output, all unless ``names`` are given. Other tasks run between slices."""
     for completion in output.outputs:
         if isinstance(completion, DeferredCompletion):
-            async with one_at_a_time:
-                for _ in completion.deferred.make(completion, names or (TEXT, LOGPROBS, CUMULATIVE)):
+            async with slice_limiter:
+                for _ in completion.deferred.make_fields(completion, names or (TEXT, LOGPROBS, CUMULATIVE)):
                     await asyncio.sleep(0)
 
 
@@ -490,14 +496,15 @@ async def read_logprobs(completion: CompletionOutput) -> Sequence[float]:
     """Return the log-prob of each token of an output. Other tasks run between slices."""
     if isinstance(completion, DeferredCompletion):
         return sampled_logprobs(completion) or ()
+    # vLLM's own outputs have a mapping for each token, with the log-probs of the likeliest tokens too.
     tokens = completion.token_ids
+    logprobs = cast(Sequence[Mapping[int, Logprob]], completion.logprobs)
     values: list[float] = []
     for begin in range(0, len(tokens), SLICE):
         if begin:
             await asyncio.sleep(0)
         part = slice(begin, begin + SLICE)
-        entries = cast(Sequence[Mapping[int, Logprob]], completion.logprobs)[part]
-        values += [entry[token].logprob for token, entry in zip(tokens[part], entries, strict=True)]
+        values += [by_token[token].logprob for token, by_token in zip(tokens[part], logprobs[part], strict=True)]
     return values
 
 
@@ -505,6 +512,6 @@ def sampled_logprobs(completion: CompletionOutput) -> Sequence[float] | None:
     """Return the log-prob of each token of a deferred output without making fields, or None if it has none."""
     assert isinstance(completion, DeferredCompletion)
     deferred = completion.deferred
-    if deferred.values is None or not deferred.returns_logprobs:
+    if deferred.token_logprobs is None or not deferred.returns_logprobs:
         return None
-    return deferred.values[: len(completion.token_ids)]
+    return deferred.token_logprobs[: len(completion.token_ids)]

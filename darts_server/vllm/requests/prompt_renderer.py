@@ -24,9 +24,9 @@ from darts_server.engine.port import RequestTokens
 from darts_server.exceptions import InvalidRequest, field_name
 from darts_server.types import FinishReason, PromptSpec, Sample
 from darts_server.vllm.compat import import_cli_args, load_chat_template, renderer_options
-from darts_server.vllm.requests.outputs import ABORTED, TEXT, make_deferred, sampled_logprobs
+from darts_server.vllm.requests.outputs import ABORTED, TEXT, make_deferred_fields, sampled_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
-from darts_server.vllm.requests.sampling import REFUSALS, SamplingReader, field_of_error
+from darts_server.vllm.requests.sampling import REFUSALS, SamplingReader, find_field_of_error
 from darts_server.vllm.requests.validation import PROMPT, check_group, check_request
 
 TOO_LONG = ("input_tokens", "input_text")
@@ -34,10 +34,7 @@ TOO_LONG = ("input_tokens", "input_text")
 
 
 class VllmPromptRenderer:
-    """Implements :class:`darts_server.engine.port.PromptRenderer`.
-
-    ``args``: vLLM's flags. Chats are rendered by the flags of vLLM's chat route.
-    """
+    """Implements :class:`darts_server.engine.port.PromptRenderer`. ``args``: vLLM's flags."""
 
     def __init__(self, llm: AsyncLLM, args: Namespace) -> None:
         self._llm = llm
@@ -53,8 +50,8 @@ class VllmPromptRenderer:
         self._sampling = SamplingReader(llm.model_config.logprobs_mode)
         self.reuses_streams = False
         self._secret = secrets.token_hex(16)
-        # Numbers of the running groups of each prompt.
-        self._running = defaultdict[str, set[int]](set)
+        # Numbers of the running groups of each prompt, by its key.
+        self._running_groups = defaultdict[str, set[int]](set)
         self.effective_sampling = self._sampling.resolve
 
     async def make_request(
@@ -72,15 +69,16 @@ class VllmPromptRenderer:
         else:
             renderer = self._llm.renderer
             try:
-                given = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
-                parsed = parse_model_prompt(self._llm.model_config, given)
+                unrendered = list(prompt.token_ids) if prompt.token_ids is not None else prompt.text
+                parsed = parse_model_prompt(self._llm.model_config, unrendered)
                 (rendered,) = await renderer.render_cmpl_async([parsed], renderer.default_cmpl_tok_params)
             except Exception as error:
                 raise self._render_error(_prompt_field(prompt), error) from error
-        _limit_answer(params, prompt, len(rendered.get("prompt_token_ids") or ()), self._llm.model_config.max_model_len)
+        prompt_tokens = len(rendered.get("prompt_token_ids") or ())
+        _fit_max_tokens(params, prompt, prompt_tokens, self._llm.model_config.max_model_len)
         request = PromptRequest(rendered, params, request_id)
 
-        # Errors name the fields of our own API.
+        # These errors name vLLM's fields, and the caller's fields are ours.
         try:
             check_request(self._llm.vllm_config, request)
             check_group(self._llm, request)
@@ -88,7 +86,7 @@ class VllmPromptRenderer:
             field = _prompt_field(prompt) if error.field == PROMPT else f"sampling.{error.field}"
             raise InvalidRequest(field, error.message) from error
         except REFUSALS as error:
-            raise InvalidRequest(field_of_error(error, sampling) or _prompt_field(prompt), str(error)) from error
+            raise InvalidRequest(find_field_of_error(error, sampling) or _prompt_field(prompt), str(error)) from error
         return request
 
     async def _render_chat(self, messages: bytes, chat_options: bytes | None) -> Any:
@@ -115,16 +113,17 @@ class VllmPromptRenderer:
             )[0]
             raise InvalidRequest(field_name(first["loc"]), first["msg"]) from error
         except Exception as error:
-            # A chat template failed, or vLLM's parser on a message that lacks a field.
-            cause = "messages"
+            # A chat template failed, or vLLM's parser on a message that lacks a field. The error names no option, so
+            # leave out each option in turn.
+            wrong_field = "messages"
             if not _is_too_long(error):
                 for name in options:
                     others = {other: value for other, value in options.items() if other != name}
                     with suppress(Exception):
                         await self._apply_template(messages, others)
-                        cause = name
+                        wrong_field = name
                         break
-            raise self._render_error(cause, error) from error
+            raise self._render_error(wrong_field, error) from error
 
     async def _apply_template(self, messages: bytes, options: Mapping[str, Any]) -> Any:
         # vLLM's route refuses tools without a parser unless this is null. A batch needs no parser.
@@ -148,7 +147,6 @@ class VllmPromptRenderer:
         return prompts[0]
 
     def _render_error(self, field: str, error: Exception) -> InvalidRequest:
-        """Return our error for a prompt that vLLM could not render."""
         if _is_too_long(error):
             # vLLM stops counting at the limit, and its message speaks of an answer of 0 tokens.
             limit = self._llm.model_config.max_model_len
@@ -172,76 +170,82 @@ class VllmPromptRenderer:
 
     @contextmanager
     def reuse_streams(self, request: PromptRequest) -> Iterator[None]:
-        """Implement the port's method for requests without a seed: running groups of a prompt are numbered."""
+        # The caller's seed decides the random numbers.
         if not self.reuses_streams or request.params.seed is not None:
             yield
             return
-        numbers = self._running[request.prompt_key]
-        number = next(number for number in count() if number not in numbers)
+        # Later groups of the prompt get the same seed, but not groups that run at the same time.
+        running_numbers = self._running_groups[request.prompt_key]
+        number = next(number for number in count() if number not in running_numbers)
         name = f"{self._secret} {number} {request.prompt_key}"
         request.reused_seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
-        numbers.add(number)
+        running_numbers.add(number)
         try:
             yield
         finally:
-            numbers.remove(number)
-            if not numbers:
-                del self._running[request.prompt_key]
+            running_numbers.remove(number)
+            if not running_numbers:
+                del self._running_groups[request.prompt_key]
 
     def has_numbered_streams(self, request: PromptRequest) -> bool:
         return self.reuses_streams or request.params.seed is not None
 
     async def to_sample(self, output: RequestOutput) -> Sample:
-        await make_deferred(output, TEXT)
+        await make_deferred_fields(output, TEXT)
         completion = output.outputs[0]
-        tokens = array("i", completion.token_ids)
+        token_ids = array("i", completion.token_ids)
         values = sampled_logprobs(completion)
         logprobs = None if values is None else array("d", values)
         reason = None
         if completion.finish_reason != ABORTED:
             reason = FinishReason(completion.finish_reason or "")
-        return Sample(tokens, logprobs, completion.text, reason)
+        return Sample(token_ids, logprobs, completion.text, reason)
 
 
 def _is_too_long(error: Exception) -> bool:
     return getattr(error, "parameter", None) in TOO_LONG
 
 
-def _limit_answer(
+def _fit_max_tokens(
     params: SamplingParams,
     prompt: PromptSpec,
-    length: int,
-    limit: int,
+    prompt_tokens: int,
+    model_length: int,
 ) -> None:
     """Check that prompt and answer fit into the model's length, and set ``max_tokens`` if the caller sends null.
-
-    As on vLLM's completions and chats, ``max_tokens`` is never lowered: a trainer would mistake a truncated answer for
-    a whole one. ``length``: tokens of the prompt. ``limit``: the model's length.
 
     Raises:
         InvalidRequest: names the prompt, or a sampling parameter that fits no prompt.
     """
+    # As on vLLM's routes, ``max_tokens`` is never lowered: a trainer would mistake a truncated answer for a whole one.
     if params.max_tokens is not None:
-        needed = params.max_tokens
+        answer_tokens = params.max_tokens
         name = "max_tokens"
         cause = (
-            f"sampling.max_tokens is {needed} (16 if it is left out); shorten the prompt, lower max_tokens, or send "
-            "null for what the prompt leaves"
+            f"sampling.max_tokens is {answer_tokens} (16 if it is left out); shorten the prompt, lower max_tokens, or "
+            "send null for what the prompt leaves"
         )
     else:
-        needed = max(1, params.min_tokens)
+        answer_tokens = max(1, params.min_tokens)
         name = "min_tokens"
-        cause = f"an answer needs at least {needed}; shorten the prompt, or use a server with a larger --max-model-len"
-    if needed >= limit:
-        raise InvalidRequest(f"sampling.{name}", f"must be below the model's length of {limit} tokens, got {needed}")
-    if length + needed > limit:
+        cause = (
+            f"an answer needs at least {answer_tokens}; shorten the prompt, or use a server with a larger "
+            "--max-model-len"
+        )
+    if answer_tokens >= model_length:
+        raise InvalidRequest(
+            f"sampling.{name}", f"must be below the model's length of {model_length} tokens, got {answer_tokens}"
+        )
+    if prompt_tokens + answer_tokens > model_length:
         raise InvalidRequest(
             _prompt_field(prompt),
-            f"has {length} tokens, and may have at most {limit - needed}: the model's length is {limit}, and {cause}",
+            f"has {prompt_tokens} tokens, and may have at most {model_length - answer_tokens}: the model's length is "
+            f"{model_length}, and {cause}",
         )
     if params.max_tokens is None:
-        params.max_tokens = limit - length
+        params.max_tokens = model_length - prompt_tokens
 
 
 def _prompt_field(prompt: PromptSpec) -> str:
+    # A prompt has exactly one of these fields.
     return next(name for name in ("token_ids", "messages", "text") if getattr(prompt, name) is not None)

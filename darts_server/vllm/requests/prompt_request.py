@@ -85,10 +85,7 @@ DERIVED = frozenset(
 
 @dataclass(eq=False)
 class PromptRequest:
-    """The arguments of ``generate()`` for one prompt.
-
-    ``options``: further keyword arguments of ``generate()``.
-    """
+    """The arguments of ``generate()`` for one prompt. ``options``: further keyword arguments."""
 
     prompt: Any
     params: SamplingParams
@@ -234,7 +231,6 @@ def describe_for_key(value: object) -> str:
 
 
 def adjust_for_prefix(params: SamplingParams, prefix_tokens: int) -> None:
-    """Change sampling parameters for the rest of an answer after ``prefix_tokens`` tokens."""
     if params.max_tokens is not None:
         params.max_tokens -= prefix_tokens
     params.min_tokens = max(0, params.min_tokens - prefix_tokens)
@@ -249,7 +245,7 @@ def adjust_for_prefix(params: SamplingParams, prefix_tokens: int) -> None:
 
 
 def check_resumable(params: SamplingParams) -> None:
-    """Raise `InvalidRequest` if candidates with these sampling parameters cannot be resumed."""
+    """Raise `InvalidRequest` if candidates cannot be resumed."""
     if params.logprobs is not None and not 0 <= params.logprobs <= 1:
         raise InvalidRequest(
             "sampling.logprobs",

@@ -59,7 +59,7 @@ class MessageReceiver:
 
 
 def receive_directly(engine_core: Any) -> None:
-    """Let vLLM's client receive its engine's messages by a `MessageReceiver`. Other clients have no such socket."""
+    # Clients of other kinds have no such socket.
     socket = getattr(engine_core.resources, "output_socket", None)
     if isinstance(socket, zmq.asyncio.Socket):
         MessageReceiver(socket)

@@ -58,41 +58,46 @@ def parameter_names() -> list[str]:
     return sorted(set(get_type_hints(SamplingParams.from_optional)) - RESERVED - {"return"})
 
 
-def check_logprobs(params: SamplingParams, mode: str, field: str, remedy: str = "") -> None:
+def check_logprobs(params: SamplingParams, logprobs_mode: str, field: str, remedy: str = "") -> None:
     """Check that the engine's log-probs are those of the distribution that it samples from.
 
-    Args:
-        mode: vLLM's ``--logprobs-mode``.
-        field: field of the error.
-        remedy: beginning of the error's remedies.
+    ``field``, ``remedy``: field of the error, and the beginning of its remedies.
 
     Raises:
         InvalidRequest: they are not.
     """
-    if mode == PROCESSED_LOGPROBS:
+    if logprobs_mode == PROCESSED_LOGPROBS:
         return
-    start = f"{remedy} start the server with --logprobs-mode {PROCESSED_LOGPROBS}".strip()
-    if mode != RAW_LOGPROBS:
-        raise InvalidRequest(field, f"this engine returns no log-probs but {mode}; {start}")
-    neutral = SamplingParams()
-    values = {name: getattr(params, name) for name in parameter_names() if hasattr(params, name)}
-    shaping = {name: value for name, value in values.items() if name not in NO_EFFECT_ON_DISTRIBUTION}
-    # 0 and -1 both stand for all tokens.
-    shaping["top_k"] = max(params.top_k, 0)
-    changing = [name for name, value in shaping.items() if value != getattr(neutral, name)]
+    remedies = f"{remedy} start the server with --logprobs-mode {PROCESSED_LOGPROBS}".strip()
+    if logprobs_mode != RAW_LOGPROBS:
+        raise InvalidRequest(field, f"this engine returns no log-probs but {logprobs_mode}; {remedies}")
+
+    # Raw log-probs are those of the model's own distribution, which sampling may change.
+    defaults = SamplingParams()
+    changing = []
+    for name in parameter_names():
+        if name in NO_EFFECT_ON_DISTRIBUTION or not hasattr(params, name):
+            continue
+        value = getattr(params, name)
+        if name == "top_k":
+            # 0 and -1 both stand for all tokens.
+            value = max(value, 0)
+        if value != getattr(defaults, name):
+            changing.append(name)
     if changing:
+        names = ", ".join(changing)
         raise InvalidRequest(
             field,
-            f"this engine returns log-probs before {', '.join(changing)} (--logprobs-mode {RAW_LOGPROBS}): they are "
-            f"not those of the distribution that is sampled from; {start}, or leave out {', '.join(changing)}",
+            f"this engine returns log-probs before {names} (--logprobs-mode {RAW_LOGPROBS}): they are "
+            f"not those of the distribution that is sampled from; {remedies}, or leave out {names}",
         )
 
 
 class SamplingReader:
     """Converts the ``sampling`` of a request to vLLM's sampling parameters.
 
-    Parameters that are left out have vLLM's neutral defaults, and not those of the model's ``generation_config``: a
-    trainer must know the distribution that it learns from.
+    Defaults are vLLM's, and not those of the model's ``generation_config``: a trainer must know the distribution that
+    it learns from.
     """
 
     def __init__(self, logprobs_mode: str) -> None:
@@ -108,7 +113,7 @@ class SamplingReader:
     def read(self, sampling: Mapping[str, object], n: int) -> SamplingParams:
         """Make sampling parameters for ``n`` trajectories.
 
-        The caller may set fields of the result and of ``structured_outputs``, but must not change lists in place.
+        The caller must not change lists of the result in place.
 
         Raises:
             InvalidRequest: names the parameter.
@@ -124,11 +129,10 @@ class SamplingReader:
         return params
 
     def _parse(self, sampling: Mapping[str, object]) -> SamplingParams:
-        """Check and convert the caller's parameters. `read` sets n."""
         for name, value in sampling.items():
             if name not in self._allowed:
-                what = "is set by this server" if name in RESERVED else "is unknown"
-                raise InvalidRequest(f"sampling.{name}", f"{what}; allowed are {', '.join(self._allowed)}")
+                problem = "is set by this server" if name in RESERVED else "is unknown"
+                raise InvalidRequest(f"sampling.{name}", f"{problem}; allowed are {', '.join(self._allowed)}")
             if name in NESTED and isinstance(value, Mapping):
                 allowed = [field.name for field in dataclasses.fields(NESTED[name]) if field.init]
                 for key in value:
@@ -136,20 +140,20 @@ class SamplingReader:
                         raise InvalidRequest(f"sampling.{name}.{key}", f"is unknown; allowed are {', '.join(allowed)}")
 
         given: dict[str, Any] = dict(sampling)
-        flag = given.get(LOGPROBS)
-        if isinstance(flag, bool):
+        wants_logprobs = given.get(LOGPROBS)
+        if isinstance(wants_logprobs, bool):
             # For vLLM 0 means the log-probs of the sampled tokens only.
-            given[LOGPROBS] = 0 if flag else None
+            given[LOGPROBS] = 0 if wants_logprobs else None
         try:
             converted = msgspec.convert(given, self._model, str_keys=True)
             for name in given:
                 given[name] = getattr(converted, name)
             return SamplingParams.from_optional(n=1, output_kind=RequestOutputKind.FINAL_ONLY, **given)
         except msgspec.ValidationError as error:
-            field, message = split_place(error)
+            field, message = split_validation_error(error)
             raise InvalidRequest(f"sampling.{field}", message) from error
         except REFUSALS as error:
-            raise InvalidRequest(field_of_error(error, sampling) or "sampling", str(error)) from error
+            raise InvalidRequest(find_field_of_error(error, sampling) or "sampling", str(error)) from error
 
     def resolve(self, sampling: Mapping[str, object]) -> dict[str, object]:
         """Check the caller's parameters, and return all in force as values of JSON, except None and [].
@@ -169,13 +173,14 @@ class SamplingReader:
 
 def json_type(hint: Any) -> Any:
     """Return the type of a parameter in JSON, without the arrays that vLLM also takes from Python callers."""
-    kinds = [kind for kind in get_args(hint) if not isinstance(type_info(kind), CustomType)]
-    if isinstance(hint, UnionType) and kinds:
-        return Union[tuple(kinds)]  # noqa: UP007
+    # To msgspec arrays have a custom type.
+    json_types = [kind for kind in get_args(hint) if not isinstance(type_info(kind), CustomType)]
+    if isinstance(hint, UnionType) and json_types:
+        return Union[tuple(json_types)]  # noqa: UP007
     return hint
 
 
-def split_place(error: msgspec.ValidationError) -> tuple[str, str]:
+def split_validation_error(error: msgspec.ValidationError) -> tuple[str, str]:
     """Split msgspec's message into the path of the wrong value, such as ``stop[1]``, and the problem."""
     text = str(error)
     found = PLACE.search(text)
@@ -184,14 +189,14 @@ def split_place(error: msgspec.ValidationError) -> tuple[str, str]:
     return found["path"].removesuffix("[...]"), f"has the wrong type: {text[: found.start()]}"
 
 
-def field_of_error(error: Exception, sampling: Mapping[str, object]) -> str | None:
+def find_field_of_error(error: Exception, sampling: Mapping[str, object]) -> str | None:
     """Return ``sampling.NAME`` of the caller's parameter that vLLM's error is about, or None."""
     name = getattr(error, "parameter", None)
     if name not in sampling:
         text = str(error)
-        # The first name in the message; the longest if several begin there: stop_token_ids, and not stop.
-        found = [(text.index(name), -len(name), name) for name in sampling if name in text]
-        if not found:
+        named = [name for name in sampling if name in text]
+        if not named:
             return None
-        name = min(found)[2]
+        # The first name in the message; the longest if several begin there: stop_token_ids, and not stop.
+        name = min(named, key=lambda name: (text.index(name), -len(name)))
     return f"sampling.{name}"

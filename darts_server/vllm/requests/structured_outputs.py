@@ -55,35 +55,34 @@ Converted = tuple[list[str] | None, str | None]
 _checks: FairCache[tuple[str, bytes], Future[Converted]] = FairCache(MAX_CACHED)
 
 
-class Waits:
+class WaitBudget:
     """Seconds that the event loop has waited for each caller's checks. Past seconds count less with time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waited: dict[str, float] = {}
-        self._updated = clock()
+        self._updated_at = clock()
 
-    def left(self, who: str) -> float:
-        """Return for how many seconds the event loop may wait for a check of this caller."""
+    def remaining_seconds(self, caller_name: str) -> float:
         now = self._clock()
-        decay = exp((self._updated - now) / WINDOW_SECONDS)
-        self._updated = now
-        waited = {name: seconds * decay for name, seconds in self._waited.items()}
-        self._waited = {name: seconds for name, seconds in waited.items() if seconds > NEGLIGIBLE_SECONDS}
-        own = self._waited.get(who, 0.0)
-        others = sum(self._waited.values()) - own
-        # A caller may use half of the time that other callers have left, so that the next caller gets time too.
-        return max(0.0, min(CHECK_SECONDS, (WAITED_SECONDS - others) / 2 - own))
+        decay = exp((self._updated_at - now) / WINDOW_SECONDS)
+        self._updated_at = now
+        decayed = {name: seconds * decay for name, seconds in self._waited.items()}
+        self._waited = {name: seconds for name, seconds in decayed.items() if seconds > NEGLIGIBLE_SECONDS}
+        waited_for_caller = self._waited.get(caller_name, 0.0)
+        waited_for_others = sum(self._waited.values()) - waited_for_caller
+        # A caller may use half of the time that others have not used, so that the next caller gets time too.
+        share = (WAITED_SECONDS - waited_for_others) / 2
+        return max(0.0, min(CHECK_SECONDS, share - waited_for_caller))
 
-    def add(self, who: str, seconds: float) -> None:
-        self._waited[who] = self._waited.get(who, 0.0) + seconds
+    def add(self, caller_name: str, seconds: float) -> None:
+        self._waited[caller_name] = self._waited.get(caller_name, 0.0) + seconds
 
 
-_waits = Waits()
+_wait_budget = WaitBudget()
 
 
 def limit_checks() -> None:
-    """Limit the checks of vLLM's backends, once."""
     # vLLM imports these functions again for each request.
     for module, name in (
         (backend_xgrammar, "validate_xgrammar_grammar"),
@@ -91,20 +90,14 @@ def limit_checks() -> None:
         (backend_outlines, "validate_structured_output_request_outlines"),
     ):
         validate = getattr(module, name)
+        # Several engines may be started in one process.
         if not hasattr(validate, "__wrapped__"):
-            setattr(module, name, _limited(validate))
+            setattr(module, name, _limit_check(validate))
 
 
-def _limited(validate: Callable[..., None]) -> Callable[..., None]:
-    """Return a check of vLLM's with a cache and a time limit."""
-
+def _limit_check(validate: Callable[..., None]) -> Callable[..., None]:
     @wraps(validate)
     def check(params: SamplingParams, *args: Any, **options: Any) -> None:
-        """Check and convert ``params`` as vLLM does, or use the cached result.
-
-        Each check runs in a thread, where the libraries release the GIL. It can time out, but it cannot be ended, and
-        may run forever. A caller's next checks begin after it, and other callers' checks at once.
-        """
         outputs = params.structured_outputs
         if outputs is None:
             return
@@ -119,47 +112,50 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
             raise InvalidRequest(FIELD, f"cannot be sent to the engine: {error}") from error
 
         key = (validate.__name__, sha256(encoded).digest())
-        who = caller.get().name or ""
-        outcome = _checks.entries_of(who).get(key)
+        caller_name = caller.get().name or ""
+        outcome = _checks.entries_of(caller_name).get(key)
         if outcome is None:
             if len(encoded) > MAX_SAMPLING_BYTES:
                 raise too_large(FIELD, len(encoded))
             check_depth(content)
 
-        # Start a check that is not cached. The caller's pending checks run first.
-        pending = [future for future in list(_checks.entries_of(who).values()) if not future.done()]
+        # Start a check that is not cached in a thread, where the libraries release the GIL. It cannot be ended, and may
+        # run forever. The caller's next checks begin after it, and other callers' checks at once.
+        pending = [future for future in list(_checks.entries_of(caller_name).values()) if not future.done()]
         if outcome is None and len(pending) < MAX_PENDING:
             outcome = Future()
-            trial = copy(params)
-            trial.structured_outputs = copy(outputs)
+            checked_params = copy(params)
+            checked_params.structured_outputs = copy(outputs)
             previous = pending[-1] if pending else None
-            arguments = (outcome, partial(validate, trial, *args, **options), trial, previous)
+            arguments = (outcome, partial(validate, checked_params, *args, **options), checked_params, previous)
             Thread(
                 target=_run_check,
                 args=arguments,
                 daemon=True,
             ).start()
-            _checks.put(who, key, outcome)
+            _checks.put(caller_name, key, outcome)
         if outcome is None or (pending and not outcome.done()):
             raise Overloaded("a schema or grammar of yours is still being checked; send this one again", RETRY_SECONDS)
-        _checks.put(who, key, outcome)
+        # Now it is the newest in the cache.
+        _checks.put(caller_name, key, outcome)
 
         # Wait for the check, as long as the caller may block the event loop.
-        left = _waits.left(who)
+        allowed_seconds = _wait_budget.remaining_seconds(caller_name)
         began = time.monotonic()
         try:
-            failure = outcome.exception(left)
+            failure = outcome.exception(allowed_seconds)
         except TimeoutError:
             # The check goes on, and its result is cached for the caller's next attempt.
             problem = f"this schema or grammar takes more than {CHECK_SECONDS:g} seconds to check; simplify it"
-            if left < CHECK_SECONDS:
+            if allowed_seconds < CHECK_SECONDS:
                 problem = "too many different schemas and grammars were sent in the last seconds; use fewer"
             raise Overloaded(f"{problem}, or send it again when it has been checked", RETRY_SECONDS) from None
         finally:
-            _waits.add(who, time.monotonic() - began)
+            _wait_budget.add(caller_name, time.monotonic() - began)
         if failure is not None:
             # The cached exception must not refer to all requests that it refuses.
             raise failure.with_traceback(None)
+        # vLLM's check of xgrammar converts a choice to a grammar.
         outputs.choice, outputs.grammar = outcome.result()
 
     return check
@@ -168,14 +164,14 @@ def _limited(validate: Callable[..., None]) -> Callable[..., None]:
 def _run_check(
     outcome: Future[Converted],
     validate: Callable[[], None],
-    trial: SamplingParams,
+    checked_params: SamplingParams,
     previous: Future[Converted] | None,
 ) -> None:
     """Run a check after the ``previous`` check of the same caller, and set its ``outcome``.
 
-    ``trial``: copy of the request's sampling parameters, which ``validate`` checks and may convert.
+    ``checked_params``: sampling parameters that ``validate`` checks and may convert.
     """
-    outputs = trial.structured_outputs
+    outputs = checked_params.structured_outputs
     assert outputs is not None
     if previous is not None:
         wait([previous])
@@ -193,7 +189,7 @@ def _run_check(
 
 
 def too_large(field: str, size: int) -> InvalidRequest:
-    """Return the error for sampling parameters of ``size`` bytes. ``field``: the largest parameter."""
+    """``field``: the largest parameter. ``size``: bytes of all parameters."""
     return InvalidRequest(
         field,
         f"must have at most {MAX_SAMPLING_BYTES} bytes together with all other sampling parameters, since the engine "

@@ -23,10 +23,10 @@ def limit_texts(renderer: Any) -> None:
     tokenizer = renderer.tokenizer
     if tokenizer is None:
         return
-    length = renderer.model_config.max_model_len
+    model_length = renderer.model_config.max_model_len
     # A text with more characters never fits the model's length.
-    max_characters = max(MAX_TOKENIZED, length * tokenizer.max_chars_per_token)
-    max_tokens = max(MAX_TOKENIZED, length)
+    max_characters = max(MAX_TOKENIZED, model_length * tokenizer.max_chars_per_token)
+    max_tokens = max(MAX_TOKENIZED, model_length)
     cls: Any = type(tokenizer)
 
     def check_texts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,6 +73,7 @@ def limit_texts(renderer: Any) -> None:
 def count_characters(value: object) -> int:
     if isinstance(value, str):
         return len(value)
+    # A part of a chat. Media are long texts that are not tokenized.
     if isinstance(value, Mapping):
         value = [part for name, part in value.items() if name not in MEDIA]
     if isinstance(value, list | tuple):
@@ -81,12 +82,12 @@ def count_characters(value: object) -> int:
 
 
 def tokenize_in_threads(state: Any) -> None:
-    """Let ``/generative_scoring`` tokenize in a thread, and not in the event loop. ``state``: of vLLM's app."""
+    """Let ``/generative_scoring`` not tokenize in the event loop. ``state``: of vLLM's app."""
     scoring = getattr(state, "serving_generative_scoring", None)
     if scoring is not None:
-        scoring._build_prompts = partial(_build_in_thread, scoring._build_prompts)
+        scoring._build_prompts = partial(_build_prompts_in_thread, scoring._build_prompts)
 
 
-async def _build_in_thread(build_prompts: Callable[..., Any], *args: Any) -> Any:
-    """Run in a thread a coroutine function of vLLM's that blocks and never awaits. Return its result."""
+async def _build_prompts_in_thread(build_prompts: Callable[..., Any], *args: Any) -> Any:
+    # vLLM's coroutine blocks and never awaits, so it can run in an event loop of its own.
     return await asyncio.to_thread(lambda: asyncio.run(build_prompts(*args)))

@@ -1,7 +1,7 @@
 """Validate a request before any candidate starts.
 
 The thread of vLLM's engine that receives requests ends at the first request that it cannot decode, and the engine's
-process at the first token id that its model does not have. So every request is encoded and decoded here once.
+process at the first token id that its model does not have.
 """
 
 from copy import copy
@@ -17,7 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.exceptions import DartsError, InvalidRequest
 from darts_server.vllm.requests.prompt_request import PromptRequest
-from darts_server.vllm.requests.sampling import REFUSALS, split_place
+from darts_server.vllm.requests.sampling import REFUSALS, split_validation_error
 from darts_server.vllm.requests.structured_outputs import MAX_SAMPLING_BYTES, too_large
 
 PROMPT = "prompt"
@@ -82,58 +82,62 @@ def check_request(config: VllmConfig, request: PromptRequest) -> None:
     token_ids = None
     if prompt.get("type", "token") == "token":
         token_ids = prompt.get("prompt_token_ids")
-    size = config.model_config.get_vocab_size()
-    if token_ids and size:
+    vocabulary_size = config.model_config.get_vocab_size()
+    if token_ids and vocabulary_size:
         for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < size:
+            if not 0 <= token_id < vocabulary_size:
                 raise InvalidRequest(
-                    PROMPT, f"token id {token_id} is out of vocabulary: this model has the token ids 0 to {size - 1}"
+                    PROMPT,
+                    f"token id {token_id} is out of vocabulary: this model has the token ids 0 to "
+                    f"{vocabulary_size - 1}",
                 )
 
     # Encode the request as vLLM does when it sends a candidate, and decode it as the engine does.
-    sent = copy(params)
-    sent.n = 1
-    salt = prompt.get("cache_salt")
-    message = EngineCoreRequest(
+    candidate_params = copy(params)
+    candidate_params.n = 1
+    engine_request = EngineCoreRequest(
         request_id=request.request_id,
         prompt_token_ids=token_ids,
         mm_features=None,
-        sampling_params=sent,
+        sampling_params=candidate_params,
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
-        cache_salt=salt,
+        cache_salt=prompt.get("cache_salt"),
         data_parallel_rank=None,
     )
-    for name in message.__struct_fields__:
+    for name in engine_request.__struct_fields__:
         if name in request.options:
-            setattr(message, name, request.options[name])
+            setattr(engine_request, name, request.options[name])
     try:
-        DECODER.decode(ENCODER.encode(message))
+        DECODER.decode(ENCODER.encode(engine_request))
     except msgspec.ValidationError as error:
-        # The message is an array: ``[3].seed`` is the seed of the sampling parameters.
-        field, text = split_place(error)
-        index, _, inside = field.removeprefix("[").partition("]")
+        # The encoded request is an array: ``[3].seed`` is the seed of the sampling parameters.
+        field, problem = split_validation_error(error)
+        index, _, inner_path = field.removeprefix("[").partition("]")
         if index.isdecimal():
             field = EngineCoreRequest.__struct_fields__[int(index)]
-        if field == PARAMS and inside:
-            field = inside.lstrip(".")
-        raise InvalidRequest(field, text) from error
+        if field == PARAMS and inner_path:
+            field = inner_path.lstrip(".")
+        raise InvalidRequest(field, problem) from error
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise InvalidRequest(_find_unsendable(message), f"cannot be sent to the engine: {error}") from error
+        field = _find_unsendable_field(engine_request)
+        raise InvalidRequest(field, f"cannot be sent to the engine: {error}") from error
 
-    total = _encoded_size(params)
-    if total > MAX_SAMPLING_BYTES:
+    size_bytes = _encoded_size(params)
+    if size_bytes > MAX_SAMPLING_BYTES:
         values = msgspec.structs.asdict(params)
-        raise too_large(max(values, key=lambda name: _encoded_size(values[name])), total)
+        largest = max(values, key=lambda name: _encoded_size(values[name]))
+        raise too_large(largest, size_bytes)
 
 
 def _encoded_size(value: object) -> int:
+    # vLLM encodes a value as several buffers.
     return sum(map(len, ENCODER.encode(value)))
 
 
 def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
-    """Process the prompt of a group once, and drop the result.
+    """Check that vLLM can process the prompt of a group.
 
     Otherwise vLLM would refuse the second prompt of a request after the first was started, and the prompt of a stream
     after the status was sent.
@@ -147,6 +151,7 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
     is_rendered = "type" in request.prompt_fields
     if not is_rendered:
         return
+    # The result is dropped. Candidates are processed again when they start.
     process = partial(
         llm.input_processor.process_inputs,
         request.request_id,
@@ -177,17 +182,17 @@ def check_group(llm: AsyncLLM, request: PromptRequest) -> None:
 
 
 def _check_seed(params: SamplingParams, candidates: int) -> None:
-    highest = MAX_SEED - candidates + 1
-    if params.seed is not None and not MIN_SEED <= params.seed <= highest:
+    max_seed = MAX_SEED - candidates + 1
+    if params.seed is not None and not MIN_SEED <= params.seed <= max_seed:
         raise InvalidRequest(
             "seed",
-            f"must be {MIN_SEED} to {highest}, got {params.seed}: candidate i is generated with seed + i, in 64 bits",
+            f"must be {MIN_SEED} to {max_seed}, got {params.seed}: candidate i is generated with seed + i, in 64 bits",
         )
 
 
-def _find_unsendable(message: EngineCoreRequest) -> str:
+def _find_unsendable_field(engine_request: EngineCoreRequest) -> str:
     """Return the first field that cannot be sent, or ``body``."""
-    fields = msgspec.structs.asdict(message)
+    fields = msgspec.structs.asdict(engine_request)
     params = fields.pop(PARAMS)
     for name, value in (msgspec.structs.asdict(params) | fields).items():
         try:

@@ -94,7 +94,7 @@ class Engine(ControlledLLM):
         self.idle = asyncio.Event()
         self.is_halted = False
         self.error: Exception | None = None
-        self._pauses = set()
+        self._pause_tasks = set()
 
     async def wait_for_received_outputs(self) -> None:
         assert self.is_halted
@@ -150,8 +150,8 @@ async def test_a_pause_waits_until_earlier_outputs_are_processed() -> None:
     """Otherwise tokens of the old weights would count as tokens of the new weights."""
     queue: asyncio.Queue[int] = asyncio.Queue()
     core = SimpleNamespace(outputs_queue=queue, get_output_async=queue.get)
-    llm: Any = SimpleNamespace(engine_core=core, is_handling=False)
-    ShapingLLM.wrap_output_reader(llm)
+    llm: Any = SimpleNamespace(engine_core=core, is_processing_outputs=False)
+    ShapingLLM.replace_output_reader(llm)
     handled = []
 
     async def handle() -> None:

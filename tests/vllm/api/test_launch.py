@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from darts_server.vllm.api.launch import bring_to_state, fingerprint_of, without_keys
+from darts_server.vllm.api.launch import bring_to_state, drop_api_keys, fingerprint_of
 
 MODEL: dict[str, Any] = {
     "model": "org/name",
@@ -73,11 +73,11 @@ def test_the_fingerprint_differs_when_the_weights_in_a_folder_were_replaced(tmp_
     ],
 )
 def test_hosts_get_all_flags_but_keys(flags: list[str]) -> None:
-    assert without_keys(["--seed", "1", *flags, "--port", "8000"]) == ["--seed", "1", "--port", "8000"]
+    assert drop_api_keys(["--seed", "1", *flags, "--port", "8000"]) == ["--seed", "1", "--port", "8000"]
 
 
 def test_the_model_after_a_key_is_kept() -> None:
-    assert without_keys(["--api-key=one", "org/name", "--api-server-count", "1"]) == [
+    assert drop_api_keys(["--api-key=one", "org/name", "--api-server-count", "1"]) == [
         "org/name",
         "--api-server-count",
         "1",
@@ -93,7 +93,7 @@ async def test_an_engine_that_starts_again_gets_drafts_and_pause_as_they_are_whe
         calls.append(arguments)
         if len(calls) == 1:
             # A change while the engine is brought to the state of the others.
-            llm.speculates = False
+            llm.is_drafting = False
 
     async def load(engine: bytes) -> None:
         assert engine == b"one"
@@ -103,7 +103,7 @@ async def test_an_engine_that_starts_again_gets_drafts_and_pause_as_they_are_whe
         engine_core=core,
         weight_version=0,
         is_pause_wanted=False,
-        speculates=True,
+        is_drafting=True,
         written_by_trainer=False,
         updates=None,
     )

@@ -8,7 +8,7 @@ import zmq.asyncio
 
 from darts_server.engine.port import HiddenState, Probe
 from darts_server.vllm.api import probe_receiver as receiver
-from darts_server.vllm.api.probe_receiver import ProbeReceiver, probing
+from darts_server.vllm.api.probe_receiver import ProbeReceiver, install_probes
 from darts_server.vllm.engine_core.probe_capture import FAULT, READY, STATES, pack_states
 
 pytestmark = pytest.mark.anyio
@@ -71,7 +71,7 @@ async def test_states_are_passed_on_for_some_time_after_a_candidate_ends(monkeyp
 async def test_the_width_is_known_once_every_engine_is_ready_until_an_engine_reports_a_fault() -> None:
     probes = ProbeReceiver()
     assert probes.fault == "no probe was installed"
-    waiting = asyncio.create_task(probes.wait_ready(2))
+    waiting = asyncio.create_task(probes.wait_until_ready(2))
     probes.receive([READY, b"64"])
     await asyncio.sleep(0)
     assert probes.width is None
@@ -86,7 +86,7 @@ async def test_an_engine_that_does_not_answer_is_a_fault(monkeypatch: pytest.Mon
     monkeypatch.setattr(receiver, "READY_SECONDS", 0.05)
     probes = ProbeReceiver()
     probes.receive([READY, b"64"])
-    await probes.wait_ready(2)
+    await probes.wait_until_ready(2)
     assert probes.width is None
     assert (probes.fault or "").startswith("1 of 2 engines have answered")
 
@@ -115,7 +115,7 @@ fake_llm: Any = FakeLLM
 
 async def test_states_that_a_worker_sends_are_received() -> None:
     received: list[HiddenState] = []
-    async with probing(fake_llm(None, [READY, b"3"], states((1, 5)))) as probes:
+    async with install_probes(fake_llm(None, [READY, b"3"], states((1, 5)))) as probes:
         assert probes.width == 3
         assert probes.register(Probe((5,), received.append)) == 1
         async with asyncio.timeout(10):
@@ -125,12 +125,12 @@ async def test_states_that_a_worker_sends_are_received() -> None:
 
 
 async def test_the_reason_of_a_failed_installation_is_the_fault() -> None:
-    async with probing(fake_llm("ValueError: a pooling model generates nothing")) as probes:
+    async with install_probes(fake_llm("ValueError: a pooling model generates nothing")) as probes:
         assert (probes.width, probes.fault) == (None, "ValueError: a pooling model generates nothing")
 
 
 async def test_a_message_that_cannot_be_read_is_a_fault() -> None:
-    async with probing(fake_llm(None, [READY, b"3"], [STATES, b"?", b"?"])) as probes:
+    async with install_probes(fake_llm(None, [READY, b"3"], [STATES, b"?", b"?"])) as probes:
         async with asyncio.timeout(10):
             while probes.fault is None:
                 await asyncio.sleep(0.01)

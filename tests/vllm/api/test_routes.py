@@ -143,7 +143,7 @@ async def test_a_response_whose_answer_was_aborted_is_cancelled(status: str) -> 
     call = RouteCall()
     route_call.set(call)
     assert (await responses.responses_full_generator(status)).status == status
-    call.aborted = True
+    call.has_aborted_answer = True
     response = await responses.responses_full_generator(status)
     assert (response.status, response.incomplete_details) == ("cancelled", None)
 
@@ -225,7 +225,7 @@ async def test_a_beam_search_holds_all_its_beams_until_it_has_ended(prompt: Any,
         async def create_completion(self, request: Any, raw_request: Any = None) -> int:
             call = route_call.get()
             assert call is not None
-            call.ticket = admission.admit(call.beams)
+            call.beam_ticket = admission.admit(call.beams)
             return admission.not_in_engine
 
     serving = Beams()

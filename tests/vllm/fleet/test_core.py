@@ -121,7 +121,7 @@ async def test_requests_resume_on_another_engine_when_theirs_is_lost_or_end_if_t
         await fleet.until(lambda: fleet.places.hosts[0].tokens > 400)
         fleet.places.kill(0)
         answers = await asyncio.gather(*tasks)
-        assert (fleet.core.num_lost, fleet.running.up) == (1, 1)
+        assert (fleet.core.num_lost, fleet.running.num_up) == (1, 1)
     ended = [answer[-1].finish_reason for answer in answers]
     assert sorted(ended) == ["abort"] + ["length"] * 7
     for params, answer in zip(requests, answers, strict=True):
@@ -170,7 +170,7 @@ async def test_requests_are_refused_while_no_engine_is_up_and_served_afterwards(
         assert await fleet.llm.collective_rpc("anything") == []
         assert fleet.running.port.unfinished == 0
         fleet.places.start(0)
-        await fleet.until(lambda: fleet.running.up)
+        await fleet.until(lambda: fleet.running.num_up)
         assert (await fleet.generate(**FINAL))[-1].finish_reason == "length"
 
 
@@ -192,7 +192,7 @@ async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
 
         async def lose_engine() -> tuple[int, int]:
             """Return the tokens of the request's prompt, and the limit of its answer."""
-            await fleet.until(lambda: sum(fleet.running_requests) and fleet.running.up == 2)
+            await fleet.until(lambda: sum(fleet.running_requests) and fleet.running.num_up == 2)
             lost = fleet.core.num_lost
             rank = fleet.running_requests.index(1)
             host = fleet.places.hosts[rank]
@@ -207,7 +207,7 @@ async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
         sent = [await lose_engine() for _ in range(MAX_MOVES + 1)]
         with pytest.raises(EngineBusy, match="4 times"):
             await task
-        await fleet.until(lambda: fleet.running.up == 2)
+        await fleet.until(lambda: fleet.running.num_up == 2)
         assert {length + left for length, left in sent} == {4 + 4000}
         assert sorted(set(sent)) == sent
         assert not fleet.core.moves
@@ -222,7 +222,7 @@ async def test_an_engine_that_sends_nothing_is_lost() -> None:
         hung.is_stopped = True
         answers = await asyncio.gather(*tasks)
         assert [answer[-1].finish_reason for answer in answers] == ["length"] * 2
-        await fleet.until(lambda: fleet.running.up == 2)
+        await fleet.until(lambda: fleet.running.num_up == 2)
         assert fleet.places.hosts[1] is not hung
 
 
@@ -244,7 +244,7 @@ async def test_an_engine_that_joins_gets_weights_and_pause_before_requests_even_
         await fleet.running.model.set_version(7)
         await fleet.running.model.pause()
         fleet.places.start(0)
-        await fleet.until(lambda: fleet.running.up)
+        await fleet.until(lambda: fleet.running.num_up)
         calls = [(method, args[0] if args else None) for method, args in fleet.places.hosts[0].calls]
         assert calls == [
             ("collective_rpc", "darts_install_probe"),
@@ -265,10 +265,10 @@ async def test_an_engine_that_does_not_accept_a_lora_adapter_gets_no_requests() 
         fleet.places.start(0)
         fleet.places.hosts[0].answers["add_lora"] = False
         await fleet.until(lambda: fleet.core.num_lost == 2)
-        assert fleet.running.up == 0
+        assert fleet.running.num_up == 0
         fleet.places.start(0)
         fleet.places.hosts[0].answers["add_lora"] = True
-        await fleet.until(lambda: fleet.running.up)
+        await fleet.until(lambda: fleet.running.num_up)
 
 
 async def test_an_error_of_an_engine_that_gets_a_probe_is_raised_unless_it_was_lost() -> None:
@@ -291,12 +291,12 @@ async def test_an_engine_waits_while_weights_change_and_when_they_are_in_no_file
         fleet.llm.written_by_trainer = True
         fleet.places.kill(0)
         await asyncio.sleep(0.3)
-        assert fleet.running.up == 1
+        assert fleet.running.num_up == 1
         settled.is_settled = True
         await asyncio.sleep(0.3)
-        assert fleet.running.up == 1
+        assert fleet.running.num_up == 1
         await fleet.running.model.load(FILES)
-        await fleet.until(lambda: fleet.running.up == 2)
+        await fleet.until(lambda: fleet.running.num_up == 2)
         assert ("collective_rpc", "darts_load_weights") in [
             (method, args[0]) for method, args in fleet.places.hosts[0].calls if args
         ]

@@ -19,7 +19,7 @@ from darts_server.engine.port import TokenSlice
 from darts_server.vllm.engine_core.holding import NOT_HELD, NUMBER, RELEASE, Report
 from darts_server.vllm.requests.adding import change_before_send
 from darts_server.vllm.requests.held import HeldRequests, numbered_request_of
-from darts_server.vllm.requests.outputs import Deferred
+from darts_server.vllm.requests.outputs import DeferredOutput
 from tests.vllm.engine_core.test_holding import new_holding_queue, new_request, step
 from tests.vllm.requests.test_outputs import ID, encoded
 
@@ -67,8 +67,8 @@ class Process:
         with ExitStack() as candidate:
             if before:
                 assert request.sampling_params is not None
-                deferred = Deferred(self.held.tokenizer, request.sampling_params, TokenSlice(before, None))
-                candidate.enter_context(change_before_send(deferred.begin))
+                deferred = DeferredOutput(self.held.tokenizer, request.sampling_params, TokenSlice(before, None))
+                candidate.enter_context(change_before_send(deferred.start_collecting))
             await self.core.add_request_async(request)
         return collector
 

@@ -33,9 +33,9 @@ from darts_server.vllm.requests.logprob_json import ArrayLogprobs
 from darts_server.vllm.requests.outputs import (
     SLICE,
     CachingTokenizer,
-    Deferred,
     DeferredCompletion,
-    make_deferred,
+    DeferredOutput,
+    make_deferred_fields,
     sampled_logprobs,
     truncate_output,
 )
@@ -165,11 +165,11 @@ class DeferringFrontend(Frontend):
         super().__init__(case)
         self.prefix = prefix
         caching = CachingTokenizer(self.processor.tokenizer)
-        self.deferred = Deferred(caching, case.params, prefix, returns_logprobs=returns_logprobs)
+        self.deferred = DeferredOutput(caching, case.params, prefix, returns_logprobs=returns_logprobs)
 
     def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
         request = super().add([*prompt, *self.prefix.token_ids])
-        self.deferred.begin(request, self.processor.request_states[ID])
+        self.deferred.start_collecting(request, self.processor.request_states[ID])
         return request
 
 
@@ -202,7 +202,7 @@ def test_log_probs_can_be_read_while_a_candidate_runs(random: Random) -> None:
     read: list[float] = []
     for message in case.messages:
         frontend.receive(message)
-        if random.random() < 0.5 and (so_far := frontend.deferred.values) is not None:
+        if random.random() < 0.5 and (so_far := frontend.deferred.token_logprobs) is not None:
             assert list(so_far[: len(read)]) == read
             read = list(so_far)
     assert whole is None or read == whole[: len(read)]
@@ -288,7 +288,7 @@ def test_the_text_after_a_prompt_of_embeddings_is_vllms() -> None:
         request.prompt_embeds = torch.zeros(3, 4)
         frontend.processor.add_request(request, None, None, 0, frontend.collector)
         if isinstance(frontend, DeferringFrontend):
-            frontend.deferred.begin(request, frontend.processor.request_states[ID])
+            frontend.deferred.start_collecting(request, frontend.processor.request_states[ID])
         # The first token of this tokenizer is a part of a character.
         output = EngineCoreOutput(ID, [0, 1, 2, 3], finish_reason=FinishReason.LENGTH)
         frontend.receive(encoded(EngineCoreOutputs(outputs=[output], timestamp=1.0)))
@@ -410,7 +410,7 @@ def test_a_long_output_is_made_in_slices_and_other_tasks_run_meanwhile() -> None
     output = run(DeferringFrontend(case))
 
     async def count_turns() -> int:
-        making = asyncio.create_task(make_deferred(output))
+        making = asyncio.create_task(make_deferred_fields(output))
         turns = 0
         while not making.done():
             await asyncio.sleep(0)
@@ -426,7 +426,7 @@ def test_an_output_whose_caller_left_while_it_was_made_can_still_be_read() -> No
     output = run(DeferringFrontend(case))
     completion = output.outputs[0]
     assert isinstance(completion, DeferredCompletion)
-    for number, _ in enumerate(completion.deferred.make(completion, ["text", "logprobs"])):
+    for number, _ in enumerate(completion.deferred.make_fields(completion, ["text", "logprobs"])):
         if number == 1:
             break
     assert_same(output, run(Frontend(case)))
@@ -446,7 +446,7 @@ def test_log_probs_that_only_the_scorer_requested_are_not_returned() -> None:
     completion = run(frontend).outputs[0]
     assert (completion.logprobs, completion.cumulative_logprob, sampled_logprobs(completion)) == (None, None, None)
     assert completion.text == run(Frontend(case)).outputs[0].text
-    assert len(frontend.deferred.values or ()) == len(completion.token_ids)
+    assert len(frontend.deferred.token_logprobs or ()) == len(completion.token_ids)
 
 
 def test_a_pause_follows_every_slice_of_log_probs_however_they_were_sent() -> None:
@@ -455,7 +455,7 @@ def test_a_pause_follows_every_slice_of_log_probs_however_they_were_sent() -> No
     messages = [draw_message(random, params, 1, first=False, last=end == 63) for end in range(64)]
     completion = run(DeferringFrontend(Case(params, messages, "tiny", aborted=False))).outputs[0]
     assert isinstance(completion, DeferredCompletion)
-    assert 1 < sum(1 for _ in completion.deferred.make(completion, ["logprobs"])) <= 64 * 153 / SLICE
+    assert 1 < sum(1 for _ in completion.deferred.make_fields(completion, ["logprobs"])) <= 64 * 153 / SLICE
 
 
 def test_a_finished_request_is_freed_at_once_with_its_arrays() -> None:

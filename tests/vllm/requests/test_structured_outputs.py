@@ -19,7 +19,7 @@ from darts_server.vllm.requests.structured_outputs import (
     MAX_BRACKETS,
     MAX_DEPTH,
     MAX_SAMPLING_BYTES,
-    Waits,
+    WaitBudget,
     limit_checks,
 )
 from examples.tiny_rl.tokenizer import build_tokenizer
@@ -43,7 +43,7 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_checks()
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 60)
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 3600)
-    monkeypatch.setattr(structured_outputs, "_waits", Waits())
+    monkeypatch.setattr(structured_outputs, "_wait_budget", WaitBudget())
     monkeypatch.setattr(structured_outputs, "_checks", FairCache(structured_outputs.MAX_CACHED))
 
 
@@ -201,16 +201,16 @@ def test_all_checks_share_one_time_budget_and_every_caller_gets_a_part(
     monkeypatch.setattr(structured_outputs, "CHECK_SECONDS", 0.5)
     monkeypatch.setattr(structured_outputs, "WAITED_SECONDS", 1.0)
     now = 100.0
-    waits = Waits(lambda: now)
+    waits = WaitBudget(lambda: now)
     granted: dict[str, float] = {}
     for who in ("greedy", "second", "third"):
         for _ in range(40):
-            left = waits.left(who)
+            left = waits.remaining_seconds(who)
             granted[who] = granted.get(who, 0.0) + left
             waits.add(who, left)
     assert granted == pytest.approx({"greedy": 0.5, "second": 0.25, "third": 0.125})
     now += 60
-    assert waits.left("greedy") == pytest.approx(0.5)
+    assert waits.remaining_seconds("greedy") == pytest.approx(0.5)
     assert waits._waited == {}, "callers are forgotten"
 
 
@@ -221,12 +221,12 @@ def test_many_long_checks_block_the_event_loop_only_for_the_budget(monkeypatch: 
     count, validate = counted(go_on)
     granted: list[float] = []
 
-    class Recorded(Waits):
-        def left(self, who: str) -> float:
-            granted.append(super().left(who))
+    class Recorded(WaitBudget):
+        def remaining_seconds(self, who: str) -> float:
+            granted.append(super().remaining_seconds(who))
             return granted[-1]
 
-    monkeypatch.setattr(structured_outputs, "_waits", Recorded(lambda: 0.0))
+    monkeypatch.setattr(structured_outputs, "_wait_budget", Recorded(lambda: 0.0))
     for number in range(40):
         token = caller.set(Caller(str(number)))
         with pytest.raises(Overloaded) as refused:
@@ -247,7 +247,7 @@ def test_a_panic_of_a_library_refuses_the_request() -> None:
 
     for _ in range(2):
         with pytest.raises(VLLMValidationError, match="Panic"):
-            structured_outputs._limited(validate)(params(json=TOOL))
+            structured_outputs._limit_check(validate)(params(json=TOOL))
 
 
 def counted(go_on: threading.Event | None = None) -> tuple[Any, Any]:
@@ -259,4 +259,4 @@ def counted(go_on: threading.Event | None = None) -> tuple[Any, Any]:
         if go_on is not None:
             go_on.wait(60)
 
-    return lambda: len(calls), structured_outputs._limited(validate)
+    return lambda: len(calls), structured_outputs._limit_check(validate)
