@@ -52,7 +52,7 @@ def closing() -> Iterator[ExitStack]:
 def make_rooms(closing: ExitStack, folder: Path, access: Access | None = None) -> tuple[app.Rooms, Store]:
     """Connect all rooms to an engine that runs nothing. Also return the store in the folder."""
     engine: Any = SimpleNamespace(
-        llm=SimpleNamespace(gate=Gate(), speculate=Mock()),
+        llm=SimpleNamespace(gate=Gate(), set_drafting=Mock()),
         port=ScriptedEngine(lambda *_: Script(1)),
         renderer=Mock(),
         model=Mock(),
