@@ -47,7 +47,7 @@ def full_app() -> Iterator[FastAPI]:
         args = flags.parse([str(MODEL), *EVERYTHING])
         args.enable_fault_tolerance = True
         built = build_app(args, tuple(tasks(SupportedTask)))
-        port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate(), speculate=Mock())
+        port, llm = ScriptedEngine(lambda *_: Script(1)), SimpleNamespace(gate=Gate(), set_drafting=Mock())
         engine: Any = SimpleNamespace(
             llm=llm, port=port, renderer=Mock(), model=Mock(), model_name="routes", source="routes", fingerprint=""
         )
