@@ -149,7 +149,7 @@ class _CountedGroup:
             is_failed = any(record.reason is DiscardReason.FAILED for record in records)
             outcome = Outcome.FAILED if is_failed else Outcome.CANCELLED
         if not registry.draining:
-            registry.report_group_closed(full=is_full, planned=self.size)
+            registry.report_group_closed(is_full=is_full, planned_size=self.size)
         registry.observer.group_ended(
             GroupRecord(
                 group_id=self.group_id,
@@ -177,7 +177,7 @@ class CountedGroups:
     leaves its seat to another request.
 
     Args:
-        report_group_closed: called with ``full`` and ``planned`` when a group ends.
+        report_group_closed: called with ``is_full`` and ``planned_size`` when a group ends.
         timeout, named_timeout: see `GroupJoiner`.
     """
 

@@ -42,14 +42,14 @@ class _Seat(Generic[RequestT, OutputT]):
     caller: asyncio.Future[OutputT] | None
     """Waiting caller, or None after it has left."""
     output: OutputT | None = None
-    answered: bool = False
-    aborted: bool = False
+    is_answered: bool = False
+    has_aborted: bool = False
     """Whether the caller gets the partial output of its own candidate, and leaves."""
 
-    def give(self, output: OutputT) -> None:
+    def assign(self, output: OutputT) -> None:
         """Keep a trajectory for the seat, and answer the caller if it waits."""
         self.output = output
-        if self.caller is not None and not self.caller.done() and not self.aborted:
+        if self.caller is not None and not self.caller.done() and not self.has_aborted:
             self.caller.set_result(output)
 
 
@@ -82,9 +82,9 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         self._observer = observer
         self._timeout = timeout
         self._named_timeout = max(timeout, named_timeout)
-        # Whether the group was closed early, for each of the newest groups.
-        self._closed_early: deque[bool] = deque(maxlen=WINDOW)
-        self._early_is_logged = False
+        # For each of the newest groups, whether it was closed early.
+        self._were_closed_early: deque[bool] = deque(maxlen=WINDOW)
+        self._is_early_closing_logged = False
         self.counted = CountedGroups(
             observer,
             self.report_group_closed,
@@ -106,12 +106,13 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         try:
             on_join(group.group_id)
             output = await seat.caller
-            seat.answered = not seat.aborted
+            seat.is_answered = not seat.has_aborted
         finally:
-            # The caller has disconnected, or has the partial output of its own candidate.
-            if not seat.answered:
+            # The caller has disconnected, or has the partial output of its own candidate: another caller may take the
+            # seat.
+            if not seat.is_answered:
                 seat.caller = None
-                seat.aborted = False
+                seat.has_aborted = False
             group.stop_if_no_caller_waits()
         return output
 
@@ -129,7 +130,7 @@ class GroupJoiner(Generic[RequestT, OutputT]):
                 continue
             for seat in group.seats:
                 if seat.request_id == request_id and seat.caller is not None and not seat.caller.done():
-                    seat.aborted = True
+                    seat.has_aborted = True
                     group.run.runner.abort_request(seat.request, seat.caller)
 
     def drain(self) -> None:
@@ -139,21 +140,23 @@ class GroupJoiner(Generic[RequestT, OutputT]):
             group.closed.set()
         self.counted.drain()
 
-    def report_group_closed(self, *, full: bool, planned: int) -> None:
-        """Report a closed group, and log once if many lack some of their ``planned`` requests."""
-        self._observer.group_closed(full)
-        self._closed_early.append(not full)
-        count = sum(self._closed_early)
-        if not self._early_is_logged and len(self._closed_early) == WINDOW and count >= OFTEN * WINDOW:
-            self._early_is_logged = True
+    def report_group_closed(self, *, is_full: bool, planned_size: int) -> None:
+        """Report a closed group, and log once if many groups lack some of their ``planned_size`` requests."""
+        self._observer.group_closed(is_full)
+        self._were_closed_early.append(not is_full)
+        num_closed_early = sum(self._were_closed_early)
+        if self._is_early_closing_logged or len(self._were_closed_early) < WINDOW:
+            return
+        if num_closed_early >= OFTEN * WINDOW:
+            self._is_early_closing_logged = True
             logger.warning(
                 "%d of the last %d groups of single requests were closed with fewer than %d requests, after "
                 "--group-wait (--group-name-wait for groups with names): send all requests of a prompt at once, name "
                 "groups (X-Darts-Group: id=NAME, or sessions that match --group-pattern), raise these times, or lower "
                 "--group-size",
-                count,
+                num_closed_early,
                 WINDOW,
-                planned,
+                planned_size,
             )
 
     def _find_seat(
@@ -163,15 +166,15 @@ class GroupJoiner(Generic[RequestT, OutputT]):
         groups = self.groups.get(request.join_key, [])
         for group in groups:
             if not group.closed.is_set():
-                return group, group.add(request)
+                return group, group.add_seat(request)
         for group in groups:
-            vacant = group.take_vacant(request)
-            if vacant is not None:
-                return group, vacant
+            vacant_seat = group.take_vacant_seat(request)
+            if vacant_seat is not None:
+                return group, vacant_seat
 
         group = _JoinedGroup(self, request, self._timeout if request.name is None else self._named_timeout)
         self.groups.setdefault(request.join_key, []).append(group)
-        seat = group.add(request)
+        seat = group.add_seat(request)
         if self.draining:
             group.closed.set()
         return group, seat
@@ -183,32 +186,37 @@ class GroupJoiner(Generic[RequestT, OutputT]):
 class _JoinedGroup(Generic[RequestT, OutputT]):
     """A group of single requests. A task waits until the group is closed, and answers its callers."""
 
-    def __init__(self, joiner: GroupJoiner[RequestT, OutputT], first: JoinRequest[RequestT], timeout: float) -> None:
-        self.group_id = f"group-{first.request_id}"
+    def __init__(
+        self,
+        joiner: GroupJoiner[RequestT, OutputT],
+        first_request: JoinRequest[RequestT],
+        timeout: float,
+    ) -> None:
+        self.group_id = f"group-{first_request.request_id}"
         self.seats: list[_Seat[RequestT, OutputT]] = []
         self.closed = asyncio.Event()
         """Set when no further request may join."""
         self._joiner = joiner
-        self._first = first
+        self._first_request = first_request
         self._timeout = timeout
         self._timer: asyncio.TimerHandle | None = None
-        self._ended = False
+        self._is_removed = False
         spec = GroupSpec(
-            first.plan,
-            first.request,
+            first_request.plan,
+            first_request.request,
             self.group_id,
-            first.prompt_key,
+            first_request.prompt_key,
             delivers_early=True,
             on_abort=OnAbort.ANSWER,
-            request_tokens=first.tokens,
+            request_tokens=first_request.tokens,
         )
-        self._ticket = first.ticket.split(candidates=0)
+        self._ticket = first_request.ticket.split(candidates=0)
         self.run = joiner.create_run(spec, self.closed.set, self._ticket)
-        if first.name is not None:
-            self.run.request_ids += (first.name,)
+        if first_request.name is not None:
+            self.run.request_ids += (first_request.name,)
         self._task = asyncio.get_running_loop().create_task(self._answer_callers())
 
-    def add(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
+    def add_seat(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT]:
         loop = asyncio.get_running_loop()
         seat: _Seat[RequestT, OutputT] = _Seat(request.request, request.request_id, loop.create_future())
         self.seats.append(seat)
@@ -216,31 +224,33 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
         self._ticket.merge(request.ticket)
         self.run.add_candidate(request.request)
 
+        # Every request restarts the time that the group waits for the next request.
         if self._timer is not None:
             self._timer.cancel()
-        if len(self.seats) == self._first.plan.size:
+        if len(self.seats) == self._first_request.plan.size:
             self.closed.set()
         else:
             self._timer = loop.call_later(self._timeout, self.closed.set)
         return seat
 
-    def take_vacant(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
+    def take_vacant_seat(self, request: JoinRequest[RequestT]) -> _Seat[RequestT, OutputT] | None:
         """Give a late caller the seat of a disconnected caller, if there is one."""
         if self.run.has_ended:
             return None
-        seat = next((seat for seat in self.seats if seat.caller is None and not seat.answered), None)
-        if seat is None:
-            return None
-        seat.request_id = request.request_id
-        seat.caller = asyncio.get_running_loop().create_future()
-        if seat.output is not None:
-            seat.caller.set_result(seat.output)
-        self.run.request_ids += (request.request_id,)
-        return seat
+        for seat in self.seats:
+            if seat.caller is None and not seat.is_answered:
+                seat.request_id = request.request_id
+                seat.caller = asyncio.get_running_loop().create_future()
+                if seat.output is not None:
+                    seat.caller.set_result(seat.output)
+                self.run.request_ids += (request.request_id,)
+                return seat
+        return None
 
     def stop_if_no_caller_waits(self) -> None:
-        if not self._ended and not any(seat.caller is not None and not seat.answered for seat in self.seats):
-            self._end()
+        has_caller = any(seat.caller is not None and not seat.is_answered for seat in self.seats)
+        if not has_caller and not self._is_removed:
+            self._remove()
             self._task.cancel()
 
     # --- the group's own task -----------------------------------------------
@@ -257,59 +267,61 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             # Short trajectories come first. With random seats, the order of callers says nothing about lengths.
             async for trajectory in self.run.trajectories():
                 seat = rng.choice(self._possible_seats(trajectory))
-                seat.give(trajectory.output)
+                seat.assign(trajectory.output)
             # An aborted group has no trajectory for some seats.
             for seat in self.seats:
-                if seat.output is None and not seat.aborted:
-                    seat.give(self.run.engine.aborted_output(seat.request))
+                if seat.output is None and not seat.has_aborted:
+                    seat.assign(self.run.engine.aborted_output(seat.request))
         except Exception as error:
             # Every caller that still waits gets the error.
             for seat in self.seats:
                 if seat.caller is not None and not seat.caller.done():
                     seat.caller.set_exception(error)
         finally:
-            self._end()
+            self._remove()
 
     async def _start_extra_candidates(self) -> None:
         """Set the group's size to the number of its seats, and start the extra candidates."""
-        plan = self._first.plan
-        full = len(self.seats) == plan.size
-        if not full:
+        plan = self._first_request.plan
+        is_full = len(self.seats) == plan.size
+        if not is_full:
             plan = plan.shrink_to(len(self.seats))
         allocation = Allocation(plan.size)
         if not self._joiner.draining:
-            self._joiner.report_group_closed(full=full, planned=self._first.plan.size)
-            allocation = await self._joiner.allocator.allocate(plan, self._first.prompt_key)
+            self._joiner.report_group_closed(is_full=is_full, planned_size=self._first_request.plan.size)
+            allocation = await self._joiner.allocator.allocate(plan, self._first_request.prompt_key)
             # The group may have failed meanwhile, and then its ticket is released.
             if not self.run.has_ended:
                 allocation = replace(allocation, candidates=self._ticket.resize_within_limits(allocation.candidates))
         self.run.open(plan.rule_for(allocation.saturated), allocation)
 
     def _possible_seats(self, trajectory: Trajectory[OutputT]) -> list[_Seat[RequestT, OutputT]]:
-        free = [seat for seat in self.seats if seat.output is None]
+        free_seats = [seat for seat in self.seats if seat.output is None]
         candidates = self.run.runner.candidates
         candidate = candidates[trajectory.index]
         if not candidate.aborted:
-            return free
-        # An aborted trajectory answers the caller whose candidate it was, or a caller whose candidate was not aborted.
-        own = [seat for seat in free if seat.request is candidate.request and candidate.has_own_request]
-        if own:
-            return own[:1]
-        requests = [c.request for c in candidates if c.aborted or c.aborting_callers]
-        others = [seat for seat in free if not any(seat.request is request for request in requests)]
-        return others or free
+            return free_seats
+        # An aborted trajectory answers the caller whose candidate it was.
+        if candidate.has_own_request:
+            for seat in free_seats:
+                if seat.request is candidate.request:
+                    return [seat]
+        # The aborted trajectory of an extra candidate leaves their seats to the other aborted trajectories.
+        aborted_requests = [c.request for c in candidates if c.aborted or c.aborting_callers]
+        other_seats = [seat for seat in free_seats if not any(seat.request is request for request in aborted_requests)]
+        return other_seats or free_seats
 
-    def _end(self) -> None:
+    def _remove(self) -> None:
         """Remove the group and stop its candidates, once."""
         # The group's task calls this when it ends. A task that is cancelled before its first step does not, so
         # `stop_if_no_caller_waits` calls it, too.
-        if self._ended:
+        if self._is_removed:
             return
-        self._ended = True
+        self._is_removed = True
         if self._timer is not None:
             self._timer.cancel()
         groups = self._joiner.groups
-        key = self._first.join_key
+        key = self._first_request.join_key
         groups[key].remove(self)
         if not groups[key]:
             del groups[key]

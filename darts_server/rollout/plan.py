@@ -33,7 +33,7 @@ class Plan:
     """Selection rule, unless the prompt is saturated."""
 
     def __post_init__(self) -> None:
-        # This also checks the size.
+        # The policy raises `InvalidRequest` for a size that it does not support.
         object.__setattr__(self, "rule", self.shaping.selection_rule(self.size))
 
     def rule_for(self, saturated: bool) -> SelectionRule:
@@ -41,9 +41,9 @@ class Plan:
             return self.shaping.selection_rule(self.size, saturated)
         return self.rule
 
-    def candidates_without_statistics(self, scale: float) -> int:
-        """Return the number of candidates without statistics. ``scale``: share of the redundancy to use, 0 to 1."""
-        return reduce_candidates(self.shaping.candidates(self.size), self.size, scale)
+    def candidates_without_statistics(self, redundancy_scale: float) -> int:
+        """Return the number of candidates. ``redundancy_scale``: share of the redundancy to use, 0 to 1."""
+        return reduce_candidates(self.shaping.candidates(self.size), self.size, redundancy_scale)
 
     def shrink_to(self, size: int) -> "Plan":
         """Return the plan for fewer requests. Sizes that the policy does not support, and 1, are not shaped."""
@@ -71,9 +71,10 @@ class Limits:
         if self.group_pattern is None or session is None:
             return None
         match = self.group_pattern.fullmatch(session)
-        if match is None:
+        # An optional group of the pattern may be missing or empty.
+        if match is None or not match[1]:
             return None
-        return match[1] or None
+        return match[1]
 
     def should_join(self, kind: TurnKind) -> bool:
         """Return whether a single request is joined to a group."""

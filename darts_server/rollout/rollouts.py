@@ -31,7 +31,7 @@ from darts_server.serving.gate import Gate
 from darts_server.types import OFF, FinishReason, Outcome, RequestOptions, SelectedAs
 from darts_server.verify.types import Verifier
 
-_ALL: Sequence[Kind[Any]] = (
+_ALL_KINDS: Sequence[Kind[Any]] = (
     allocator.PRICE,
     auto.STATE,
     *deadlines.KINDS,
@@ -39,7 +39,7 @@ _ALL: Sequence[Kind[Any]] = (
     *blob_kinds(QUALITY_BLOBS),
     *blob_kinds(VOTE_BLOBS),
 )
-KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL}
+KINDS: Mapping[str, Kind[Any]] = {kind.name: kind for kind in _ALL_KINDS}
 """All kinds of saved documents, by name."""
 
 POLL_SECONDS = 0.02
@@ -98,8 +98,8 @@ class Rollouts(Generic[RequestT, OutputT]):
             intervals.allocation,
             self.observers.cohort_ended,
             clock,
-            scale=self.redundancy_scale,
-            opening=lambda: self.gate.opening_number,
+            redundancy_scale=self.redundancy_scale,
+            gate_opening=lambda: self.gate.opening_number,
         )
         self.observers.group_ended.add(statistics.group_ended, self.allocator.deadlines.group_ended)
         self.joiner: GroupJoiner[RequestT, OutputT] = GroupJoiner(
@@ -118,8 +118,8 @@ class Rollouts(Generic[RequestT, OutputT]):
         """Number of calls of `abort_all`."""
         self._brownout = brownout or Brownout(0, 0)
         self._context = GroupContext(engine, self.observers, scorer, self.start_queue, clock)
-        self._polling: asyncio.Task[None] | None = None
-        self._suspended = False
+        self._polling_task: asyncio.Task[None] | None = None
+        self._is_suspended = False
         self._group_ended = asyncio.Event()
 
     # --- planning -----------------------------------------------------------
@@ -191,12 +191,13 @@ class Rollouts(Generic[RequestT, OutputT]):
         if not self.engine.has_priorities:
             return lambda _: 0.0
         now = self._context.clock()
-        stats = None if prompt_key is None else self.statistics.prompts.load(prompt_key)
-        expected = None if stats is None else stats.mean_ema
-        if expected is None:
+        prompt_stats = None if prompt_key is None else self.statistics.prompts.load(prompt_key)
+        if prompt_stats is not None:
+            expected_tokens = prompt_stats.mean_ema
+        else:
             # A new prompt is expected to be as long as the data set's mean.
-            expected = self.statistics.dataset.stats.mean or 0.0
-        return lambda tokens: now - TOKEN_SECONDS * max(expected, tokens)
+            expected_tokens = self.statistics.dataset.stats.mean or 0.0
+        return lambda carried_tokens: now - TOKEN_SECONDS * max(expected_tokens, carried_tokens)
 
     # --- running groups -----------------------------------------------------
 
@@ -233,7 +234,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         """
         group_ticket = ticket or Ticket(self.admission, None, None)
 
-        def end(run: GroupRun[RequestT, OutputT]) -> None:
+        def handle_end(run: GroupRun[RequestT, OutputT]) -> None:
             self._group_ended.set()
             del self.runs[run]
             self.gate.leave()
@@ -254,7 +255,7 @@ class Rollouts(Generic[RequestT, OutputT]):
                 self._context,
                 spec,
                 group_ticket,
-                on_end=end,
+                on_end=handle_end,
                 carried=carried,
                 starting_order=starting_order,
                 earlier_pass_rate=earlier_pass_rate,
@@ -265,13 +266,13 @@ class Rollouts(Generic[RequestT, OutputT]):
             group_ticket.release()
             raise
         self.runs[run] = None
-        if self._polling is None:
-            self._polling = asyncio.create_task(self._poll(), name="darts-poller")
-        if self._suspended:
+        if self._polling_task is None:
+            self._polling_task = asyncio.create_task(self._poll_runs(), name="darts-poller")
+        if self._is_suspended:
             run.suspend()
         return run
 
-    async def _poll(self) -> None:
+    async def _poll_runs(self) -> None:
         """Poll all groups in which something may be due, until no group runs."""
         while self.runs:
             await asyncio.sleep(self.poll_seconds)
@@ -282,18 +283,15 @@ class Rollouts(Generic[RequestT, OutputT]):
                     run.poll()
             # The last update follows the last group's end, so that the next group finds the present queue.
             self._brownout.update(self.admission.waiting)
-        self._polling = None
+        self._polling_task = None
 
     def learn_unshaped_lengths(
         self,
         prompt_key: str,
-        ends: Sequence[tuple[int, FinishReason]],
-        request: RequestTokens,
+        lengths_and_reasons: Sequence[tuple[int, FinishReason]],
+        request_tokens: RequestTokens,
     ) -> None:
-        """Learn the lengths of a request that the engine has served without us.
-
-        ``ends``: tokens and finish reason of each trajectory.
-        """
+        """Learn the lengths of the trajectories of a request that the engine has served without us."""
         now = self._context.clock()
         version = self.engine.weight_version
         candidates = [
@@ -309,20 +307,20 @@ class Rollouts(Generic[RequestT, OutputT]):
                 weight_version_start=version,
                 weight_version_end=version,
             )
-            for index, (tokens, finish_reason) in enumerate(ends)
+            for index, (tokens, finish_reason) in enumerate(lengths_and_reasons)
         ]
         record = GroupRecord(
             group_id="",
             prompt_key=prompt_key,
             policy=OFF,
-            size=len(ends),
+            size=len(lengths_and_reasons),
             outcome=Outcome.COMPLETED,
             candidates=candidates,
             started_at=now,
             ended_at=now,
             tail_wait=None,
-            prompt_tokens=request.prompt,
-            max_tokens=request.most,
+            prompt_tokens=request_tokens.prompt,
+            max_tokens=request_tokens.most,
         )
         self.statistics.group_ended(record)
 
@@ -347,7 +345,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     async def suspend(self) -> None:
         """Stop the candidates of all groups until `resume`, and wait for the end of groups that cannot be restarted."""
-        self._suspended = True
+        self._is_suspended = True
         for run in list(self.runs):
             run.suspend()
         # Groups that cannot be restarted run to their end with the old weights.
@@ -365,7 +363,7 @@ class Rollouts(Generic[RequestT, OutputT]):
 
     def resume(self) -> None:
         """Restart suspended groups with new candidates."""
-        self._suspended = False
+        self._is_suspended = False
         for run in list(self.runs):
             run.resume()
 
@@ -376,6 +374,6 @@ def check_document(kind: str, document: Document) -> None:
     Raises:
         ValueError: the document cannot be used. The message names the field.
     """
-    found = KINDS.get(kind)
-    if found is not None:
-        found.parse(document)
+    document_kind = KINDS.get(kind)
+    if document_kind is not None:
+        document_kind.parse(document)

@@ -38,8 +38,8 @@ class Allocator:
         on_cohort_end: called with the record of each cohort that has ended.
         clock: monotonic seconds.
         rng: decides which cohorts explore.
-        scale: returns the share of the redundancy that the load leaves room for, 0 to 1.
-        opening: see `Gate.opening`.
+        redundancy_scale: returns the share of the redundancy that the load leaves room for, 0 to 1.
+        gate_opening: returns `Gate.opening`.
     """
 
     def __init__(
@@ -49,66 +49,68 @@ class Allocator:
         on_cohort_end: Callable[[CohortRecord], None],
         clock: Callable[[], float],
         rng: np.random.Generator | None = None,
-        scale: Callable[[], float] = lambda: 1.0,
-        opening: Callable[[], int | None] = lambda: 0,
+        redundancy_scale: Callable[[], float] = lambda: 1.0,
+        gate_opening: Callable[[], int | None] = lambda: 0,
     ) -> None:
         self._statistics = statistics
-        self._prices = StoredValues(statistics.documents, PRICE)
+        self._shadow_prices = StoredValues(statistics.documents, PRICE)
         self.deadlines = Deadlines(statistics.documents, rng or np.random.default_rng())
-        self.auto = Auto(statistics, opening)
+        self.auto = Auto(statistics, gate_opening)
         self._window = window
         self._on_cohort_end = on_cohort_end
         self._clock = clock
-        self._scale = scale
-        # Prompt keys and results of waiting groups, by policy and size: groups of a cohort must be comparable.
+        self._redundancy_scale = redundancy_scale
+        # Prompt keys and futures of waiting groups, by policy and size: groups of a cohort must be comparable.
         self._waiting: dict[str, list[tuple[str, asyncio.Future[Allocation]]]] = {}
-        self._remainders: dict[str, float] = {}
+        self._budget_remainders: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def allocate(self, plan: Plan, prompt_key: str) -> Allocation:
         """Allocate candidates to one group. Most policies wait ``window`` seconds for other groups."""
         if not plan.shaping.uses_cohort:
-            return Allocation(plan.candidates_without_statistics(self._scale()))
-        name = _policy_and_size(plan)
-        if name not in self._waiting:
-            self._waiting[name] = []
-            task = asyncio.create_task(self._allocate_waiting(name, plan))
+            return Allocation(plan.candidates_without_statistics(self._redundancy_scale()))
+        policy_and_size = _policy_and_size(plan)
+        if policy_and_size not in self._waiting:
+            self._waiting[policy_and_size] = []
+            task = asyncio.create_task(self._allocate_after_window(policy_and_size, plan))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        result: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
-        self._waiting[name].append((prompt_key, result))
+        allocated: asyncio.Future[Allocation] = asyncio.get_running_loop().create_future()
+        self._waiting[policy_and_size].append((prompt_key, allocated))
         try:
-            return await result
+            return await allocated
         except asyncio.CancelledError:
             # A group may be cancelled after its allocation, in the same turn. Its cohort must not wait for it.
-            if result.done() and not result.cancelled() and result.exception() is None:
-                result.result().drop()
+            if allocated.done() and not allocated.cancelled() and allocated.exception() is None:
+                allocated.result().drop()
             raise
 
-    async def _allocate_waiting(self, name: str, plan: Plan) -> None:
-        """Answer all calls of `allocate` at the end of the window."""
+    async def _allocate_after_window(self, policy_and_size: str, plan: Plan) -> None:
         await asyncio.sleep(self._window)
-        waiting = [(key, result) for key, result in self._waiting.pop(name) if not result.cancelled()]
+        waiting = []
+        for prompt_key, allocated in self._waiting.pop(policy_and_size):
+            if not allocated.cancelled():
+                waiting.append((prompt_key, allocated))
         if not waiting:
             return
         try:
-            allocations = self.allocate_cohort(plan, [key for key, _ in waiting])
+            allocations = self.allocate_cohort(plan, [prompt_key for prompt_key, _ in waiting])
         except Exception as error:
-            for _, result in waiting:
-                result.set_exception(error)
+            for _, allocated in waiting:
+                allocated.set_exception(error)
             return
-        for (_, result), allocation in zip(waiting, allocations, strict=True):
-            result.set_result(allocation)
+        for (_, allocated), allocation in zip(waiting, allocations, strict=True):
+            allocated.set_result(allocation)
 
     def run_probabilities(self, plan: Plan, prompt_keys: Sequence[str]) -> list[float]:
         """Return the probability with which a batch runs each prompt: below 1 if it is almost surely without signal."""
-        floor = plan.shaping.skip_floor
-        if floor is None or not plan.shaping.adapts_to_signal:
+        lowest_probability = plan.shaping.skip_floor
+        if lowest_probability is None or not plan.shaping.adapts_to_signal:
             return [1.0] * len(prompt_keys)
-        chances = signal_chances(self._statistics.pass_rates.posteriors(prompt_keys), plan.size)
         probabilities = []
-        for chance in chances:
-            probabilities.append(floor if chance < UNINFORMATIVE else 1.0)
+        # Chances that a group of the prompt has both right and wrong answers.
+        for chance in signal_chances(self._statistics.pass_rates.posteriors(prompt_keys), plan.size):
+            probabilities.append(lowest_probability if chance < UNINFORMATIVE else 1.0)
         return probabilities
 
     def allocate_cohort(
@@ -117,61 +119,59 @@ class Allocator:
         prompt_keys: Sequence[str],
         budget: int | None = None,
         auto: AutoBatch | None = None,
-        starting: int | None = None,
+        num_starting: int | None = None,
     ) -> list[Allocation]:
         """Allocate candidates to groups that make a cohort of their own.
 
         ``budget``: number of candidates in all. ``auto``: the batch whose number of prompts `auto` has chosen.
-        ``starting``: number of groups that start at once, or None for all.
+        ``num_starting``: number of groups that start at once, or None for all.
         """
-        groups = len(prompt_keys)
-        if starting is None:
-            starting = groups
+        num_groups = len(prompt_keys)
+        if num_starting is None:
+            num_starting = num_groups
         size = plan.size
-        scale = 1.0 if budget is not None else self._scale()
-        counts, mean = self._counts(plan, prompt_keys, budget)
+        # A caller's budget is not reduced under load.
+        scale = 1.0 if budget is not None else self._redundancy_scale()
+        counts, mean_count = self._candidate_counts(plan, prompt_keys, budget)
 
         # A few groups say little about the tokens that groups need. Recent groups decide instead.
-        is_small = starting < MIN_COHORT
+        is_small = num_starting < MIN_COHORT
         rule = self.deadlines.current_rule(plan.shaping, plan.policy)
-        tokens_from_recent = None
+        recent_deadline = None
         if rule is not None:
-            recent = self.deadlines.recent_lengths(_policy_and_size(plan))
+            recent_lengths = self.deadlines.load_recent_lengths(_policy_and_size(plan))
             if is_small:
-                tokens_from_recent = recent.deadline(rule)
+                recent_deadline = recent_lengths.deadline(rule)
             else:
-                rule = replace(rule, recent=recent.quantile(rule))
+                rule = replace(rule, recent=recent_lengths.quantile(rule))
 
         record = CohortRecord(
             policy=plan.policy,
-            groups=groups,
-            mean_candidates=size + (mean - size) * scale,
-            explored=rule is not None and self.deadlines.choose_exploration(rule, plan.policy, groups),
+            groups=num_groups,
+            mean_candidates=size + (mean_count - size) * scale,
+            explored=rule is not None and self.deadlines.choose_exploration(rule, plan.policy, num_groups),
             auto_choice=None if auto is None else auto.choice.reason,
         )
 
-        def end(record: CohortRecord) -> None:
+        def end_cohort(record: CohortRecord) -> None:
             self._on_cohort_end(record)
             if auto is None:
                 return
             try:
-                auto.end(record)
+                auto.learn(record)
             except Exception:
                 # An error must not fail the group that ends last: its trajectories are not delivered yet.
-                logger.exception("nothing was learned from a batch of %d groups under auto", groups)
+                logger.exception("nothing was learned from a batch of %d groups under auto", num_groups)
 
-        on_start = None
-        if auto is not None:
-            on_start = auto.start
         cohort = Cohort(
             record,
             rule,
-            end,
+            end_cohort,
             self._clock,
-            starting,
-            on_start,
-            tokens=tokens_from_recent,
-            few=is_small,
+            num_starting,
+            on_start=None if auto is None else auto.mark_started,
+            initial_deadline=recent_deadline,
+            is_small=is_small,
         )
         # Whether a prompt is saturated depends on the spread of its lengths, and not on the load.
         return [
@@ -179,44 +179,48 @@ class Allocator:
             for count in counts
         ]
 
-    def _counts(self, plan: Plan, prompt_keys: Sequence[str], budget: int | None) -> tuple[Sequence[int], float]:
-        """Return the number of candidates of each group before the load reduces it, and the mean M' over all groups.
-
-        ``budget``: number of candidates in all, or None for the policy's mean.
-        """
+    def _candidate_counts(
+        self,
+        plan: Plan,
+        prompt_keys: Sequence[str],
+        budget: int | None,
+    ) -> tuple[Sequence[int], float]:
+        """Return the number of candidates of each group before the load reduces it, and the mean M' over all groups."""
         shaping = plan.shaping
-        groups = len(prompt_keys)
+        num_groups = len(prompt_keys)
         low, high = shaping.bounds(plan.size)
         # Without statistics all prompts are equal, and share the budget evenly.
-        stds: list[float | None] = [None] * groups
+        length_stds: list[float | None] = [None] * num_groups
         if shaping.adaptive:
-            stds = [self._load_std(key) for key in prompt_keys]
+            length_stds = [self._load_length_std(prompt_key) for prompt_key in prompt_keys]
 
         if budget is not None:
-            mean = budget / groups
+            mean_count = budget / num_groups
         else:
             stats = DatasetStats()
             if shaping.budget is BudgetKind.CV_LOG:
                 stats = self._statistics.dataset.stats
-            mean = shaping.mean_candidates(plan.size, stats.std, stats.mean)
-            name = _policy_and_size(plan)
-            if shaping.adaptive and groups < MIN_COHORT:
-                price = self._prices.load(name) or ShadowPrice()
-                counts = [price.allocate(std, mean, low, high) for std in stds]
-                self._prices.save(name, asdict(price))
-                return counts, mean
+            mean_count = shaping.mean_candidates(plan.size, stats.std, stats.mean)
+            policy_and_size = _policy_and_size(plan)
+            # A few groups are not a sample of all prompts, so the price of earlier groups decides.
+            if shaping.adaptive and num_groups < MIN_COHORT:
+                price = self._shadow_prices.load(policy_and_size) or ShadowPrice()
+                counts = [price.allocate(std, mean_count, low, high) for std in length_stds]
+                self._shadow_prices.save(policy_and_size, asdict(price))
+                return counts, mean_count
             # Whole numbers whose mean over all cohorts is M'.
-            counts, self._remainders[name] = allocate_evenly(mean, groups, self._remainders.get(name, 0.0))
+            remainder = self._budget_remainders.get(policy_and_size, 0.0)
+            counts, self._budget_remainders[policy_and_size] = allocate_evenly(mean_count, num_groups, remainder)
             if not shaping.is_uneven:
-                return counts, mean
+                return counts, mean_count
             budget = sum(counts)
 
         if shaping.adapts_to_signal:
             posteriors = self._statistics.pass_rates.posteriors(prompt_keys)
-            return allocate_by_signal(posteriors, budget, low, high), mean
-        return allocate_by_std(stds, budget=budget, low=low, high=high), mean
+            return allocate_by_signal(posteriors, budget, low, high), mean_count
+        return allocate_by_std(length_stds, budget=budget, low=low, high=high), mean_count
 
-    def _load_std(self, prompt_key: str) -> float | None:
+    def _load_length_std(self, prompt_key: str) -> float | None:
         stats = self._statistics.prompts.load(prompt_key)
         return None if stats is None else stats.std_ema
 

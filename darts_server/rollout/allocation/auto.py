@@ -12,11 +12,11 @@ STATE = json_kind("ahead", AheadState)
 
 
 class Auto:
-    """Choose for batches that resume prompts, and learn by group size. ``opening``: see `Gate.opening`."""
+    """Choose for batches that resume prompts, and learn by group size. ``gate_opening``: returns `Gate.opening`."""
 
-    def __init__(self, statistics: Statistics, opening: Callable[[], int | None]) -> None:
+    def __init__(self, statistics: Statistics, gate_opening: Callable[[], int | None]) -> None:
         self.statistics = statistics
-        self.opening = opening
+        self.gate_opening = gate_opening
         self.states = StoredValues(statistics.documents, STATE)
 
     def load_state(self, size: int) -> AheadState:
@@ -26,60 +26,59 @@ class Auto:
         self,
         limits: AutoLimits,
         size: int,
-        needed: int,
-        offered: int,
-        lost: int,
+        num_needed: int,
+        num_prompts: int,
+        lost_tokens: int,
     ) -> "AutoBatch":
-        """Choose how many of the ``offered`` prompts run in a batch that ends with ``needed`` complete groups.
+        """Choose how many of the prompts run in a batch that ends with ``num_needed`` complete groups.
 
-        ``lost``: number of tokens of earlier batches for these prompts that cannot be used.
+        ``lost_tokens``: tokens of earlier batches for these prompts that cannot be used.
         """
-        choice = choose_ahead(limits, self.load_state(size), needed, offered)
-        return AutoBatch(self, limits, size, choice, lost)
+        choice = choose_ahead(limits, self.load_state(size), num_needed, num_prompts)
+        return AutoBatch(self, limits, size, choice, lost_tokens)
 
 
 @dataclass(slots=True)
 class AutoBatch:
     """A batch whose number of prompts `auto` has chosen.
 
-    ``opening``: the gate's opening when the batch started, or None if the gate was closed.
-    ``generation``: the documents' generation when the batch started, or None before.
+    ``opening_at_start``: the gate's opening when the first group started, or None if the gate was closed.
+    ``generation_at_start``: the documents' generation then, or None before.
     """
 
     auto: Auto
     limits: AutoLimits
     size: int
     choice: AheadChoice
-    lost: int
-    opening: int | None = None
-    generation: int | None = None
+    lost_tokens: int
+    opening_at_start: int | None = None
+    generation_at_start: int | None = None
 
-    def start(self) -> None:
-        """Called when the first group starts."""
-        self.opening = self.auto.opening()
-        self.generation = self.auto.statistics.documents.generation
+    def mark_started(self) -> None:
+        self.opening_at_start = self.auto.gate_opening()
+        self.generation_at_start = self.auto.statistics.documents.generation
 
-    def end(self, record: CohortRecord) -> None:
+    def learn(self, record: CohortRecord) -> None:
         """Learn from the batch after its last group has ended."""
         statistics = self.auto.statistics
         # No group has started, or the learned state was restored meanwhile.
-        if self.generation != statistics.documents.generation:
+        if self.generation_at_start != statistics.documents.generation:
             return
-        groups = sorted(record.returned_lengths, key=sum, reverse=True)
-        seconds = None
-        alone: Sequence[float] = ()
+        # The longest groups start first.
+        lengths_by_group = sorted(record.returned_lengths, key=sum, reverse=True)
+        measured_seconds = None
+        expected_seconds_alone: Sequence[float] = ()
         if record.completed >= self.choice.needed:
             # While the gate is closed, engines are paused or run empty, so the time says nothing.
-            if self.opening is not None and self.auto.opening() == self.opening:
-                seconds = record.measured_seconds
-            # The longest groups start first.
-            alone = statistics.latency.completion_seconds(groups)
+            if self.opening_at_start is not None and self.auto.gate_opening() == self.opening_at_start:
+                measured_seconds = record.measured_seconds
+            expected_seconds_alone = statistics.latency.completion_seconds(lengths_by_group)
         outcome = AheadOutcome(
-            returned=sum(map(sum, groups)),
+            returned=sum(map(sum, lengths_by_group)),
             stale=record.stale_tokens,
-            generated=record.new_tokens - self.lost,
-            seconds=seconds,
-            alone=alone,
+            generated=record.new_tokens - self.lost_tokens,
+            seconds=measured_seconds,
+            alone=expected_seconds_alone,
         )
         state = learn_ahead(self.limits, self.auto.load_state(self.size), self.choice, outcome)
         self.auto.states.save(str(self.size), asdict(state))

@@ -67,55 +67,57 @@ class Deadlines:
             return None
         return replace(rule, factor=self.deadline_factor(policy, rule.max_lost))
 
-    def recent_lengths(self, policy_and_size: str) -> RecentCompletionLengths:
+    def load_recent_lengths(self, policy_and_size: str) -> RecentCompletionLengths:
         return self._lengths.load(policy_and_size) or RecentCompletionLengths()
 
-    def choose_exploration(self, rule: Deadline, policy: str, groups: int) -> bool:
-        """Choose whether a cohort of ``groups`` runs past its deadline: at random, and after the first rewards.
+    def choose_exploration(self, rule: Deadline, policy: str, num_groups: int) -> bool:
+        """Choose whether a cohort of groups runs past its deadline: at random, and after the first rewards.
 
         Whole cohorts explore. The same share of single groups would delay nearly every cohort, as a cohort waits for
         its last group.
         """
         losses = self.load_losses(policy)
         if rule.exploration > 0 and losses.should_explore_first:
-            losses = replace(losses, first_groups=min(losses.first_groups + groups, LARGEST))
+            # The first explored groups are counted until they are enough.
+            losses = replace(losses, first_groups=min(losses.first_groups + num_groups, LARGEST))
             self._losses.save(policy, _fields(losses))
             return True
         return self._rng.random() < rule.exploration
 
     def group_ended(self, record: GroupRecord) -> None:
         """Learn how many tokens a group needed, or that it was cut at the cut length before."""
-        # Only policies with deadlines have `max_lost`.
         if record.max_lost is None or record.outcome is not Outcome.COMPLETED:
             return
         if record.tokens_needed is not None or any(c.cut for c in record.candidates):
-            name = f"{record.policy}/{record.size}"
-            lengths = self.recent_lengths(name)
+            policy_and_size = f"{record.policy}/{record.size}"
+            lengths = self.load_recent_lengths(policy_and_size)
             # 0 stands for a group that was cut.
             lengths.add(record.tokens_needed or 0)
-            self._lengths.save(name, lengths.state)
+            self._lengths.save(policy_and_size, lengths.state)
 
     def learn_rewards(self, record: GroupRecord, correct: Mapping[int, bool]) -> None:
+        # Only policies with deadlines have `max_lost`.
         max_lost = record.max_lost
         if max_lost is None:
             return
         policy = record.policy
-        before = self.load_losses(policy)
-        losses = before
+        earlier_losses = self.load_losses(policy)
+        losses = earlier_losses
         if not losses.is_rewarded and (record.explored or record.cohort_deadline is not None):
             losses = replace(losses, is_rewarded=True)
         # Without weights some candidates can never be returned, which hides the deadline's losses unless the group was
         # explored.
         if record.explored or all(c.weight is not None for c in record.selected):
-            losses = losses.with_answers(_answers(record, correct), record.explored, max_lost.answers)
-            group = _shortest_answer(record, correct)
-            if group is not None:
-                self._lost_groups.save(policy, _fields(self.load_lost_groups(policy).with_group(group)))
-        if losses != before:
+            losses = losses.with_answers(_relative_answers(record, correct), record.explored, max_lost.answers)
+            deciding_answer = _deciding_answer(record, correct)
+            if deciding_answer is not None:
+                lost_groups = self.load_lost_groups(policy).with_group(deciding_answer)
+                self._lost_groups.save(policy, _fields(lost_groups))
+        if losses != earlier_losses:
             self._losses.save(policy, _fields(losses))
 
 
-def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
+def _relative_answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
     """Return rewarded or cut answers. Lengths are relative to the limit that discards them, without its factor.
 
     The limit is the cut length for an answer that the group would wait for, and the deadline for other answers. A group
@@ -129,23 +131,23 @@ def _answers(record: GroupRecord, correct: Mapping[int, bool]) -> list[Answer]:
         # Cut length and deadline are known together.
         if record.cohort_deadline is not None and record.cut_length is not None:
             # Without a completion length, too few candidates are valid, and the group waits for every candidate.
-            needed = record.completion_length
-            is_needed = needed is None or (c.tokens <= needed and not c.cut)
-            limit = record.cut_length if is_needed else record.cohort_deadline
+            completion_length = record.completion_length
+            is_waited_for = completion_length is None or (c.tokens <= completion_length and not c.cut)
+            limit = record.cut_length if is_waited_for else record.cohort_deadline
             relative_length = c.tokens * record.factor / limit
         answers.append(Answer(relative_length, correct.get(c.index, False), c.cut, c.weight or 1.0))
     return answers
 
 
-def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
+def _deciding_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer | None:
     """Return the shortest correct answer, or the longest answer if all are known to be wrong.
 
     Its length is relative to the cut length, which no candidate may exceed.
     """
     selected = record.selected
-    right = [c.tokens for c in selected if correct.get(c.index, False)]
-    if right:
-        tokens = min(right)
+    correct_lengths = [c.tokens for c in selected if correct.get(c.index, False)]
+    if correct_lengths:
+        tokens = min(correct_lengths)
     elif selected and all(c.cut or c.index in correct for c in selected):
         tokens = max(c.tokens for c in selected)
     else:
@@ -153,7 +155,7 @@ def _shortest_answer(record: GroupRecord, correct: Mapping[int, bool]) -> Answer
     relative_length = 0.0
     if record.cut_length is not None:
         relative_length = tokens * record.factor / record.cut_length
-    return Answer(relative_length, is_right=bool(right), cut=any(c.cut for c in selected))
+    return Answer(relative_length, is_right=bool(correct_lengths), cut=any(c.cut for c in selected))
 
 
 def _fields(losses: DeadlineLosses | GroupLosses) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def state(made: Harness) -> AheadState:
 
 def run(made: Harness, record: CohortRecord = RECORD, lost: int = 0) -> None:
     batch = chosen(made, lost)
-    batch.start()
-    batch.end(record)
+    batch.mark_started()
+    batch.learn(record)
 
 
 async def test_batches_that_run_ahead_are_compared_with_their_trajectories_alone(made: Harness) -> None:
@@ -90,12 +90,12 @@ async def test_a_batch_that_was_paused_is_counted_and_not_measured(made: Harness
     if when == "before":
         gate.close()
     batch = chosen(made)
-    batch.start()
+    batch.mark_started()
     if when != "before":
         gate.close()
     if when == "opened again":
         gate.open()
-    batch.end(RECORD)
+    batch.learn(RECORD)
     assert (state(made).batches, state(made).ahead) == (2, ())
 
 
@@ -109,14 +109,14 @@ async def test_nothing_is_learned_from_a_batch_if_state_was_restored_meanwhile(m
     run(made)
     saved = dict(made.store.kept)
     batch = chosen(made)
-    batch.start()
+    batch.mark_started()
     made.store.restore(saved)
-    batch.end(RECORD)
+    batch.learn(RECORD)
     assert state(made).batches == 1
 
 
 async def test_nothing_is_learned_from_a_batch_without_started_groups(made: Harness) -> None:
-    chosen(made).end(RECORD)
+    chosen(made).learn(RECORD)
     assert state(made) == AheadState()
 
 

@@ -22,7 +22,9 @@ class CohortHarness:
         self.records: list[CohortRecord] = []
         self.now = 10.0
         record = CohortRecord("cut", groups, 12.5)
-        self.cohort = Cohort(record, rule, self.records.append, lambda: self.now, starting or groups, tokens=tokens)
+        self.cohort = Cohort(
+            record, rule, self.records.append, lambda: self.now, starting or groups, initial_deadline=tokens
+        )
         self.deadlines: list[list[tuple[int, int]]] = []
 
     def join(self, count: int = 1) -> None:

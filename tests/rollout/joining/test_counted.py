@@ -28,7 +28,7 @@ class Harness:
         self.generated: dict[str, int] = {}
         self.groups = CountedGroups(
             self.recorder.events,
-            lambda *, full, planned: self.closed.append((full, planned)),
+            lambda *, is_full, planned_size: self.closed.append((is_full, planned_size)),
             lambda: self.version,
             WAIT,
             NAMED_WAIT,

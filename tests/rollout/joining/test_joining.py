@@ -270,7 +270,7 @@ async def test_frequent_groups_with_missing_requests_are_logged_once(caplog: pyt
     report = JoiningHarness(lengths(9), SAMPLED).rollouts.joiner.report_group_closed
     with caplog.at_level(logging.WARNING):
         for number in range(3 * WINDOW):
-            report(full=number % 3 > 0, planned=8)
+            report(is_full=number % 3 > 0, planned_size=8)
         assert len(caplog.records) == 1
         assert "closed with fewer than 8 requests" in caplog.text
 

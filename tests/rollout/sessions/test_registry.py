@@ -298,8 +298,8 @@ async def test_deadlines_of_sessions_are_learned_apart_from_those_of_other_group
     (record,) = world.recorder.records
     assert record.policy == "cap:sessions"
     deadlines = world.harness.rollouts.allocator.deadlines
-    assert deadlines.recent_lengths("cap:sessions/2").state == [40]
-    assert deadlines.recent_lengths("cap/2").state == []
+    assert deadlines.load_recent_lengths("cap:sessions/2").state == [40]
+    assert deadlines.load_recent_lengths("cap/2").state == []
 
 
 async def test_informative_selects_by_the_rewards_of_ends(world: World) -> None:
