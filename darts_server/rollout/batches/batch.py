@@ -72,13 +72,12 @@ class BatchRequest:
     return_zero_variance: bool = False
     stop_when: Literal["decided"] | None = None
 
-    def counts(self, zero_variance: bool | None) -> bool:
+    def counts_group(self, zero_variance: bool | None) -> bool:
         """Whether a complete group counts. ``zero_variance``: see `GroupRun.zero_variance`."""
         return self.only is None or zero_variance is False
 
-    def returns(self, zero_variance: bool | None) -> bool:
-        """Whether a complete group is returned."""
-        return self.return_zero_variance or self.counts(zero_variance)
+    def returns_group(self, zero_variance: bool | None) -> bool:
+        return self.return_zero_variance or self.counts_group(zero_variance)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,8 +126,8 @@ class PreparedBatch:
     ``sampling``: the sampling parameters in force.
     ``terms``: see `describe_terms`; empty unless the batch resumes prompts.
     ``groups``: the groups of all prompts, also of skipped prompts.
-    ``needed``: number of groups that count after which the batch ends.
-    ``places``: number of groups that run at once. A group that failed or does not count gives its place to another.
+    ``num_needed``: number of groups that count after which the batch ends.
+    ``num_running``: number of groups that run at once. Another group starts when a group fails or does not count.
     """
 
     batch_id: str
@@ -138,8 +137,8 @@ class PreparedBatch:
     terms: str
     groups: Sequence[BatchGroup]
     ticket: Ticket
-    needed: int
-    places: int
+    num_needed: int
+    num_running: int
 
 
 async def prepare_batch(
@@ -147,9 +146,9 @@ async def prepare_batch(
     rollouts: Rollouts[Any, Any],
     renderer: PromptRenderer[Any, Any],
     new_planner: NewPlanner,
-    kept: CarriedPrompts,
+    carried_prompts: CarriedPrompts,
 ) -> PreparedBatch:
-    """Check and allocate a batch. Prompts that were carried over are taken from ``kept``.
+    """Check and allocate a batch.
 
     Raises:
         InvalidRequest: names the field, and the number of the prompt.
@@ -158,20 +157,21 @@ async def prepare_batch(
     owner = caller.get().name
     plan = plan_batch(batch, rollouts, new_planner)
     sampling = renderer.effective_sampling(batch.sampling)
-    usual = len(batch.prompts) * rollouts.estimate_candidates(plan)
-    ticket = rollouts.admission.admit(batch.budget or usual, "prompts")
+    estimated_candidates = len(batch.prompts) * rollouts.estimate_candidates(plan)
+    ticket = rollouts.admission.admit(batch.budget or estimated_candidates, "prompts")
+    # Prompts that go back to the carried prompts if the batch is refused.
     taken: list[CarriedPrompt] = []
     try:
         # Render the caller's prompts, then prompts that were carried over.
         builder = GroupBuilder(batch, renderer, rollouts.verifier)
         for prompt in batch.prompts:
-            await builder.add("prompts", prompt)
+            await builder.add_group("prompts", prompt)
         groups = builder.groups
         if batch.carried or batch.carry is not Carry.DROP:
-            found = kept.take(owner, [group.identity for group in groups], others=batch.carried)
-            taken = [prompt for _, prompt in found]
-            taken = await builder.add_carried(found)
-        check_numbers(batch, plan, len(groups))
+            numbered_prompts = carried_prompts.take(owner, [group.identity for group in groups], others=batch.carried)
+            taken = [prompt for _, prompt in numbered_prompts]
+            taken = await builder.add_carried(numbered_prompts)
+        check_counts(batch, plan, len(groups))
 
         # Choose the groups that continue from generated tokens.
         terms = ""
@@ -186,32 +186,32 @@ async def prepare_batch(
             # All groups have the same sampling parameters.
             rollouts.engine.check_resumable(groups[0].request)
             terms = describe_terms(plan, sampling)
-            lost_tokens = choose_resumed(
+            lost_tokens = choose_resumed_groups(
                 groups,
                 terms,
                 batch.group_size,
                 rollouts.engine.weight_version,
-                kept.limits.staleness,
+                carried_prompts.limits.staleness,
             )
 
         # Choose how many groups run at once, and allocate candidates to all groups.
         if batch.carry is Carry.DROP:
             # A prompt that is carried over would be drawn again in the next batch.
-            draw_groups(groups, plan, rollouts, renderer)
-        places = sum(not group.is_skipped for group in groups)
-        needed = batch.num_groups or places
+            draw_skipped_groups(groups, plan, rollouts, renderer)
+        num_running = sum(not group.is_skipped for group in groups)
+        num_needed = batch.num_groups or num_running
         if batch.only is not None and batch.carry is not Carry.RESUME:
-            places = min(places, expected_prompts(needed, rollouts.statistics.rewards.dataset))
+            num_running = min(num_running, estimate_prompts_to_run(num_needed, rollouts.statistics.rewards.dataset))
         auto = None
         if plan.auto is not None and batch.carry is Carry.RESUME:
-            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, needed, len(groups), lost_tokens)
-            places = auto.choice.started
-        starting = min(places, batch.max_prompts or places)
-        allocate(groups, plan, batch.budget, rollouts, ticket, auto, starting)
+            auto = rollouts.allocator.auto.choose(plan.auto, plan.size, num_needed, len(groups), lost_tokens)
+            num_running = auto.choice.started
+        num_starting = min(num_running, batch.max_prompts or num_running)
+        allocate_groups(groups, plan, batch.budget, rollouts, ticket, auto, num_starting)
         rollouts.observers.prompts_skipped(sum(group.is_skipped for group in groups))
     except BaseException:
         ticket.release()
-        kept.put(owner, (), taken)
+        carried_prompts.put(owner, (), taken)
         raise
     return PreparedBatch(
         batch_id=builder.batch_id,
@@ -221,8 +221,8 @@ async def prepare_batch(
         terms=terms,
         groups=groups,
         ticket=ticket,
-        needed=needed,
-        places=places,
+        num_needed=num_needed,
+        num_running=num_running,
     )
 
 
@@ -241,8 +241,8 @@ class GroupBuilder:
         self._renderer = renderer
         self._verifier = verifier
 
-    async def add(self, field: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
-        """Add a group for a prompt. ``field``: names the prompt in errors."""
+    async def add_group(self, list_name: str, prompt: PromptSpec, carried: CarriedPrompt | None = None) -> None:
+        """Add a group for a prompt. ``list_name``: names the list of the prompt in errors."""
         number = len(self.groups)
         batch = self._batch
         group_id = f"{self.batch_id}-{number}"
@@ -251,7 +251,7 @@ class GroupBuilder:
         except InvalidRequest as error:
             if error.field.startswith("sampling"):
                 raise
-            raise InvalidRequest(f"{field}[{number}].{error.field}", error.message) from error
+            raise InvalidRequest(f"{list_name}[{number}].{error.field}", error.message) from error
         content_key = self._renderer.prompt_key(request)
         self.groups.append(
             BatchGroup(
@@ -268,36 +268,29 @@ class GroupBuilder:
 
     def _choose_verifiers(self, prompt: PromptSpec) -> Sequence[str] | None:
         """Return the names of the prompt's verifiers, empty to verify nothing, or None for all."""
-        named = self._batch.verifier if prompt.verifier is None else prompt.verifier
-        if named is None or self._verifier is None:
+        verifier_names = self._batch.verifier if prompt.verifier is None else prompt.verifier
+        if verifier_names is None or self._verifier is None:
             return None
         # A prompt that was carried over may name verifiers of an earlier server.
-        return [name for name in named if name in self._verifier.names]
+        return [name for name in verifier_names if name in self._verifier.names]
 
-    async def add_carried(self, found: Sequence[tuple[int | None, CarriedPrompt]]) -> list[CarriedPrompt]:
-        """Add carried prompts, each to the group with its number or to a new group; return the added prompts.
-
-        A prompt that this server cannot render with any sampling parameters is dropped: it would fail every batch.
-        """
+    async def add_carried(self, numbered_prompts: Sequence[tuple[int | None, CarriedPrompt]]) -> list[CarriedPrompt]:
+        """Add carried prompts, each to the group with its number or to a new group; return the added prompts."""
         added: list[CarriedPrompt] = []
         dropped: list[tuple[str, str]] = []
-        for number, carried in found:
+        for number, carried in numbered_prompts:
             if number is not None:
                 self.groups[number].carried = carried
                 added.append(carried)
                 continue
             try:
-                await self.add("carried", carried.prompt, carried)
-            except InvalidRequest as error:
-                try:
-                    await self._renderer.make_request(carried.prompt, SHORTEST, size=1, request_id=self.batch_id)
-                except InvalidRequest:
-                    # The earlier server had another chat template or a longer context.
-                    dropped.append((carried.identity[0], error.message))
-                else:
-                    raise
-            else:
+                await self.add_group("carried", carried.prompt, carried)
                 added.append(carried)
+            except InvalidRequest as error:
+                # A prompt that no sampling parameters fit would fail every batch. Otherwise this batch alone fails.
+                if await self._can_render(carried.prompt):
+                    raise
+                dropped.append((carried.identity[0], error.message))
         if dropped:
             key, message = dropped[0]
             logger.error(
@@ -309,15 +302,26 @@ class GroupBuilder:
             )
         return added
 
+    async def _can_render(self, prompt: PromptSpec) -> bool:
+        """Return whether this server can render a prompt with any sampling parameters.
 
-def expected_prompts(needed: int, rewards: RewardStats) -> int:
-    """Return how many prompts to run at first, so that about ``needed`` groups have unequal rewards."""
-    # Counting one more informative group lets a batch begin with what it needs, and keeps the share above 0.
-    share = (rewards.groups - rewards.zero_variance + 1) / (rewards.groups + 1)
-    return ceil(needed / share)
+        The earlier server may have had another chat template or a longer context.
+        """
+        try:
+            await self._renderer.make_request(prompt, SHORTEST, size=1, request_id=self.batch_id)
+        except InvalidRequest:
+            return False
+        return True
 
 
-def choose_resumed(
+def estimate_prompts_to_run(num_needed: int, rewards: RewardStats) -> int:
+    """Return how many prompts to run at first, so that about ``num_needed`` groups have unequal rewards."""
+    # Without rewards, one more informative group makes the share 1. It also keeps the share above 0.
+    informative_share = (rewards.groups - rewards.zero_variance + 1) / (rewards.groups + 1)
+    return ceil(num_needed / informative_share)
+
+
+def choose_resumed_groups(
     groups: Sequence[BatchGroup],
     terms: str,
     group_size: int,
@@ -329,18 +333,20 @@ def choose_resumed(
     for group in groups:
         if group.carried is None or group.carried.group is None:
             continue
-        earlier = group.carried.group
+        carried_group = group.carried.group
+        has_equal_terms = carried_group.terms == terms
         # The prompt was rendered again: an earlier server may have had another chat template.
-        is_same = earlier.terms == terms and group.carried.identity == group.identity
-        is_whole = len(earlier.candidates) >= group_size
-        if is_same and is_whole and earlier.staleness(weight_version) <= max_staleness:
-            group.resumed = earlier
+        has_equal_prompt = group.carried.identity == group.identity
+        has_enough_candidates = len(carried_group.candidates) >= group_size
+        is_fresh = carried_group.staleness(weight_version) <= max_staleness
+        if has_equal_terms and has_equal_prompt and has_enough_candidates and is_fresh:
+            group.resumed = carried_group
         else:
-            lost_tokens += earlier.tokens
+            lost_tokens += carried_group.tokens
     return lost_tokens
 
 
-def draw_groups(
+def draw_skipped_groups(
     groups: Sequence[BatchGroup],
     plan: Plan,
     rollouts: Rollouts[Any, Any],
@@ -358,30 +364,31 @@ def draw_groups(
         if probability < 1:
             seed = renderer.tail_seed(group.request) or (secrets.randbits(64),)
             digest = blake2b(f"{seed} {version}".encode(), digest_size=DRAW_BYTES).digest()
-            group.is_skipped = int.from_bytes(digest) >= probability * 256**DRAW_BYTES
+            draw = int.from_bytes(digest)
+            num_draws = 256**DRAW_BYTES
+            group.is_skipped = draw >= probability * num_draws
 
 
-def allocate(
+def allocate_groups(
     groups: Sequence[BatchGroup],
     plan: Plan,
     budget: int | None,
     rollouts: Rollouts[Any, Any],
     ticket: Ticket,
     auto: AutoBatch | None,
-    starting: int,
+    num_starting: int,
 ) -> None:
     """Allocate candidates to the groups, and hold the candidates with the ticket of the batch.
 
-    ``starting``: number of groups that start at once.
+    ``num_starting``: number of groups that start at once.
     """
     # The ticket is empty meanwhile, so that a batch does not reduce its own redundancy by waiting.
-    estimate = ticket.candidates
+    estimated_candidates = ticket.candidates
     ticket.resize(0)
-    keys = [group.prompt_key for group in groups]
-    # The number of candidates does not depend on the prompts that are skipped, so that the expectation of a group that
-    # runs does not either.
-    allocations = rollouts.allocator.allocate_cohort(plan, keys, budget, auto, starting)
-    candidates = 0
+    prompt_keys = [group.prompt_key for group in groups]
+    # Skipped prompts take part, so that a prompt gets the same number of candidates whichever others are skipped.
+    allocations = rollouts.allocator.allocate_cohort(plan, prompt_keys, budget, auto, num_starting)
+    num_candidates = 0
     for group, allocation in zip(groups, allocations, strict=True):
         if group.is_skipped:
             allocation.drop()
@@ -393,12 +400,12 @@ def allocate(
                 candidates=len(group.resumed.candidates),
                 saturated=group.resumed.saturated,
             )
-        candidates += group.allocation.candidates
+        num_candidates += group.allocation.candidates
 
     # No turn of the event loop has passed, so there is still room for the estimate.
-    ticket.resize(estimate)
+    ticket.resize(estimated_candidates)
     try:
-        ticket.resize(candidates, "prompts")
+        ticket.resize(num_candidates, "prompts")
     except DartsError:
         for group in groups:
             group.allocation.drop()
@@ -452,52 +459,55 @@ def check_verifiers(batch: BatchRequest, plan: Plan, verifier: Verifier | None) 
             f"needs a policy that selects by rewards, and {plan.policy!r} does not; use policy 'informative', or leave "
             "it out",
         )
-    needs_rewards = None
+    rewards_needed_by = None
     if plan.shaping.needs_rewards:
-        needs_rewards = "policy"
+        rewards_needed_by = "policy"
     elif batch.only is not None:
-        needs_rewards = "only"
-    if needs_rewards is not None and verifier is None:
+        rewards_needed_by = "only"
+    if rewards_needed_by is not None and verifier is None:
         raise InvalidRequest(
-            needs_rewards,
+            rewards_needed_by,
             "needs rewards while groups run, and this server has no verifier; start it with --verifier, or use "
             "policy 'off' without 'only'",
         )
 
-    known = () if verifier is None else verifier.names
-    choices = [("", batch.verifier)]
-    choices += [(f"prompts[{number}].", prompt.verifier) for number, prompt in enumerate(batch.prompts)]
-    for place, names in choices:
+    server_verifiers = () if verifier is None else verifier.names
+    fields = [("verifier", batch.verifier)]
+    for number, prompt in enumerate(batch.prompts):
+        fields.append((f"prompts[{number}].verifier", prompt.verifier))
+    for field_name, names in fields:
         if names is None:
             continue
-        if not names and needs_rewards is not None:
+        if not names and rewards_needed_by is not None:
             raise InvalidRequest(
-                f"{place}verifier", f"must not be false, because {needs_rewards!r} needs rewards; leave it out"
+                field_name, f"must not be false, because {rewards_needed_by!r} needs rewards; leave it out"
             )
-        unknown = [name for name in names if name not in known]
-        if unknown:
-            remedy = f"choose from {', '.join(known)}" if known else "start the server with --verifier"
-            raise InvalidRequest(f"{place}verifier", f"has {unknown[0]!r}, which this server does not have; {remedy}")
+        for name in names:
+            if name not in server_verifiers:
+                remedy = "start the server with --verifier"
+                if server_verifiers:
+                    remedy = f"choose from {', '.join(server_verifiers)}"
+                raise InvalidRequest(field_name, f"has {name!r}, which this server does not have; {remedy}")
 
 
-def check_numbers(batch: BatchRequest, plan: Plan, prompts: int) -> None:
-    """Check the budget and the number of groups. ``prompts``: number of prompts with carried prompts."""
-    if not prompts:
+def check_counts(batch: BatchRequest, plan: Plan, num_prompts: int) -> None:
+    """Check the budget and the number of groups. ``num_prompts``: number of prompts with carried prompts."""
+    if not num_prompts:
         raise InvalidRequest("prompts", "must have at least one prompt, got none, and none was carried over")
     if batch.budget is not None:
         low, high = plan.shaping.bounds(plan.size)
-        if not prompts * low <= batch.budget <= prompts * high:
+        if not num_prompts * low <= batch.budget <= num_prompts * high:
             raise InvalidRequest(
                 "budget",
-                f"must be {prompts * low} to {prompts * high} for {prompts} groups of {plan.size} under policy "
-                f"{plan.policy!r}, got {batch.budget}; change it, or leave it out",
+                f"must be {num_prompts * low} to {num_prompts * high} for {num_prompts} groups of {plan.size} under "
+                f"policy {plan.policy!r}, got {batch.budget}; change it, or leave it out",
             )
-    if batch.num_groups is not None and not 1 <= batch.num_groups <= prompts:
-        raise InvalidRequest("num_groups", f"must be 1 to {prompts}, the number of prompts, got {batch.num_groups}")
-    needed = batch.num_groups or prompts
-    if batch.max_prompts is not None and batch.max_prompts < needed:
+    if batch.num_groups is not None and not 1 <= batch.num_groups <= num_prompts:
+        raise InvalidRequest("num_groups", f"must be 1 to {num_prompts}, the number of prompts, got {batch.num_groups}")
+    num_needed = batch.num_groups or num_prompts
+    if batch.max_prompts is not None and batch.max_prompts < num_needed:
         raise InvalidRequest(
-            "max_prompts", f"must be at least the number of groups to return, {needed}, got {batch.max_prompts}"
+            "max_prompts", f"must be at least the number of groups to return, {num_needed}, got {batch.max_prompts}"
         )
 
 

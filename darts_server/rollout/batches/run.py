@@ -36,7 +36,7 @@ from darts_server.verify.types import NO_VERDICT, Answer, Verdict
 logger = logging.getLogger(__name__)
 
 GroupTasks = dict[int, asyncio.Task[GroupResult | None]]
-"""Tasks of `BatchRun._run_with_streams` by the group's number."""
+"""Tasks of `BatchRun._run_with_random_streams` by the group's number."""
 ON_ABORT = {Carry.DROP: OnAbort.RETURN, Carry.RESTART: OnAbort.FAIL, Carry.RESUME: OnAbort.CARRY}
 
 
@@ -68,7 +68,7 @@ class BatchRun:
         prepared: PreparedBatch,
         rollouts: Rollouts[Any, Any],
         renderer: PromptRenderer[Any, Any],
-        kept: CarriedPrompts,
+        carried_prompts: CarriedPrompts,
         answer_format: AnswerFormat,
         *,
         replayable: bool = False,
@@ -95,7 +95,7 @@ class BatchRun:
         self._prepared = prepared
         self._rollouts = rollouts
         self._renderer = renderer
-        self._kept = kept
+        self._carried_prompts = carried_prompts
         self._on_idle = on_idle
         self._on_end = on_end
         self._clock = clock
@@ -104,21 +104,20 @@ class BatchRun:
         # `interrupt` may change these two.
         self._carry = prepared.request.carry
         self._on_abort = ON_ABORT[prepared.request.carry]
-        self._places = asyncio.Semaphore(prepared.places)
-        self._quota = Quota(prepared.needed) if self._carry is Carry.RESUME else None
+        self._running_slots = asyncio.Semaphore(prepared.num_running)
+        self._quota = Quota(prepared.num_needed) if self._carry is Carry.RESUME else None
         self._first_round: FirstRound | None = None
         # A batch that waits for a part of its groups finishes them one after the other instead.
-        running = [group for group in prepared.groups if not group.is_skipped]
-        if rollouts.starts_in_rounds and prepared.needed == prepared.places == len(running):
-            self._first_round = FirstRound(group.group_id for group in running)
+        group_ids = [group.group_id for group in prepared.groups if not group.is_skipped]
+        if rollouts.starts_in_rounds and prepared.num_needed == prepared.num_running == len(group_ids):
+            self._first_round = FirstRound(group_ids)
         self._results: list[GroupResult] = []
         # Numbers of complete groups that do not count.
-        self._uninformative: list[int] = []
-        # Number of groups that are missing.
-        self._shortfall = prepared.needed
+        self._uninformative_numbers: list[int] = []
+        self._missing_groups = prepared.num_needed
         # Tokens of all groups that have ended, also of groups that failed or were stopped.
-        self._generated = 0
-        self._has_entered = False
+        self._generated_tokens = 0
+        self._has_entered_gate = False
         self._interrupted_by: DartsError | None = None
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"darts-{self.batch_id}")
         """Ends a little after the batch, when prompts that it has taken are given back."""
@@ -164,6 +163,7 @@ class BatchRun:
         ``keep_tokens``: whether tokens may be carried over too. Otherwise they are handed back.
         """
         keeps_tokens = keep and keep_tokens and self._carry is Carry.RESUME
+        # The caller gets the tokens that no later batch can resume.
         if self._carry is not Carry.DROP and not keeps_tokens:
             self._on_abort = OnAbort.RETURN
         if not keep:
@@ -174,7 +174,7 @@ class BatchRun:
                 group.run.interrupt(error, self._on_abort)
                 # Complete groups are returned without the verdicts that are missing.
                 group.run.verification.cancel()
-        if not self._has_entered:
+        if not self._has_entered_gate:
             self.fail(error)
 
     # --- the batch ----------------------------------------------------------
@@ -188,36 +188,37 @@ class BatchRun:
             self._finish(BatchFailed(error))
         else:
             if self.end is None:
-                unfinished = self._keep_undecided()
+                unfinished = self._carry_undecided()
                 seconds = self._clock() - self._started_at
-                carried = self._kept.count(self.owner)
+                carried = self._carried_prompts.count(self.owner)
                 self._finish(
                     BatchDone(
                         self.batch_id,
                         self._results,
                         unfinished,
                         seconds,
-                        self._generated,
+                        self._generated_tokens,
                         carried,
-                        self._shortfall,
-                        sorted(self._uninformative),
+                        self._missing_groups,
+                        sorted(self._uninformative_numbers),
                     )
                 )
         finally:
             if isinstance(self.end, BatchFailed):
-                # The caller has only groups that were streamed; all other prompts were not answered.
+                # The caller has only the groups that were streamed. All other carried prompts are carried over again.
                 streams = self.feed is not None
-                lost = [group.carried for group in self._prepared.groups if not (streams and group.is_decided)]
-                self._kept.put(self.owner, (), filter(None, lost))
+                unanswered = [group.carried for group in self._prepared.groups if not (streams and group.is_decided)]
+                self._carried_prompts.put(self.owner, (), filter(None, unanswered))
             # The registry may keep this batch, but must not keep its prompts and tokens.
             self._prepared = replace(self._prepared, groups=(), terms="")
             self._results = []
 
-    def _keep_undecided(self) -> list[Unfinished]:
+    def _carry_undecided(self) -> list[Unfinished]:
         """Carry undecided prompts over, unless they are dropped; return their part of the answer."""
         unfinished: list[Unfinished] = []
-        new: list[CarriedPrompt] = []
-        older: list[CarriedPrompt] = []
+        new_prompts: list[CarriedPrompt] = []
+        # Prompts of earlier batches go back to the front.
+        older_prompts: list[CarriedPrompt] = []
         for group in self._prepared.groups:
             if group.is_decided:
                 continue
@@ -234,11 +235,11 @@ class BatchRun:
             unfinished.append(entry)
             prompt = CarriedPrompt(group.prompt, group.identity, group.resumed)
             if group.carried is None:
-                new.append(prompt)
+                new_prompts.append(prompt)
             else:
-                older.append(prompt)
+                older_prompts.append(prompt)
         if self._carry is not Carry.DROP:
-            self._kept.put(self.owner, new, older)
+            self._carried_prompts.put(self.owner, new_prompts, older_prompts)
         return unfinished
 
     async def _run_groups(self) -> None:
@@ -250,59 +251,61 @@ class BatchRun:
         tasks: GroupTasks = {}
         try:
             async with self._rollouts.gate.enter():
-                self._has_entered = True
+                self._has_entered_gate = True
                 for group in self._groups_in_starting_order()[: self._prepared.request.max_prompts]:
-                    task = asyncio.create_task(self._run_with_streams(group))
+                    task = asyncio.create_task(self._run_with_random_streams(group))
                     tasks[group.number] = task
                 await self._collect_results(tasks)
                 if self._carry is Carry.RESUME:
-                    await self._stop_to_carry(tasks)
+                    await self._stop_running_groups_to_carry(tasks)
         finally:
-            await self._stop_groups(tasks)
+            await self._stop_all_groups(tasks)
 
     def _groups_in_starting_order(self) -> list[BatchGroup]:
         """Return carried groups first, and then long groups, so that no long group runs alone at the end."""
         statistics = self._rollouts.statistics
-        means: dict[int, float] = {}
+        mean_lengths: dict[int, float] = {}
         for group in self._prepared.groups:
             stats = statistics.prompts.load(group.prompt_key)
             if stats is not None:
-                means[group.number] = stats.mean_ema
+                mean_lengths[group.number] = stats.mean_ema
         # New prompts are expected to have the mean length of the data set, or of the known prompts in the batch.
-        usual = statistics.dataset.stats.mean
-        if not usual:
-            usual = sum(means.values()) / max(len(means), 1)
+        default_length = statistics.dataset.stats.mean
+        if not default_length:
+            default_length = sum(mean_lengths.values()) / max(len(mean_lengths), 1)
 
-        def rank(group: BatchGroup) -> tuple[bool, float]:
-            return group.carried is None, -means.get(group.number, usual)
+        def sort_key(group: BatchGroup) -> tuple[bool, float]:
+            return group.carried is None, -mean_lengths.get(group.number, default_length)
 
-        return sorted((group for group in self._prepared.groups if not group.is_skipped), key=rank)
+        return sorted((group for group in self._prepared.groups if not group.is_skipped), key=sort_key)
 
     async def _collect_results(self, tasks: GroupTasks) -> None:
         """Decide groups as they end, until enough are complete."""
         for next_result in asyncio.as_completed(tasks.values()):
             result = await next_result
-            counts = result is not None and result.error is None and self._prepared.request.counts(result.zero_variance)
+            counts = False
+            if result is not None and result.error is None:
+                counts = self._prepared.request.counts_group(result.zero_variance)
             if not counts:
-                # Another group takes the place.
-                self._places.release()
+                # Another group starts instead.
+                self._running_slots.release()
             if result is None:
                 continue
             group = self._prepared.groups[result.number]
             if counts:
-                self._shortfall -= 1
+                self._missing_groups -= 1
             elif self._quota is not None and group.run is not None and group.run.has_used_quota:
                 # The group's tokens could not be read. A group that is not stopped yet may complete instead.
                 self._quota.missing_groups += 1
-            self._decide(group, result)
-            if not self._shortfall:
+            self._add_result(group, result)
+            if not self._missing_groups:
                 break
 
-    def _decide(self, group: BatchGroup, result: GroupResult) -> None:
+    def _add_result(self, group: BatchGroup, result: GroupResult) -> None:
         group.is_decided = True
         group.run = None
-        if result.error is None and not self._prepared.request.counts(result.zero_variance):
-            self._uninformative.append(result.number)
+        if result.error is None and not self._prepared.request.counts_group(result.zero_variance):
+            self._uninformative_numbers.append(result.number)
             if not self._prepared.request.return_zero_variance:
                 if self.feed is not None:
                     self.feed.group_dropped(result.number)
@@ -311,9 +314,9 @@ class BatchRun:
         if self.feed is not None:
             self.feed.group_ended(result)
 
-    async def _stop_to_carry(self, tasks: GroupTasks) -> None:
+    async def _stop_running_groups_to_carry(self, tasks: GroupTasks) -> None:
         """Stop running groups and keep their tokens. Decide groups that have just ended."""
-        ended: list[BatchGroup] = []
+        ended_groups: list[BatchGroup] = []
         stopping: list[asyncio.Task[None]] = []
         for group in self._prepared.groups:
             run = group.run
@@ -322,17 +325,17 @@ class BatchRun:
             # One group per turn of the event loop, as each group stops all of its candidates.
             await asyncio.sleep(0)
             if run.has_ended:
-                ended.append(group)
+                ended_groups.append(group)
             else:
                 run.stop_to_carry()
-                stopping.append(asyncio.create_task(self._keep_tokens(group, run)))
+                stopping.append(asyncio.create_task(self._save_tokens_to_resume(group, run)))
         await asyncio.gather(*stopping)
-        for group in ended:
+        for group in ended_groups:
             result = await tasks[group.number]
             if result is not None:
-                self._decide(group, result)
+                self._add_result(group, result)
 
-    async def _stop_groups(self, tasks: GroupTasks) -> None:
+    async def _stop_all_groups(self, tasks: GroupTasks) -> None:
         """Stop running groups, and drop the allocations of groups that never started."""
         groups = self._prepared.groups
         self._prepared.ticket.release()
@@ -383,7 +386,7 @@ class BatchRun:
 
     # --- one group ----------------------------------------------------------
 
-    async def _run_with_streams(self, group: BatchGroup) -> GroupResult | None:
+    async def _run_with_random_streams(self, group: BatchGroup) -> GroupResult | None:
         try:
             with self._renderer.reuse_streams(group.request):
                 return await self._run_group(group)
@@ -394,11 +397,11 @@ class BatchRun:
 
     async def _run_group(self, group: BatchGroup) -> GroupResult | None:
         """Run one group; return None if it stays undecided."""
-        await self._places.acquire()
+        await self._running_slots.acquire()
         await self._rollouts.start_queue.wait_for_group(group.allocation.candidates)
         if self._quota is not None and not self._quota.missing_groups:
             return None
-        result = GroupResult(
+        empty_result = GroupResult(
             group.number,
             group.group_id,
             group.prompt_key,
@@ -407,13 +410,14 @@ class BatchRun:
             metadata=group.prompt.metadata,
         )
         samples: dict[int, Sample] = {}
-        feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
+        token_feed = self.feed if self.answer_format.stream is StreamMode.TOKENS else None
         run: GroupRun[Any, Any] | None = None
         try:
-            run = self._start_group(group, streams=feed is not None)
+            run = self._start_group(group, streams=token_feed is not None)
             group.run = run
-            if feed is not None:
-                feed.group_started(group.number, run)
+            if token_feed is not None:
+                token_feed.group_started(group.number, run)
+            # The batch may have been interrupted while the group waited for its start.
             if self._interrupted_by is not None:
                 run.interrupt(self._interrupted_by, self._on_abort)
             try:
@@ -422,47 +426,47 @@ class BatchRun:
                         sample = await self._renderer.to_sample(trajectory.output)
                         samples[trajectory.index] = sample
                         # Groups that may not be returned deliver no trajectory before they are complete.
-                        if feed is not None and self._prepared.request.returns(run.zero_variance):
-                            feed.trajectory_selected(group.number, trajectory.index, sample)
+                        if token_feed is not None and self._prepared.request.returns_group(run.zero_variance):
+                            token_feed.trajectory_selected(group.number, trajectory.index, sample)
                 await self._finish_verification(run, samples)
             except DartsError as error:
                 if run.is_surplus:
-                    await self._keep_tokens(group, run)
+                    await self._save_tokens_to_resume(group, run)
                     group.run = None
                     return None
                 if run.interrupted is None:
                     raise
-                return await self._end_interrupted(group, run, replace(result, error=error), samples)
+                return await self._end_interrupted(group, run, replace(empty_result, error=error), samples)
         except DartsError as error:
-            return replace(result, error=error)
+            return replace(empty_result, error=error)
         except Exception as error:
             # A bug of ours, which ends this group and no other.
             logger.exception("group %s failed", group.group_id)
-            return replace(result, error=error)
+            return replace(empty_result, error=error)
         finally:
             if run is not None:
                 run.verification.cancel()
                 # Failed groups count too, and groups that were stopped because enough others are complete.
                 if run.record is not None:
-                    self._generated += run.record.generated_tokens
+                    self._generated_tokens += run.record.generated_tokens
         return replace(
-            result,
+            empty_result,
             samples=dict(sorted(samples.items())),
             record=run.record,
             verdicts=run.verification.verdicts,
             zero_variance=run.zero_variance,
         )
 
-    async def _finish_verification(self, run: GroupRun[Any, Any], returned: Iterable[int]) -> None:
-        """Wait for the verdicts of a complete group, and let the rewards of returned trajectories be learned."""
+    async def _finish_verification(self, run: GroupRun[Any, Any], returned_indices: Iterable[int]) -> None:
+        """Wait for the verdicts of a complete group, and report the rewards of returned trajectories."""
         await run.verification.finish()
-        for index in returned:
+        for index in returned_indices:
             verdict = run.verification.verdicts.get(index, NO_VERDICT)
             if verdict.reward is not None:
                 key = (run.owner, run.spec.group_id)
                 self._rollouts.observers.trajectory_verified(key, index, verdict.reward, bool(verdict.correct))
 
-    def _verify(self, group: BatchGroup) -> Verify | None:
+    def _make_verify(self, group: BatchGroup) -> Verify | None:
         """Return the function that verifies the group's outputs, or None to verify nothing."""
         verifier = self._rollouts.verifier
         names = group.verifiers
@@ -473,6 +477,7 @@ class BatchRun:
             return None
 
         async def verify(output: Any) -> Verdict:
+            # A group that waits for rewards needs a verdict of every candidate, although no verifier checks it.
             if verifies_nothing:
                 return NO_VERDICT
             sample = await self._renderer.to_sample(output)
@@ -487,7 +492,7 @@ class BatchRun:
         if resumed is not None:
             # The weights may have changed while the group waited.
             version = self._rollouts.engine.weight_version
-            if resumed.staleness(version) > self._kept.limits.staleness:
+            if resumed.staleness(version) > self._carried_prompts.limits.staleness:
                 resumed = None
         if resumed is not None:
             carried = resumed.candidates
@@ -496,6 +501,7 @@ class BatchRun:
             carried = ()
             tail_seed = self._renderer.tail_seed(group.request)
         if can_carry and tail_seed is None:
+            # A later batch must draw the same tail.
             tail_seed = (secrets.randbits(64),)
         spec = GroupSpec(
             self.plan,
@@ -510,7 +516,7 @@ class BatchRun:
             quota=self._quota,
             first_round=self._first_round,
             request_tokens=self._renderer.tokens(group.request),
-            verify=self._verify(group),
+            verify=self._make_verify(group),
             only_informative=self._prepared.request.only is not None,
             stops_when_decided=self._prepared.request.stop_when is not None,
             run_probability=group.run_probability,
@@ -520,7 +526,7 @@ class BatchRun:
         group.has_started = True
         return self._rollouts.start(spec, group.allocation, ticket, carried)
 
-    async def _keep_tokens(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:
+    async def _save_tokens_to_resume(self, group: BatchGroup, run: GroupRun[Any, Any]) -> None:
         """Set ``group.resumed`` to the group's tokens, or None if they cannot be resumed."""
         candidates = await run.runner.collect_carried()
         # If random numbers depend on indices, candidates must keep their indices.
@@ -528,7 +534,7 @@ class BatchRun:
         # There are too few candidates if some failed, or if the group was paused for new weights.
         if is_renumbered or len(candidates) < self.plan.size:
             group.resumed = None
-            self._generated += sum(candidate.tokens for candidate in candidates)
+            self._generated_tokens += sum(candidate.tokens for candidate in candidates)
             return
         assert run.spec.tail_seed is not None
         terms = self._prepared.terms
@@ -542,12 +548,12 @@ class BatchRun:
         samples: Mapping[int, Sample],
     ) -> GroupResult | None:
         """End a group that was interrupted; return None if its prompt is carried over."""
-        # Set first: if enough other groups complete meanwhile, this group stays undecided.
+        # Set before the first wait: if enough other groups complete meanwhile, this group stays undecided.
         group.interrupted = run.interrupted
         on_abort = self._on_abort
         result = replace(result, record=run.record)
         if on_abort is OnAbort.CARRY:
-            await self._keep_tokens(group, run)
+            await self._save_tokens_to_resume(group, run)
         elif on_abort is OnAbort.RETURN:
             aborted: dict[int, AbortedSample] = {}
             for index, output in (await run.aborted_outputs()).items():

@@ -7,7 +7,7 @@ import pytest
 
 from darts_server.http.resources.rollouts_models import GroupOut, UnfinishedOut
 from darts_server.policy.shaping import Shaping
-from darts_server.rollout.batches.batch import BatchGroup, draw_groups
+from darts_server.rollout.batches.batch import BatchGroup, draw_skipped_groups
 from darts_server.rollout.batches.carried import Carry
 from darts_server.rollout.batches.events import BatchDone
 from darts_server.rollout.batches.registry import BatchRegistry
@@ -98,7 +98,7 @@ async def test_prompts_run_as_often_as_their_weight_says(seeded: bool) -> None:
             BatchGroup(number, f"batch-{number}", PromptSpec(text=text), text, f"key of {text}", text)
             for number, text in enumerate([*HOPELESS, *EVEN])
         ]
-        draw_groups(groups, plan, rollouts, Seeded(seed if seeded else None))
+        draw_skipped_groups(groups, plan, rollouts, Seeded(seed if seeded else None))
         ran.update(group.request for group in groups if not group.is_skipped)
     assert [ran[text] for text in EVEN] == [batches] * 2
     for text in HOPELESS:
