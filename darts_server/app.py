@@ -235,7 +235,7 @@ async def _serve(
             )
             # Taking over the saved prompts removes them from the file. It is the last step, so that the next server
             # finds them if this server fails to start.
-            rooms.batches.restore()
+            rooms.batches.restore_carried()
             try:
                 await server.serve(application, args, sock, shutdown, LimitedHttp, ready)
             finally:
@@ -312,7 +312,7 @@ def _start_engines(
 
 def _reload_keys(access: Access, batches: VllmBatches) -> None:
     access.reload_keys()
-    batches.carried.drop_without_caller()
+    batches.carried.drop_prompts_without_caller()
 
 
 # --- the rooms above the engine -------------------------------------------------
@@ -511,8 +511,8 @@ def _make_reads(
     return {
         "darts_prompts_tracked": lambda: store.count(KIND),
         "darts_store_fault": lambda: store.fault is not None,
-        "darts_carried_prompts": lambda: batches.carried.prompts,
-        "darts_carried_tokens": lambda: batches.carried.tokens,
+        "darts_carried_prompts": lambda: batches.carried.num_prompts,
+        "darts_carried_tokens": lambda: batches.carried.num_tokens,
         "darts_redundancy_scale": rollouts.redundancy_scale,
         "darts_observer_failures_total": lambda: rollouts.observers.failures,
         "darts_step_seconds": statistics.latency.step_seconds,

@@ -429,7 +429,7 @@ class Callers:
         )
         key = IdempotencyKey(None, f"key-{number}", b"digest") if self._rng.random() < 0.3 else None
         answer_format = AnswerFormat(self._rng.choice(list(StreamMode)), chunk_tokens=4)
-        batch = await self._stack.batches.open(request, answer_format, key)
+        batch = await self._stack.batches.start_or_find(request, answer_format, key)
         if self._rng.random() < ABORTED:
             asyncio.get_running_loop().call_later(0.2, batch.cancel, "at random")
         if key is not None and self._rng.random() < 0.3:

@@ -76,7 +76,7 @@ async def test_a_server_that_fails_to_start_leaves_carried_prompts_for_the_next_
     SavedPrompts(store, "of m").save([(None, PROMPT)])
     await rooms.batches.close()
     assert rooms.batches.carried.count(None) == 0
-    rooms.batches.restore()
+    rooms.batches.restore_carried()
     assert rooms.batches.carried.count(None) == 1
     assert SavedPrompts(store, "of m").take(0) == []
 

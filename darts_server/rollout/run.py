@@ -298,12 +298,13 @@ class GroupRun(Generic[RequestT, OutputT]):
                 self.stop_to_carry(error)
                 self.deliveries.put_nowait(error)
 
-    async def aborted_outputs(self) -> dict[int, OutputT]:
+    async def collect_aborted_outputs(self) -> dict[int, OutputT]:
         """Return the delivered and the partial outputs, by index."""
         outputs: dict[int, OutputT] = {}
         for index, candidate in enumerate(self.runner.candidates):
             if candidate.aborted or index in self._group.delivered:
                 try:
+                    # The engine returns the tokens of a stopped candidate a moment after the stop.
                     outputs[index] = await asyncio.shield(candidate.output)
                 except Exception as error:
                     logger.warning("candidate %d of group %s failed: %r", index, self.spec.group_id, error)

@@ -148,7 +148,7 @@ class Server:
 
     async def _batch(self, request: Request, prompt: str) -> None:
         prompts = [PromptSpec(text=f"{prompt}.{place}") for place in range(request.groups)]
-        batch = await self.batches.open(BatchRequest(prompts, request.size), AnswerFormat())
+        batch = await self.batches.start_or_find(BatchRequest(prompts, request.size), AnswerFormat())
         with batch.listen():
             await batch.wait()
 

@@ -139,7 +139,7 @@ def add_routes(api: APIRouter, batches: BatchRegistry[Any, Any]) -> None:
         answer_format = AnswerFormat(StreamMode(body.stream), body.chunk_tokens)
         media_type = choose_media_type(request.headers, streams=answer_format.stream is not StreamMode.OFF)
         batch_request = await convert_body(RolloutsIn.request, body, raw)
-        batch = await batches.open(batch_request, answer_format, key)
+        batch = await batches.start_or_find(batch_request, answer_format, key)
         return await _respond(request, batch, media_type, reading, after=0)
 
     @api.get("/rollouts/{batch_id}", response_model=RolloutsOut, responses=ANSWERS)

@@ -79,10 +79,13 @@ class CarriedGroup(Generic[OutputT]):
     def tokens(self) -> int:
         return sum(candidate.tokens for candidate in self.candidates)
 
-    def staleness(self, version: int) -> int:
-        """Return the largest difference of the tokens' weight versions from ``version``."""
-        spans = [span for candidate in self.candidates for span in candidate.version_spans]
-        return max((abs(version - generated_by) for generated_by, _ in spans), default=0)
+    def staleness(self, weight_version: int) -> int:
+        """Return the largest difference of the tokens' weight versions from ``weight_version``."""
+        differences = []
+        for candidate in self.candidates:
+            for token_version, _ in candidate.version_spans:
+                differences.append(abs(weight_version - token_version))
+        return max(differences, default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,7 @@ class CarriedPrompt:
         return size
 
 
-Owned = tuple[str | None, CarriedPrompt]
+OwnedPrompt = tuple[str | None, CarriedPrompt]
 
 
 class CarriedPrompts:
@@ -121,91 +124,95 @@ class CarriedPrompts:
     ) -> None:
         self.limits = limits or CarryLimits()
         self._may_call = may_call
-        self._kept: dict[str | None, list[CarriedPrompt]] = {}
-        # Generated tokens, counted once: metrics read the sum, and there may be thousands of prompts.
-        self._tokens: dict[str | None, int] = {}
+        self._prompts_by_owner: dict[str | None, list[CarriedPrompt]] = {}
+        # Counts of generated tokens, kept because metrics read the sum, and there may be thousands of prompts.
+        self._tokens_by_owner: dict[str | None, int] = {}
 
-    def __iter__(self) -> Iterator[Owned]:
-        for owner, kept in self._kept.items():
-            for prompt in kept:
+    def __iter__(self) -> Iterator[OwnedPrompt]:
+        for owner, prompts in self._prompts_by_owner.items():
+            for prompt in prompts:
                 yield owner, prompt
 
     @property
-    def prompts(self) -> int:
-        return sum(map(len, self._kept.values()))
+    def num_prompts(self) -> int:
+        return sum(map(len, self._prompts_by_owner.values()))
 
     @property
-    def tokens(self) -> int:
-        return sum(self._tokens.values())
+    def num_tokens(self) -> int:
+        return sum(self._tokens_by_owner.values())
 
     def count(self, owner: str | None) -> int:
-        return len(self._kept.get(owner, ()))
+        return len(self._prompts_by_owner.get(owner, ()))
 
     def take(
-        self, owner: str | None, named: Sequence[Identity], *, others: bool
+        self, owner: str | None, identities: Sequence[Identity], *, others: bool
     ) -> list[tuple[int | None, CarriedPrompt]]:
-        """Remove and return a caller's prompts, the oldest first, each with its index in ``named`` or None.
+        """Remove and return a caller's prompts, the oldest first, each with its index in ``identities`` or None.
 
-        A prompt is taken as often as it is named. ``others``: take prompts that are not named too.
+        A prompt is taken as often as it is in ``identities``. ``others``: take all other prompts too.
         """
-        places: dict[Identity, list[int]] = {}
-        for place in reversed(range(len(named))):
-            places.setdefault(named[place], []).append(place)
+        # The indices of each identity, the last first.
+        unused_indices: dict[Identity, list[int]] = {}
+        for index in reversed(range(len(identities))):
+            unused_indices.setdefault(identities[index], []).append(index)
         taken: list[tuple[int | None, CarriedPrompt]] = []
-        left: list[CarriedPrompt] = []
-        for prompt in self._kept.pop(owner, ()):
-            free_places = places.get(prompt.identity)
-            if free_places:
-                taken.append((free_places.pop(), prompt))
+        remaining: list[CarriedPrompt] = []
+        for prompt in self._prompts_by_owner.pop(owner, ()):
+            indices = unused_indices.get(prompt.identity)
+            if indices:
+                taken.append((indices.pop(), prompt))
             elif others:
                 taken.append((None, prompt))
             else:
-                left.append(prompt)
-        self._set_prompts(owner, left)
+                remaining.append(prompt)
+        self._set_prompts(owner, remaining)
         return taken
 
     def put(self, owner: str | None, new: Iterable[CarriedPrompt], older: Iterable[CarriedPrompt] = ()) -> None:
         """Keep prompts within the limits. ``older``: prompts that go before the kept prompts."""
-        prompts = [*older, *self._kept.pop(owner, ()), *new]
-        kept: list[CarriedPrompt] = []
-        size = 0
-        tokens = 0
+        prompts = [*older, *self._prompts_by_owner.pop(owner, ()), *new]
+        # Keep the newest prompts. Beyond the limit of tokens, older prompts lose their tokens.
+        kept_prompts: list[CarriedPrompt] = []
+        total_bytes = 0
+        total_tokens = 0
         for prompt in reversed(prompts):
-            size += prompt.size_bytes
-            tokens += prompt.tokens
-            if len(kept) == self.limits.prompts or size > self.limits.prompt_bytes:
+            total_bytes += prompt.size_bytes
+            total_tokens += prompt.tokens
+            if len(kept_prompts) == self.limits.prompts or total_bytes > self.limits.prompt_bytes:
                 break
-            if tokens > self.limits.tokens:
+            if total_tokens > self.limits.tokens:
                 prompt = replace(prompt, group=None)
-            kept.append(prompt)
-        self._set_prompts(owner, kept[::-1])
-        excess = len(prompts) - len(kept)
-        if excess:
+            kept_prompts.append(prompt)
+        self._set_prompts(owner, kept_prompts[::-1])
+        num_dropped = len(prompts) - len(kept_prompts)
+        if num_dropped:
             logger.warning(
                 "%d prompts that were carried over are dropped: at most %d are kept for a caller (--carried-prompts), "
                 "with at most %d bytes (half of --kept-bytes)",
-                excess,
+                num_dropped,
                 self.limits.prompts,
                 self.limits.prompt_bytes,
             )
         # A batch may end after its caller's key was removed.
-        self.drop_without_caller()
+        self.drop_prompts_without_caller()
 
     def _set_prompts(self, owner: str | None, prompts: list[CarriedPrompt]) -> None:
-        self._kept.pop(owner, None)
-        self._tokens.pop(owner, None)
+        # Owners without prompts have no entries.
+        self._prompts_by_owner.pop(owner, None)
+        self._tokens_by_owner.pop(owner, None)
         if prompts:
-            self._kept[owner] = prompts
-            self._tokens[owner] = sum(prompt.tokens for prompt in prompts)
+            self._prompts_by_owner[owner] = prompts
+            self._tokens_by_owner[owner] = sum(prompt.tokens for prompt in prompts)
 
-    def drop_without_caller(self) -> None:
-        gone = [owner for owner in self._kept if not self._may_call(owner)]
-        prompts = sum(map(self.count, gone))
-        for owner in gone:
-            self._set_prompts(owner, [])
-        if prompts:
+    def drop_prompts_without_caller(self) -> None:
+        num_dropped = 0
+        for owner in list(self._prompts_by_owner):
+            if not self._may_call(owner):
+                num_dropped += self.count(owner)
+                self._set_prompts(owner, [])
+        if num_dropped:
             logger.warning(
-                "%d prompts that were carried over are dropped: their API key is not valid any more", prompts
+                "%d prompts that were carried over are dropped: their API key is not valid any more", num_dropped
             )
 
 
@@ -236,40 +243,42 @@ class SavedPrompts:
         self._store = store
         self._model = model
 
-    def save(self, prompts: Iterable[Owned], seconds: float = math.inf) -> int:
+    def save(self, prompts: Iterable[OwnedPrompt], seconds: float = math.inf) -> int:
         """Save portable prompts in order until ``seconds`` have passed; return how many are on the disk."""
         ends_at = time.monotonic() + seconds
-        saved = 0
-        size = 0
-        documents: list[bytes] = []
+        num_saved = 0
+        unsaved_documents: list[bytes] = []
+        unsaved_bytes = 0
         try:
             for owner, prompt in prompts:
                 if time.monotonic() >= ends_at:
                     break
-                number = 2 if prompt.prompt.chat_options is None else 3
-                fields = (number, self._model, owner, prompt.prompt, prompt.identity, prompt.group)
-                documents.append(_ENCODER.encode(fields))
-                size += len(documents[-1])
-                if size >= WRITE_BYTES:
-                    self._store.add_carried(documents)
-                    saved += len(documents)
-                    documents = []
-                    size = 0
-            self._store.add_carried(documents)
-            saved += len(documents)
+                format_number = 2 if prompt.prompt.chat_options is None else 3
+                # The fields of `_SavedPrompt`.
+                fields = (format_number, self._model, owner, prompt.prompt, prompt.identity, prompt.group)
+                document = _ENCODER.encode(fields)
+                unsaved_documents.append(document)
+                unsaved_bytes += len(document)
+                if unsaved_bytes >= WRITE_BYTES:
+                    self._store.add_carried(unsaved_documents)
+                    num_saved += len(unsaved_documents)
+                    unsaved_documents = []
+                    unsaved_bytes = 0
+            self._store.add_carried(unsaved_documents)
+            num_saved += len(unsaved_documents)
         except StateError as error:
             logger.error("prompts that were carried over cannot be saved: %s", error)
-        return saved
+        return num_saved
 
     async def save_in_time(
-        self, prompts: Sequence[Owned], renderer: PromptRenderer[Any, Any], *, with_tokens: bool
+        self, prompts: Sequence[OwnedPrompt], renderer: PromptRenderer[Any, Any], *, with_tokens: bool
     ) -> int:
         """Save prompts at shutdown while there is time; log and return the number of lost prompts.
 
         A prompt starts again if its tokens cannot be saved in time.
         """
-        ready: list[Owned] = []
-        restarted: list[Exception] = []
+        prompts_to_save: list[OwnedPrompt] = []
+        token_errors: list[Exception] = []
         ends_at = asyncio.get_running_loop().time() + PORTABLE_SECONDS
         for owner, prompt in prompts:
             group = None
@@ -281,24 +290,26 @@ class SavedPrompts:
                         group = await make_portable(prompt.group, renderer)
                 except Exception as error:
                     # One output that cannot be read must not lose all prompts.
-                    restarted.append(error)
-            ready.append((owner, replace(prompt, group=group)))
-        saved = await asyncio.to_thread(self.save, ready, SAVE_SECONDS)
-        lost = len(prompts) - saved
-        _log_errors(restarted, "start again: their tokens could not be saved in time")
-        if lost:
-            logger.error("%d prompts that were carried over are lost: they could not be saved, or not in time", lost)
-        return lost
+                    token_errors.append(error)
+            prompts_to_save.append((owner, replace(prompt, group=group)))
+        num_saved = await asyncio.to_thread(self.save, prompts_to_save, SAVE_SECONDS)
+        num_lost = len(prompts) - num_saved
+        _log_errors(token_errors, "start again: their tokens could not be saved in time")
+        if num_lost:
+            logger.error(
+                "%d prompts that were carried over are lost: they could not be saved, or not in time", num_lost
+            )
+        return num_lost
 
-    def take(self, version: int) -> list[Owned]:
+    def take(self, weight_version: int) -> list[OwnedPrompt]:
         """Remove and return the saved prompts, so that they are not used twice if this server is killed.
 
-        ``version``: weight version with which this server starts. Each server counts versions from its start, so tokens
+        ``weight_version``: version with which this server starts. Each server counts versions from its start, so tokens
         of any other version are of unknown weights, and their prompts start again.
         """
-        taken: list[Owned] = []
-        lost: list[Exception] = []
-        restarted: list[Exception] = []
+        taken: list[OwnedPrompt] = []
+        prompt_errors: list[Exception] = []
+        token_errors: list[Exception] = []
         try:
             documents = self._store.take_carried()
         except StateError as error:
@@ -310,10 +321,11 @@ class SavedPrompts:
                     raise document
                 fields = _DECODER.decode(document)
                 prompt = fields.prompt
+                # A prompt has exactly one of its three forms.
                 if [prompt.token_ids, prompt.messages, prompt.text].count(None) != 2:
                     raise ValueError("it has no prompt")
             except (StateDamaged, *MALFORMED) as error:
-                lost.append(error)
+                prompt_errors.append(error)
                 continue
             group = None
             if fields.model == self._model:
@@ -323,50 +335,52 @@ class SavedPrompts:
                         group = _check_group(group)
                 except MALFORMED as error:
                     group = None
-                    restarted.append(error)
-            if group is not None and group.staleness(version) > 0:
+                    token_errors.append(error)
+            if group is not None and group.staleness(weight_version) > 0:
                 group = None
             taken.append((fields.owner, CarriedPrompt(prompt, fields.identity, group)))
-        _log_errors(lost, "are lost: this version cannot read them")
-        _log_errors(restarted, "start again")
+        _log_errors(prompt_errors, "are lost: this version cannot read them")
+        _log_errors(token_errors, "start again")
         return taken
 
 
-def _log_errors(errors: Sequence[Exception], end: str) -> None:
+def _log_errors(errors: Sequence[Exception], consequence: str) -> None:
     if errors:
-        logger.error("%d prompts that were carried over %s (the first: %r)", len(errors), end, errors[0])
+        logger.error("%d prompts that were carried over %s (the first: %r)", len(errors), consequence, errors[0])
 
 
 async def make_portable(group: CarriedGroup[Any], renderer: PromptRenderer[Any, Any]) -> CarriedGroup[Any]:
     """Return a group without outputs of the engine: finished candidates have their text instead."""
     candidates = list(group.candidates)
-    for place, candidate in enumerate(candidates):
+    for index, candidate in enumerate(candidates):
         result = candidate.result
         if result is not None and result.finish_reason is not None:
             sample = await renderer.to_sample(result.output)
             saved_end = SavedEnd(result.finish_reason, sample.text)
-            candidates[place] = replace(candidate, result=None, saved_end=saved_end)
+            candidates[index] = replace(candidate, result=None, saved_end=saved_end)
     return replace(group, candidates=candidates)
 
 
 def _check_group(group: CarriedGroup[Any]) -> CarriedGroup[Any]:
     """Return a decoded group with its tokens in arrays, or raise one of `MALFORMED`."""
     candidates = []
-    has_logprobs = set()
+    have_logprobs = []
     for candidate in group.candidates:
         prefix = candidate.prefix
-        versions = [version for version, _ in candidate.version_spans]
-        counts = [tokens for _, tokens in candidate.version_spans]
-        lengths = {candidate.tokens, sum(counts)}
-        if prefix.logprobs is not None:
-            lengths.add(len(prefix.logprobs))
-        is_valid = min([*prefix.token_ids, *versions], default=0) >= 0 and min(counts, default=1) >= 1
-        if candidate.result is not None or len(lengths) > 1 or not is_valid:
+        span_versions = [version for version, _ in candidate.version_spans]
+        span_lengths = [tokens for _, tokens in candidate.version_spans]
+        has_wrong_length = sum(span_lengths) != candidate.tokens
+        if prefix.logprobs is not None and len(prefix.logprobs) != candidate.tokens:
+            has_wrong_length = True
+        has_negative = min(prefix.token_ids, default=0) < 0 or min(span_versions, default=0) < 0
+        has_empty_span = min(span_lengths, default=1) < 1
+        # Outputs of an engine are never saved.
+        if candidate.result is not None or has_wrong_length or has_negative or has_empty_span:
             raise ValueError("a candidate has other numbers of log-probs or versions than of tokens")
         if candidate.tokens:
-            has_logprobs.add(prefix.logprobs is not None)
+            have_logprobs.append(prefix.logprobs is not None)
         candidates.append(replace(candidate, prefix=copy_to_arrays(prefix)))
-    if len(has_logprobs) > 1:
+    if any(have_logprobs) and not all(have_logprobs):
         raise ValueError("some candidates have log-probs, and others have none")
     if min(group.tail_seed, default=0) < 0:
         raise ValueError("its seed is negative")

@@ -190,8 +190,8 @@ class CandidateCursor:
     """Number of the prompt."""
     index: int
     _end: TrajectorySelected | CandidateDiscarded | None = None
-    _end_sent: bool = False
-    _sent: int = 0
+    _is_end_sent: bool = False
+    _num_sent: int = 0
     """Number of tokens in all deltas so far."""
     _token_ids: Sequence[int] = field(default_factory=lambda: array("i"))
     _logprobs: Sequence[float] | None = None
@@ -203,47 +203,48 @@ class CandidateCursor:
         verdict = self.run.verification.verdicts.get(self.index, NO_VERDICT)
         self._end = TrajectorySelected(self.trajectory_id, self.number, sample, cut, verdict)
         # A cut sample may be shorter than the deltas that were sent.
-        if self._sent <= len(sample.token_ids):
+        if self._num_sent <= len(sample.token_ids):
             self._token_ids = sample.token_ids
             self._logprobs = sample.logprobs
 
-    def end_events(self, selected_reason: DiscardReason = DiscardReason.CANCELLED) -> None:
-        """End the candidate's events: with a discard event, unless its sample was given. Let go of the run.
+    def close(self, reason_if_selected: DiscardReason = DiscardReason.CANCELLED) -> None:
+        """End the candidate's events: with a discard event, unless its sample was given.
 
-        ``selected_reason``: reason of the discard if the group has selected the candidate.
+        ``reason_if_selected``: reason of the discard if the group has selected the candidate.
         """
         if self._end is None and self.run is not None:
-            reason = self.run.candidates[self.index].reason or selected_reason
+            reason = self.run.candidates[self.index].reason or reason_if_selected
             length = self.run.runner.count_tokens(self.index)
             self._end = CandidateDiscarded(self.trajectory_id, self.number, length, reason)
             self._token_ids = array("i")
             self._logprobs = None
         self.run = None
 
-    def advance(self, chunk: int) -> Iterator[_Entry]:
+    def new_entries(self, chunk: int) -> Iterator[_Entry]:
         """Yield the events since the last call. A delta of a running candidate has at least ``chunk`` tokens."""
-        if self._end_sent:
+        if self._is_end_sent:
             return
         if self._end is None and self.run is not None:
             state = self.run.candidates[self.index]
             runner = self.run.runner
-            least = chunk if state.is_running else 1
+            min_new_tokens = chunk if state.is_running else 1
             if state.reason is not None:
-                self.end_events()
-            elif runner.count_tokens(self.index) - self._sent >= least:
-                yield from self._append_tokens(runner.read_tokens(self.index, self._sent))
+                self.close()
+            elif runner.count_tokens(self.index) - self._num_sent >= min_new_tokens:
+                generated = runner.read_tokens(self.index, self._num_sent)
+                if generated is not None and generated.token_ids:
+                    self._keep_tokens(generated)
+                    yield self._take_range(len(self._token_ids))
 
         # The candidate may have ended while a listener took the delta.
         if self._end is None:
             return
-        if isinstance(self._end, TrajectorySelected) and self._sent < len(self._token_ids):
+        if isinstance(self._end, TrajectorySelected) and self._num_sent < len(self._token_ids):
             yield self._take_range(len(self._token_ids))
-        self._end_sent = True
+        self._is_end_sent = True
         yield self._end
 
-    def _append_tokens(self, generated: TokenSlice | None) -> Iterator[TokenRange]:
-        if generated is None or not generated.token_ids:
-            return
+    def _keep_tokens(self, generated: TokenSlice) -> None:
         assert isinstance(self._token_ids, array)
         self._token_ids.extend(generated.token_ids)
         if generated.logprobs is not None:
@@ -251,15 +252,14 @@ class CandidateCursor:
                 self._logprobs = array("d")
             assert isinstance(self._logprobs, array)
             self._logprobs.extend(generated.logprobs)
-        yield self._take_range(len(self._token_ids))
 
     def _take_range(self, stop: int) -> TokenRange:
-        start = self._sent
-        self._sent = stop
+        start = self._num_sent
+        self._num_sent = stop
         return TokenRange(self, start, stop)
 
-    def delta(self, start: int, stop: int) -> TokenDelta | None:
-        """Return the delta, or None if the candidate was discarded."""
+    def make_delta(self, start: int, stop: int) -> TokenDelta | None:
+        # The tokens of a discarded candidate are not kept.
         if stop > len(self._token_ids):
             return None
         token_ids = _to_list(self._token_ids[start:stop])
@@ -291,16 +291,16 @@ class _GroupCursor:
     result: GroupResult | None = None
     cursors: list[CandidateCursor] = field(default_factory=list)
 
-    def follow_candidates(self) -> Sequence[CandidateCursor]:
+    def add_new_cursors(self) -> Sequence[CandidateCursor]:
         """Create the cursors of new candidates; return all cursors."""
         if self.run is not None:
             for index in range(len(self.cursors), len(self.run.candidates)):
                 self.cursors.append(CandidateCursor(self.run, f"{self.group_id}:{index}", self.number, index))
         return self.cursors
 
-    def end_events(self, selected_reason: DiscardReason = DiscardReason.CANCELLED) -> None:
-        for cursor in self.follow_candidates():
-            cursor.end_events(selected_reason)
+    def close(self, reason_if_selected: DiscardReason = DiscardReason.CANCELLED) -> None:
+        for cursor in self.add_new_cursors():
+            cursor.close(reason_if_selected)
         self.run = None
 
 
@@ -334,16 +334,16 @@ class EventFeed:
         self._log: list[CandidateCursor | Event] = [first]
         self._ranges = array("i", (0, 0))
         # Number of events that were removed from the front of the log.
-        self._dropped = 0
+        self._num_dropped = 0
         self._groups: dict[int, _GroupCursor] = {}
         # Cursors of each group that has run, if events are kept.
         self._cursors: list[list[CandidateCursor]] = []
         # Numbers of groups that may have new events, in order.
-        self._due: dict[int, None] = {}
+        self._due_numbers: dict[int, None] = {}
         self._end: BatchEnd | None = None
         self._is_complete = False
         # Generator of the entries that follow in the log.
-        self._new_entries = self._entries()
+        self._new_entries = self._generate_entries()
         self._clock = clock
         self._next_poll = 0.0
         # Seconds that reading tokens has taken since the latest poll.
@@ -363,21 +363,21 @@ class EventFeed:
         group = self._groups.get(number)
         # The groups of a failed batch are gone.
         if group is not None:
-            group.follow_candidates()[index].select(sample)
+            group.add_new_cursors()[index].select(sample)
             self._notify(number)
 
     def group_ended(self, result: GroupResult) -> None:
         # The group may have failed before its start.
         group = self._groups.setdefault(result.number, _GroupCursor(result.number, result.group_id, None))
         group.result = result
-        group.end_events()
+        group.close()
         self._notify(result.number)
 
     def group_dropped(self, number: int) -> None:
         """Discard the candidates of a complete group that is not returned, because its rewards are equal."""
         group = self._groups.get(number)
         if group is not None:
-            group.end_events(DiscardReason.ZERO_VARIANCE)
+            group.close(DiscardReason.ZERO_VARIANCE)
             self._notify(number)
 
     def batch_ended(self, end: BatchEnd) -> None:
@@ -388,12 +388,12 @@ class EventFeed:
                     cursor.run = None
             self._groups.clear()
         for group in self._groups.values():
-            group.end_events()
+            group.close()
         self._notify(*self._groups)
 
     def _notify(self, *numbers: int) -> None:
         """Mark groups as due, and wake all listeners."""
-        self._due.update(dict.fromkeys(numbers))
+        self._due_numbers.update(dict.fromkeys(numbers))
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -408,30 +408,32 @@ class EventFeed:
     @property
     def last_number(self) -> int:
         """Number of the latest event. The first event is 1."""
-        return self._dropped + len(self._log)
+        return self._num_dropped + len(self._log)
 
     def next_after(self, number: int) -> tuple[int, Event] | None:
         """Return the event after event ``number``, with its own number, or None if there is none yet."""
-        while number < self.last_number or self._create_entry():
+        while number < self.last_number or self._append_next_entry():
             number += 1
-            place = number - self._dropped - 1
-            entry = self._log[place]
+            log_index = number - self._num_dropped - 1
+            entry = self._log[log_index]
             event: Event | None
             if isinstance(entry, CandidateCursor):
-                event = entry.delta(self._ranges[2 * place], self._ranges[2 * place + 1])
+                event = entry.make_delta(self._ranges[2 * log_index], self._ranges[2 * log_index + 1])
             else:
                 event = entry
+            # Without replays, the only listener takes each event once.
             if not self._replayable:
-                self._dropped += len(self._log)
+                self._num_dropped += len(self._log)
                 self._log.clear()
                 del self._ranges[:]
+            # The delta of a discarded candidate is skipped.
             if event is not None:
                 return number, event
         return None
 
     async def next(self, number: int) -> tuple[int, Event] | None:
         """Wait for the event after event ``number``; None after the last event. Safe to cancel."""
-        while (found := self.next_after(number)) is None:
+        while (numbered_event := self.next_after(number)) is None:
             if self._is_complete and number >= self.last_number:
                 return None
             if self._chunk is None:
@@ -443,12 +445,13 @@ class EventFeed:
                     await self._changed.wait()
             now = asyncio.get_running_loop().time()
             if now >= self._next_poll:
-                self._due.update(dict.fromkeys(self._groups))
+                # Every running group may have new tokens.
+                self._due_numbers.update(dict.fromkeys(self._groups))
                 self._next_poll = now + max(self._interval, self._seconds_spent / MAX_POLL_SHARE)
                 self._seconds_spent = 0.0
-        return found
+        return numbered_event
 
-    def _create_entry(self) -> bool:
+    def _append_next_entry(self) -> bool:
         """Append the next entry to the log; return whether there was one."""
         started_at = self._clock()
         try:
@@ -469,21 +472,21 @@ class EventFeed:
         self._is_complete = isinstance(entry, BatchDone | BatchFailed)
         return True
 
-    def _entries(self) -> Iterator[_Entry | None]:
+    def _generate_entries(self) -> Iterator[_Entry | None]:
         """Yield all entries after the first, and None while there is no new entry."""
         while not isinstance(self._end, BatchFailed):
-            while self._due:
-                number = next(iter(self._due))
-                del self._due[number]
+            while self._due_numbers:
+                number = next(iter(self._due_numbers))
+                del self._due_numbers[number]
                 group = self._groups.get(number)
                 if group is None:
                     continue
-                for cursor in group.follow_candidates():
-                    yield from cursor.advance(self._chunk or 1)
+                for cursor in group.add_new_cursors():
+                    yield from cursor.new_entries(self._chunk or 1)
                 if group.result is not None:
                     # The group may have ended while a listener took these entries.
-                    for cursor in group.follow_candidates():
-                        yield from cursor.advance(self._chunk or 1)
+                    for cursor in group.add_new_cursors():
+                        yield from cursor.new_entries(self._chunk or 1)
                     self._groups.pop(number, None)
                     yield group.result
             if self._end is not None:

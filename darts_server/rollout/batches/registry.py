@@ -74,7 +74,7 @@ class _DurableBatch:
     """A batch with an idempotency key. ``timer``: cancels the batch without listeners, or drops the ended batch."""
 
     key: IdempotencyKey
-    opening: asyncio.Task[BatchRun] | None = None
+    start_task: asyncio.Task[BatchRun] | None = None
     batch: BatchRun | None = None
     has_ended: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -119,14 +119,14 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         self.carried = CarriedPrompts(carry_limits, may_call)
         self._saved = saved
         self._has_initial_weights = has_initial_weights
-        # By id, until a batch has given back its carried prompts.
+        # Batches by id, until they have given back their carried prompts.
         self._running: dict[str, BatchRun] = {}
         self._durable: dict[IdempotencyKey, _DurableBatch] = {}
         self._ended: FairCache[IdempotencyKey, _DurableBatch] = FairCache(self._retention.kept_batches)
         # Size of the requests of running durable batches, by owner.
         self._request_bytes: Counter[str | None] = Counter()
 
-    async def open(
+    async def start_or_find(
         self, request: BatchRequest, answer_format: AnswerFormat, key: IdempotencyKey | None = None
     ) -> BatchRun:
         """Start a batch, or find the batch that was started with the same idempotency key.
@@ -139,21 +139,21 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             TooLarge, QuotaReached, Overloaded: the batch cannot be kept.
         """
         if key is None:
-            return await self._open(request, answer_format, None)
+            return await self._start_batch(request, answer_format, None)
         durable = self._durable.get(key)
         if durable is None:
             self._make_room(key.owner, key.body_bytes)
             durable = _DurableBatch(key)
             self._durable[key] = durable
             self._request_bytes[key.owner] += key.body_bytes
-            durable.opening = asyncio.create_task(self._open(request, answer_format, durable))
+            durable.start_task = asyncio.create_task(self._start_batch(request, answer_format, durable))
             # Retrieve the task's error, which asyncio would log if no caller waits for the task any more.
-            durable.opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+            durable.start_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         elif durable.key.body_digest != key.body_digest:
             raise Conflict(KEY_HEADER, "names a batch with another body; choose another key for this one")
-        assert durable.opening is not None
+        assert durable.start_task is not None
         # Another caller with the same key may be waiting for the same task.
-        return await asyncio.shield(durable.opening)
+        return await asyncio.shield(durable.start_task)
 
     def find(self, batch_id: str) -> BatchRun:
         """Find a durable batch of the caller. The caller must listen in the same turn of the event loop."""
@@ -190,7 +190,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         if self._running:
             await asyncio.wait([batch.task for batch in self._running.values()])
 
-    def restore(self) -> None:
+    def restore_carried(self) -> None:
         """Move the prompts that the last server has saved from the disk into memory.
 
         Call this last: a server that fails to start must leave the prompts on the disk.
@@ -225,7 +225,7 @@ class BatchRegistry(Generic[RequestT, OutputT]):
             if batch.answer_format.stream is not StreamMode.OFF:
                 batch.fail(error)
 
-    async def _open(
+    async def _start_batch(
         self, request: BatchRequest, answer_format: AnswerFormat, durable: _DurableBatch | None
     ) -> BatchRun:
         try:
@@ -292,29 +292,31 @@ class BatchRegistry(Generic[RequestT, OutputT]):
         Raises:
             TooLarge, QuotaReached, Overloaded: dropping batches would not suffice, and none was dropped.
         """
-        whole = self._retention.kept_bytes
-        half = whole // 2
-        if more > half:
+        total_limit = self._retention.kept_bytes
+        owner_limit = total_limit // 2
+        if more > owner_limit:
             raise TooLarge(
                 "body",
-                f"must have at most {half} bytes with {KEY_HEADER} (--kept-bytes); send less per request, or without "
-                "that header",
+                f"must have at most {owner_limit} bytes with {KEY_HEADER} (--kept-bytes); send less per request, or "
+                "without that header",
             )
-        running = self._request_bytes[owner]
-        all_running = self._request_bytes.total()
-        for used, limit, error, whose in (
-            (running, half, QuotaReached, "this key's"),
-            (all_running, whole, Overloaded, "all"),
+        # Running batches cannot be dropped.
+        owner_running = self._request_bytes[owner]
+        total_running = self._request_bytes.total()
+        for running, limit, error, whose in (
+            (owner_running, owner_limit, QuotaReached, "this key's"),
+            (total_running, total_limit, Overloaded, "all"),
         ):
-            if used + more > limit:
+            if running + more > limit:
                 raise error(
-                    f"{whose} running batches with {KEY_HEADER} have {used} bytes, and {more} more would exceed "
+                    f"{whose} running batches with {KEY_HEADER} have {running} bytes, and {more} more would exceed "
                     f"{limit} (--kept-bytes); retry when some have ended",
                     RETRY_SECONDS,
                 )
-        while self._ended.weight_of(owner) + running + more > half:
-            self._drop(next(iter(self._ended.entries_of(owner).values())))
-        for _, dropped in self._ended.shrink(whole - all_running - more):
+        while self._ended.weight_of(owner) + owner_running + more > owner_limit:
+            oldest = next(iter(self._ended.entries_of(owner).values()))
+            self._drop(oldest)
+        for _, dropped in self._ended.shrink(total_limit - total_running - more):
             self._drop(dropped)
 
     def _drop(self, durable: _DurableBatch) -> None:

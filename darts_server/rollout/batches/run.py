@@ -556,7 +556,7 @@ class BatchRun:
             await self._save_tokens_to_resume(group, run)
         elif on_abort is OnAbort.RETURN:
             aborted: dict[int, AbortedSample] = {}
-            for index, output in (await run.aborted_outputs()).items():
+            for index, output in (await run.collect_aborted_outputs()).items():
                 sample = samples.get(index) or await self._renderer.to_sample(output)
                 spans = run.runner.candidates[index].history.version_spans(
                     len(sample.token_ids),

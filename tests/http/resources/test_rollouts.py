@@ -257,7 +257,7 @@ def parse_events(text: bytes) -> list[tuple[str, int, dict[str, Any]]]:
 
 async def test_events_that_come_between_two_reads_are_sent_together() -> None:
     harness = Harness(lengths(40))
-    batch = await new_registry(harness, "off").open(batch_request(1, size=2), token_stream(4))
+    batch = await new_registry(harness, "off").start_or_find(batch_request(1, size=2), token_stream(4))
     assert batch.feed is not None
     with batch.listen():
         async with aclosing(event_chunks(batch.feed, 0, StreamMode.TOKENS, SharedEncodings())) as stream:
@@ -276,7 +276,9 @@ async def test_events_that_come_between_two_reads_are_sent_together() -> None:
 
 async def test_chunks_are_not_much_larger_than_the_web_servers_buffer() -> None:
     harness = Harness(lengths(1000))
-    batch = await new_registry(harness, "off").open(batch_request(10, size=8), token_stream(10_000), idempotency_key())
+    batch = await new_registry(harness, "off").start_or_find(
+        batch_request(10, size=8), token_stream(10_000), idempotency_key()
+    )
     await settle()
     await harness.engine.run()
     assert batch.feed is not None
@@ -314,7 +316,7 @@ async def kept_batch(stream: StreamMode = StreamMode.OFF) -> BatchRun:
     """Run a batch of one group, whose answer has about a megabyte."""
     harness = Harness(lengths(9000))
     registry = new_registry(harness, "off")
-    batch = await registry.open(batch_request(1, size=8), AnswerFormat(stream), idempotency_key())
+    batch = await registry.start_or_find(batch_request(1, size=8), AnswerFormat(stream), idempotency_key())
     await finish(harness, batch)
     return batch
 
@@ -384,7 +386,7 @@ async def test_the_first_reader_of_a_running_batch_is_not_counted() -> None:
     reading = Reading()
     with ExitStack() as open_now:
         for number in range(MAX_READERS + 10):
-            batch = await registry.open(batch_request(1), AnswerFormat(), idempotency_key(str(number)))
+            batch = await registry.start_or_find(batch_request(1), AnswerFormat(), idempotency_key(str(number)))
             open_now.enter_context(reading.listen(batch))
         for _ in range(MAX_READERS):
             open_now.enter_context(reading.listen(batch))

@@ -107,7 +107,7 @@ def random_script(seed: int, faults: float) -> Callable[[str, int], Script]:
 
 async def begin(harness: Harness, registry: BatchRegistry[str, list[int]], batch: BatchRequest, steps: int) -> BatchRun:
     """Open a batch that has a listener to the end of the test, and run so many steps of it."""
-    run = await registry.open(batch, WHOLE)
+    run = await registry.start_or_find(batch, WHOLE)
     run.listeners += 1
     await settle()
     await harness.steps(steps)
@@ -123,7 +123,7 @@ class Server:
 
     async def run(self, batch: BatchRequest, answer: AnswerFormat = WHOLE) -> BatchDone:
         """Run a batch to its end."""
-        run = await self.registry.open(batch, answer)
+        run = await self.registry.start_or_find(batch, answer)
         with run.listen():
             return await play(self.harness, run.wait())
 

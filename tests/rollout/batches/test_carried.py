@@ -76,16 +76,16 @@ def test_carried_prompts_are_counted_over_all_callers() -> None:
 
     prompts.put("a", [generated("1", 10), generated("2", 10)])
     prompts.put("b", [generated("3", 20), kept("4")])
-    assert (prompts.prompts, prompts.tokens) == (4, 40)
+    assert (prompts.num_prompts, prompts.num_tokens) == (4, 40)
     prompts.put("a", [generated("5", 20)])  # the first is dropped, and the second starts again
-    assert (prompts.prompts, prompts.tokens) == (4, 40)
+    assert (prompts.num_prompts, prompts.num_tokens) == (4, 40)
     prompts.put("gone", [generated("6", 5)])
-    assert (prompts.prompts, prompts.tokens) == (4, 40)
+    assert (prompts.num_prompts, prompts.num_tokens) == (4, 40)
     prompts.take("b", [("3", "3")], others=False)
-    assert (prompts.prompts, prompts.tokens) == (3, 20)
+    assert (prompts.num_prompts, prompts.num_tokens) == (3, 20)
     take_all(prompts, "a")
     take_all(prompts, "b")
-    assert (prompts.prompts, prompts.tokens) == (0, 0)
+    assert (prompts.num_prompts, prompts.num_tokens) == (0, 0)
 
 
 def test_each_caller_has_its_own_prompts_and_the_oldest_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +119,7 @@ def test_prompts_of_callers_that_cannot_take_them_any_more_are_dropped_with_one_
     for owner, names in {"one": "ab", "two": "c", "three": "d", None: "e"}.items():
         prompts.put(owner, map(kept, names))
     valid -= {"one", "three"}
-    prompts.drop_without_caller()
+    prompts.drop_prompts_without_caller()
     assert [(owner, prompt.prompt.text) for owner, prompt in prompts] == [("two", "c"), (None, "e")]
     [message] = caplog.messages
     assert message.startswith("3 prompts that were carried over are dropped: their API key")
@@ -172,7 +172,7 @@ async def test_carried_prompts_follow_those_of_the_request_and_keep_key_and_meta
     assert results[2].metadata == b'{"of":"40"}'
     assert done.carried == 0
     with pytest.raises(InvalidRequest) as refused:
-        await server.registry.open(request(carried=True), WHOLE)
+        await server.registry.start_or_find(request(carried=True), WHOLE)
     assert refused.value.field == "prompts"
 
 
@@ -203,12 +203,12 @@ async def test_a_refused_batch_takes_no_prompts_and_a_prompt_that_cannot_be_rend
     await server.run(request("30", "10", "40", "50", num_groups=1))
     server.registry._renderer = Picky()
     with pytest.raises(InvalidRequest, match="30 is refused"):  # with these parameters
-        await server.registry.open(request("11", carried=True, sampling={"seed": 1}), WHOLE)
+        await server.registry.start_or_find(request("11", carried=True, sampling={"seed": 1}), WHOLE)
     assert server.registry.carried.count(None) == 3
     assert "dropped" not in caplog.text
     short: dict[str, Any] = {"sampling": {"max_tokens": 1}}
     with pytest.raises(InvalidRequest, match="num_groups"):
-        await server.registry.open(request("11", carried=True, num_groups=4, **short), WHOLE)
+        await server.registry.start_or_find(request("11", carried=True, num_groups=4, **short), WHOLE)
     assert names([prompt for _, prompt in server.registry.carried]) == ["30", "50"], "they are given back"
     done = await server.run(request("11", carried=True, carry=Carry.DROP, **short))
     assert [(result.number, key(result)) for result in done.results] == [(0, "11"), (1, "30"), (2, "50")]
@@ -222,7 +222,7 @@ async def test_a_cancelled_batch_gives_back_prompts_that_were_not_answered(
     server: Server, answer: AnswerFormat
 ) -> None:
     await server.run(request("30", "10", "40", num_groups=1))
-    batch = await server.registry.open(request("5", carried=True), answer)
+    batch = await server.registry.start_or_find(request("5", carried=True), answer)
     with batch.listen():
         await server.harness.steps(34)
         assert server.registry.cancel(batch.batch_id)
@@ -246,7 +246,7 @@ async def test_every_prompt_is_answered_exactly_once_whatever_happens_to_its_bat
         takes = not mine or rng.random() < 0.4
         wanted = request(*mine, num_groups=rng.randint(1, max(1, len(mine))), carried=takes)
         durable = idempotency_key(f"key-{step}") if rng.random() < 0.3 else None
-        batch = await registry.open(wanted, WHOLE, durable)
+        batch = await registry.start_or_find(wanted, WHOLE, durable)
         with batch.listen():
             for _ in range(rng.choice([1000, 3, 12])):
                 if batch.end is not None:
@@ -394,7 +394,7 @@ async def test_prompts_start_again_if_their_tokens_become_too_old_while_they_wai
         await server.harness.rollouts.suspend()
     else:
         server.harness.rollouts.gate.close()
-    batch = await server.registry.open(resumed(carried=True), WHOLE)
+    batch = await server.registry.start_or_find(resumed(carried=True), WHOLE)
     with batch.listen():
         await settle()
         server.engine.weight_version = 1
@@ -443,11 +443,11 @@ async def test_prompts_of_earlier_batches_are_older_than_those_of_later_ones(ser
     server.registry.carried.limits = CarryLimits(prompts=2)
     await server.run(resumed("40", "30", "10", num_groups=1))
     await server.run(resumed("70", "12", num_groups=1, carried=True))
-    assert names(server.registry.carried._kept[None]) == ["30", "70"]
-    batch = await server.registry.open(resumed("30"), WHOLE)
+    assert names(server.registry.carried._prompts_by_owner[None]) == ["30", "70"]
+    batch = await server.registry.start_or_find(resumed("30"), WHOLE)
     server.registry.cancel(batch.batch_id)
     await asyncio.wait([batch.task])
-    assert names(server.registry.carried._kept[None]) == ["30", "70"], "as it was"
+    assert names(server.registry.carried._prompts_by_owner[None]) == ["30", "70"], "as it was"
 
 
 def test_beyond_the_limit_of_tokens_the_oldest_prompts_start_again() -> None:
@@ -526,7 +526,7 @@ async def test_a_policy_that_prunes_does_not_resume(server: Server, monkeypatch:
     server.harness.rollouts.planner = planner
     monkeypatch.setattr(Rollouts, "can_score", True)
     with pytest.raises(InvalidRequest, match="depend on more than lengths") as refused:
-        await server.registry.open(resumed("10"), WHOLE)
+        await server.registry.start_or_find(resumed("10"), WHOLE)
     assert refused.value.field == "carry"
 
 
@@ -567,7 +567,7 @@ async def test_a_batch_that_runs_when_its_key_is_removed_ends_and_keeps_nothing(
     batch = await server.begin(5, "30", "10", num_groups=1, carry=Carry.RESUME)
     caller.reset(token)
     valid.clear()
-    server.registry.carried.drop_without_caller()
+    server.registry.carried.drop_prompts_without_caller()
     done = await finish(server.harness, batch)
     assert (len(done.results), done.carried, list(server.registry.carried)) == (1, 0, [])
     assert "1 prompts that were carried over are dropped" in caplog.text

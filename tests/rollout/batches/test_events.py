@@ -90,7 +90,7 @@ def test_events_match_the_answer_and_can_be_replayed_from_any_number(
     async def scenario() -> None:
         harness = Harness(random_script(seed, faults))
         num_groups = None if enough is None else min(enough, prompts)
-        batch = await new_registry(harness, policy).open(
+        batch = await new_registry(harness, policy).start_or_find(
             batch_request(prompts, num_groups=num_groups), token_stream(chunk), idempotency_key()
         )
         events = await play(harness, read_events(batch, pauses=pauses))
@@ -109,7 +109,7 @@ def test_events_match_the_answer_and_can_be_replayed_from_any_number(
 def test_a_listener_that_reconnects_gets_the_remaining_events(seed: int, policy: str, leave: int) -> None:
     async def scenario() -> None:
         harness = Harness(random_script(seed, 0.1))
-        batch = await new_registry(harness, policy).open(batch_request(4), token_stream(2), idempotency_key())
+        batch = await new_registry(harness, policy).start_or_find(batch_request(4), token_stream(2), idempotency_key())
         first: Events = []
         feed = batch.feed
         assert feed is not None
@@ -131,7 +131,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_tokens_are_sent_in_chunks_and_the_rest_at_the_end() -> None:
     harness = Harness(lengths(10))
-    batch = await new_registry(harness, "off").open(batch_request(1, size=1), token_stream(4))
+    batch = await new_registry(harness, "off").start_or_find(batch_request(1, size=1), token_stream(4))
     events = await play(harness, read_events(batch))
     deltas = [(e.start, list(e.token_ids)) for _, e in events if isinstance(e, TokenDelta)]
     assert deltas == [(0, [0, 1, 2, 3]), (4, [4, 5, 6, 7]), (8, [8, 9])]
@@ -139,7 +139,9 @@ async def test_tokens_are_sent_in_chunks_and_the_rest_at_the_end() -> None:
 
 async def test_a_stalled_listener_buffers_nothing_and_then_gets_large_deltas() -> None:
     harness = Harness(lengths(200))
-    batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1), idempotency_key())
+    batch = await new_registry(harness, "off").start_or_find(
+        batch_request(3, size=2), token_stream(1), idempotency_key()
+    )
     feed = batch.feed
     assert feed is not None
     with batch.listen():
@@ -154,7 +156,7 @@ async def test_a_stalled_listener_buffers_nothing_and_then_gets_large_deltas() -
 
 async def test_events_of_a_batch_without_replay_are_not_kept() -> None:
     harness = Harness(lengths(30))
-    batch = await new_registry(harness, "off").open(batch_request(3, size=2), token_stream(1))
+    batch = await new_registry(harness, "off").start_or_find(batch_request(3, size=2), token_stream(1))
     events = await play(harness, read_events(batch))
     assert len(events) > 20
     assert batch.feed is not None
@@ -163,7 +165,7 @@ async def test_events_of_a_batch_without_replay_are_not_kept() -> None:
 
 async def test_concurrent_listeners_get_the_same_events() -> None:
     harness = Harness(lengths(9, 12, 15, 18))
-    batch = await new_registry(harness, "shortest").open(batch_request(3), token_stream(2), idempotency_key())
+    batch = await new_registry(harness, "shortest").start_or_find(batch_request(3), token_stream(2), idempotency_key())
     slow = asyncio.ensure_future(read_events(batch, pauses=(3,)))
     events = await play(harness, read_events(batch))
     again = await play(harness, slow)
@@ -173,7 +175,7 @@ async def test_concurrent_listeners_get_the_same_events() -> None:
 
 async def test_a_groups_stream_has_one_event_per_group_as_it_ends() -> None:
     harness = Harness(lambda prompt, index: Script(10 - int(prompt)))
-    batch = await new_registry(harness, "shortest").open(batch_request(3), GROUPS)
+    batch = await new_registry(harness, "shortest").start_or_find(batch_request(3), GROUPS)
     events = await play(harness, read_events(batch))
     assert [e.number for _, e in events if isinstance(e, GroupResult)] == [2, 1, 0]
     assert [type(e) for _, e in events] == [BatchStarted, GroupResult, GroupResult, GroupResult, BatchDone]
@@ -181,7 +183,7 @@ async def test_a_groups_stream_has_one_event_per_group_as_it_ends() -> None:
 
 async def test_selected_trajectories_are_sent_before_their_group_ends() -> None:
     harness = Harness(lengths(5, 6, 7, 30, 31, 32))
-    batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(100))
+    batch = await new_registry(harness, "longest").start_or_find(batch_request(1), token_stream(100))
     events = await play(harness, read_events(batch))
     order = [type(event) for _, event in events]
     assert order.index(TrajectorySelected) < order.index(GroupResult) - 4
@@ -197,7 +199,7 @@ async def test_slow_polls_are_done_less_often() -> None:
 
     harness = Harness(lengths(3, 50))
     harness.engine.tokens_from = slow  # type: ignore[method-assign]  # to be slow
-    batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(1))
+    batch = await new_registry(harness, "longest").start_or_find(batch_request(1), token_stream(1))
     listening = asyncio.ensure_future(read_events(batch))
     await harness.steps(10)
     assert batch.feed is not None
@@ -216,7 +218,7 @@ async def test_an_error_while_creating_events_is_sent_as_the_last_event(caplog: 
 
     harness = Harness(lengths(3, 50))
     harness.engine.tokens_from = broken  # type: ignore[method-assign]  # to fail
-    batch = await new_registry(harness, "longest").open(batch_request(1), token_stream(100))
+    batch = await new_registry(harness, "longest").start_or_find(batch_request(1), token_stream(100))
     events = await play(harness, read_events(batch))
     assert isinstance(events[-1][1], BatchFailed)
     assert "the events of batch" in caplog.text

@@ -60,7 +60,7 @@ async def test_a_group_whose_first_candidate_does_not_start_holds_no_other_up() 
 async def test_a_batch_that_is_cancelled_in_the_first_round_leaves_nothing_behind() -> None:
     server = new_drafting_server(by_text)
     texts = [str(length) for length in range(20, 60)]
-    batch = await server.registry.open(request(*texts), WHOLE)
+    batch = await server.registry.start_or_find(request(*texts), WHOLE)
     batch.listeners += 1
     # Not all groups can start in one turn of the event loop.
     await asyncio.sleep(0)

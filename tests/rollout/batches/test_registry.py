@@ -65,23 +65,23 @@ def is_kept(server: Server, batch: BatchRun) -> bool:
 
 async def test_the_same_key_gives_the_same_batch_while_it_runs_and_afterwards(server: Server) -> None:
     first, second = await asyncio.gather(
-        *(server.registry.open(batch_request(2), WHOLE, idempotency_key()) for _ in range(2))
+        *(server.registry.start_or_find(batch_request(2), WHOLE, idempotency_key()) for _ in range(2))
     )
     assert first is second
     await server.engine.run()
     done = await first.wait()
     assert len(done.results) == 2
-    assert await server.registry.open(batch_request(2), WHOLE, idempotency_key()) is first
+    assert await server.registry.start_or_find(batch_request(2), WHOLE, idempotency_key()) is first
     assert server.registry.find(first.batch_id) is first
     assert server.harness.recorder.started == 12
 
 
 async def test_a_key_belongs_to_one_caller_and_one_body(server: Server) -> None:
-    first = await server.registry.open(batch_request(1), WHOLE, idempotency_key())
+    first = await server.registry.start_or_find(batch_request(1), WHOLE, idempotency_key())
     with pytest.raises(Conflict) as refused:
-        await server.registry.open(batch_request(2), WHOLE, idempotency_key(body=b"other"))
+        await server.registry.start_or_find(batch_request(2), WHOLE, idempotency_key(body=b"other"))
     assert refused.value.field == "Idempotency-Key"
-    assert await server.registry.open(batch_request(1), WHOLE, idempotency_key(owner="other")) is not first
+    assert await server.registry.start_or_find(batch_request(1), WHOLE, idempotency_key(owner="other")) is not first
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -90,7 +90,8 @@ async def test_a_refused_batch_leaves_its_key_and_its_bytes_free_also_if_its_cal
 ) -> None:
     wrong = BatchRequest([PromptSpec(text="x")], 4)
     callers = [
-        asyncio.create_task(bounded.registry.open(wrong, WHOLE, idempotency_key(body_bytes=150_000))) for _ in range(2)
+        asyncio.create_task(bounded.registry.start_or_find(wrong, WHOLE, idempotency_key(body_bytes=150_000)))
+        for _ in range(2)
     ]
     await asyncio.sleep(0)
     if leaves:
@@ -99,11 +100,11 @@ async def test_a_refused_batch_leaves_its_key_and_its_bytes_free_also_if_its_cal
     refused = await asyncio.gather(*callers, return_exceptions=True)
     assert {type(one) for one in refused} == {asyncio.CancelledError if leaves else InvalidRequest}
     await settle()
-    await bounded.registry.open(batch_request(1), WHOLE, idempotency_key(body=b"right", body_bytes=150_000))
+    await bounded.registry.start_or_find(batch_request(1), WHOLE, idempotency_key(body=b"right", body_bytes=150_000))
 
 
 async def test_a_durable_batch_is_cancelled_if_its_caller_does_not_come_back(server: Server) -> None:
-    batch = await server.registry.open(batch_request(2), WHOLE, idempotency_key())
+    batch = await server.registry.start_or_find(batch_request(2), WHOLE, idempotency_key())
     await pass_time(50)
     with batch.listen():
         await pass_time(100)
@@ -114,13 +115,13 @@ async def test_a_durable_batch_is_cancelled_if_its_caller_does_not_come_back(ser
     assert not server.engine.running
     assert [record.outcome for record in server.harness.recorder.records] == [Outcome.CANCELLED] * 2
     assert not is_kept(server, batch)
-    assert await server.registry.open(batch_request(2), WHOLE, idempotency_key()) is not batch
+    assert await server.registry.start_or_find(batch_request(2), WHOLE, idempotency_key()) is not batch
 
 
 @pytest.mark.parametrize("leaves_at_once", [False, True])
 async def test_a_batch_without_a_key_is_cancelled_with_its_caller_and_not_kept(leaves_at_once: bool) -> None:
     server = new_server(lengths(50), "cut")
-    batch = await server.registry.open(batch_request(2), WHOLE)
+    batch = await server.registry.start_or_find(batch_request(2), WHOLE)
     assert not is_kept(server, batch)
     with batch.listen():
         if not leaves_at_once:
@@ -137,7 +138,7 @@ async def test_a_batch_without_a_key_is_cancelled_with_its_caller_and_not_kept(l
 async def test_ended_batches_are_kept_for_a_time_and_the_oldest_are_dropped_first(server: Server) -> None:
     opened = []
     for name in "abc":
-        opened.append(await server.registry.open(batch_request(1), WHOLE, idempotency_key(name)))
+        opened.append(await server.registry.start_or_find(batch_request(1), WHOLE, idempotency_key(name)))
         await server.engine.run()
         await pass_time(1)
     assert [is_kept(server, batch) for batch in opened] == [False, True, True]
@@ -145,12 +146,12 @@ async def test_ended_batches_are_kept_for_a_time_and_the_oldest_are_dropped_firs
     assert [is_kept(server, batch) for batch in opened] == [False, False, True]
     await pass_time(1)
     assert not is_kept(server, opened[2])
-    assert await server.registry.open(batch_request(1), WHOLE, idempotency_key("c")) not in opened
+    assert await server.registry.start_or_find(batch_request(1), WHOLE, idempotency_key("c")) not in opened
 
 
 async def test_no_ended_batch_is_kept_with_a_limit_of_zero() -> None:
     server = new_server(lengths(5), retention=BatchRetention(kept_batches=0))
-    batch = await server.registry.open(batch_request(1), WHOLE, idempotency_key())
+    batch = await server.registry.start_or_find(batch_request(1), WHOLE, idempotency_key())
     await server.engine.run()
     await settle()
     assert batch.end is not None
@@ -161,7 +162,7 @@ async def test_ended_batches_of_one_caller_push_out_none_of_another(server: Serv
     opened = []
     for number, owner in enumerate(("victim", "flooder", "flooder", "flooder")):
         key = idempotency_key(str(number), owner=owner)
-        opened.append(await server.registry.open(batch_request(1), WHOLE, key))
+        opened.append(await server.registry.start_or_find(batch_request(1), WHOLE, key))
         await server.engine.run()
         await settle()
     assert [is_kept(server, batch) for batch in opened] == [True, False, False, True]
@@ -169,7 +170,7 @@ async def test_ended_batches_of_one_caller_push_out_none_of_another(server: Serv
 
 async def test_cancelling_stops_a_batch_once_and_raises_in_its_callers(server: Server) -> None:
     for key in (idempotency_key(), None):
-        batch = await server.registry.open(batch_request(2), WHOLE, key)
+        batch = await server.registry.start_or_find(batch_request(2), WHOLE, key)
         with batch.listen():
             waiting = asyncio.ensure_future(batch.wait())
             await settle()
@@ -178,12 +179,14 @@ async def test_cancelling_stops_a_batch_once_and_raises_in_its_callers(server: S
                 await waiting
         await settle()
         assert not server.engine.running
-    cancelled = await server.registry.open(batch_request(2), WHOLE, idempotency_key())
+    cancelled = await server.registry.start_or_find(batch_request(2), WHOLE, idempotency_key())
     assert not server.registry.cancel(cancelled.batch_id)
 
 
 async def test_draining_cancels_batches_without_a_listener(server: Server) -> None:
-    alone, attended = [await server.registry.open(batch_request(2), WHOLE, idempotency_key(key)) for key in ("a", "b")]
+    alone, attended = [
+        await server.registry.start_or_find(batch_request(2), WHOLE, idempotency_key(key)) for key in ("a", "b")
+    ]
     with attended.listen():
         server.registry.drain()
         with pytest.raises(GroupAborted, match="stopping"):
@@ -194,8 +197,8 @@ async def test_draining_cancels_batches_without_a_listener(server: Server) -> No
 
 async def test_failing_ends_streams_with_the_error_and_answers_the_others() -> None:
     server = new_server(lambda prompt, _: Script(5 if prompt == "0" else 5000))
-    stream = await server.registry.open(batch_request(2), token_stream())
-    whole = await server.registry.open(batch_request(2), WHOLE)
+    stream = await server.registry.start_or_find(batch_request(2), token_stream())
+    whole = await server.registry.start_or_find(batch_request(2), WHOLE)
     with whole.listen():
         hearing = asyncio.ensure_future(read_events(stream))
         await server.harness.steps(10)
@@ -218,7 +221,7 @@ def large(size: int) -> BatchRequest:
 
 async def test_ended_batches_are_kept_up_to_a_limit_in_bytes_and_half_of_it_for_one_caller(bounded: Server) -> None:
     async def run(key: str, owner: str, size: int) -> BatchRun:
-        batch = await bounded.registry.open(large(size), WHOLE, idempotency_key(key, owner=owner))
+        batch = await bounded.registry.start_or_find(large(size), WHOLE, idempotency_key(key, owner=owner))
         with batch.listen():
             await bounded.engine.run()
             await batch.wait()
@@ -238,7 +241,7 @@ async def test_ended_batches_are_kept_up_to_a_limit_in_bytes_and_half_of_it_for_
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 async def test_sampling_parameters_count_however_their_batch_has_ended(bounded: Server, is_cancelled: bool) -> None:
-    batch = await bounded.registry.open(batch_request(1), WHOLE, idempotency_key("1"))
+    batch = await bounded.registry.start_or_find(batch_request(1), WHOLE, idempotency_key("1"))
     batch.sampling = {"stop": ["x" * 250_000]}
     if is_cancelled:
         bounded.registry.cancel(batch.batch_id)
@@ -267,7 +270,7 @@ async def test_a_kept_batch_counts_with_its_memory(
     server = new_server(lengths(tokens), texts=Arrays())
     tracemalloc.start()
     try:
-        batch = await server.registry.open(batch_request(8, size=8), answer_format, idempotency_key())
+        batch = await server.registry.start_or_find(batch_request(8, size=8), answer_format, idempotency_key())
         reading = asyncio.ensure_future(batch.wait() if batch.feed is None else read_events(batch))
         with batch.listen():
             await server.harness.steps(tokens - 1)
@@ -297,7 +300,9 @@ async def test_a_kept_batch_counts_with_its_memory(
 
 async def test_running_batches_count_by_the_size_of_their_requests(bounded: Server) -> None:
     async def open_batch(key: str, owner: str, size: int) -> BatchRun:
-        return await bounded.registry.open(batch_request(1), WHOLE, idempotency_key(key, owner=owner, body_bytes=size))
+        return await bounded.registry.start_or_find(
+            batch_request(1), WHOLE, idempotency_key(key, owner=owner, body_bytes=size)
+        )
 
     with pytest.raises(TooLarge, match="at most 200000 bytes with Idempotency-Key"):
         await open_batch("1", "a", 200_001)
@@ -314,10 +319,10 @@ async def test_running_batches_count_by_the_size_of_their_requests(bounded: Serv
 
 
 async def test_a_batch_that_starts_takes_the_place_of_ended_ones(bounded: Server) -> None:
-    ended = await bounded.registry.open(large(100_000), WHOLE, idempotency_key("1"))
+    ended = await bounded.registry.start_or_find(large(100_000), WHOLE, idempotency_key("1"))
     with ended.listen():
         await bounded.engine.run()
         await ended.wait()
     assert is_kept(bounded, ended)
-    await bounded.registry.open(batch_request(1), WHOLE, idempotency_key("2", body_bytes=150_000))
+    await bounded.registry.start_or_find(batch_request(1), WHOLE, idempotency_key("2", body_bytes=150_000))
     assert not is_kept(bounded, ended)

@@ -132,7 +132,7 @@ async def test_a_group_that_was_aborted_says_why_also_if_enough_others_are_compl
 async def test_a_token_stream_discards_candidates_of_an_aborted_group_and_returns_them_in_the_group() -> None:
     """Also those that were known to belong to it."""
     harness = Harness(lambda text, index: Script([4, 6, 40, 50, 60, 70][index]))
-    batch = await new_registry(harness, "shortest").open(request("9"), token_stream(1))
+    batch = await new_registry(harness, "shortest").start_or_find(request("9"), token_stream(1))
     listening = asyncio.create_task(read_events(batch))
     await settle()
     await harness.steps(20)
@@ -242,7 +242,7 @@ async def test_random_aborts_lose_no_prompt_and_complete_no_incomplete_group(see
         mine, waiting = waiting[:count], waiting[count:]
         takes = not mine or rng.random() < 0.4
         answer = rng.choice([WHOLE, token_stream(2)])
-        batch = await registry.open(request(*mine, carry=carry, carried=takes), answer)
+        batch = await registry.start_or_find(request(*mine, carry=carry, carried=takes), answer)
         batch.listeners += 1
         reading = None if batch.feed is None else asyncio.create_task(read_events(batch))
         while batch.end is None:
@@ -300,7 +300,7 @@ async def test_a_truncated_trajectory_takes_no_place_of_another_in_a_group_that_
     policy: str, expected: str
 ) -> None:
     server = new_server(lambda _, index: Script(5 + index, finish_reason=FinishReason.LENGTH), policy)
-    batch = await server.registry.open(batch_request(1), WHOLE)
+    batch = await server.registry.start_or_find(batch_request(1), WHOLE)
     with batch.listen():
         [result] = (await finish(server.harness, batch)).results
     assert result.record is not None

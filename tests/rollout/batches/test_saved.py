@@ -26,7 +26,7 @@ from darts_server.rollout.batches.carried import (
     CarriedPrompt,
     CarriedPrompts,
     Carry,
-    Owned,
+    OwnedPrompt,
     SavedPrompts,
 )
 from darts_server.rollout.batches.events import BatchDone, GroupResult
@@ -102,13 +102,13 @@ def carried_prompt(text: str, version: int = 0, *, with_logprobs: bool = True) -
     return CarriedPrompt(spec, (text, "content"), group)
 
 
-def plain(prompts: Sequence[Owned]) -> bytes:
+def plain(prompts: Sequence[OwnedPrompt]) -> bytes:
     """Everything that prompts have, in a form that can be compared."""
     return msgspec.json.encode(prompts, enc_hook=array.tolist)
 
 
 def test_prompts_come_back_once_as_they_were_and_in_their_order(tmp_path: Path) -> None:
-    prompts: list[Owned] = [("one", carried_prompt(f"p{number}")) for number in range(12)]
+    prompts: list[OwnedPrompt] = [("one", carried_prompt(f"p{number}")) for number in range(12)]
     prompts.append((None, CarriedPrompt(PromptSpec(text="x"), ("x", "x"))))
     prompts.append((None, carried_prompt("y", with_logprobs=False)))
     prompts += [(None, CarriedPrompt(PromptSpec(text="a" * WRITE_BYTES), (str(number), ""))) for number in range(2)]
@@ -124,7 +124,7 @@ def test_chat_options_are_kept_and_prompts_of_servers_without_them_still_read(
     file: InMemory, saved: SavedPrompts
 ) -> None:
     specs = [PromptSpec(messages=b"[{}]"), PromptSpec(messages=b"[{}]", chat_options=b'{"tools":[{}]}')]
-    prompts: list[Owned] = [(None, CarriedPrompt(spec, ("chat", "content"))) for spec in specs]
+    prompts: list[OwnedPrompt] = [(None, CarriedPrompt(spec, ("chat", "content"))) for spec in specs]
     saved.save(prompts)
     documents: list[Any] = [msgspec.msgpack.decode(value) for value in file.values]  # type: ignore[arg-type]
     assert [document[0] for document in documents] == [2, 3], "servers without them refuse the second"
@@ -254,11 +254,11 @@ def test_prompts_that_are_not_saved_in_time_are_lost_and_counted_in_the_log(
     assert saved.save([(None, carried_prompt("a"))], seconds=0) == 0
 
     class Slow(SavedPrompts):
-        def save(self, prompts: Iterable[Owned], seconds: float = 0.0) -> int:
+        def save(self, prompts: Iterable[OwnedPrompt], seconds: float = 0.0) -> int:
             assert seconds == SAVE_SECONDS
             return super().save(list(prompts)[:2])
 
-    prompts: list[Owned] = [(None, carried_prompt(name)) for name in "abc"]
+    prompts: list[OwnedPrompt] = [(None, carried_prompt(name)) for name in "abc"]
     assert asyncio.run(Slow(file, "model").save_in_time(prompts, Texts(), with_tokens=True)) == 1
     assert [prompt.identity[0] for _, prompt in saved.take(0)] == ["a", "b"]
     assert "1 prompts that were carried over are lost" in caplog.text
@@ -315,7 +315,7 @@ def test_prompts_without_their_texts_in_time_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("darts_server.rollout.batches.carried.PORTABLE_SECONDS", 0.05)
-    prompts: list[Owned] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
+    prompts: list[OwnedPrompt] = [(None, finished(name, 1 + (name == "b"))) for name in "abc"]
     asyncio.run(saved.save_in_time(prompts, BadTexts(slow=slow), with_tokens=True))
     assert [prompt.group is not None for _, prompt in saved.take(0)] == kept
     assert message in caplog.text
@@ -341,7 +341,7 @@ async def serving(
     """Run one server after the other on the same file, with the same scripts."""
     saved = None if file is None else SavedPrompts(file, "model")
     server = new_server(script, policy, texts=texts, saved=saved, has_initial_weights=lambda: has_initial_weights)
-    server.registry.restore()
+    server.registry.restore_carried()
     yield server
 
 
@@ -412,7 +412,7 @@ async def test_resumed_candidates_are_handed_back_with_their_earlier_tokens() ->
     async with serving(None) as server:
         await finish(server.harness, await server.begin(0, "12", "16", "10", carry=Carry.RESUME, num_groups=1))
         server.engine.weight_version = 1
-        batch = await server.registry.open(request(carry=Carry.RESUME, carried=True), WHOLE)
+        batch = await server.registry.start_or_find(request(carry=Carry.RESUME, carried=True), WHOLE)
         batch.listeners += 1
         await asyncio.sleep(0)
         await server.stop()
@@ -427,7 +427,7 @@ async def test_resumed_candidates_are_handed_back_with_their_earlier_tokens() ->
 
 async def test_streams_end_in_order() -> None:
     async with serving(None) as server:
-        batch = await server.registry.open(request("30"), token_stream(1))
+        batch = await server.registry.start_or_find(request("30"), token_stream(1))
         listening = asyncio.create_task(read_events(batch))
         await settle()
         await server.harness.steps(9)
@@ -513,7 +513,7 @@ async def test_groups_that_have_not_started_are_kept_without_tokens(file: InMemo
     """A large batch starts its groups in several turns of the event loop."""
     async with serving(file, has_initial_weights=False) as server:
         asked = request(*map(str, range(100, 400)), carry=Carry.RESUME)
-        batch = await server.registry.open(asked, WHOLE)
+        batch = await server.registry.start_or_find(asked, WHOLE)
         batch.listeners += 1
         for _ in range(4):
             await asyncio.sleep(0)
@@ -528,7 +528,7 @@ async def test_handed_back_tokens_count_in_the_size_of_a_kept_batch() -> None:
     sizes = []
     for has_initial_weights in (True, False):
         async with serving(InMemory(), has_initial_weights=has_initial_weights) as server:
-            batch = await server.registry.open(request("3000", carry=Carry.RESUME), GROUPS)
+            batch = await server.registry.start_or_find(request("3000", carry=Carry.RESUME), GROUPS)
             batch.listeners += 1
             await server.harness.steps(1000)
             await server.stop()

@@ -166,7 +166,7 @@ async def test_a_slow_verdict_delays_its_own_group_alone() -> None:
         return await verify(answer, names)
 
     judge.verify = verify_slowly  # type: ignore[method-assign]
-    run = await server.registry.open(request("5", "20"), GROUPS)
+    run = await server.registry.start_or_find(request("5", "20"), GROUPS)
     listening = asyncio.create_task(read_events(run))
     await settle()
     await server.engine.run()
@@ -485,7 +485,7 @@ async def test_a_prompt_that_was_carried_over_has_no_rewards_if_the_server_lost_
 async def test_streams_of_tokens_and_groups_have_rewards_in_the_group() -> None:
     for answer in (GROUPS, token_stream(1)):
         server, judge = verifying(is_third)
-        run = await server.registry.open(request("20"), answer)
+        run = await server.registry.start_or_find(request("20"), answer)
         events = await play(server.harness, read_events(run))
         [result] = [event for _, event in events if isinstance(event, GroupResult)]
         assert GroupOut.of(result).trajectories[0].advantage is not None
@@ -501,7 +501,7 @@ async def test_streams_of_tokens_and_groups_have_rewards_in_the_group() -> None:
 async def test_a_streamed_trajectory_does_not_wait_for_its_verdict() -> None:
     server, judge = verifying(is_third, "off")
     judge.open.clear()
-    run = await server.registry.open(request("20"), token_stream(1))
+    run = await server.registry.start_or_find(request("20"), token_stream(1))
     reading = asyncio.create_task(read_events(run))
     await settle()
     await server.engine.run()
@@ -519,7 +519,7 @@ async def test_a_streamed_trajectory_does_not_wait_for_its_verdict() -> None:
 async def test_a_token_stream_discards_the_candidates_of_a_group_that_is_not_returned() -> None:
     server, judge = verifying(lambda answer: float(answer.prompt.text == "7" and is_third(answer)))
     batch = request("5", "7", only="informative", num_groups=1, max_prompts=2)
-    run = await server.registry.open(batch, token_stream(1))
+    run = await server.registry.start_or_find(batch, token_stream(1))
     events = await play(server.harness, read_events(run))
     candidates = by_candidate(events)
     reasons = [
@@ -714,7 +714,7 @@ async def run_at_random(seed: int) -> None:
         fields["stop_when"] = "decided"
 
     answer = random.choice([WHOLE, GROUPS, token_stream(2)])
-    run = await server.registry.open(request(*map(str, range(prompts)), **fields), answer)
+    run = await server.registry.start_or_find(request(*map(str, range(prompts)), **fields), answer)
     run.listeners += 1
     for _ in range(random.randint(0, 30)):
         await server.engine.step()
