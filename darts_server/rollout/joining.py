@@ -306,7 +306,7 @@ class _JoinedGroup(Generic[RequestT, OutputT]):
             for seat in free_seats:
                 if seat.request is candidate.request:
                     return [seat]
-        # The aborted trajectory of an extra candidate leaves the seats of other aborted requests to their own trajectories.
+        # The aborted trajectory of an extra candidate takes no seat that another aborted trajectory answers.
         aborted_requests = [c.request for c in candidates if c.aborted or c.aborting_callers]
         other_seats = [seat for seat in free_seats if not any(seat.request is request for request in aborted_requests)]
         return other_seats or free_seats
