@@ -16,6 +16,9 @@ COUNTS = len(COUNT_LIMITS) + 1
 SHARES = len(SHARE_LIMITS) + 1
 CELLS_OF_SOURCE = RUNGS * COUNTS * SHARES
 CELLS = SOURCES * CELLS_OF_SOURCE
+DRAFTED = 0
+ACCEPTED = 1
+"""Rows of the total numbers of tokens."""
 PRIOR_TRIES = 4.0
 FORGET_TRIES = 2000.0
 """At so many tries a cell counts its past half, so that it follows the weights of the model."""
@@ -24,32 +27,24 @@ _TYPICAL_SHARES = (0.25, 0.45, 0.65, 0.82, 0.95, 1.0)
 
 
 @njit(inline="always")
-def _place(value, limits):  # type: ignore[no-untyped-def]
-    """Return how many of the limits the value reaches."""
-    place = 0
+def _count_reached(limits, value):  # type: ignore[no-untyped-def]
+    reached = 0
     for limit in limits:
         if value >= limit:
-            place += 1
-    return place
+            reached += 1
+    return reached
 
 
 @njit(inline="always")
-def cell_of(source, rung, count, total, weight):  # type: ignore[no-untyped-def]
-    """Return the cell of a continuation that counts ``count`` of the ``total`` of its context.
-
-    ``weight``: what a token of the present epoch counts.
-    """
-    kind = _place(total / weight, COUNT_LIMITS)
-    part = _place(count / total, SHARE_LIMITS)
-    return ((source * RUNGS + rung) * COUNTS + kind) * SHARES + part
+def cell_of(source, rung, continuation_weight, context_weight, token_weight):  # type: ignore[no-untyped-def]
+    """Return the cell of a continuation. ``token_weight``: weight of a token of the present epoch."""
+    count_bin = _count_reached(COUNT_LIMITS, context_weight / token_weight)
+    share_bin = _count_reached(SHARE_LIMITS, continuation_weight / context_weight)
+    return ((source * RUNGS + rung) * COUNTS + count_bin) * SHARES + share_bin
 
 
 class Acceptance:
-    """Share of drafted tokens that were right, by cell.
-
-    A cell begins with `PRIOR_TRIES` tries. Fewer of these tries were right than the counts say, most of all for short
-    contexts. ``rates``: float64 [CELLS], the shares that `draft` reads.
-    """
+    """Share of drafted tokens that were right, by cell. ``rates``: float64 [CELLS], the shares that `draft` reads."""
 
     def __init__(self) -> None:
         self.tries = np.full(CELLS, PRIOR_TRIES)
@@ -58,34 +53,32 @@ class Acceptance:
             share = _TYPICAL_SHARES[cell % SHARES]
             count = _TYPICAL_COUNTS[cell // SHARES % COUNTS]
             rung = cell // (SHARES * COUNTS) % RUNGS
-            likely = (share * count + 0.1) / (count + 1.2)
-            self.hits[cell] = PRIOR_TRIES * likely * (1 - 0.5 / (1 + rung))
+            # Fewer tokens are right than the counts say, most of all after short contexts.
+            smoothed_share = (share * count + 0.1) / (count + 1.2)
+            self.hits[cell] = PRIOR_TRIES * smoothed_share * (1 - 0.5 / (1 + rung))
         self.rates: NDArray[np.float64] = self.hits / self.tries
 
-    def update(self) -> None:
-        """Compute the rates again, after `score` has changed hits and tries."""
+    def update_rates(self) -> None:
         np.divide(self.hits, self.tries, out=self.rates)
 
 
 @njit(nogil=True)
-def score(hits, tries, totals, tokens, cells, drafted, verified, truth):  # type: ignore[no-untyped-def]
-    """Learn from a draft whose first positions are known by now, and return how many of its tokens were right.
+def learn_acceptance(hits, tries, totals, draft_tokens, cells, drafted_count, verified_count, sampled_tokens):  # type: ignore[no-untyped-def]
+    """Compare a draft with the tokens that were sampled in its place.
 
-    ``totals``: int64 [2, SOURCES], numbers of drafted and of accepted tokens, which count the ``verified`` tokens.
+    ``totals``: int64 [2, SOURCES], numbers of drafted and of accepted tokens among the verified tokens.
     """
-    right = 0
-    for place in range(verified):
-        totals[0, cells[place] // CELLS_OF_SOURCE] += 1
-    for place in range(min(drafted, truth.shape[0])):
+    for place in range(verified_count):
+        totals[DRAFTED, cells[place] // CELLS_OF_SOURCE] += 1
+    # Tokens that were drafted and not verified teach too, as far as they were sampled.
+    for place in range(min(drafted_count, sampled_tokens.shape[0])):
         cell = cells[place]
         if tries[cell] >= FORGET_TRIES:
             tries[cell] *= 0.5
             hits[cell] *= 0.5
         tries[cell] += 1
-        if tokens[place] != truth[place]:
+        if draft_tokens[place] != sampled_tokens[place]:
             break
         hits[cell] += 1
-        right += 1
-        if place < verified:
-            totals[1, cell // CELLS_OF_SOURCE] += 1
-    return right
+        if place < verified_count:
+            totals[ACCEPTED, cell // CELLS_OF_SOURCE] += 1

@@ -18,7 +18,7 @@ PROMPT_BYTES = 4 * 65_536
 ANSWER_BYTES = 512
 """Memory of an answer beside its tokens."""
 MEMORIES = 64
-"""Limit of memories in `Prompt.sent`. A memory that was dropped from it gets the prompt's answers again."""
+"""Limit of memories in `Prompt.last_sent`. A memory that was dropped from it gets the prompt's answers again."""
 KEY_BYTES = 16
 _HEAD = Struct(f"<{KEY_BYTES}sI")
 
@@ -27,30 +27,30 @@ Answers = Sequence[tuple[int, bytes]]
 
 
 class Answer(NamedTuple):
-    """``tokens``: token ids as int32. ``memory``: what has counted it already, or None."""
+    """``tokens``: token ids as int32. ``counted_by``: the memory that has counted it already, or None."""
 
-    key: bytes
+    prompt_key: bytes
     epoch: int
     tokens: bytes
-    memory: int | None
+    counted_by: int | None
 
 
 class Prompt:
     """The answers of a prompt, by their numbers in ascending order.
 
-    ``sent``: the last number that each memory has.
+    ``last_sent``: the last number that each memory has.
     """
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
-        self.bytes = 0
-        self.sent: dict[int, int] = {}
+        self.token_bytes = 0
+        self.last_sent: dict[int, int] = {}
 
 
 def key_of(token_ids: Sequence[int], adapter: str | None) -> bytes:
     """Return the key of a prompt, or of a prompt under a LoRA adapter."""
-    name = b"" if adapter is None else adapter.encode()
-    digest = blake2b(name + b"\0", digest_size=KEY_BYTES)
+    adapter_name = b"" if adapter is None else adapter.encode()
+    digest = blake2b(adapter_name + b"\0", digest_size=KEY_BYTES)
     digest.update(array("i", token_ids))
     return digest.digest()
 
@@ -68,15 +68,15 @@ class History:
     def __init__(self, limit: int, save: Callable[[int, bytes | None], None]) -> None:
         self.bytes = 0
         """Memory that all answers take."""
-        self._limit = limit
+        self._max_bytes = limit
         self._save = save
         # Answers by number, the oldest first, and their prompts by key.
         self._answers: OrderedDict[int, Answer] = OrderedDict()
         self._prompts: dict[bytes, Prompt] = {}
         self._last_number = 0
-        # Number of updates of the weights so far, and the present version of the weights.
+        # Number of updates of the weights so far.
         self._epoch = 0
-        self._version: object = None
+        self._weight_version: object = None
 
     @property
     def prompts(self) -> int:
@@ -89,30 +89,31 @@ class History:
         ``vocabulary``: number of tokens of the model. A draft with another token would end the engine.
         """
         unusable = 0
-        for number, value in rows:
+        for number, saved in rows:
             self._last_number = number
-            tokens = b"" if value is None else value[_HEAD.size :]
-            if value is None or not _are_tokens(tokens, vocabulary):
+            tokens = b"" if saved is None else saved[_HEAD.size :]
+            if saved is None or not _are_valid_tokens(tokens, vocabulary):
                 unusable += 1
                 self._save(number, None)
                 continue
-            key, epoch = _HEAD.unpack_from(value)
+            prompt_key, epoch = _HEAD.unpack_from(saved)
             # The weights may have changed since. Answers of other runs are at least one update old.
             self._epoch = max(self._epoch, epoch + 1)
-            self._keep(number, Answer(key, epoch, tokens, None))
+            self._keep(number, Answer(prompt_key, epoch, tokens, None))
         return unusable
 
     def age_if_new_version(self, version: object) -> None:
         """Age all answers if the version of the weights has changed."""
-        if self._version is not None and version != self._version:
+        # The age of an answer is the number of epochs since its own.
+        if self._weight_version is not None and version != self._weight_version:
             self._epoch += 1
-        self._version = version
+        self._weight_version = version
 
     def add(self, key: bytes, tokens: bytes, memory: int) -> None:
         """Keep an answer that ``memory`` has counted. ``tokens``: token ids as int32."""
         answer = Answer(key, self._epoch, tokens[:PROMPT_BYTES], memory)
         self._last_number += 1
-        self._save(self._last_number, _HEAD.pack(key, answer.epoch) + answer.tokens)
+        self._save(self._last_number, _HEAD.pack(answer.prompt_key, answer.epoch) + answer.tokens)
         self._keep(self._last_number, answer)
 
     def take_unsent(self, key: bytes, memory: int) -> Answers:
@@ -120,18 +121,18 @@ class History:
         prompt = self._prompts.get(key)
         if prompt is None:
             return []
-        last_sent = prompt.sent.pop(memory, 0)
-        prompt.sent[memory] = prompt.numbers[-1]
-        # Memories that got answers last are at the end.
-        if len(prompt.sent) > MEMORIES:
-            del prompt.sent[next(iter(prompt.sent))]
+        last_sent = prompt.last_sent.pop(memory, 0)
+        prompt.last_sent[memory] = prompt.numbers[-1]
+        # The memory that has waited longest for answers is first, because others were put at the end again.
+        if len(prompt.last_sent) > MEMORIES:
+            del prompt.last_sent[next(iter(prompt.last_sent))]
         unsent = []
         for number in reversed(prompt.numbers):
             if number <= last_sent:
                 break
             answer = self._answers[number]
             # A memory has counted the answers of its own engine.
-            if answer.memory != memory:
+            if answer.counted_by != memory:
                 unsent.append((self._epoch - answer.epoch, answer.tokens))
         return unsent
 
@@ -139,33 +140,33 @@ class History:
         """Let a memory get the answers of a prompt once more, because it did not receive them."""
         prompt = self._prompts.get(key)
         if prompt is not None:
-            prompt.sent.pop(memory, None)
+            prompt.last_sent.pop(memory, None)
 
     def _keep(self, number: int, answer: Answer) -> None:
         """Add an answer, and drop the oldest answers beyond the limits of its prompt and of all prompts."""
         self._answers[number] = answer
-        prompt = self._prompts.setdefault(answer.key, Prompt())
+        prompt = self._prompts.setdefault(answer.prompt_key, Prompt())
         prompt.numbers.append(number)
-        prompt.bytes += len(answer.tokens)
+        prompt.token_bytes += len(answer.tokens)
         self.bytes += len(answer.tokens) + ANSWER_BYTES
-        while prompt.bytes > PROMPT_BYTES:
+        while prompt.token_bytes > PROMPT_BYTES:
             self._drop(prompt.numbers[0])
-        while self.bytes > self._limit:
+        while self.bytes > self._max_bytes:
             self._drop(next(iter(self._answers)))
 
     def _drop(self, number: int) -> None:
         answer = self._answers.pop(number)
-        prompt = self._prompts[answer.key]
-        # Numbers ascend in both, so the oldest answer of all is the first of its prompt.
+        prompt = self._prompts[answer.prompt_key]
+        # Callers drop the oldest answer of the prompt or of all prompts. Both are the first of their prompt.
         prompt.numbers.pop(0)
-        prompt.bytes -= len(answer.tokens)
+        prompt.token_bytes -= len(answer.tokens)
         self.bytes -= len(answer.tokens) + ANSWER_BYTES
         if not prompt.numbers:
-            del self._prompts[answer.key]
+            del self._prompts[answer.prompt_key]
         self._save(number, None)
 
 
-def _are_tokens(tokens: bytes, vocabulary: int) -> bool:
+def _are_valid_tokens(tokens: bytes, vocabulary: int) -> bool:
     if not tokens or len(tokens) % 4:
         return False
     ids = np.frombuffer(tokens, np.int32)

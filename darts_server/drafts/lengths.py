@@ -46,10 +46,10 @@ LEAST_GAIN = 1.03
 class StepTimes:
     """Seconds of a decode step, estimated from its numbers of sequences and of drafted tokens.
 
-    Steps without drafts give the curve ``seconds`` over ``sizes``, which are numbers of sequences. The curve never
-    falls. A step with drafts takes ``fixed`` seconds more, because vLLM then samples in another way. Each drafted token
-    also adds ``share`` of the time that one more sequence would add. (Measured on a CPU: ``fixed`` 0.7 ms, ``share``
-    0.25.)
+    Plain steps, without drafts, give the curve ``seconds`` over ``sizes``, which are numbers of sequences. The curve
+    never falls. A step with drafts takes ``fixed`` seconds more, because vLLM then samples in another way. Each drafted
+    token also adds ``share`` of the time that one more sequence would add. (Measured on a CPU: ``fixed`` 0.7 ms,
+    ``share`` 0.25.)
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StepTimes:
         self._bin_steps = np.zeros(BINS, np.int64)
         self._bin_sizes = np.zeros(BINS)
         self._steps_since_fit = 0
-        # Sums for the least squares in `observe_drafted`: of steps, full, full², extra, full · extra.
+        # Sums for the least squares in `observe_drafted`.
         self._drafted_sums = np.zeros(5)
         self.fixed = 0.0
         self.share = 1.0
@@ -66,53 +66,57 @@ class StepTimes:
         self.sizes: Floats = np.array([0.0, 1.0])
         self.seconds: Floats = np.array([0.0, 1.0])
 
-    def plain(self, sequences: float) -> float:
+    def plain_seconds(self, sequences: float) -> float:
         """Return the seconds of a step without drafts."""
         return float(np.interp(sequences, self.sizes, self.seconds))
 
     def observe_plain(self, sequences: int, seconds: float) -> None:
         """Count a step without drafts."""
-        place = min(int(np.log2(sequences) * PER_OCTAVE), BINS - 1)
-        self._bin_seconds[place, self._bin_steps[place] % RECENT] = seconds
-        self._bin_steps[place] += 1
-        self._bin_sizes[place] = max(self._bin_sizes[place], sequences)
+        size_bin = min(int(np.log2(sequences) * PER_OCTAVE), BINS - 1)
+        oldest = self._bin_steps[size_bin] % RECENT
+        self._bin_seconds[size_bin, oldest] = seconds
+        self._bin_steps[size_bin] += 1
+        self._bin_sizes[size_bin] = max(self._bin_sizes[size_bin], sequences)
         self._steps_since_fit += 1
-        if self._steps_since_fit >= FIT_STEPS or self._bin_steps[place] <= PLAIN_STEPS:
+        # The first steps of a bin change the curve most.
+        if self._steps_since_fit >= FIT_STEPS or self._bin_steps[size_bin] <= PLAIN_STEPS:
             self._steps_since_fit = 0
-            self._fit()
+            self._fit_curve()
 
-    def _fit(self) -> None:
-        """Fit the curve to the mean of each bin. Steps that took far too long count less."""
-        seen = np.flatnonzero(self._bin_steps)
-        weights = np.minimum(self._bin_steps[seen], RECENT)
+    def _fit_curve(self) -> None:
+        seen_bins = np.flatnonzero(self._bin_steps)
+        kept_steps = np.minimum(self._bin_steps[seen_bins], RECENT)
         means = []
-        for place, kept in zip(seen, weights, strict=True):
-            recent = self._bin_seconds[place, :kept]
+        for size_bin, kept in zip(seen_bins, kept_steps, strict=True):
+            recent = self._bin_seconds[size_bin, :kept]
+            # A step that waited for something else counts less.
             means.append(np.minimum(recent, MOST_TIMES * np.median(recent)).mean())
-        fitted = fit_isotonic(means, weights.astype(float))
-        sizes = self._bin_sizes[seen]
+        fitted = fit_isotonic(means, kept_steps.astype(float))
+        sizes = self._bin_sizes[seen_bins]
         self.sizes = np.concatenate([[0.0], sizes, [sizes[-1] * BEYOND]])
         # Fewer sequences than in any bin may be faster. More sequences take time in proportion to their number.
         self.seconds = np.concatenate([[fitted[0] / 2], fitted, [fitted[-1] * BEYOND]])
 
     def observe_drafted(self, sequences: int, drafted: int, seconds: float) -> float:
         """Count a step with drafts. Return its seconds, or less if it took far too long."""
-        plain = self.plain(sequences)
+        plain = self.plain_seconds(sequences)
         # Seconds that the drafted tokens would take if they were sequences.
-        full = self.plain(sequences + drafted) - plain
+        full = self.plain_seconds(sequences + drafted) - plain
         seconds = min(seconds, MOST_TIMES * (plain + self.fixed + self.share * full))
 
-        # Least squares of extra seconds = fixed + share * full, both at least 0.
+        # Least squares of extra = fixed + share * full, with falling weights of earlier steps.
         extra = seconds - plain
         self._drafted_sums = FORGET * self._drafted_sums + [1.0, full, full * full, extra, full * extra]
-        steps, fulls, squares, extras, products = self._drafted_sums
-        prior = PRIOR_STEPS * squares / steps
-        if squares > 0:
-            spread = prior + squares - fulls * fulls / steps
-            self.share = max(0.0, (prior + products - fulls * extras / steps) / spread)
-        self.fixed = max(0.0, (extras - self.share * fulls) / steps)
-        if squares > 0 and self.fixed == 0:
-            self.share = max(0.0, (prior + products) / (prior + squares))
+        steps, sum_full, sum_full_squared, sum_extra, sum_full_extra = self._drafted_sums
+        # The prior steps have share = 1.
+        prior = PRIOR_STEPS * sum_full_squared / steps
+        if sum_full_squared > 0:
+            spread = prior + sum_full_squared - sum_full * sum_full / steps
+            self.share = max(0.0, (prior + sum_full_extra - sum_full * sum_extra / steps) / spread)
+        self.fixed = max(0.0, (sum_extra - self.share * sum_full) / steps)
+        # At its limit of 0, `fixed` leaves a line through the origin.
+        if sum_full_squared > 0 and self.fixed == 0:
+            self.share = max(0.0, (prior + sum_full_extra) / (prior + sum_full_squared))
         return seconds
 
 
@@ -124,68 +128,71 @@ class Savings:
     """
 
     def __init__(self) -> None:
-        self._total = 0.0
-        self._saved = np.zeros(LEVELS)
+        self._saved_in_all = 0.0
+        self._saved_at_level = np.zeros(LEVELS)
         self._plain_steps = np.zeros(LEVELS, np.int64)
-        self._since_plain = np.zeros(LEVELS, np.int64)
+        self._steps_since_plain = np.zeros(LEVELS, np.int64)
 
     def may_draft(self, sequences: int) -> bool:
         """Return whether the next step of so many sequences may have drafts."""
-        level = _level(sequences)
-        is_compared = self._plain_steps[level] >= PLAIN_STEPS and self._since_plain[level] < PLAIN_EVERY
-        return bool(is_compared and max(self._total, self._saved[level]) >= 0)
+        level = _level_of(sequences)
+        is_compared = self._plain_steps[level] >= PLAIN_STEPS and self._steps_since_plain[level] < PLAIN_EVERY
+        return bool(is_compared and max(self._saved_in_all, self._saved_at_level[level]) >= 0)
 
     def count_plain(self, sequences: int, plain_seconds: float) -> None:
         """Count a step without drafts."""
-        level = _level(sequences)
+        level = _level_of(sequences)
         self._plain_steps[level] += 1
-        self._since_plain[level] = 0
-        self._save(level, LOST_SHARE * plain_seconds, plain_seconds)
+        self._steps_since_plain[level] = 0
+        self._add_saved(level, LOST_SHARE * plain_seconds, plain_seconds)
 
     def count_drafted(self, sequences: int, plain_seconds: float, seconds: float, tokens: int) -> None:
         """Count a step with drafts that gave so many tokens. ``plain_seconds``: of a step without drafts."""
-        level = _level(sequences)
-        self._since_plain[level] += 1
-        self._save(level, plain_seconds * tokens / sequences - (1 - LOST_SHARE) * seconds, plain_seconds)
+        level = _level_of(sequences)
+        self._steps_since_plain[level] += 1
+        seconds_without_drafts = plain_seconds * tokens / sequences
+        self._add_saved(level, seconds_without_drafts - (1 - LOST_SHARE) * seconds, plain_seconds)
 
-    def _save(self, level: int, saved: float, plain_seconds: float) -> None:
+    def _add_saved(self, level: int, seconds: float, plain_seconds: float) -> None:
         """Add saved seconds, or lost seconds below 0, to both counts."""
-        most = RESERVE * plain_seconds
-        self._total = min(self._total + saved, most)
-        self._saved[level] = min(self._saved[level] + saved, most)
+        limit = RESERVE * plain_seconds
+        self._saved_in_all = min(self._saved_in_all + seconds, limit)
+        self._saved_at_level[level] = min(self._saved_at_level[level] + seconds, limit)
 
 
-def _level(sequences: int) -> int:
+def _level_of(sequences: int) -> int:
     return min(int(2 * np.log2(sequences)), LEVELS - 1)
 
 
-def count_worth(rows: int, chances: Floats, seconds: Floats) -> int:
+def count_worthwhile(sequences: int, chances: Floats, seconds: Floats) -> int:
     """Return the number of drafted tokens that gives the most tokens per second.
 
-    ``chances``: of each drafted token of all rows, falling. ``seconds``: of a step with 0, 1, 2, ... drafted tokens.
+    ``chances``: of each drafted token, falling. ``seconds``: of a step with 0, 1, 2, ... drafted tokens.
     """
-    expected = np.full(chances.size + 1, float(rows))
-    expected[1:] += np.cumsum(chances)
-    return int(np.argmax(expected / seconds))
+    expected_tokens = np.full(chances.size + 1, float(sequences))
+    expected_tokens[1:] += np.cumsum(chances)
+    return int(np.argmax(expected_tokens / seconds))
 
 
-def choose(rows: int, chances: Floats, drafted: Ints, times: StepTimes, scale: float, chosen: Ints) -> float:
-    """Set ``chosen``, [rows], to the number of tokens of each draft that are verified.
+def choose_lengths(chances: Floats, drafted: Ints, times: StepTimes, cost_scale: float) -> tuple[Ints, float]:
+    """Return how many tokens of each draft are verified, and the least chance that is worth a verification now.
 
-    ``chances``: [rows, most], falling in each row. ``scale``: factor for the costs of drafts. Returns the least chance
-    that is worth a verification now.
+    ``chances``: [sequences, most], falling in each row. ``drafted``: number of tokens of each draft.
     """
-    is_drafted = np.arange(chances.shape[1]) < drafted[:, None]
-    flat = np.sort(chances[is_drafted])[::-1]
+    sequences, most = chances.shape
+    is_drafted = np.arange(most) < drafted[:, None]
+    falling_chances = np.sort(chances[is_drafted])[::-1]
+
     # Seconds of a step with 0, 1, 2, ... drafted tokens. A step without drafts counts as faster, because estimates err.
-    seconds = np.interp(rows + np.arange(flat.size + 1.0), times.sizes, times.seconds)
+    seconds = np.interp(sequences + np.arange(falling_chances.size + 1.0), times.sizes, times.seconds)
     plain = seconds[0]
-    seconds = plain + scale * (times.fixed + times.share * (seconds - plain))
+    seconds = plain + cost_scale * (times.fixed + times.share * (seconds - plain))
     seconds[0] = plain / LEAST_GAIN
-    count = count_worth(rows, flat, seconds)
+
+    count = count_worthwhile(sequences, falling_chances, seconds)
     # No chance is 2, so nothing is chosen.
-    least = 2.0
+    least_chance = 2.0
     if count:
-        least = float(flat[count - 1])
-    chosen[:] = (is_drafted & (chances >= least)).sum(axis=1)
-    return least
+        least_chance = float(falling_chances[count - 1])
+    chosen = (is_drafted & (chances >= least_chance)).sum(axis=1)
+    return chosen, least_chance

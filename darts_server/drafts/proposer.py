@@ -6,21 +6,21 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from darts_server.drafts.acceptance import SOURCES, Acceptance, score
+from darts_server.drafts.acceptance import SOURCES, Acceptance, learn_acceptance
 from darts_server.drafts.contexts import (
     EVERYWHERE,
     LONGEST,
     MOST_FULL,
     SLOTS_OF_TOKEN,
+    append_counted,
+    append_uncounted,
+    copy_counts,
     draft,
-    grow,
-    learn,
     new_counts,
-    new_texts,
-    skip,
+    new_hashes,
 )
 from darts_server.drafts.history import Answers
-from darts_server.drafts.lengths import EXPLORED_STEPS, Savings, StepTimes, choose
+from darts_server.drafts.lengths import EXPLORED_STEPS, Savings, StepTimes, choose_lengths
 from darts_server.drafts.recall import GROWTH, STEP_TOKENS, Recall
 
 PROMPT_WEIGHT = 0.001
@@ -41,50 +41,51 @@ PromptOf = Callable[[str], tuple[object, int, Answers]]
 
 
 @njit(nogil=True)
-def _propose(  # type: ignore[no-untyped-def]
+def _learn_and_draft(  # type: ignore[no-untyped-def]
     counts,
-    texts,
+    hashes,
     lengths,
     roots,
     rows,
     token_ids,
     ends,
-    room,
-    weight,
+    draft_limits,
+    token_weight,
     hits,
     tries,
     totals,
     rates,
-    least,
+    min_chance,
     tokens,
     chances,
     cells,
     drafted,
     verified,
 ):
-    """Learn the new tokens of each row's text, score its last draft by them, and draft again.
+    """Learn the new tokens of each request, compare its last draft with them, and draft again.
 
-    ``rows``: the number of each request's text. ``ends``: the length of each text with its new tokens. ``room``: how
-    many tokens may be drafted for each request.
+    ``rows``: the row of each request in ``hashes``, ``lengths``, ``roots``, and all arrays from ``tokens`` on.
+    ``ends``: the length of each text with its new tokens. ``draft_limits``: how many tokens may be drafted for each
+    request.
     """
     for place in range(rows.shape[0]):
         row = rows[place]
         length = lengths[row]
-        new = token_ids[place, length : ends[place]]
-        score(hits, tries, totals, tokens[row], cells[row], drafted[row], verified[row], new)
-        lengths[row] = learn(counts, texts[row], length, roots[row], new, weight)
+        new_tokens = token_ids[place, length : ends[place]]
+        learn_acceptance(hits, tries, totals, tokens[row], cells[row], drafted[row], verified[row], new_tokens)
+        lengths[row] = append_counted(counts, hashes[row], length, roots[row], new_tokens, token_weight)
         drafted[row] = 0
         verified[row] = 0
-        if room[place] > 0:
+        if draft_limits[place] > 0:
             drafted[row] = draft(
                 counts,
-                texts[row],
+                hashes[row],
                 lengths[row],
                 roots[row],
-                weight,
+                token_weight,
                 rates,
-                min(room[place], tokens.shape[1]),
-                least,
+                min(draft_limits[place], tokens.shape[1]),
+                min_chance,
                 tokens[row],
                 chances[row],
                 cells[row],
@@ -97,13 +98,20 @@ class Drafts:
     Args:
         rows: maximum number of running requests.
         most: maximum number of tokens of a draft.
-        bits: the counts have at most 2 ** bits slots, of 32 bytes.
+        max_bits: the counts have at most 2 ** max_bits slots, of 32 bytes.
         clock: monotonic, in seconds.
-        padded: maximum number of rows of log-probs that vLLM makes in a step: the number of requests, times one more
-            than the tokens of the longest draft.
+        max_logprob_rows: limit of the rows of log-probs that vLLM makes in a step: the number of requests, times one
+            more than the tokens of the longest draft.
     """
 
-    def __init__(self, rows: int, most: int, bits: int, clock: Callable[[], float], padded: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        most: int,
+        max_bits: int,
+        clock: Callable[[], float],
+        max_logprob_rows: int,
+    ) -> None:
         self.most = most
         self.is_on = True
         """Whether tokens are drafted. If not, the drafts go on learning."""
@@ -112,10 +120,14 @@ class Drafts:
         self.savings = Savings()
         self.totals = np.zeros((2, SOURCES), np.int64)
         """Drafted tokens and accepted tokens, by the counts that proposed them: of the prompt, and of all prompts."""
-        self._bits = bits
+        self.emptied = 0
+        """Number of times that full counts were emptied."""
+        self._max_bits = max_bits
         self._clock = clock
-        self._padded = padded
-        self._texts = new_texts(rows)
+        self._max_logprob_rows = max_logprob_rows
+
+        # Each running request has a row: its text, then its latest draft.
+        self._hashes = new_hashes(rows)
         self._lengths = np.zeros(rows, np.int64)
         self._roots = np.zeros(rows, np.int64)
         self._tokens = np.zeros((rows, most), np.int64)
@@ -123,28 +135,28 @@ class Drafts:
         self._cells = np.zeros((rows, most), np.int64)
         self._drafted = np.zeros(rows, np.int64)
         self._verified = np.zeros(rows, np.int64)
-        self._free = list(range(rows))
+        self._free_rows = list(range(rows))
         self._row_of: dict[str, int] = {}
+
         self._root_of: dict[object, int] = {}
         self._next_root = EVERYWHERE + 1
-        self._weight = 1.0
+        self._token_weight = 1.0
         self._recall = Recall()
-        self.emptied = 0
-        """Number of times that full counts were emptied."""
-        self._least = LEAST_CHANCE
-        self._undrafted = 0
-        self._last: float | None = None
+        self._min_chance = LEAST_CHANCE
+        self._steps_since_draft = 0
+        self._last_proposed_at: float | None = None
         self._batch: list[str] = []
-        self._rows = np.zeros(0, np.int64)
+        self._batch_rows = np.zeros(0, np.int64)
         # Lengths of the texts of requests that have left the batch, by name. A preempted request may come back.
         self._earlier_lengths: dict[str, int] = {}
         self._counts = new_counts(4)
+
         # Compile the functions now, which takes seconds. Two requests of a prompt call all functions.
         names = ["first", "second"][:rows]
         tokens = np.ones((len(names), 8), np.int32)
         self.propose(names, tokens, np.full(len(names), 2), [True] * len(names), lambda _: (None, 1, []), 8)
         self._set_batch([], tokens, lambda _: (None, 0, []))
-        self._last = None
+        self._last_proposed_at = None
         self._earlier_lengths = {}
         self._empty_counts()
         self.emptied = 0
@@ -153,30 +165,30 @@ class Drafts:
         """Let the counts grow until new tokens fit, or to their maximum."""
         slots = self._counts.keys.size
         needed = (self._counts.used.max() + tokens * SLOTS_OF_TOKEN) / MOST_FULL
-        if needed > slots and slots < 1 << self._bits:
+        if needed > slots and slots < 1 << self._max_bits:
             bits = max(int(needed).bit_length(), (slots - 1).bit_length() + GROWTH_BITS)
-            larger = new_counts(min(bits, self._bits))
-            grow(self._counts, larger)
+            larger = new_counts(min(bits, self._max_bits))
+            copy_counts(self._counts, larger)
             self._counts = larger
 
     def _empty_counts(self) -> None:
-        """Forget all counts. Running requests keep their texts, so nothing is counted again."""
         # The new counts will be as full as the old counts, so they have the same size from the start.
         bits = max(FIRST_BITS, (self._counts.keys.size - 1).bit_length())
-        self._counts = new_counts(min(bits, self._bits))
-        self._weight = 1.0
+        self._counts = new_counts(min(bits, self._max_bits))
+        self._token_weight = 1.0
         self.emptied += 1
-        running = set(self._roots[list(self._row_of.values())].tolist())
-        self._root_of = {key: root for key, root in self._root_of.items() if root in running}
+        # Running requests keep their roots and texts, so nothing is counted again.
+        running_roots = set(self._roots[list(self._row_of.values())].tolist())
+        self._root_of = {key: root for key, root in self._root_of.items() if root in running_roots}
 
-    def age(self) -> None:
+    def age_counts(self) -> None:
         """Count earlier tokens less from now on, because the weights of the model have changed."""
         # Later tokens count more, so that no count of an earlier token must be changed.
-        self._weight *= GROWTH
-        if self._weight > MAX_WEIGHT:
-            for array in (self._counts.totals, self._counts.counts, self._counts.pair_counts):
-                array /= self._weight
-            self._weight = 1.0
+        self._token_weight *= GROWTH
+        if self._token_weight > MAX_WEIGHT:
+            for weights in (self._counts.totals, self._counts.counts, self._counts.pair_counts):
+                weights /= self._token_weight
+            self._token_weight = 1.0
 
     def propose(
         self,
@@ -198,86 +210,86 @@ class Drafts:
         has_new = False
         if self._batch != names:
             has_new = self._set_batch(names, token_ids, prompt_of)
-        new_tokens = int(ends.sum() - self._lengths[self._rows].sum())
+        new_tokens = int(ends.sum() - self._lengths[self._batch_rows].sum())
         # A step with the prompt of a new request is no decode step.
-        if self._last is not None and not has_new and all(is_decoding):
-            self._observe(now - self._last, new_tokens)
-        self._last = now
+        if self._last_proposed_at is not None and not has_new and all(is_decoding):
+            self._observe_step(now - self._last_proposed_at, new_tokens)
+        self._last_proposed_at = now
 
         # Even if no draft is verified, a first token is drafted: it teaches how often such tokens are right.
         most = 1
-        least = LEAST_CHANCE
+        min_chance = LEAST_CHANCE
         may_draft = self.is_on and self.savings.may_draft(count)
         if may_draft:
-            most = min(self.most, max(1, self._padded // count - 1))
-            if self._undrafted < EXPLORED_STEPS:
-                least = max(least, self._least)
-        room = np.minimum(longest - 1 - ends, most)
-        room[~np.asarray(is_decoding, dtype=bool)] = 0
+            most = min(self.most, max(1, self._max_logprob_rows // count - 1))
+            if self._steps_since_draft < EXPLORED_STEPS:
+                min_chance = max(min_chance, self._min_chance)
+        draft_limits = np.minimum(longest - 1 - ends, most)
+        draft_limits[~np.asarray(is_decoding, dtype=bool)] = 0
+
         self._make_space(new_tokens + STEP_TOKENS)
-        self._recall.count(self._counts, self._weight)
-        _propose(
+        self._recall.count_some(self._counts, self._token_weight)
+        _learn_and_draft(
             self._counts,
-            self._texts,
+            self._hashes,
             self._lengths,
             self._roots,
-            self._rows,
+            self._batch_rows,
             token_ids,
             ends,
-            room,
-            self._weight,
+            draft_limits,
+            self._token_weight,
             self.acceptance.hits,
             self.acceptance.tries,
             self.totals,
             self.acceptance.rates,
-            least,
+            min_chance,
             self._tokens,
             self._chances,
             self._cells,
             self._drafted,
             self._verified,
         )
-        self.acceptance.update()
+        self.acceptance.update_rates()
         if self._counts.used.max() > MOST_FULL * self._counts.keys.size:
             self._empty_counts()
 
-        self._undrafted += 1
+        self._steps_since_draft += 1
         if not may_draft:
             return [[]] * count
-        chosen = self._choose(count)
-        return [self._tokens[row, :length].tolist() for row, length in zip(self._rows, chosen, strict=True)]
+        chosen = self._choose_verified()
+        return [self._tokens[row, :length].tolist() for row, length in zip(self._batch_rows, chosen, strict=True)]
 
-    def _observe(self, seconds: float, tokens: int) -> None:
-        """Learn from the last step, with its number of new tokens."""
+    def _observe_step(self, seconds: float, new_tokens: int) -> None:
+        """Learn from the step that has ended."""
         count = len(self._batch)
-        drafted = int(self._verified[self._rows].sum())
-        if drafted:
-            seconds = self.times.observe_drafted(count, drafted, seconds)
-            self.savings.count_drafted(count, self.times.plain(count), seconds, tokens)
+        verified = int(self._verified[self._batch_rows].sum())
+        if verified:
+            seconds = self.times.observe_drafted(count, verified, seconds)
+            self.savings.count_drafted(count, self.times.plain_seconds(count), seconds, new_tokens)
         else:
             self.times.observe_plain(count, seconds)
-            self.savings.count_plain(count, self.times.plain(count))
+            self.savings.count_plain(count, self.times.plain_seconds(count))
 
-    def _choose(self, count: int) -> Ints:
+    def _choose_verified(self) -> Ints:
         """Return the number of tokens of each draft that are verified."""
-        scale = 0.5 if self._undrafted > EXPLORED_STEPS else 1.0
-        chosen = np.zeros(count, np.int64)
-        chances = self._chances[self._rows]
-        worth = choose(count, chances, self._drafted[self._rows], self.times, scale, chosen)
+        cost_scale = 0.5 if self._steps_since_draft > EXPLORED_STEPS else 1.0
+        rows = self._batch_rows
+        chosen, least_chance = choose_lengths(self._chances[rows], self._drafted[rows], self.times, cost_scale)
         # Drafts that would not be verified need not be made. Half of the threshold, as the next step may be cheaper.
-        self._least = min(worth, 1.0) / 2
-        self._verified[self._rows] = chosen
+        self._min_chance = min(least_chance, 1.0) / 2
+        self._verified[rows] = chosen
         if chosen.any():
-            self._undrafted = 0
+            self._steps_since_draft = 0
         return chosen
 
     def _set_batch(self, names: Sequence[str], token_ids: NDArray[np.int32], prompt_of: PromptOf) -> bool:
-        """Give new requests a row, free the rows of requests that are gone, and return whether a request is new."""
+        """Return whether a request is new."""
         for name in self._row_of.keys() - set(names):
             row = self._row_of.pop(name)
-            self._free.append(row)
+            self._free_rows.append(row)
             self._earlier_lengths[name] = int(self._lengths[row])
-            if len(self._earlier_lengths) > len(self._texts):
+            if len(self._earlier_lengths) > len(self._hashes):
                 oldest = next(iter(self._earlier_lengths))
                 del self._earlier_lengths[oldest]
 
@@ -287,18 +299,18 @@ class Drafts:
                 has_new = True
                 self._begin_text(name, token_ids[place], prompt_of)
         self._batch = list(names)
-        self._rows = np.array([self._row_of[name] for name in names], np.int64)
+        self._batch_rows = np.array([self._row_of[name] for name in names], np.int64)
         return has_new
 
     def _begin_text(self, name: str, token_ids: NDArray[np.int32], prompt_of: PromptOf) -> None:
-        """Give a new request a row with its text so far, and count the prompt if it is new."""
-        row = self._free.pop()
+        """Give a new request a row with its text so far, and count its prompt once."""
+        row = self._free_rows.pop()
         key, prompt_tokens, answers = prompt_of(name)
         self._row_of[name] = row
         self._drafted[row] = 0
         self._verified[row] = 0
-        text = self._texts[row]
-        text[:] = 0
+        hashes = self._hashes[row]
+        hashes[:] = 0
         # A request that was preempted, and runs again, has counted its own tokens too.
         counted = self._earlier_lengths.pop(name, prompt_tokens)
 
@@ -311,11 +323,12 @@ class Drafts:
             begin = max(0, prompt_tokens - MAX_PROMPT_TOKENS)
             prompt = token_ids[begin:prompt_tokens]
             self._make_space(len(prompt))
-            self._lengths[row] = learn(self._counts, text, begin, root, prompt, PROMPT_WEIGHT * self._weight)
+            weight = PROMPT_WEIGHT * self._token_weight
+            self._lengths[row] = append_counted(self._counts, hashes, begin, root, prompt, weight)
         else:
             # The first request of the prompt has counted its tokens. No context is longer than `LONGEST`, so only the
             # last tokens are needed.
             begin = max(0, counted - 2 * LONGEST)
-            self._lengths[row] = skip(text, begin, token_ids[begin:counted])
+            self._lengths[row] = append_uncounted(hashes, begin, token_ids[begin:counted])
         self._roots[row] = root
-        self._recall.add(root, text, prompt_tokens, answers)
+        self._recall.add_answers(root, hashes, prompt_tokens, answers)

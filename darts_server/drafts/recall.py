@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from darts_server.drafts.contexts import Counts, learn
+from darts_server.drafts.contexts import Counts, append_counted
 from darts_server.drafts.history import Answers
 
 STEP_TOKENS = 2000
@@ -18,54 +18,75 @@ LEAST_SHARE = 0.01
 
 
 @dataclass(slots=True)
-class _Prompt:
-    """A prompt's text at its end, and its answers that are not counted yet.
+class _PendingPrompt:
+    """A prompt with answers that are not counted yet.
 
-    ``grown``, ``length``, ``rest``: the text with a part of the first answer, and the rest of this answer.
+    ``hashes``, ``length``: the prompt's text with the counted part of the answer that is counted now.
     """
 
     root: int
-    text: NDArray[np.uint64]
+    prompt_hashes: NDArray[np.uint64]
     prompt_tokens: int
-    answers: deque[tuple[int, bytes]]
-    grown: NDArray[np.uint64]
+    uncounted_answers: deque[tuple[int, bytes]]
+    hashes: NDArray[np.uint64]
     length: int
-    share: float
-    rest: NDArray[np.int32]
+    answer_weight: float
+    uncounted_tokens: NDArray[np.int32]
 
 
 class Recall:
-    """Prompts with answers that are not counted yet. They take turns, so that each prompt soon has counted answers."""
+    """Prompts with answers that are not counted yet."""
 
     def __init__(self) -> None:
-        self._prompts: deque[_Prompt] = deque()
+        self._prompts: deque[_PendingPrompt] = deque()
 
-    def add(self, root: int, text: NDArray[np.uint64], prompt_tokens: int, answers: Answers) -> None:
-        """Add answers of a prompt to count later. ``text``: hashes of the prompt."""
-        empty = np.zeros(0, np.int32)
-        prompt = _Prompt(root, text.copy(), prompt_tokens, deque(answers), text, 0, 0.0, empty)
-        self._continue(prompt)
+    def add_answers(
+        self,
+        root: int,
+        prompt_hashes: NDArray[np.uint64],
+        prompt_tokens: int,
+        answers: Answers,
+    ) -> None:
+        """Add answers of a prompt to count later."""
+        prompt = _PendingPrompt(
+            root,
+            prompt_hashes.copy(),
+            prompt_tokens,
+            uncounted_answers=deque(answers),
+            hashes=prompt_hashes,
+            length=0,
+            answer_weight=0.0,
+            uncounted_tokens=np.zeros(0, np.int32),
+        )
+        self._queue_next_answer(prompt)
 
-    def count(self, counts: Counts, weight: float) -> None:
-        """Count at most `STEP_TOKENS` tokens. ``weight``: weight of a new token."""
-        left = STEP_TOKENS
-        while left > 0 and self._prompts:
+    def count_some(self, counts: Counts, token_weight: float) -> None:
+        """Count at most `STEP_TOKENS` tokens. ``token_weight``: weight of a new token."""
+        remaining = STEP_TOKENS
+        while remaining > 0 and self._prompts:
             prompt = self._prompts[0]
-            tokens = prompt.rest[:left]
-            prompt.length = learn(counts, prompt.grown, prompt.length, prompt.root, tokens, weight * prompt.share)
-            prompt.rest = prompt.rest[len(tokens) :]
-            left -= len(tokens)
-            if not len(prompt.rest):
-                self._continue(self._prompts.popleft())
+            tokens = prompt.uncounted_tokens[:remaining]
+            prompt.length = append_counted(
+                counts,
+                prompt.hashes,
+                prompt.length,
+                prompt.root,
+                tokens,
+                token_weight * prompt.answer_weight,
+            )
+            prompt.uncounted_tokens = prompt.uncounted_tokens[len(tokens) :]
+            remaining -= len(tokens)
+            # After an answer comes another prompt's turn, so that each prompt soon has counted answers.
+            if not len(prompt.uncounted_tokens):
+                self._queue_next_answer(self._prompts.popleft())
 
-    def _continue(self, prompt: _Prompt) -> None:
-        """Let a prompt wait for its next answer to be counted, if it has one."""
-        if not prompt.answers:
+    def _queue_next_answer(self, prompt: _PendingPrompt) -> None:
+        if not prompt.uncounted_answers:
             return
-        age, tokens = prompt.answers.popleft()
-        prompt.grown = prompt.text.copy()
+        age, tokens = prompt.uncounted_answers.popleft()
+        prompt.hashes = prompt.prompt_hashes.copy()
         prompt.length = prompt.prompt_tokens
-        prompt.share = max(GROWTH**-age, LEAST_SHARE)
+        prompt.answer_weight = max(GROWTH**-age, LEAST_SHARE)
         # The copy can be written: for other arrays, functions would be compiled again.
-        prompt.rest = np.frombuffer(tokens, np.int32).copy()
+        prompt.uncounted_tokens = np.frombuffer(tokens, np.int32).copy()
         self._prompts.append(prompt)

@@ -8,7 +8,7 @@ import pytest
 from numpy.random import default_rng
 
 from darts_server.drafts.acceptance import CELLS, RUNGS, Acceptance, cell_of
-from darts_server.drafts.contexts import draft, learn, new_counts, new_texts
+from darts_server.drafts.contexts import append_counted, draft, new_counts, new_hashes
 
 
 def continuation(texts: Sequence[Sequence[int]], context: Sequence[int]) -> Counter[int]:
@@ -50,7 +50,7 @@ def test_the_first_token_of_a_draft_follows_the_counts_of_all_texts_of_its_promp
     letters = int(rng.integers(2, 4))
     texts = [rng.integers(0, letters, int(rng.integers(20, 60))).tolist() for _ in range(4)]
     counts = new_counts(16)
-    rows = new_texts(5)
+    rows = new_hashes(5)
     lengths = np.zeros(5, np.int64)
 
     # The texts grow by turns, as samples of a prompt do.
@@ -58,7 +58,7 @@ def test_the_first_token_of_a_draft_follows_the_counts_of_all_texts_of_its_promp
     while any(end < len(text) for end, text in zip(ends, texts, strict=True)):
         row = int(rng.integers(4))
         new = texts[row][ends[row] : ends[row] + int(rng.integers(1, 4))]
-        lengths[row] = learn(counts, rows[row], lengths[row], 3, np.array(new, np.int64), 1.0)
+        lengths[row] = append_counted(counts, rows[row], lengths[row], 3, np.array(new, np.int64), 1.0)
         ends[row] += len(new)
 
     acceptance = Acceptance()
@@ -77,10 +77,10 @@ def test_the_first_token_of_a_draft_follows_the_counts_of_all_texts_of_its_promp
 
 def test_another_prompt_with_the_same_text_has_no_draft_below_eight_tokens() -> None:
     counts = new_counts(12)
-    rows = new_texts(2)
+    rows = new_hashes(2)
     text = np.arange(1, 8, dtype=np.int64)
-    learn(counts, rows[0], 0, 1, text, 1.0)
-    length = learn(counts, rows[1], 0, 2, text[:3], 1.0)
+    append_counted(counts, rows[0], 0, 1, text, 1.0)
+    length = append_counted(counts, rows[1], 0, 2, text[:3], 1.0)
     rates = Acceptance().rates
     made = draft(
         counts, rows[1], length, 2, 1.0, rates, 4, 0.0, np.zeros(4, np.int64), np.zeros(4), np.zeros(4, np.int64)
@@ -90,12 +90,12 @@ def test_another_prompt_with_the_same_text_has_no_draft_below_eight_tokens() -> 
 
 def test_an_old_answer_of_the_prompt_is_drafted_to_its_end() -> None:
     counts = new_counts(12)
-    rows = new_texts(2)
+    rows = new_hashes(2)
     answer = np.arange(10, 40, dtype=np.int64)
     for _ in range(3):
         rows[0] = 0
-        learn(counts, rows[0], 0, 1, answer, 1.0)
-    length = learn(counts, rows[1], 0, 1, answer[:5], 1.0)
+        append_counted(counts, rows[0], 0, 1, answer, 1.0)
+    length = append_counted(counts, rows[1], 0, 1, answer[:5], 1.0)
     tokens = np.zeros(16, np.int64)
     made = draft(counts, rows[1], length, 1, 1.0, np.ones(CELLS), 16, 0.5, tokens, np.zeros(16), np.zeros(16, np.int64))
     assert made == 16
@@ -105,9 +105,9 @@ def test_an_old_answer_of_the_prompt_is_drafted_to_its_end() -> None:
 def test_the_longest_text_is_right_after_many_tokens() -> None:
     """Hashes of a text are kept in a ring, which is overwritten."""
     counts = new_counts(16)
-    rows = new_texts(2)
+    rows = new_hashes(2)
     period = np.array([5, 6, 7, 8, 9, 1, 2, 3], np.int64)
-    length = learn(counts, rows[0], 0, 1, np.tile(period, 200), 1.0)
+    length = append_counted(counts, rows[0], 0, 1, np.tile(period, 200), 1.0)
     tokens = np.zeros(16, np.int64)
     made = draft(counts, rows[0], length, 1, 1.0, np.ones(CELLS), 16, 0.5, tokens, np.zeros(16), np.zeros(16, np.int64))
     assert made == 16

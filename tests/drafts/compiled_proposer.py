@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from darts_server.drafts.acceptance import CELLS, PRIOR_TRIES, Acceptance, score
+from darts_server.drafts.acceptance import CELLS, PRIOR_TRIES, Acceptance, learn_acceptance
 from darts_server.drafts.history import Answers
 from darts_server.drafts.lengths import (
     LEAST_GAIN,
@@ -17,7 +17,7 @@ from darts_server.drafts.lengths import (
     RESERVE,
     Savings,
     StepTimes,
-    choose,
+    choose_lengths,
 )
 from darts_server.drafts.proposer import Drafts
 
@@ -27,8 +27,8 @@ def test_acceptance_learns_up_to_the_first_wrong_token() -> None:
     tokens = np.array([4, 5, 6], np.int64)
     cells = np.array([0, 1, 2], np.int64)
     totals = np.zeros((2, 2), np.int64)
-    right = score(acceptance.hits, acceptance.tries, totals, tokens, cells, 3, 3, np.array([4, 9, 6], np.int64))
-    assert right == 1
+    sampled = np.array([4, 9, 6], np.int64)
+    learn_acceptance(acceptance.hits, acceptance.tries, totals, tokens, cells, 3, 3, sampled)
     assert (acceptance.tries[:3] - PRIOR_TRIES).tolist() == [1, 1, 0]
     assert totals.tolist() == [[3, 0], [1, 0]]
 
@@ -39,8 +39,8 @@ def test_only_verified_tokens_are_counted_by_source_and_the_next_token_teaches_t
     tokens = np.array([4, 5, 6], np.int64)
     cells = np.array([0, CELLS // 2, CELLS // 2], np.int64)
     # Two tokens were verified and accepted. The model then sampled the token that was drafted third.
-    truth = np.array([4, 5, 6], np.int64)
-    assert score(acceptance.hits, acceptance.tries, totals, tokens, cells, 3, 2, truth) == 3
+    sampled = np.array([4, 5, 6], np.int64)
+    learn_acceptance(acceptance.hits, acceptance.tries, totals, tokens, cells, 3, 2, sampled)
     assert totals.tolist() == [[1, 1], [1, 1]]
     assert (acceptance.tries[cells] - PRIOR_TRIES).tolist() == [1, 2, 2]
 
@@ -55,15 +55,14 @@ def test_draft_lengths_give_the_most_tokens_per_second(seed: int) -> None:
     times.sizes = np.array([0.0, 4.0, 16.0])
     times.seconds = np.array([1.0, 1.2, 1.2 + 3 * rng.random()])
     times.fixed, times.share = 0.3 * rng.random(), rng.random()
-    chosen = np.zeros(rows, np.int64)
-    choose(rows, chances, drafted, times, 1.0, chosen)
-    plain = times.plain(rows)
+    chosen, _ = choose_lengths(chances, drafted, times, 1.0)
+    plain = times.plain_seconds(rows)
 
     def rate(lengths: tuple[int, ...]) -> float:
         if not any(lengths):
             return float(LEAST_GAIN * rows / plain)
         tokens = rows + sum(chances[row, :length].sum() for row, length in enumerate(lengths))
-        full = times.plain(rows + sum(lengths)) - plain
+        full = times.plain_seconds(rows + sum(lengths)) - plain
         return float(tokens / (plain + times.fixed + times.share * full))
 
     best = max(map(rate, itertools.product(*(range(length + 1) for length in drafted))))
@@ -89,10 +88,12 @@ def test_what_drafts_cost_is_learned_in_spite_of_steps_that_waited() -> None:
         noise[rng.random(2) < 0.1] *= 10
         times.observe_plain(sequences, seconds_of(sequences, 0) * noise[0])
         times.observe_drafted(sequences, drafted, seconds_of(sequences, drafted) * noise[1])
-    assert times.plain(64) == pytest.approx(seconds_of(64, 0), rel=0.2)
+    assert times.plain_seconds(64) == pytest.approx(seconds_of(64, 0), rel=0.2)
     for drafted in (50, 300):
-        full = times.plain(64 + drafted) - times.plain(64)
-        assert times.plain(64) + times.fixed + times.share * full == pytest.approx(seconds_of(64, drafted), rel=0.2)
+        full = times.plain_seconds(64 + drafted) - times.plain_seconds(64)
+        assert times.plain_seconds(64) + times.fixed + times.share * full == pytest.approx(
+            seconds_of(64, drafted), rel=0.2
+        )
 
 
 def test_before_drafts_were_measured_they_cost_as_much_as_sequences() -> None:
@@ -227,7 +228,7 @@ def test_an_epoch_with_the_same_answers_takes_few_steps() -> None:
         texts[row][:10] = texts[row // 4 * 4][:10]  # four samples of each of two prompts
     drafts = make_drafts(8, 12, 16)
     first = Batch(texts, 10, drafts).run(0)
-    drafts.age()
+    drafts.age_counts()
     second = Batch(texts, 10, drafts).run(1)
     third = Batch(texts, 10, drafts).run(2)
     assert first == 90
@@ -262,7 +263,7 @@ def test_rows_of_requests_that_are_gone_are_used_again() -> None:
     drafts = make_drafts(4, 4, 12)
     for epoch in range(10):
         Batch([np.arange(20) + row for row in range(4)], 5, drafts).run(epoch)
-    assert len(drafts._free) + len(drafts._row_of) == 4
+    assert len(drafts._free_rows) + len(drafts._row_of) == 4
 
 
 def plain_seconds(texts: list[np.ndarray], prompt_tokens: int) -> float:

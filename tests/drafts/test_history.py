@@ -153,7 +153,7 @@ def test_many_engines_that_come_and_go_take_no_more_memory(saved: Saved) -> None
     history.add(KEY, tokens(5), memory=0)
     for memory in range(1, 3 * MEMORIES):
         assert sent(history, KEY, memory) == [(0, [5])]
-    assert len(history._prompts[KEY].sent) == MEMORIES
+    assert len(history._prompts[KEY].last_sent) == MEMORIES
     assert sent(history, KEY, 3 * MEMORIES - 1) == []
 
 

@@ -22,7 +22,7 @@ from math import inf
 
 import numpy as np
 
-from darts_server.drafts.lengths import count_worth
+from darts_server.drafts.lengths import count_worthwhile
 from darts_server.estimates.latency import LatencyCurve
 from darts_server.offline.simulation.model.batch import Batch, BatchPlan, Floats, Ints
 
@@ -63,7 +63,7 @@ class StepTime:
                 # A drafted token takes as long as a sequence.
                 decode_seconds = self.decode.step_seconds_array(batch_size + np.arange(acceptances.size + 1.0))
                 step_seconds = decode_seconds + self.per_context_token * mean_contexts[index]
-                worth = count_worth(batch_size, acceptances, step_seconds)
+                worth = count_worthwhile(batch_size, acceptances, step_seconds)
                 num_drafted[place == index] = worth
                 tokens_per_step[place == index] += acceptances[:worth].sum() / batch_size
         step_seconds = self.decode.step_seconds_array(num_running + num_drafted)

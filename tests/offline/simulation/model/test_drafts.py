@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.random import default_rng
 
-from darts_server.drafts.lengths import MAX_DRAFT_TOKENS, count_worth
+from darts_server.drafts.lengths import MAX_DRAFT_TOKENS, count_worthwhile
 from darts_server.estimates.latency import LatencyCurve
 from darts_server.offline.simulation.model.batch import Batch, BatchPlan, Floats
 from darts_server.offline.simulation.model.engines import Machine, StepTime
@@ -85,7 +85,7 @@ def test_a_rollout_takes_as_long_as_with_random_acceptance_step_by_step(acceptan
     while left.size:
         rows = left.size
         flat = np.repeat(chances, rows)
-        worth = count_worth(rows, flat, step_seconds(rows, flat.size))
+        worth = count_worthwhile(rows, flat, step_seconds(rows, flat.size))
         # The rows' drafts differ by one token at most.
         drafted = worth // rows + (rng.permutation(rows) < worth % rows)
         is_right = (rng.random((rows, MAX_DRAFT_TOKENS)) < acceptance).cumprod(axis=1)
@@ -133,7 +133,7 @@ def test_a_wrong_acceptance_costs_at_most_2_percent_until_it_is_learned(assumed:
         seconds = 0.0
         while tokens < TOKENS:
             flat = np.repeat(chances_of(hits / tries), size)
-            worth = count_worth(size, flat, step_seconds(size, flat.size))
+            worth = count_worthwhile(size, flat, step_seconds(size, flat.size))
             drafted: Floats = np.clip((worth - np.arange(MAX_DRAFT_TOKENS) * size) / size, 0, 1)
             right = drafted * real
             # A token is a try if all tokens before it were right.
