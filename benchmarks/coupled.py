@@ -60,7 +60,7 @@ def cost() -> str:
     """Return a table of microseconds a row, from logits to tokens, on one thread."""
     from vllm.v1.sample.ops.topk_topp_sampler import compiled_random_sample, random_sample
 
-    from darts_server.vllm.engine_core.coupled import Streams, sample_next
+    from darts_server.vllm.engine_core.coupled import StepStreams, sample_after_drafts
 
     torch.set_num_threads(1)
     rows = []
@@ -68,13 +68,13 @@ def cost() -> str:
         for count in ROWS:
             logits = torch.randn(count, size)
             numbers = np.arange(count)
-            streams = Streams(numbers.astype(np.uint64), numbers, np.zeros(count, np.int64))
+            streams = StepStreams(numbers.astype(np.uint64), numbers, np.zeros(count, np.int64))
 
             def sample_vllm(logits: torch.Tensor = logits) -> torch.Tensor:
                 return random_sample(logits.softmax(-1), {})
 
-            def sample_coupled(logits: torch.Tensor = logits, streams: Streams = streams) -> torch.Tensor:
-                return sample_next(logits.softmax(-1), streams)
+            def sample_coupled(logits: torch.Tensor = logits, streams: StepStreams = streams) -> torch.Tensor:
+                return sample_after_drafts(logits.softmax(-1), streams)
 
             def sample_vllm_compiled(logits: torch.Tensor = logits) -> torch.Tensor:
                 return compiled_random_sample(logits)

@@ -140,7 +140,7 @@ def serve(settings: Settings, vllm_argv: Sequence[str]) -> int:
 
 
 def _add_sampling_flags(settings: Settings, vllm_argv: Sequence[str]) -> list[str]:
-    return flags.sampling_flags(
+    return flags.add_sampling_flags(
         vllm_argv, speculate=settings.speculate == "auto", couple=settings.sampling == "coupled"
     )
 

@@ -27,7 +27,7 @@ from vllm.v1.engine import (
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from darts_server.vllm.engine_core.holding import REPORT_SECONDS, Report, buffer_limit, number_of
+from darts_server.vllm.engine_core.holding import REPORT_SECONDS, Report, buffer_limit, request_number
 from darts_server.vllm.fleet.transport import Connection, Hello, connect
 
 ANSWERS: dict[str, Any] = {"get_supported_tasks": ("generate",), "is_sleeping": False, "reset_prefix_cache": True}
@@ -105,7 +105,7 @@ class ScriptedHost:
 
     # --- messages of the coordinator --------------------------------------------
 
-    def received(self, parts: list[bytes]) -> None:
+    def message_received(self, parts: list[bytes]) -> None:
         kind, *rest = parts
         if self.is_deaf:
             return
@@ -138,7 +138,7 @@ class ScriptedHost:
         length = max(1, min(int(self._rng.exponential(self._script.mean)), params.max_tokens or 1))
         if params.ignore_eos:
             length = params.max_tokens or 1
-        number = number_of(params)
+        number = request_number(params)
         most = buffer_limit(number) if number > 0 else 1
         self.running[request.request_id] = request
         self._ids.append(request.request_id)

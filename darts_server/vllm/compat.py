@@ -97,8 +97,8 @@ def load_chat_template(template: str | None) -> str | None:
 def renderer_options(args: Any) -> dict[str, Any]:
     """Return the options of vLLM's chat renderer that only newer versions have. ``args``: vLLM's flags."""
     # vLLM 0.33 has added the flag and the option.
-    name = "reasoning_effort_map"
-    return {name: getattr(args, name)} if hasattr(args, name) else {}
+    option = "reasoning_effort_map"
+    return {option: getattr(args, option)} if hasattr(args, option) else {}
 
 
 def find_stream_error(chunk: Any) -> Mapping[str, Any] | None:

@@ -80,8 +80,8 @@ def parse(argv: Sequence[str]) -> Namespace:
     args.api_server_count = None
     args.host = args.host or LOOPBACK
     # vLLM's answers name the first model.
-    served = args.served_model_name or [args.model]
-    args.served_model_name = [*served, *(name + RAW_SUFFIX for name in served)]
+    served_names = args.served_model_name or [args.model]
+    args.served_model_name = [*served_names, *(name + RAW_SUFFIX for name in served_names)]
     prepare(args)
     return args
 
@@ -93,13 +93,14 @@ def prepare(args: Namespace) -> None:
         raise InvalidSetting(
             "darts-server is imported but not installed, so vLLM finds no plugin of it: pip install it"
         )
-    args.worker_extension_cls = worker_extension(args.worker_extension_cls)
+    args.worker_extension_cls = worker_extension_name(args.worker_extension_cls)
     end_engine_with_server()
+    # The user has named the plugins that vLLM loads.
     if PLUGINS in os.environ:
         os.environ[PLUGINS] = ",".join(filter(None, (os.environ[PLUGINS], OUR_PLUGIN)))
     if COUPLED in (args.additional_config or {}):
-        runner = os.environ.setdefault(MODEL_RUNNER, "0")
-        if runner != "0":
+        model_runner = os.environ.setdefault(MODEL_RUNNER, "0")
+        if model_runner != "0":
             raise InvalidSetting(f"--sampling coupled needs vLLM's first model runner; unset {MODEL_RUNNER}")
     if not current_platform.is_cpu():
         return
@@ -121,27 +122,28 @@ def prepare(args: Namespace) -> None:
 
 
 def can_compile() -> bool:
-    """Whether torch finds a C++ compiler and Python's headers, for its CPU kernels."""
+    """Return whether torch finds a C++ compiler and Python's headers, for its CPU kernels."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     return compiler is not None and Path(sysconfig.get_path("include"), "Python.h").is_file()
 
 
-def worker_extension(users: str | None) -> str:
-    """Return the name of our worker extension, combined with the user's extension, see `COMBINED`."""
-    if not users:
+def worker_extension_name(users_extension: str | None) -> str:
+    if not users_extension:
         return f"{WORKER}.{EXTENSION}"
-    return f"{WORKER}.{COMBINED}{users.replace('.', ':')}"
+    # vLLM splits the name at its last dot, see `COMBINED`.
+    return f"{WORKER}.{COMBINED}{users_extension.replace('.', ':')}"
 
 
-def sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) -> list[str]:
+def add_sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) -> list[str]:
     """Return vLLM's flags with flags of our drafter and of coupled sampling.
 
     Raises:
         InvalidSetting: the user has set vLLM's flags for the same.
     """
     flags = list(argv)
-    names = {word.partition("=")[0].replace("_", "-") for word in argv}
-    has_drafter = not names.isdisjoint(OTHER_DRAFTERS)
+    # vLLM reads underscores as dashes.
+    flag_names = {word.partition("=")[0].replace("_", "-") for word in argv}
+    has_drafter = not flag_names.isdisjoint(OTHER_DRAFTERS)
     if speculate:
         if has_drafter:
             raise InvalidSetting("--speculate auto has a drafter of its own; omit it, or vLLM's --speculative-config")
@@ -153,7 +155,7 @@ def sampling_flags(argv: Sequence[str], *, speculate: bool, couple: bool) -> lis
                 "--sampling coupled verifies no drafts of vLLM's own methods; omit it, or replace vLLM's "
                 "--speculative-config by --speculate auto"
             )
-        if ADDITIONAL in names:
+        if ADDITIONAL in flag_names:
             raise InvalidSetting(
                 f"--sampling coupled adds to vLLM's {ADDITIONAL}; write yours as {ADDITIONAL}.KEY VALUE"
             )

@@ -17,7 +17,7 @@ from vllm.outputs import RequestOutput
 from darts_server.offline.demo.problems import sample_problem
 from darts_server.records import CandidateRecord, GroupRecord
 from darts_server.types import FinishReason
-from darts_server.vllm.flags import sampling_flags
+from darts_server.vllm.flags import add_sampling_flags
 from examples.tiny_rl.engine import TinyEngine, shaping_engine
 from tests.integration.test_exactness import (
     CANDIDATES,
@@ -39,7 +39,7 @@ TEXTS = [sample_problem(Random(number)).prompt for number in range(COHORT)]
 @pytest.fixture(scope="module")
 async def engine(environment: None, anyio_backend: str) -> AsyncIterator[TinyEngine]:
     """An engine with drafts that has answered all prompts before."""
-    async with shaping_engine(POLICIES, *sampling_flags([], speculate=True, couple=False)) as running:
+    async with shaping_engine(POLICIES, *add_sampling_flags([], speculate=True, couple=False)) as running:
         for epoch in range(2):
             await asyncio.gather(*(running.generate(text, f"earlier-{epoch}-{text}", "off", n=SIZE) for text in TEXTS))
         yield running

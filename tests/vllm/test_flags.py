@@ -21,11 +21,11 @@ from darts_server.vllm.flags import (
     NO_COMPILATION,
     NO_COMPILER,
     PLUGINS,
+    add_sampling_flags,
     can_compile,
     parse,
     prepare,
-    sampling_flags,
-    worker_extension,
+    worker_extension_name,
 )
 
 
@@ -56,11 +56,11 @@ def resolved(name: str) -> type:
 
 
 def test_the_worker_extension_combines_our_class_with_the_users() -> None:
-    assert resolved(worker_extension(None)) is resolved(worker_extension("")) is worker.WorkerExtension
-    both = resolved(worker_extension(f"{__name__}.Users"))
+    assert resolved(worker_extension_name(None)) is resolved(worker_extension_name("")) is worker.WorkerExtension
+    both = resolved(worker_extension_name(f"{__name__}.Users"))
     assert issubclass(both, Users)
     assert issubclass(both, worker.WorkerExtension)
-    assert resolved(worker_extension(f"{__name__}.Users")) is both
+    assert resolved(worker_extension_name(f"{__name__}.Users")) is both
     with pytest.raises(AttributeError):
         resolved(f"{worker.__name__}.Other")
 
@@ -108,8 +108,8 @@ def test_without_a_compiler_compilation_is_disabled(
 
 
 def test_speculate_adds_our_drafter_to_vllms_flags() -> None:
-    assert sampling_flags(["some/model"], speculate=False, couple=False) == ["some/model"]
-    *model, flag, config = sampling_flags(["some/model"], speculate=True, couple=False)
+    assert add_sampling_flags(["some/model"], speculate=False, couple=False) == ["some/model"]
+    *model, flag, config = add_sampling_flags(["some/model"], speculate=True, couple=False)
     assert (model, flag) == (["some/model"], "--speculative-config")
     module, _, name = json.loads(config)["model"].rpartition(".")
     assert hasattr(import_module(module), name)
@@ -120,17 +120,17 @@ def test_speculate_adds_our_drafter_to_vllms_flags() -> None:
 )
 def test_our_flags_and_a_drafter_of_vllm_exclude_each_other(flags: list[str]) -> None:
     with pytest.raises(InvalidSetting, match="--speculate auto has a drafter of its own"):
-        sampling_flags(["some/model", *flags], speculate=True, couple=True)
+        add_sampling_flags(["some/model", *flags], speculate=True, couple=True)
     with pytest.raises(InvalidSetting, match="--sampling coupled verifies no drafts of vLLM's own methods"):
-        sampling_flags(["some/model", *flags], speculate=False, couple=True)
+        add_sampling_flags(["some/model", *flags], speculate=False, couple=True)
 
 
 def test_coupled_sampling_reaches_the_workers_beside_the_users_own_configuration() -> None:
-    argv = sampling_flags(["some/model", "--additional-config.own", "3"], speculate=True, couple=True)
+    argv = add_sampling_flags(["some/model", "--additional-config.own", "3"], speculate=True, couple=True)
     args = import_cli_args().make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     assert args.additional_config == {"own": 3, COUPLED: True}
     with pytest.raises(InvalidSetting, match=r"--additional-config\.KEY VALUE"):
-        sampling_flags(["some/model", "--additional_config={}"], speculate=False, couple=True)
+        add_sampling_flags(["some/model", "--additional_config={}"], speculate=False, couple=True)
 
 
 @pytest.mark.parametrize("runner", [None, "0", "1"])
@@ -155,7 +155,7 @@ def test_coupled_sampling_needs_the_first_model_runner(runner: str | None, monke
 
 def test_vllm_names_our_drafter_in_its_configuration() -> None:
     """`VllmEngine.drafts_from_siblings` reads it there."""
-    args = parse(sampling_flags([str(MODEL)], speculate=True, couple=False))
+    args = parse(add_sampling_flags([str(MODEL)], speculate=True, couple=False))
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config().speculative_config
     assert config is not None
     assert config.model == DRAFTER

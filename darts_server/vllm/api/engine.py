@@ -41,7 +41,7 @@ from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.probe_receiver import ProbeReceiver
 from darts_server.vllm.flags import DRAFTER
-from darts_server.vllm.fleet.ranks import BY_PRIORITY, placed_options
+from darts_server.vllm.fleet.ranks import BY_PRIORITY, add_placement
 from darts_server.vllm.requests.adding import change_before_send
 from darts_server.vllm.requests.held import HeldRequests, OncePerTurn
 from darts_server.vllm.requests.outputs import DeferredOutput, sampled_logprobs, truncate_output
@@ -191,8 +191,8 @@ class VllmEngine:
 
             # Groups that were admitted before the engine died must not start on it.
             self._llm.gate.raise_failure()
-            rank = cleanup.enter_context(self._llm.ranks.candidate(request.request_id))
-            options = placed_options(self._llm.vllm_config, request.options, rank, order)
+            rank = cleanup.enter_context(self._llm.ranks.count_candidate(request.request_id))
+            options = add_placement(self._llm.vllm_config, request.options, rank, order)
             # The form of ids that vLLM gives to the children of a request with n > 1.
             request_id = f"{index}_{request.request_id}"
             # Candidates with a probe or a prefix have other parameters or another prompt.

@@ -149,7 +149,7 @@ async def start_fleet(
                     llm = running.llm
                     core.processor = llm.output_processor
                     core.bring_to_state = partial(bring_to_state, llm, running.model)
-                    watching = asyncio.ensure_future(core.lose_silent(watchdog, lambda: llm.should_respond))
+                    watching = asyncio.ensure_future(core.lose_silent_engines(watchdog, lambda: llm.should_respond))
                     try:
                         yield running
                     finally:

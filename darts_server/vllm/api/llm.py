@@ -328,7 +328,7 @@ class ShapingLLM(UnshapedLLM):
             def on_join(group_id: str) -> None:
                 # Before the request's candidate starts, so that it starts on the engine of its group.
                 generation.route.group_ids.append(group_id)
-                joined.enter_context(self.ranks.joined(request.request_id, group_id))
+                joined.enter_context(self.ranks.join_group(request.request_id, group_id))
 
             # A closed gate must not keep out a request that a running group waits for.
             async with self.gate.enter(skip_wait=joiner.has_open_group(join_request.join_key)):

@@ -24,7 +24,7 @@ from darts_server.types import FinishReason
 from darts_server.vllm.api.controlled import ControlledLLM
 from darts_server.vllm.api.engine import FINISH_REASONS, VllmRollouts
 from darts_server.vllm.api.routes import RouteCall
-from darts_server.vllm.fleet.ranks import RANK, placed_options
+from darts_server.vllm.fleet.ranks import RANK, add_placement
 from darts_server.vllm.requests.logprob_json import make_text_and_keep_arrays
 from darts_server.vllm.requests.outputs import ABORTED, NoTokens, make_deferred_fields, read_logprobs
 from darts_server.vllm.requests.prompt_request import PromptRequest
@@ -88,13 +88,13 @@ class UnshapedLLM(ControlledLLM):
         # `Ranks` counts the request on its engine until it ends.
         with ExitStack() as counted:
             if member is not None:
-                counted.enter_context(self.ranks.joined(request.request_id, member.group.group_id))
-                turn.rank = counted.enter_context(self.ranks.candidate(request.request_id))
-            options = placed_options(self.vllm_config, request.options, turn.rank, order)
+                counted.enter_context(self.ranks.join_group(request.request_id, member.group.group_id))
+                turn.rank = counted.enter_context(self.ranks.count_candidate(request.request_id))
+            options = add_placement(self.vllm_config, request.options, turn.rank, order)
             # The caller's choice comes first.
             turn.rank = options.get(RANK)
             if member is None and turn.rank is not None:
-                counted.enter_context(self.ranks.running_on(turn.rank))
+                counted.enter_context(self.ranks.count_request(turn.rank))
 
             outputs = super().generate(request.prompt, request.params, request.request_id, **options)
             async with self.gate.enter(unshaped=True), aclosing(outputs):

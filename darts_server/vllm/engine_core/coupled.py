@@ -34,36 +34,37 @@ BLOCK = 1 << 24
 Unsigned = NDArray[np.uint64]
 
 
-class Streams(dict[int, Any]):
+class StepStreams(dict[int, Any]):
     """The requests of a step. vLLM passes it to its samplers in place of random generators, so for vLLM it is empty.
 
-    ``streams``: uint64 [requests]. ``positions``: int64 [requests], the position of the next token in the sequence.
-    ``counts``: int64 [requests], the number of drafted tokens in this step.
+    ``streams``: uint64 [requests]. ``next_positions``: int64 [requests], in the sequence. ``draft_counts``: int64
+    [requests], the number of drafted tokens in this step.
     """
 
-    def __init__(self, streams: Unsigned, positions: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+    def __init__(self, streams: Unsigned, next_positions: NDArray[np.int64], draft_counts: NDArray[np.int64]) -> None:
         super().__init__()
         self.streams = streams
-        self.positions = positions
-        self.counts = counts
+        self.next_positions = next_positions
+        self.draft_counts = draft_counts
 
 
-def stream_of(name: str, seed: int | None) -> int:
-    """Return the stream of a request: of its seed, or of its ``name``, which vLLM makes random and unique."""
-    text = f"name {name}" if seed is None else f"seed {seed}"
+def stream_of(request_id: str, seed: int | None) -> int:
+    """Return the stream of a request."""
+    # vLLM makes the id of a request random and unique.
+    text = f"name {request_id}" if seed is None else f"seed {seed}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def keys_of(streams: Unsigned, positions: NDArray[np.int64]) -> torch.Tensor:
+def noise_keys(streams: Unsigned, positions: NDArray[np.int64]) -> torch.Tensor:
     """Return the key of the noise at each position: int64 [positions, 3], of 32 bits each."""
-    first = _mix(_mix(streams) + positions.astype(np.uint64) * np.uint64(GOLDEN))
-    second = _mix(first + np.uint64(GOLDEN))
+    first = _hash(_hash(streams) + positions.astype(np.uint64) * np.uint64(GOLDEN))
+    second = _hash(first + np.uint64(GOLDEN))
     words = np.stack([first & LOW_BITS, first >> 32, second & LOW_BITS], axis=1)
     return torch.from_numpy(words.astype(np.int64))
 
 
-def _mix(values: Unsigned) -> Unsigned:
-    """Return a hash of each value: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
+def _hash(values: Unsigned) -> Unsigned:
+    # The finalizer of SplitMix64 (Steele, Lea and Flood 2014).
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -72,6 +73,7 @@ def _mix(values: Unsigned) -> Unsigned:
 def exponential_noise(keys: torch.Tensor, size: int) -> torch.Tensor:
     """Return exponential noise for ``size`` tokens under each key: float32 [keys, size]."""
     tokens = torch.arange(size, device=keys.device)
+    # Hash each token to 32 bits. Each round mixes in another word of the key.
     first, second, third = keys.unsqueeze(-1).unbind(1)
     bits = tokens ^ first
     bits = ((bits ^ (bits >> 16)) * ODD) & LOW_BITS
@@ -86,83 +88,86 @@ def exponential_noise(keys: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @torch.compile(dynamic=True, backend=current_platform.simple_compile_backend)
-def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _sample_block(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    # The token with the smallest noise / p wins an exponential race, with probability p.
     return probs.div(exponential_noise(keys, probs.shape[1])).argmax(-1)
 
 
-def race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def sample(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Sample a token for each key: int64 [keys]. ``probs``: float32 [keys, vocabulary]."""
-    block = BLOCK_ON_CPU if probs.device.type == "cpu" else BLOCK
-    rows = max(1, block // probs.shape[1])
-    pairs = zip(probs.split(rows), keys.to(probs.device).split(rows), strict=True)
-    return torch.cat([_race(*pair) for pair in pairs])
+    block_size = BLOCK_ON_CPU if probs.device.type == "cpu" else BLOCK
+    rows = max(1, block_size // probs.shape[1])
+    blocks = zip(probs.split(rows), keys.to(probs.device).split(rows), strict=True)
+    return torch.cat([_sample_block(*block) for block in blocks])
 
 
-def sample_next(probs: torch.Tensor, streams: Streams) -> torch.Tensor:
+def sample_after_drafts(probs: torch.Tensor, streams: StepStreams) -> torch.Tensor:
     """Sample the token after all drafted tokens of each request: int64 [requests]."""
-    return race(probs, keys_of(streams.streams, streams.positions + streams.counts))
+    return sample(probs, noise_keys(streams.streams, streams.next_positions + streams.draft_counts))
 
 
-def verify(
-    drafted: torch.Tensor,
-    following: torch.Tensor,
+def verify_drafts(
+    draft_tokens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
     longest: int,
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
-    streams: Streams,
+    streams: StepStreams,
 ) -> torch.Tensor:
     """Sample at all drafted positions, and return the tokens that a step emits: int32 [requests, longest + 1].
 
-    Each request emits sampled tokens up to the first that differs from its draft. If none differs, its ``following``
-    token is the last. The rest is -1.
+    Each request emits sampled tokens up to the first that differs from its draft. If none differs, its bonus token is
+    the last. The rest is -1.
 
-    ``drafted``: [tokens], the drafts of all requests in order. ``following``: [requests, 1]. ``longest``: the most
-    tokens of a draft. ``logits``: [tokens, vocabulary], of the distributions that are sampled from. ``temperature``:
+    ``draft_tokens``: [tokens], of all requests in order. ``bonus_tokens``: [requests, 1]. ``longest``: the most tokens
+    of a draft. ``logits``: [tokens, vocabulary], of the distributions that are sampled from. ``temperature``:
     [requests], 0 for greedy requests, or None if all are greedy.
     """
-    # Request and place in its draft of each drafted token.
-    counts = streams.counts
+    # Request of each drafted token, and the token's place in the draft.
+    counts = streams.draft_counts
     requests = np.repeat(np.arange(counts.size), counts)
-    places = np.arange(requests.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    first_tokens = np.cumsum(counts) - counts
+    places = np.arange(requests.size) - np.repeat(first_tokens, counts)
     row = torch.from_numpy(requests).to(logits.device)
     column = torch.from_numpy(places).to(logits.device)
 
     # Sample a token at each drafted position.
     sampled = logits.argmax(-1)
     if temperature is not None:
-        keys = keys_of(streams.streams[requests], streams.positions[requests] + places)
-        random = race(logits.softmax(-1, dtype=torch.float32), keys)
+        keys = noise_keys(streams.streams[requests], streams.next_positions[requests] + places)
+        random = sample(logits.softmax(-1, dtype=torch.float32), keys)
         sampled = torch.where(temperature[row] == 0, sampled, random)
 
-    # Write the sampled tokens into rows, and the following token behind them.
+    # Write the sampled tokens into rows, and the bonus token behind them.
     shape = (counts.size, longest + 1)
     emitted = torch.full(shape, rejection_sampler.PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=logits.device)
     emitted[row, column] = sampled.int()
-    emitted[torch.arange(counts.size, device=logits.device), torch.from_numpy(counts).to(logits.device)] = (
-        following.flatten().int()
-    )
+    all_rows = torch.arange(counts.size, device=logits.device)
+    bonus_column = torch.from_numpy(counts).to(logits.device)
+    emitted[all_rows, bonus_column] = bonus_tokens.flatten().int()
 
     # Remove the tokens behind the first token that differs from its draft.
     is_right = torch.zeros(shape, dtype=torch.int32, device=logits.device)
-    is_right[row, column] = (sampled == drafted).int()
+    is_right[row, column] = (sampled == draft_tokens).int()
     accepted = is_right.cumprod(1).sum(1, keepdim=True)
     is_behind = torch.arange(longest + 1, device=logits.device) > accepted
     return emitted.masked_fill_(is_behind, rejection_sampler.PLACEHOLDER_TOKEN_ID)
 
 
-def streams_of(runner: Any, drafts: Sequence[int] | None) -> Streams:
-    """Return the streams of a runner's step. ``drafts``: number of drafted tokens of each request."""
+def step_streams(runner: Any, draft_counts: Sequence[int] | None) -> StepStreams:
+    """Return the streams of the requests in a runner's step."""
     batch = runner.input_batch
     count = batch.num_reqs
     streams = np.zeros(count, np.uint64)
-    for place, name in enumerate(batch.req_ids):
-        state = runner.requests[name]
+    for place, request_id in enumerate(batch.req_ids):
+        state = runner.requests[request_id]
+        # Hash once, and not in each step.
         if not hasattr(state, "darts_stream"):
             params = state.sampling_params
-            state.darts_stream = stream_of(name, (params.extra_args or {}).get(SEED, params.seed))
+            state.darts_stream = stream_of(request_id, (params.extra_args or {}).get(SEED, params.seed))
         streams[place] = state.darts_stream
-    counts = np.zeros(count, np.int64) if drafts is None else np.array(drafts, np.int64)
-    return Streams(streams, batch.num_tokens_no_spec[:count].astype(np.int64), counts)
+    counts = np.zeros(count, np.int64) if draft_counts is None else np.array(draft_counts, np.int64)
+    return StepStreams(streams, batch.num_tokens_no_spec[:count].astype(np.int64), counts)
 
 
 def bind_sampling() -> None:
@@ -171,11 +176,11 @@ def bind_sampling() -> None:
     vllms_random_sample = topk_topp_sampler.random_sample
     vllms_rejection_sample = rejection_sampler.rejection_sample
 
-    def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        """Call vLLM's ``_sample``. If sampling is coupled, pass `Streams` in place of vLLM's random generators."""
+    def sample_step(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         if COUPLED in self.vllm_config.additional_config:
-            drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-            self.input_batch.sampling_metadata.generators = streams_of(self, drafts)
+            draft_counts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+            # vLLM passes the generators on to the two functions below.
+            self.input_batch.sampling_metadata.generators = step_streams(self, draft_counts)
             # FlashInfer and vLLM's other samplers make their own noise.
             sampler = self.sampler.topk_topp_sampler
             sampler.forward = sampler.forward_native
@@ -187,8 +192,8 @@ def bind_sampling() -> None:
         *more: Any,
         **options: Any,
     ) -> torch.Tensor:
-        if isinstance(generators, Streams):
-            return sample_next(probs, generators)
+        if isinstance(generators, StepStreams):
+            return sample_after_drafts(probs, generators)
         return vllms_random_sample(probs, generators, *more, **options)
 
     def rejection_sample(
@@ -203,9 +208,9 @@ def bind_sampling() -> None:
         **options: Any,
     ) -> torch.Tensor:
         # vLLM calls this by position and by name, so the parameters have vLLM's names.
-        if isinstance(sampling_metadata.generators, Streams):
+        if isinstance(sampling_metadata.generators, StepStreams):
             temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature
-            return verify(
+            return verify_drafts(
                 draft_token_ids,
                 bonus_token_ids,
                 max_spec_len,
@@ -225,6 +230,6 @@ def bind_sampling() -> None:
             **options,
         )
 
-    GPUModelRunner._sample = sample  # type: ignore[method-assign]
+    GPUModelRunner._sample = sample_step  # type: ignore[method-assign]
     topk_topp_sampler.random_sample = random_sample
     rejection_sampler.rejection_sample = rejection_sample  # type: ignore[assignment]

@@ -11,39 +11,36 @@ Tensor = Any
 """A torch.Tensor. vLLM loads its plugins before torch in some processes, so torch is imported in functions alone."""
 
 
-def expand(
+def expand_to_tokens(
     output: Tensor,
     values: Tensor,
-    ends: Tensor,
+    token_ends: Tensor,
     replace_from: float,
     replace_to: float,
     MAX_NUM_TOKENS: int | None = None,  # noqa: N803  # vLLM's name
 ) -> None:
     """Write each request's value to all its drafted tokens.
 
-    ``output``: [tokens]. ``values``: [requests]. ``ends``: [requests], the end of each request's tokens. A value
-    ``replace_from`` becomes ``replace_to``. vLLM passes ``MAX_NUM_TOKENS``, which its kernel for GPUs needs.
+    ``output``: [tokens]. ``values``: [requests]. ``token_ends``: [requests], the end of each request's tokens. vLLM
+    passes ``MAX_NUM_TOKENS``, which its kernel for GPUs needs.
     """
     import torch
 
-    counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
+    token_counts = torch.diff(token_ends, prepend=token_ends.new_zeros(1)).long()
     replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
-    output.copy_(torch.repeat_interleave(replaced, counts, output_size=output.shape[0]))
+    output.copy_(torch.repeat_interleave(replaced, token_counts, output_size=output.shape[0]))
 
 
 def repair_sampling() -> None:
-    """Replace vLLM's function in this process, if its platform is a CPU.
-
-    After vLLM has loaded its plugins (``WorkerWrapperBase.init_worker``), the platform looks the function up by its
-    name.
-    """
+    """Replace vLLM's function in this process, if its platform is a CPU."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     from vllm.utils import cpu_triton_utils
 
-    cpu_triton_utils._expand_kernel_impl = expand
+    # vLLM looks the function up by its name after it has loaded its plugins (``WorkerWrapperBase.init_worker``).
+    cpu_triton_utils._expand_kernel_impl = expand_to_tokens
 
 
 def expands_rightly(device: Tensor) -> bool:
@@ -52,6 +49,6 @@ def expands_rightly(device: Tensor) -> bool:
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 
     values = torch.tensor([0.5, 0.0, 2.0], device=device)
-    ends = torch.tensor([2, 3, 5], dtype=torch.int32, device=device)
-    expanded = expand_batch_to_tokens(values, ends, 5, replace_from=0, replace_to=1)
+    token_ends = torch.tensor([2, 3, 5], dtype=torch.int32, device=device)
+    expanded = expand_batch_to_tokens(values, token_ends, 5, replace_from=0, replace_to=1)
     return expanded.tolist() == [0.5, 0.5, 1.0, 2.0, 2.0]

@@ -24,24 +24,24 @@ take so many bytes. 512 requests and a draft of 12 tokens would take 4 GB with 1
 
 
 @cache
-def _bind_runners() -> None:
-    """Let vLLM's model runner give itself to its drafter, which needs the ids of requests, and return the drafts."""
+def _wrap_runners() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    propose_drafts = GPUModelRunner.propose_draft_token_ids
-    sample_tokens = GPUModelRunner.sample_tokens
+    vllms_propose = GPUModelRunner.propose_draft_token_ids
+    vllms_sample = GPUModelRunner.sample_tokens
 
     def propose_with_runner(self: Any, *args: Any, **more: Any) -> Any:
+        # The drafter needs the ids of requests, which vLLM does not pass.
         if isinstance(self.drafter, Drafter):
             self.drafter.runner = self
-        return propose_drafts(self, *args, **more)
+        return vllms_propose(self, *args, **more)
 
     def sample_with_drafts(self: Any, *args: Any) -> Any:
-        """Add the drafts of the step and the totals so far to the output of vLLM's ``sample_tokens``."""
-        output = sample_tokens(self, *args)
+        output = vllms_sample(self, *args)
         # All steps without requests share one empty output of vLLM's, which must not be changed.
         if isinstance(self.drafter, Drafter) and output.req_ids:
             totals = tuple(self.drafter.drafts.totals.ravel().tolist())
+            # The engine reads this attribute, so that it need not call the worker again.
             setattr(output, DRAFTS, (self.take_draft_token_ids(), totals))
         return output
 
@@ -59,19 +59,26 @@ class Drafter:
 
         speculative = vllm_config.speculative_config
         assert speculative is not None
-        self._longest = vllm_config.model_config.max_model_len
-        rows = vllm_config.scheduler_config.max_num_seqs
+        self._max_model_len = vllm_config.model_config.max_model_len
+        max_sequences = vllm_config.scheduler_config.max_num_seqs
         slots = psutil.virtual_memory().total // MEMORY_SHARE // SLOT_BYTES
-        bits = min(int(slots).bit_length() - 1, MOST_BITS)
-        logits = PADDED_BYTES // (4 * vllm_config.model_config.get_vocab_size())
+        max_bits = min(int(slots).bit_length() - 1, MOST_BITS)
+        float_bytes = 4
+        affordable_rows = PADDED_BYTES // (float_bytes * vllm_config.model_config.get_vocab_size())
         # vLLM's profile of memory has two rows for each sequence.
-        padded = max(2 * rows, logits)
-        self.drafts = Drafts(rows, speculative.num_speculative_tokens, bits, time.monotonic, padded)
+        max_logprob_rows = max(2 * max_sequences, affordable_rows)
+        self.drafts = Drafts(
+            max_sequences,
+            speculative.num_speculative_tokens,
+            max_bits,
+            time.monotonic,
+            max_logprob_rows,
+        )
         self.runner: Any = None
-        self._names: list[str] = []
-        # Of each request: the number of tokens of its prompt and its ``min_tokens``.
+        self._batch_ids: list[str] = []
+        # Length of each request's text at which its answer may first end.
         self._first_ends = np.zeros(0, np.int64)
-        _bind_runners()
+        _wrap_runners()
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Load nothing. vLLM calls it for every proposer."""
@@ -85,50 +92,49 @@ class Drafter:
     ) -> list[list[int]]:
         """Return drafts of all requests, whose sampled tokens are at the ends of their token ids already."""
         count = len(sampled)
-        names = self.runner.input_batch.req_ids[:count]
-        if names != self._names:
-            self._names = list(names)
-            self._first_ends = np.asarray([self._first_end(name) for name in names], np.int64)
-        now = ends[:count].astype(np.int64)
+        batch_ids = self.runner.input_batch.req_ids[:count]
+        if batch_ids != self._batch_ids:
+            self._batch_ids = list(batch_ids)
+            self._first_ends = np.asarray([self._first_end(request_id) for request_id in batch_ids], np.int64)
+        lengths = ends[:count].astype(np.int64)
         # vLLM forbids the end after a whole draft if it was forbidden before the draft. So no draft of a request with
         # min_tokens may reach the place where the answer may first end.
-        longest = np.where(now < self._first_ends, self._first_ends, self._longest)
+        max_lengths = np.where(lengths < self._first_ends, self._first_ends, self._max_model_len)
+        # A request whose prompt is computed in parts has no sampled token before the last part.
         is_decoding = [len(tokens) > 0 for tokens in sampled]
         return self.drafts.propose(
-            names,
+            batch_ids,
             token_ids[:count],
-            now,
+            lengths,
             is_decoding,
             self._prompt_of,
-            longest,
+            max_lengths,
         )
 
-    def _first_end(self, name: str) -> int:
-        request = self.runner.requests[name]
-        least = 0
+    def _first_end(self, request_id: str) -> int:
+        request = self.runner.requests[request_id]
+        min_tokens = 0
         if request.sampling_params is not None:
-            least = request.sampling_params.min_tokens
-        end: int = request.num_prompt_tokens + least
-        return end
+            min_tokens = request.sampling_params.min_tokens
+        first_end: int = request.num_prompt_tokens + min_tokens
+        return first_end
 
-    def _prompt_of(self, name: str) -> tuple[object, int, Any]:
-        """Return the key of a request's prompt, and the prompt's number of tokens.
-
-        Also return the prompt's earlier answers that this worker has not counted.
-        """
-        request = self.runner.requests[name]
+    def _prompt_of(self, request_id: str) -> tuple[object, int, Any]:
+        """Return the prompt's key, its number of tokens, and its earlier answers that this worker has not counted."""
+        request = self.runner.requests[request_id]
         if request.prompt_token_ids is None:
             # A prompt of embeddings has no tokens that others could share.
-            return name, request.num_prompt_tokens, []
+            return request_id, request.num_prompt_tokens, []
         params = request.sampling_params
-        extra = {}
+        extra_args = {}
         if params is not None and params.extra_args:
-            extra = params.extra_args
+            extra_args = params.extra_args
         # The engine's prompt of a resumed request ends with generated tokens, which are no part of the key.
-        prompt_tokens = extra.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
+        prompt_tokens = extra_args.get(PROMPT_TOKENS) or len(request.prompt_token_ids)
         tokens = np.asarray(request.prompt_token_ids[:prompt_tokens], np.int32)
         adapter = None
         if request.lora_request is not None:
             adapter = request.lora_request.lora_name
+        key = (adapter, hash(tokens.tobytes()))
         # Answers are taken out, so that they are neither kept in memory nor counted again.
-        return (adapter, hash(tokens.tobytes())), prompt_tokens, extra.pop(HISTORY, [])
+        return key, prompt_tokens, extra_args.pop(HISTORY, [])

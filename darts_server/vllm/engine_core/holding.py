@@ -52,7 +52,7 @@ STEP_STATS = (
     "cudagraph_stats",
     "perf_stats",
 )
-# Fields of an output that `Buffer.join` cannot join. A request is not held if its first output has one of them.
+# Fields of an output that `Buffer.flush_into` cannot join. A request is not held if its first output has one of them.
 UNJOINABLE = (
     "routed_experts",
     "new_sampling_mask",
@@ -97,26 +97,26 @@ class Release(NamedTuple):
 
 
 class Buffer:
-    """The unsent tokens of one numbered request. ``generated``: number of all of its tokens, sent or not."""
+    """The unsent tokens of one numbered request. ``generated_tokens``: number of all of its tokens, sent or not."""
 
-    __slots__ = ("_events", "_logprobs", "_nans", "generated", "is_held", "limit", "number", "tokens")
+    __slots__ = ("_events", "_logprobs", "_nans", "generated_tokens", "is_held", "limit", "number", "unsent_tokens")
 
     def __init__(self, number: int, is_held: bool) -> None:
         self.number = number
         self.is_held = is_held
-        self.generated = 0
+        self.generated_tokens = 0
         self.limit = buffer_limit(number)
         self._clear()
 
     def _clear(self) -> None:
-        self.tokens: list[int] = []
+        self.unsent_tokens: list[int] = []
         self._logprobs: list[LogprobsLists] = []
         self._events: list[Any] = []
         self._nans = 0
 
     def add(self, output: EngineCoreOutput) -> None:
         """Add the tokens of an output, with everything that belongs to the tokens."""
-        self.tokens += output.new_token_ids
+        self.unsent_tokens += output.new_token_ids
         logprobs = output.new_logprobs
         if logprobs is not None:
             # Copy: these may be views of a whole step's arrays, in memory that later steps reuse.
@@ -131,19 +131,19 @@ class Buffer:
             self._events += output.events
         self._nans += output.num_nans_in_logits
 
-    def join(self, output: EngineCoreOutput) -> EngineCoreOutput:
+    def flush_into(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Move all buffered tokens into ``output``, before its own tokens, and return it."""
         self.add(output)
-        output.new_token_ids = self.tokens
+        output.new_token_ids = self.unsent_tokens
         output.new_logprobs = None
-        parts = self._logprobs
-        if parts:
+        steps = self._logprobs
+        if steps:
             # vLLM's arrays are as wide as the request of the step that wants most log-probs.
-            width = min(part.logprobs.shape[1] for part in parts)
+            width = min(step.logprobs.shape[1] for step in steps)
             output.new_logprobs = LogprobsLists(
-                np.concatenate([part.logprob_token_ids[:, :width] for part in parts]),
-                np.concatenate([part.logprobs[:, :width] for part in parts]),
-                np.concatenate([part.sampled_token_ranks for part in parts]),
+                np.concatenate([step.logprob_token_ids[:, :width] for step in steps]),
+                np.concatenate([step.logprobs[:, :width] for step in steps]),
+                np.concatenate([step.sampled_token_ranks for step in steps]),
             )
         output.events = self._events or None
         output.num_nans_in_logits = self._nans
@@ -165,14 +165,14 @@ class HoldingQueue:
         self._clock = clock
         self._outbox: deque[tuple[int, EngineCoreOutputs]] = deque()
         self._buffers: dict[str, Buffer] = {}
-        self._steps: list[Step] = []
-        self._buffered = 0
-        self._drafts = NO_DRAFTS
+        self._unreported_steps: list[Step] = []
+        self._unreported_buffered = 0
+        self._reported_drafts = NO_DRAFTS
         self.draft_totals = NO_DRAFTS
-        """What was drafted so far. The engine's main thread sets it."""
+        """Totals since the start. The engine's main thread sets them."""
         self._last_step_at = -inf
-        self._reported_at = -inf
-        self._stats_at = -inf
+        self._counts_sent_at = -inf
+        self._stats_sent_at = -inf
 
     def get(self) -> Any:
         """Wait for the next message to a client."""
@@ -182,13 +182,14 @@ class HoldingQueue:
             if isinstance(item, bytes) or item[0] < 0:
                 return item
             client, message = item
-            self._outbox.extend((client, report) for report in self.pass_on(message))
+            self._outbox.extend((client, report) for report in self.process_message(message))
         return self._outbox.popleft()
 
     def __getattr__(self, name: str) -> Any:
+        # vLLM calls other methods of its queue, too.
         return getattr(self._messages, name)
 
-    def pass_on(self, message: Any) -> list[EngineCoreOutputs]:
+    def process_message(self, message: Any) -> list[EngineCoreOutputs]:
         """Apply a message of the engine, and return the messages that are sent now."""
         if isinstance(message, Begin):
             self._buffers[message.request_id] = Buffer(message.number, message.is_held)
@@ -199,43 +200,44 @@ class HoldingQueue:
             if not self._buffers:
                 return [message]
             # The answer to a call, such as a pause, must follow the counts of all tokens that were generated before it.
-            return [self._report(EngineCoreOutputs(), is_due=True), message]
+            return [self._make_report(EngineCoreOutputs(), with_counts=True), message]
 
         must_be_sent = has_more_than_outputs(message)
-        message.outputs = self._hold(message)
+        message.outputs = self._hold_outputs(message)
         now = self._clock()
         # The end of a candidate often decides which of its siblings are stopped, by their counts.
         has_end = any(output.finish_reason is not None for output in message.outputs)
-        is_due = has_end or now >= self._reported_at + REPORT_SECONDS
-        if not (is_due or message.outputs or must_be_sent):
+        counts_are_due = has_end or now >= self._counts_sent_at + REPORT_SECONDS
+        if not (counts_are_due or message.outputs or must_be_sent):
             return []
-        if message.outputs or must_be_sent or now >= self._stats_at + STATS_SECONDS:
-            self._stats_at = now
+        if message.outputs or must_be_sent or now >= self._stats_sent_at + STATS_SECONDS:
+            self._stats_sent_at = now
         else:
-            # The rest are gauges, which the next message replaces.
+            # The statistics are only gauges, which the next message replaces.
             message.scheduler_stats = None
-        return [self._report(message, is_due)]
+        return [self._make_report(message, with_counts=counts_are_due)]
 
-    def _hold(self, message: EngineCoreOutputs) -> list[EngineCoreOutput]:
+    def _hold_outputs(self, message: EngineCoreOutputs) -> list[EngineCoreOutput]:
         """Buffer outputs of held requests, and return the outputs that are sent now."""
-        decoded = 0
-        started = 0
+        decoded_sequences = 0
+        first_tokens = 0
         step_tokens = 0
         sent = []
         for output in message.outputs:
-            tokens = len(output.new_token_ids)
-            if tokens:
-                decoded += 1
-                step_tokens += tokens
+            new_tokens = len(output.new_token_ids)
+            if new_tokens:
+                decoded_sequences += 1
+                step_tokens += new_tokens
+            # vLLM sends these statistics with the first token.
             if output.prefill_stats is not None:
-                started += 1
+                first_tokens += 1
             buffer = self._buffers.get(output.request_id)
             if buffer is None:
                 sent += split_tokens(output)
                 continue
 
-            is_first = buffer.generated == 0
-            buffer.generated += tokens
+            is_first = buffer.generated_tokens == 0
+            buffer.generated_tokens += new_tokens
             if is_first and any(getattr(output, name) is not None for name in UNJOINABLE):
                 buffer.is_held = False
 
@@ -248,25 +250,26 @@ class HoldingQueue:
             elif is_first:
                 sent.append(output)
                 continue
-            elif len(buffer.tokens) < buffer.limit:
+            elif len(buffer.unsent_tokens) < buffer.limit:
                 buffer.add(output)
-                self._buffered += tokens
+                self._unreported_buffered += new_tokens
                 continue
             # The request has ended, or its buffer is full.
-            self._buffered -= len(buffer.tokens)
-            joined = buffer.join(output)
+            self._unreported_buffered -= len(buffer.unsent_tokens)
+            joined = buffer.flush_into(output)
             if buffer.is_held:
                 sent.append(joined)
             else:
                 sent += split_tokens(joined)
 
-        if decoded:
+        if decoded_sequences:
             seconds = message.timestamp - self._last_step_at
             self._last_step_at = message.timestamp
             # A step of first tokens only is a prefill, which has no decode time.
-            if started < decoded and 0 < seconds < inf:
+            if first_tokens < decoded_sequences and 0 < seconds < inf:
                 # With drafts a step has several tokens of a sequence. Its time counts for each token of a sequence.
-                self._steps.append((decoded, seconds * decoded / step_tokens, started))
+                token_seconds = seconds * decoded_sequences / step_tokens
+                self._unreported_steps.append((decoded_sequences, token_seconds, first_tokens))
         return sent
 
     def _release(self, request_ids: Iterable[str]) -> list[EngineCoreOutputs]:
@@ -274,28 +277,29 @@ class HoldingQueue:
         outputs = []
         for request_id in request_ids:
             buffer = self._buffers.get(request_id)
+            # The request has ended, or another engine runs it.
             if buffer is None:
                 continue
             buffer.is_held = False
-            if buffer.tokens:
-                self._buffered -= len(buffer.tokens)
-                outputs.append(buffer.join(EngineCoreOutput(request_id, [])))
-        return [self._report(EngineCoreOutputs(outputs=outputs), is_due=False)]
+            if buffer.unsent_tokens:
+                self._unreported_buffered -= len(buffer.unsent_tokens)
+                outputs.append(buffer.flush_into(EngineCoreOutput(request_id, [])))
+        return [self._make_report(EngineCoreOutputs(outputs=outputs), with_counts=False)]
 
-    def _report(self, message: EngineCoreOutputs, is_due: bool) -> Report:
-        """Return a message as a report. ``is_due``: whether it also reports counts and steps."""
-        report = Report(**structs.asdict(message), buffered=self._buffered)
-        self._buffered = 0
-        if is_due:
-            self._reported_at = self._clock()
+    def _make_report(self, message: EngineCoreOutputs, with_counts: bool) -> Report:
+        report = Report(**structs.asdict(message), buffered=self._unreported_buffered)
+        self._unreported_buffered = 0
+        if with_counts:
+            self._counts_sent_at = self._clock()
             held = [buffer for buffer in self._buffers.values() if buffer.is_held]
             report.numbers = array("q", [buffer.number for buffer in held]).tobytes()
-            report.counts = array("i", [buffer.generated for buffer in held]).tobytes()
-            report.steps = tuple(self._steps)
-            self._steps = []
+            report.counts = array("i", [buffer.generated_tokens for buffer in held]).tobytes()
+            report.steps = tuple(self._unreported_steps)
+            self._unreported_steps = []
+            # Read once, because another thread replaces the totals.
             totals = self.draft_totals
-            report.drafts = tuple(now - before for now, before in zip(totals, self._drafts, strict=True))
-            self._drafts = totals
+            report.drafts = tuple(now - before for now, before in zip(totals, self._reported_drafts, strict=True))
+            self._reported_drafts = totals
         return report
 
 
@@ -304,8 +308,9 @@ def split_tokens(output: EngineCoreOutput) -> list[EngineCoreOutput]:
 
     vLLM searches for stop strings after each output, and would return the tokens of an output that follow the string.
     """
-    has_rows = output.routed_experts is not None or output.new_sampling_mask is not None
-    if len(output.new_token_ids) < 2 or has_rows:
+    # These arrays have rows for several tokens, and are not split.
+    has_token_rows = output.routed_experts is not None or output.new_sampling_mask is not None
+    if len(output.new_token_ids) < 2 or has_token_rows:
         return [output]
     parts = []
     for place, token in enumerate(output.new_token_ids):
@@ -338,79 +343,76 @@ def has_more_than_outputs(message: EngineCoreOutputs) -> bool:
     stats = message.scheduler_stats
     if stats is None:
         return False
+    # Counts of the prefix cache since the previous message.
     if stats.prefix_cache_stats.requests:
         return True
-    connector = stats.connector_prefix_cache_stats
-    if connector is not None and connector.requests:
+    connector_stats = stats.connector_prefix_cache_stats
+    if connector_stats is not None and connector_stats.requests:
         return True
     return any(getattr(stats, name) for name in STEP_STATS)
 
 
-def hold_outputs(engine: Any) -> None:
+def hold_outputs(engine_class: Any) -> None:
     """Change vLLM's class ``EngineCoreProc``, once: it holds outputs, answers aborts, and has the method `RELEASE`."""
-    if hasattr(engine, RELEASE):
+    if hasattr(engine_class, RELEASE):
         return
-    add = engine.preprocess_add_request
-    abort = engine.abort_requests
-    send = engine.process_output_sockets
+    vllms_add = engine_class.preprocess_add_request
+    vllms_abort = engine_class.abort_requests
+    vllms_send = engine_class.process_output_sockets
 
     def preprocess_add_request(self: Any, request: EngineCoreRequest) -> Any:
-        number = number_of(request.sampling_params)
+        number = request_number(request.sampling_params)
         if number:
             # The input thread runs this before the scheduler sees the request, so this precedes all outputs.
             begin = Begin(request.request_id, abs(number), is_held=number > 0)
             self.output_queue.put_nowait((request.client_index, begin))
-        return add(self, request)
+        return vllms_add(self, request)
 
     def abort_requests(self: Any, request_ids: list[str]) -> None:
         running = [self.scheduler.requests.get(request_id) for request_id in request_ids]
-        abort(self, request_ids)
+        vllms_abort(self, request_ids)
         # vLLM does not answer aborts by clients.
         self._send_abort_outputs(
-            [request for request in running if request is not None and number_of(request.sampling_params)]
+            [request for request in running if request is not None and request_number(request.sampling_params)]
         )
 
     def process_output_sockets(self: Any, clients: Any, coordinator: Any, engine_index: int) -> None:
-        held = HoldingQueue(self.output_queue)
-        _take_drafts_from_outputs(self.scheduler, self.model_executor, held)
-        self.output_queue = held
-        send(self, clients, coordinator, int(os.environ.get(RANK, engine_index)))
+        holding_queue = HoldingQueue(self.output_queue)
+        _take_drafts_from_outputs(self.scheduler, self.model_executor, holding_queue)
+        self.output_queue = holding_queue
+        vllms_send(self, clients, coordinator, int(os.environ.get(RANK, engine_index)))
 
     def release(self: Any, client: int, request_ids: list[str]) -> None:
         self.output_queue.put_nowait((client, Release(request_ids)))
 
-    engine.preprocess_add_request = preprocess_add_request
-    engine.abort_requests = abort_requests
-    engine.process_output_sockets = process_output_sockets
-    setattr(engine, RELEASE, release)
+    engine_class.preprocess_add_request = preprocess_add_request
+    engine_class.abort_requests = abort_requests
+    engine_class.process_output_sockets = process_output_sockets
+    setattr(engine_class, RELEASE, release)
 
 
-def _take_drafts_from_outputs(scheduler: Any, executor: Any, held: HoldingQueue) -> None:
-    """Let the engine take the drafts and their totals from the output of a step.
-
-    vLLM's engine would call the worker again for its drafts. If the worker is another process, this call took a fifth
-    of a small step.
-    """
-    update = scheduler.update_from_output
-    take = executor.take_draft_token_ids
+def _take_drafts_from_outputs(scheduler: Any, executor: Any, holding_queue: HoldingQueue) -> None:
+    vllms_update = scheduler.update_from_output
+    take_from_worker = executor.take_draft_token_ids
     # The drafts of the latest step, until the engine takes them.
-    found: list[Any] = []
+    untaken_drafts: list[Any] = []
 
     def update_from_output(scheduler_output: Any, output: Any) -> Any:
         step_drafts = getattr(output, DRAFTS, None)
         if step_drafts is not None:
-            drafts, held.draft_totals = step_drafts
-            found[:] = [drafts]
-        return update(scheduler_output, output)
+            drafts, holding_queue.draft_totals = step_drafts
+            untaken_drafts[:] = [drafts]
+        return vllms_update(scheduler_output, output)
 
     def take_draft_token_ids() -> Any:
-        return found.pop() if found else take()
+        # A call of a worker in another process took a fifth of a small step.
+        return untaken_drafts.pop() if untaken_drafts else take_from_worker()
 
     scheduler.update_from_output = update_from_output
     executor.take_draft_token_ids = take_draft_token_ids
 
 
-def number_of(params: Any) -> int:
+def request_number(params: Any) -> int:
     """Return the `NUMBER` of a request with these sampling parameters, or 0."""
     if params is None or not params.extra_args:
         return 0

@@ -46,13 +46,14 @@ def prepare_process() -> None:
     repair_sampling()
 
     # Workers do not import the module of the engine.
-    engine = sys.modules.get("vllm.v1.engine.core")
-    if engine is not None:
+    engine_module = sys.modules.get("vllm.v1.engine.core")
+    if engine_module is not None:
         from darts_server.vllm.engine_core.holding import hold_outputs
 
+        engine_class = engine_module.EngineCoreProc
         for name in ("process_input_sockets", "process_output_sockets"):
-            setattr(engine.EngineCoreProc, name, _fatal(getattr(engine.EngineCoreProc, name)))
-        hold_outputs(engine.EngineCoreProc)
+            setattr(engine_class, name, _end_engine_on_error(getattr(engine_class, name)))
+        hold_outputs(engine_class)
 
 
 def share_cores() -> None:
@@ -67,10 +68,11 @@ def share_cores() -> None:
 
     # The module has imported the function by its name.
     shm_broadcast.sched_yield = lambda: time.sleep(POLL_SECONDS)  # type: ignore[attr-defined]
-    reader = getattr(shm_broadcast, "SpinCondition", None)
-    if reader is None:
+    spin_condition = getattr(shm_broadcast, "SpinCondition", None)
+    if spin_condition is None:
         return
-    vllms_wait = getattr(reader.wait, "__wrapped__", reader.wait)
+    # A forked engine has our function already, which must not wrap itself.
+    vllms_wait = getattr(spin_condition.wait, "__wrapped__", spin_condition.wait)
 
     @wraps(vllms_wait)
     def wait_for_notification(self: Any, timeout_ms: int | None = None) -> None:
@@ -80,27 +82,23 @@ def share_cores() -> None:
             timeout_ms = RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS)
         vllms_wait(self, timeout_ms)
 
-    reader.wait = wait_for_notification
+    spin_condition.wait = wait_for_notification
 
 
-def _fatal(run: Callable[..., None]) -> Callable[..., None]:
-    """Make the engine end if this function of one of its socket threads raises.
-
-    Python only prints the exception, so the engine would wait for requests that no thread receives.
-    """
-
-    @wraps(run)
-    def run_or_fail(self: Any, *args: Any) -> None:
+def _end_engine_on_error(run_thread: Callable[..., None]) -> Callable[..., None]:
+    @wraps(run_thread)
+    def run_or_end_engine(self: Any, *args: Any) -> None:
         from vllm.v1.engine import EngineCoreRequestType
 
         try:
-            run(self, *args)
+            run_thread(self, *args)
         except BaseException:
+            # Python only prints the exception of a thread. The engine would wait for requests that no thread receives.
             # This message ends the engine's main loop, as if a worker had died.
             self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
             raise
 
-    return run_or_fail
+    return run_or_end_engine
 
 
 def end_engine_with_server() -> None:
@@ -111,10 +109,10 @@ def end_engine_with_server() -> None:
 
 def end_with_server() -> None:
     """Let a process of the engine end with the server, and a worker also with its engine."""
-    server = os.environ.get(SERVER_PID)
+    server_pid = os.environ.get(SERVER_PID)
     parent = multiprocessing.parent_process()
-    if server and int(server) != os.getpid() and parent is not None and parent.pid is not None:
-        end_with_process(int(server), parent.pid)
+    if server_pid and int(server_pid) != os.getpid() and parent is not None and parent.pid is not None:
+        end_with_process(int(server_pid), parent.pid)
         _watch_in_forks()
 
 
@@ -123,10 +121,10 @@ def end_with_server() -> None:
 def _watch_in_forks() -> None:
     """Let forks of this process end with the server. vLLM loads no plugins in forks."""
 
-    def end_with_both() -> None:
+    def end_with_server_and_parent() -> None:
         end_with_process(int(os.environ.get(SERVER_PID) or os.getppid()), os.getppid())
 
-    os.register_at_fork(after_in_child=end_with_both)
+    os.register_at_fork(after_in_child=end_with_server_and_parent)
 
 
 def end_with_process(*pids: int) -> None:
@@ -134,18 +132,18 @@ def end_with_process(*pids: int) -> None:
     # The kernel's ``PR_SET_PDEATHSIG`` would end a process together with the thread that started it, which need not be
     # the parent's main thread.
     try:
-        processes = [os.pidfd_open(pid) for pid in pids]
+        process_handles = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
         # A process has ended already.
         os._exit(1)
 
-    def exit_after_end() -> None:
-        wait(processes)
+    def exit_after_any() -> None:
+        wait(process_handles)
         # No caller is left, and a log line could block on a pipe without a reader.
         os._exit(1)
 
     Thread(
-        target=exit_after_end,
+        target=exit_after_any,
         name="darts-parent",
         daemon=True,
     ).start()

@@ -32,46 +32,47 @@ FAULT = b"fault"
 
 def pack_states(numbers: Sequence[int], tokens: Sequence[int], rows: NDArray[np.float32]) -> list[bytes]:
     """Pack states, [n, width], into the frames of a message."""
-    pairs = np.array([numbers, tokens], dtype=np.int64).T
-    return [STATES, pairs.tobytes(), np.ascontiguousarray(rows, dtype=np.float32).tobytes()]
+    numbers_and_tokens = np.array([numbers, tokens], dtype=np.int64).T
+    return [STATES, numbers_and_tokens.tobytes(), np.ascontiguousarray(rows, dtype=np.float32).tobytes()]
 
 
-def unpack_states(pairs: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.float32]]]:
-    """Unpack number, tokens and state of each request from the frames after `STATES`. States own their memory."""
-    identified = np.frombuffer(pairs, dtype=np.int64).reshape(-1, 2)
-    states = np.frombuffer(rows, dtype=np.float32).reshape(len(identified), -1)
-    return [(int(number), int(tokens), row.copy()) for (number, tokens), row in zip(identified, states, strict=True)]
+def unpack_states(numbers_and_tokens: bytes, rows: bytes) -> list[tuple[int, int, NDArray[np.float32]]]:
+    """Unpack number, tokens and state of each request from the frames after `STATES`."""
+    pairs = np.frombuffer(numbers_and_tokens, dtype=np.int64).reshape(-1, 2)
+    states = np.frombuffer(rows, dtype=np.float32).reshape(len(pairs), -1)
+    # Copies, so that a state does not keep the whole message.
+    return [(int(number), int(tokens), state.copy()) for (number, tokens), state in zip(pairs, states, strict=True)]
 
 
 @dataclass(slots=True, eq=False)
 class ProbedRequest:
     """A request with a probe.
 
-    ``points``: numbers of generated tokens, ascending, for which no state was taken yet. ``prompt_step``: step that
-    computed the last token of the prompt.
+    ``pending_points``: numbers of generated tokens, ascending, for which no state was taken yet. ``prompt_step``: step
+    that computed the last token of the prompt.
     """
 
     request_id: str
     number: int
     prompt_tokens: int
-    points: tuple[int, ...]
+    pending_points: tuple[int, ...]
     prompt_step: int | None = None
 
-    def reached(self, computed: int) -> int | None:
-        """Return the number of generated tokens, or None below the next point. ``computed`` includes the prompt."""
+    def tokens_if_due(self, computed_tokens: int) -> int | None:
+        """Return the number of generated tokens, or None below the next point."""
         # Read the points once, because the sender's thread may replace them.
-        points = self.points
-        tokens = computed - self.prompt_tokens
-        if points and tokens >= points[0]:
-            return tokens
+        points = self.pending_points
+        generated_tokens = computed_tokens - self.prompt_tokens
+        if points and generated_tokens >= points[0]:
+            return generated_tokens
         return None
 
-    def take(self, computed: int) -> int | None:
-        """Remove the points that are reached, and return what `reached` returns. One state serves all of them."""
-        tokens = self.reached(computed)
-        if tokens is not None:
-            self.points = tuple(point for point in self.points if point > tokens)
-        return tokens
+    def remove_reached(self, computed_tokens: int) -> int | None:
+        """Return as `tokens_if_due`, and remove all points that are reached: they get the same state."""
+        generated_tokens = self.tokens_if_due(computed_tokens)
+        if generated_tokens is not None:
+            self.pending_points = tuple(point for point in self.pending_points if point > generated_tokens)
+        return generated_tokens
 
 
 # --- sending --------------------------------------------------------------------
@@ -85,15 +86,15 @@ class ProbedRequest:
 class CapturedRows:
     """Rows of a step, [n, width], that are being copied to the host.
 
-    ``tokens``: generated tokens of each request, if the host knows them. ``computed``: otherwise the numbers of
-    computed tokens, [n], prompt included. ``ready``: event after which the tensors may be read.
+    ``generated_tokens``: of each request, if the host knows them. ``computed_tokens``: otherwise the numbers of
+    computed tokens, [n], prompt included. ``copied``: event after which the tensors may be read.
     """
 
     requests: Sequence[ProbedRequest]
     rows: torch.Tensor
-    tokens: Sequence[int] | None
-    computed: torch.Tensor | None
-    ready: torch.cuda.Event | None
+    generated_tokens: Sequence[int] | None
+    computed_tokens: torch.Tensor | None
+    copied: torch.cuda.Event | None
 
 
 def copy_to_host(
@@ -114,9 +115,9 @@ def copy_to_host(
             copies.append(pinned.copy_(tensor, non_blocking=True))
             # Otherwise the allocator could reuse the memory before it is copied.
             tensor.record_stream(stream)
-        ready = torch.cuda.Event(blocking=True)
-        ready.record()
-    return copies, ready
+        copied = torch.cuda.Event(blocking=True)
+        copied.record()
+    return copies, copied
 
 
 class Sender(threading.Thread):
@@ -154,26 +155,27 @@ def fault_message(error: Exception) -> list[bytes]:
 
 def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
     """Wait for the copy, and return its message, or None if no request has reached a point."""
-    if captured.ready is not None:
-        captured.ready.synchronize()
-    rows = captured.rows
-    numbers = [request.number for request in captured.requests]
-    if captured.tokens is not None:
-        return pack_states(numbers, captured.tokens, rows.float().numpy())
+    if captured.copied is not None:
+        captured.copied.synchronize()
+    if captured.generated_tokens is not None:
+        numbers = [request.number for request in captured.requests]
+        return pack_states(numbers, captured.generated_tokens, captured.rows.float().numpy())
 
     # The device has counted the tokens. Send only the states of requests that have reached a point.
-    assert captured.computed is not None
-    places = []
-    tokens = []
-    for place, (request, computed) in enumerate(zip(captured.requests, captured.computed.tolist(), strict=True)):
-        taken = request.take(computed)
-        if taken is not None:
-            places.append(place)
-            tokens.append(taken)
-    if not places:
+    assert captured.computed_tokens is not None
+    computed_counts = captured.computed_tokens.tolist()
+    due_rows = []
+    due_numbers = []
+    due_tokens = []
+    for row, (request, computed) in enumerate(zip(captured.requests, computed_counts, strict=True)):
+        generated_tokens = request.remove_reached(computed)
+        if generated_tokens is not None:
+            due_rows.append(row)
+            due_numbers.append(request.number)
+            due_tokens.append(generated_tokens)
+    if not due_rows:
         return None
-    numbers = [numbers[place] for place in places]
-    return pack_states(numbers, tokens, rows[places].float().numpy())
+    return pack_states(due_numbers, due_tokens, captured.rows[due_rows].float().numpy())
 
 
 # --- in the worker's steps -------------------------------------------------------
@@ -187,6 +189,7 @@ def install(worker: Any, address: str) -> str | None:
     try:
         if get_tp_group().rank_in_group != 0 or not get_pp_group().is_last_rank:
             return None
+        # The sender's thread calls `stop` only after both exist.
         sender = Sender(address, lambda: capture.stop())
         capture = Capture(worker.model_runner, sender.queue.put)
         sender.start()
@@ -208,41 +211,41 @@ class Capture:
     def __init__(self, runner: Any, put: Callable[[CapturedRows | Sequence[bytes]], None]) -> None:
         check_runner(runner)
         self._runner = runner
-        self._execute = runner.execute_model
+        self._vllms_execute = runner.execute_model
         self._width: int = runner.model_config.get_hidden_size()
         self._max_step_tokens = 1 + int(runner.vllm_config.num_speculative_tokens)
-        self._stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
+        self._copy_stream = torch.cuda.Stream(runner.device) if runner.device.type == "cuda" else None
         self._put = put
         # A request stays here until it ends, because vLLM's second model runner receives a preempted request as if it
         # were new, and no request may be probed twice.
         self.requests: dict[str, ProbedRequest] = {}
-        # Requests that are checked in a step, by the step's number. Steps are counted while requests have a probe.
-        self._due: dict[int, list[ProbedRequest]] = {}
+        # Steps are counted while requests have a probe.
         self._step = 0
+        self._checks_by_step: dict[int, list[ProbedRequest]] = {}
 
     def start(self) -> None:
         """Wrap the runner's steps from now on, and send `READY`."""
         # A device that cannot copy fails here, and not in a step.
-        copy_to_host([torch.zeros(1, device=self._runner.device)], self._stream)
+        copy_to_host([torch.zeros(1, device=self._runner.device)], self._copy_stream)
         self._put([READY, str(self._width).encode()])
         self._runner.execute_model = self.execute_model
 
     def stop(self) -> None:
-        """Restore the runner's own method."""
+        # The method of the runner's class is called again.
         self._runner.__dict__.pop("execute_model", None)
 
     def execute_model(self, scheduled: Any, *args: Any, **options: Any) -> Any:
         """Execute a step, then take states out of it. A fault of the probe ends the probe, and not the engine."""
         # A dummy run has no requests.
         if options.get("dummy_run"):
-            return self._execute(scheduled, *args, **options)
+            return self._vllms_execute(scheduled, *args, **options)
         fault: Exception | None = None
         if self.requests or scheduled.scheduled_new_reqs:
             try:
                 self._update_requests(scheduled)
             except Exception as error:
                 fault = error
-        output = self._execute(scheduled, *args, **options)
+        output = self._vllms_execute(scheduled, *args, **options)
         if self.requests and fault is None:
             try:
                 self._capture_step(scheduled)
@@ -261,80 +264,80 @@ class Capture:
             for request_id in scheduled.finished_req_ids:
                 self.requests.pop(request_id, None)
         for new in scheduled.scheduled_new_reqs:
-            arguments = None
+            extra_args = None
             if new.sampling_params is not None:
-                arguments = new.sampling_params.extra_args
-            if not arguments or ARGUMENT not in arguments or new.req_id in self.requests:
+                extra_args = new.sampling_params.extra_args
+            if not extra_args or ARGUMENT not in extra_args or new.req_id in self.requests:
                 continue
-            number, *points = arguments[ARGUMENT]
+            number, *points = extra_args[ARGUMENT]
             prompt = new.prompt_token_ids
             if prompt is None:
                 prompt = new.prompt_embeds
             request = ProbedRequest(new.req_id, number, len(prompt), tuple(points))
             self.requests[new.req_id] = request
-            self._due.setdefault(self._step + 1, []).append(request)
+            self._checks_by_step.setdefault(self._step + 1, []).append(request)
 
     def _capture_step(self, scheduled: Any) -> None:
         """Take states of requests that have reached a point, and schedule the next check of each request."""
         self._step += 1
         # Requests that have ended, or whose id was used again, are not checked.
-        due = [
+        checked = [
             request
-            for request in self._due.pop(self._step, ())
-            if request.points and self.requests.get(request.request_id) is request
+            for request in self._checks_by_step.pop(self._step, ())
+            if request.pending_points and self.requests.get(request.request_id) is request
         ]
-        if not due:
+        if not checked:
             return
 
         step = read_step(self._runner, scheduled)
-        reached: list[tuple[ProbedRequest, int]] = []
-        for request in due:
-            computed = None if step is None else step.count_computed(request.request_id)
-            if computed is not None and request.reached(computed) is not None:
-                reached.append((request, computed))
+        due: list[tuple[ProbedRequest, int]] = []
+        for request in checked:
+            computed_tokens = None if step is None else step.count_computed(request.request_id)
+            if computed_tokens is not None and request.tokens_if_due(computed_tokens) is not None:
+                due.append((request, computed_tokens))
             else:
-                self._reschedule(request, computed)
-        if step is None or not reached:
+                self._schedule_check(request, computed_tokens)
+        if step is None or not due:
             return
 
-        self._put(self._copy_rows(step, reached))
-        for request, computed in reached:
-            # If the host does not know the numbers of tokens, the sender's thread takes the points.
+        self._put(self._copy_rows(step, due))
+        for request, computed_tokens in due:
+            # If the host does not know the numbers of tokens, the sender's thread removes the points.
             if step.is_exact:
-                request.take(computed)
-            self._reschedule(request, computed)
+                request.remove_reached(computed_tokens)
+            self._schedule_check(request, computed_tokens)
 
-    def _copy_rows(self, step: Step, reached: Sequence[tuple[ProbedRequest, int]]) -> CapturedRows:
-        """Start to copy states to the host. ``reached``: requests and their computed tokens."""
-        requests = [request for request, _ in reached]
-        tokens = None
+    def _copy_rows(self, step: Step, due: Sequence[tuple[ProbedRequest, int]]) -> CapturedRows:
+        """Start to copy states to the host. ``due``: requests and their computed tokens."""
+        requests = [request for request, _ in due]
+        generated_tokens = None
         if step.is_exact:
-            tokens = [computed - request.prompt_tokens for request, computed in reached]
+            generated_tokens = [computed - request.prompt_tokens for request, computed in due]
         with torch.inference_mode():
-            rows, counts = step.gather_states([request.request_id for request in requests])
+            rows, computed_counts = step.gather_states([request.request_id for request in requests])
             if rows.shape[1] != self._width:
                 raise ValueError(f"states are {rows.shape[1]} wide, and the model's width is {self._width}")
             # If the host does not know the numbers of tokens, the sender decides by the numbers from the device.
-            tensors = [rows] if counts is None else [rows, counts]
-            copies, ready = copy_to_host(tensors, self._stream)
-        computed_counts = copies[1] if len(copies) > 1 else None
+            tensors = [rows] if computed_counts is None else [rows, computed_counts]
+            copies, copied = copy_to_host(tensors, self._copy_stream)
+        copied_counts = copies[1] if len(copies) > 1 else None
         return CapturedRows(
             requests,
             copies[0],
-            tokens,
-            computed_counts,
-            ready,
+            generated_tokens,
+            copied_counts,
+            copied,
         )
 
-    def _reschedule(self, request: ProbedRequest, computed: int | None) -> None:
-        """Schedule the next check of a request. ``computed``: its computed tokens after this step, or None."""
-        if not request.points:
+    def _schedule_check(self, request: ProbedRequest, computed_tokens: int | None) -> None:
+        """Schedule the next check of a request. ``computed_tokens``: None if the request was not in this step."""
+        if not request.pending_points:
             return
-        if request.prompt_step is None and computed is not None and computed >= request.prompt_tokens:
+        if request.prompt_step is None and computed_tokens is not None and computed_tokens >= request.prompt_tokens:
             request.prompt_step = self._step
         next_step = self._step + 1
         if request.prompt_step is not None:
             # Rounded up: the fewest steps in which the request can generate so many tokens.
-            steps = -(-request.points[0] // self._max_step_tokens)
-            next_step = max(next_step, request.prompt_step + steps)
-        self._due.setdefault(next_step, []).append(request)
+            min_steps = -(-request.pending_points[0] // self._max_step_tokens)
+            next_step = max(next_step, request.prompt_step + min_steps)
+        self._checks_by_step.setdefault(next_step, []).append(request)

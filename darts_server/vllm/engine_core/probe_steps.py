@@ -28,19 +28,20 @@ class FirstRunnerStep:
 
         The number includes the prompt. It may be too large unless the step ``is_exact``.
         """
-        scheduled = self._scheduled.num_scheduled_tokens.get(request_id)
-        if scheduled is None:
+        step_tokens = self._scheduled.num_scheduled_tokens.get(request_id)
+        if step_tokens is None:
             return None
-        before = self._batch.num_computed_tokens_cpu[self._batch.req_id_to_index[request_id]]
-        return int(before) + int(scheduled) - count_drafts(self._scheduled, request_id)
+        computed_before = self._batch.num_computed_tokens_cpu[self._batch.req_id_to_index[request_id]]
+        # Drafts are scheduled tokens that may be rejected.
+        return int(computed_before) + int(step_tokens) - count_drafts(self._scheduled, request_id)
 
     def gather_states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather the rows of requests, [n, width], and their exact numbers of tokens, [n], if the host lacks them."""
         places = [self._batch.req_id_to_index[request_id] for request_id in request_ids]
         if self._scheduled.scheduled_spec_decode_tokens:
             # Each request has a row for its certain token and a row for each draft.
-            rows = (1 + count_drafts(self._scheduled, request_id) for request_id in self._batch.req_ids)
-            first_rows = list(accumulate(rows, initial=0))
+            row_counts = (1 + count_drafts(self._scheduled, request_id) for request_id in self._batch.req_ids)
+            first_rows = list(accumulate(row_counts, initial=0))
             places = [first_rows[place] for place in places]
         return self._rows[index_on(self._rows.device, places)], None
 
@@ -59,20 +60,20 @@ class SecondRunnerStep:
         place = self._places.get(request_id)
         if place is None:
             return None
-        before = self._batch.num_computed_tokens_np[place]
-        scheduled = self._scheduled.num_scheduled_tokens[request_id]
-        return int(before) + int(scheduled) - count_drafts(self._scheduled, request_id)
+        computed_before = self._batch.num_computed_tokens_np[place]
+        step_tokens = self._scheduled.num_scheduled_tokens[request_id]
+        return int(computed_before) + int(step_tokens) - count_drafts(self._scheduled, request_id)
 
     def gather_states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather as `FirstRunnerStep` does."""
         places = index_on(self._hidden.device, [self._places[request_id] for request_id in request_ids])
+        # A request has logits for its certain token and then for each draft.
         first_logits = self._batch.cu_num_logits[places].long()
         rows = self._hidden[self._batch.logits_indices[first_logits]]
         if self.is_exact:
             return rows, None
-        # A request has logits for its certain token and for each draft.
-        drafts = self._batch.cu_num_logits[places + 1].long() - first_logits - 1
-        return rows, self._batch.seq_lens[places] - drafts
+        draft_counts = self._batch.cu_num_logits[places + 1].long() - first_logits - 1
+        return rows, self._batch.seq_lens[places] - draft_counts
 
 
 Step = FirstRunnerStep | SecondRunnerStep
@@ -101,6 +102,7 @@ def read_step(runner: Any, scheduled: Any) -> Step | None:
     state = runner.execute_model_state
     if state is None:
         return None
+    # Only vLLM's first runner keeps its batch between steps.
     if hasattr(runner, "input_batch"):
         return FirstRunnerStep(runner, state)
     if state.hidden_states is None:
@@ -109,8 +111,8 @@ def read_step(runner: Any, scheduled: Any) -> Step | None:
 
 
 def index_on(device: torch.device, places: Sequence[int]) -> torch.Tensor:
-    """Create an index tensor on a device without waiting for the device."""
     index = torch.tensor(places, dtype=torch.long)
     if device.type == "cuda":
+        # Do not wait for the steps that the device has queued.
         return index.pin_memory().to(device, non_blocking=True)
     return index.to(device)

@@ -48,8 +48,7 @@ class WorkerExtension:
             # Layers that were not reached would stay on the meta device, and the engine's next step would crash.
             finalize_layerwise_reload(model, self.model_runner.model_config)
             return f"{type(error).__name__}: {error}"
-        # The reload skips tied heads.
-        _pack_heads(model)
+        _pack_heads_again(model)
         self.darts_clean_caches()
         return None
 
@@ -60,14 +59,14 @@ class WorkerExtension:
         """
         drafter = self._drafter
         if drafter is not None:
-            drafter.drafts.age()
-        caches = [cache for cache in self.model_runner.kv_caches if isinstance(cache, torch.Tensor)]
+            drafter.drafts.age_counts()
+        kv_caches = [layer for layer in self.model_runner.kv_caches if isinstance(layer, torch.Tensor)]
         # A layer passes NaN on, so the last layer's cache has NaN if any cache has. The check takes some milliseconds
         # for each GiB of all caches.
-        if caches and not _is_finite(caches[-1]):
-            for cache in caches:
+        if kv_caches and not _is_finite(kv_caches[-1]):
+            for kv_cache in kv_caches:
                 torch.nan_to_num_(
-                    cache,
+                    kv_cache,
                     nan=0.0,
                     posinf=0.0,
                     neginf=0.0,
@@ -94,14 +93,14 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         try:
             for layer in model.modules():
-                info = get_layerwise_info(layer)
-                if info.can_load():
+                load_state = get_layerwise_info(layer)
+                if load_state.can_load():
                     # vLLM fills the missing tensors of a layer with uninitialised memory, and places the old tensors
                     # back only if no new tensor was loaded. So forget the tensors that were loaded.
-                    info.load_numel = 0
-                    info.loaded_weights.clear()
+                    load_state.load_numel = 0
+                    load_state.loaded_weights.clear()
             finalize_layerwise_reload(model, self.model_runner.model_config)
-            _pack_heads(model)
+            _pack_heads_again(model)
             self._weight_update_active = False
             self.weight_transfer_engine.reset_weight_update_target()
         except Exception as error:
@@ -123,9 +122,9 @@ class WorkerExtension:
         names = []
         for name, module in manager.modules.items():
             if isinstance(module, BaseLinearLayerWithLoRA):
-                last = name.rpartition(".")[2]
-                parts = manager.packed_modules_mapping.get(last, [last])
-                names += [name.removesuffix(last) + part for part in parts]
+                layer_name = name.rpartition(".")[2]
+                checkpoint_names = manager.packed_modules_mapping.get(layer_name, [layer_name])
+                names += [name.removesuffix(layer_name) + checkpoint_name for checkpoint_name in checkpoint_names]
         return names
 
     def darts_expands_rightly(self) -> bool:
@@ -141,9 +140,9 @@ class WorkerExtension:
         return install(self, address)
 
     def darts_complete_update(self) -> None:
-        """Complete an update through vLLM's own routes: see `_pack_heads` and `darts_clean_caches`."""
+        """Complete an update through vLLM's own routes: see `_pack_heads_again` and `darts_clean_caches`."""
         if current_platform.is_cpu():
-            _pack_heads(self.model_runner.get_model())
+            _pack_heads_again(self.model_runner.get_model())
         self.darts_clean_caches()
 
 
@@ -152,8 +151,8 @@ def __getattr__(name: str) -> type:
     """Build the class whose name vLLM passes to its worker process, see `COMBINED`."""
     if not name.startswith(COMBINED):
         raise AttributeError(name)
-    module, _, other = name.removeprefix(COMBINED).replace(":", ".").rpartition(".")
-    return type(EXTENSION, (WorkerExtension, getattr(import_module(module), other)), {})
+    module, _, users_class = name.removeprefix(COMBINED).replace(":", ".").rpartition(".")
+    return type(EXTENSION, (WorkerExtension, getattr(import_module(module), users_class)), {})
 
 
 def _read_tensors(plan: Plan) -> Iterator[tuple[str, torch.Tensor]]:
@@ -175,12 +174,9 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 
 
-def _pack_heads(model: torch.nn.Module) -> None:
-    """Pack the output heads again.
-
-    On CPU vLLM computes the logits with a packed copy of the head. A reload skips a head that is tied to the
-    embeddings, so the copy would keep the old weights.
-    """
+def _pack_heads_again(model: torch.nn.Module) -> None:
+    # On CPU vLLM computes the logits with a packed copy of the head. A reload skips a head that is tied to the
+    # embeddings, so the copy would keep the old weights.
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):
             module.quant_method.process_weights_after_loading(module)

@@ -28,7 +28,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from darts_server.exceptions import RETRY_SECONDS, EngineBusy, EngineError
-from darts_server.vllm.engine_core.holding import number_of
+from darts_server.vllm.engine_core.holding import request_number
 from darts_server.vllm.engine_core.probe_capture import INSTALL
 from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, Receiver
 from darts_server.vllm.requests.held import numbered_request_of
@@ -85,7 +85,8 @@ class FleetCore(AsyncMPClient):
         """How often each running request has lost its engine."""
         # Lost engines whose requests were not moved yet. Each is in the queue after its last outputs.
         self._lost_engines: list[Engine] = []
-        self._transfer: list[Engine] | None = None
+        # Engines that have joined vLLM's own transfer of weights.
+        self._transfer_engines: list[Engine] | None = None
         self._seen_ranks: set[int] = set()
         self._call_ids = count()
 
@@ -94,7 +95,7 @@ class FleetCore(AsyncMPClient):
     def add_engine(self, hello: Hello, connection: Connection) -> Receiver:
         """Add an engine, which gets requests once it has the state of the other engines."""
         if hello.rank not in self.engine_ranks_managed:
-            raise ValueError(f"rank {hello.rank} of an engine, of {len(self.engine_ranks_managed)}")
+            raise ValueError(f"an engine has rank {hello.rank}, but there are {len(self.engine_ranks_managed)} ranks")
         # Once for each rank, because vLLM adds up the KV blocks in these messages.
         if hello.rank not in self._seen_ranks:
             self._seen_ranks.add(hello.rank)
@@ -107,7 +108,7 @@ class FleetCore(AsyncMPClient):
             self.lose(previous, reason, is_replaced=True)
             previous.connection.close(reason)
         self.engines[engine.name] = engine
-        engine.joining = asyncio.get_running_loop().create_task(self._join(engine))
+        engine.joining_task = asyncio.get_running_loop().create_task(self._join(engine))
         return engine
 
     async def _join(self, engine: "Engine") -> None:
@@ -123,6 +124,7 @@ class FleetCore(AsyncMPClient):
             logger.exception("engine %d cannot be brought to the state of the others", engine.rank)
             engine.connection.close(f"it has not the state of the others: {error}")
             return
+        # The engine may have been lost meanwhile.
         if self.engines.get(engine.name) is engine:
             self.core_engines = sorted([*self.core_engines, engine.name])
             logger.info(
@@ -138,31 +140,33 @@ class FleetCore(AsyncMPClient):
         self.core_engines = [name for name in self.core_engines if name != engine.name]
         self.num_lost += 1
         logger.error("engine %d is lost with %d requests: %s", engine.rank, len(engine.requests), reason)
-        for future in engine.calls.values():
+        for future in engine.unanswered_calls.values():
             if not future.done():
                 future.set_exception(EngineLost(f"engine {engine.rank} was lost: {reason}"))
-        engine.joining.cancel()
+        engine.joining_task.cancel()
         self._lost_engines.append(engine)
+        # `get_output_async` moves the requests once vLLM has read all outputs of the engine.
         self.outputs_queue.put_nowait(engine)
         if not is_replaced:
             self.on_lost(engine.rank)
 
-    async def lose_silent(self, seconds: float, should_send: Callable[[], bool]) -> None:
-        """Treat engines as lost that have requests, but have sent nothing for ``seconds``.
+    async def lose_silent_engines(self, max_seconds: float, should_send: Callable[[], bool]) -> None:
+        """Treat engines as lost that have requests, but have sent nothing for ``max_seconds``.
 
         Runs until cancelled, or not at all for 0 seconds. ``should_send``: False while engines are paused.
         """
-        interval = min(1.0, seconds / 4)
-        while seconds:
+        interval = min(1.0, max_seconds / 4)
+        while max_seconds:
             await asyncio.sleep(interval)
             for engine in list(self.engines.values()):
                 # Polls are counted, because time in which this process did not run must not count.
                 if engine.requests and should_send():
-                    engine.silent += interval
+                    engine.silent_seconds += interval
                 else:
-                    engine.silent = 0.0
-                if engine.silent > seconds:
-                    engine.connection_lost(f"it has requests, and sent nothing for {seconds:g} s (--engine-watchdog)")
+                    engine.silent_seconds = 0.0
+                if engine.silent_seconds > max_seconds:
+                    reason = f"it has requests, and sent nothing for {max_seconds:g} s (--engine-watchdog)"
+                    engine.connection_lost(reason)
                     engine.connection.close("it hangs")
 
     @property
@@ -180,44 +184,44 @@ class FleetCore(AsyncMPClient):
     async def get_output_async(self) -> EngineCoreOutputs:
         """Return the next outputs. Move the requests of lost engines."""
         while True:
-            received: EngineCoreOutputs | Engine = await self.outputs_queue.get()
-            if not isinstance(received, Engine):
-                return received
-            await self._move_requests(received)
-            self._lost_engines.remove(received)
+            item: EngineCoreOutputs | Engine = await self.outputs_queue.get()
+            if not isinstance(item, Engine):
+                return item
+            await self._move_requests(item)
+            self._lost_engines.remove(item)
 
     async def _move_requests(self, lost: "Engine") -> None:
         """Resume the requests of a lost engine on other engines, or end them."""
-        ended = []
-        for name, request in lost.requests.items():
+        ended_ids = []
+        for request_id, request in lost.requests.items():
             # Requests that vLLM has forgotten need no end.
-            state = None if self.processor is None else self.processor.request_states.get(name)
+            state = None if self.processor is None else self.processor.request_states.get(request_id)
             if state is None:
-                self.moves.pop(name, None)
+                self.moves.pop(request_id, None)
                 continue
-            # The request that continues on another engine, or None if that is impossible.
-            follower = None
-            if name not in lost.aborted:
-                follower = resume_request(request, state)
-            if follower is None:
-                ended.append(name)
+            continuation = None
+            if request_id not in lost.aborted_ids:
+                continuation = resume_request(request, state)
+            if continuation is None:
+                ended_ids.append(request_id)
                 continue
-            self.moves[name] += 1
+            self.moves[request_id] += 1
             try:
-                if self.moves[name] > MAX_MOVES:
-                    raise EngineBusy(f"the request has lost its engine {self.moves[name]} times", RETRY_SECONDS)
-                await self.add_request_async(follower)
+                if self.moves[request_id] > MAX_MOVES:
+                    raise EngineBusy(f"the request has lost its engine {self.moves[request_id]} times", RETRY_SECONDS)
+                await self.add_request_async(continuation)
             except EngineBusy as error:
+                # vLLM raises an error in this queue to the caller.
                 if state.queue is not None:
                     state.queue.put(error)
-                ended.append(name)
-        for name in ended:
-            self.moves.pop(name, None)
+                ended_ids.append(request_id)
+        for request_id in ended_ids:
+            self.moves.pop(request_id, None)
         # Empty statistics tell vLLM's metrics that the engine runs nothing.
         self.outputs_queue.put_nowait(
             EngineCoreOutputs(
                 engine_index=lost.rank,
-                outputs=aborted_outputs(ended),
+                outputs=aborted_outputs(ended_ids),
                 scheduler_stats=SchedulerStats(),
             )
         )
@@ -237,35 +241,38 @@ class FleetCore(AsyncMPClient):
         rank = request.data_parallel_rank
         name = None if rank is None else rank.to_bytes(2, "little")
         if name not in self.core_engines:
+            # If no engine is up, `core_engine` raises `EngineBusy`.
             name = min(
                 self.core_engines,
                 key=lambda candidate: len(self.engines[candidate].requests),
                 default=self.core_engine,
             )
         request.client_index = self.client_index
+        # Each engine is the only rank that its own vLLM has.
         request.data_parallel_rank = None
         self.engines[name].requests[request.request_id] = request
         await self._send_input(EngineCoreRequestType.ADD, request, name)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         """Send aborts to engines, and end requests that no engine runs."""
-        missing = dict.fromkeys(request_ids)
+        missing_ids = dict.fromkeys(request_ids)
         for name, engine in list(self.engines.items()):
-            found = [request_id for request_id in missing if request_id in engine.requests]
-            for request_id in found:
-                del missing[request_id]
+            found_ids = [request_id for request_id in missing_ids if request_id in engine.requests]
+            for request_id in found_ids:
+                del missing_ids[request_id]
                 # Engines answer aborts of numbered requests.
-                if number_of(engine.requests[request_id].sampling_params):
-                    engine.aborted.add(request_id)
+                if request_number(engine.requests[request_id].sampling_params):
+                    engine.aborted_ids.add(request_id)
                 else:
                     engine.forget(request_id)
-            if found:
-                await self._send_input(EngineCoreRequestType.ABORT, found, name)
+            if found_ids:
+                await self._send_input(EngineCoreRequestType.ABORT, found_ids, name)
+        # Requests of lost engines must not move to other engines.
         for lost in self._lost_engines:
-            lost.aborted.update(missing)
+            lost.aborted_ids.update(missing_ids)
         # The missing requests are of a lost engine, or have ended. vLLM ignores outputs of requests that have ended.
-        if missing:
-            self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted_outputs(missing)))
+        if missing_ids:
+            self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=aborted_outputs(missing_ids)))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         """Call all engines. Engines that are lost meanwhile do not count.
@@ -279,8 +286,8 @@ class FleetCore(AsyncMPClient):
         if method == RPC:
             engines = [self.engines[name] for name in self.core_engines]
             if args[0] == INIT_TRANSFER:
-                self._transfer = engines
-            elif args[0] in TRANSFERS and self._transfer not in (None, engines):
+                self._transfer_engines = engines
+            elif args[0] in TRANSFERS and self._transfer_engines not in (None, engines):
                 raise EngineError("an engine that had joined the transfer of weights was lost: restart the server")
         answers = await gather_answers(
             self._call_utility_async(method, *args, engine=name) for name in self.core_engines
@@ -292,18 +299,18 @@ class FleetCore(AsyncMPClient):
         return answers[0] if answers else None
 
     async def _call_utility_async(self, method: str, *args: Any, engine: bytes) -> Any:
-        """Call an engine. `Engine.received` or `lose` completes the future."""
-        called = self._find_engine(engine)
+        called_engine = self._find_engine(engine)
         if method == RPC:
-            args = rpc_arguments(self.vllm_config, called.rank, *args)
+            args = rpc_arguments(self.vllm_config, called_engine.rank, *args)
         call_id = next(self._call_ids)
         future = asyncio.get_running_loop().create_future()
-        called.calls[call_id] = future
+        called_engine.unanswered_calls[call_id] = future
         try:
             await self._send_input(EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args), engine)
+            # `Engine.message_received` or `lose` completes the future.
             return await future
         finally:
-            called.calls.pop(call_id, None)
+            called_engine.unanswered_calls.pop(call_id, None)
 
     async def install_probes(self, receive: Callable[[Sequence[bytes]], None]) -> list[str | None]:
         """Install the probe in all engines, and in engines that join later. Return their workers' answers.
@@ -317,15 +324,16 @@ class FleetCore(AsyncMPClient):
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
         """Install the probe. Return the workers' answers: None, or the error's text."""
-        call = (RPC, INSTALL, None, (engine.hidden_states,), None)
-        answers: list[str | None] = await self._call_utility_async(*call, engine=engine.name)
-        return answers
+        # The arguments of ``collective_rpc``: method, timeout, args and kwargs.
+        call = (RPC, INSTALL, None, (engine.hidden_states_address,), None)
+        worker_answers: list[str | None] = await self._call_utility_async(*call, engine=engine.name)
+        return worker_answers
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Close all connections. The hosts end with them."""
         for engine in list(self.engines.values()):
             engine.connection.close("the coordinator stops")
-            engine.joining.cancel()
+            engine.joining_task.cancel()
 
 
 async def gather_answers(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -349,56 +357,56 @@ def rpc_arguments(
     kwargs: Any,
 ) -> tuple[Any, ...]:
     """Return the arguments of ``collective_rpc`` for the engine ``rank``, whose workers count from 0."""
-    workers = config.parallel_config.world_size
-    transfer: Any = config.weight_transfer_config
-    changed = dict(kwargs or {})
-    if method == INIT_TRANSFER and transfer is not None and transfer.backend in NCCL_BACKENDS:
-        info = changed["init_info"]
-        changed["init_info"] = {**info, "rank_offset": info.get("rank_offset", 0) + rank * workers}
-    elif method == "update_weights" and isinstance(changed.get("update_info"), list):
+    engine_workers = config.parallel_config.world_size
+    first_worker = rank * engine_workers
+    transfer_config: Any = config.weight_transfer_config
+    changed_kwargs = dict(kwargs or {})
+    if method == INIT_TRANSFER and transfer_config is not None and transfer_config.backend in NCCL_BACKENDS:
+        info = changed_kwargs["init_info"]
+        changed_kwargs["init_info"] = {**info, "rank_offset": info.get("rank_offset", 0) + first_worker}
+    elif method == "update_weights" and isinstance(changed_kwargs.get("update_info"), list):
         # The list has an entry for each worker of all engines.
-        changed["update_info"] = changed["update_info"][rank * workers : (rank + 1) * workers]
-    return method, timeout, args, changed or kwargs
+        end = first_worker + engine_workers
+        changed_kwargs["update_info"] = changed_kwargs["update_info"][first_worker:end]
+    return method, timeout, args, changed_kwargs or kwargs
 
 
 def resume_request(request: EngineCoreRequest, state: RequestState) -> EngineCoreRequest | None:
-    """Return a request that continues a lost request, or that restarts it and empties ``state``.
-
-    Return None if neither is possible, and for candidates: a group may have counted more tokens than were received.
-    """
+    """Return a request that continues a lost request, or that restarts it and empties ``state``, or None."""
     numbered = numbered_request_of(state)
+    # The group of a candidate may have counted more tokens than were received.
     if request.resumable or (numbered is not None and numbered.is_candidate):
         return None
     params = request.sampling_params
-    follower = copy(request)
+    continuation = copy(request)
     prompt = request.prompt_token_ids or []
-    tokens: Sequence[int] = ()
+    received_tokens: Sequence[int] = ()
     if state.detokenizer is not None:
         # If the request was moved before, its prompt has some of the tokens already.
-        tokens = state.detokenizer.output_token_ids[len(prompt) - state.prompt_len :]
-    if params is None or not tokens:
-        return follower
+        received_tokens = state.detokenizer.output_token_ids[len(prompt) - state.prompt_len :]
+    if params is None or not received_tokens:
+        return continuation
 
-    extends_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
+    is_token_prompt = request.prompt_token_ids is not None and request.prompt_embeds is None
     # Routed experts and sampling masks of two prompts cannot be joined.
-    has_more = state.routed_experts_chunks or state.sampling_mask_chunks
-    if extends_prompt and find_prompt_end_parameter(params) is None and not has_more:
-        follower.prompt_token_ids = [*prompt, *tokens]
-        follower.sampling_params = copy(params)
-        adjust_for_prefix(follower.sampling_params, len(tokens))
-        return follower
+    has_chunks = state.routed_experts_chunks or state.sampling_mask_chunks
+    if is_token_prompt and find_prompt_end_parameter(params) is None and not has_chunks:
+        continuation.prompt_token_ids = [*prompt, *received_tokens]
+        continuation.sampling_params = copy(params)
+        adjust_for_prefix(continuation.sampling_params, len(received_tokens))
+        return continuation
 
     # A caller of a stream has some tokens already, so its request cannot restart.
     if params.output_kind != RequestOutputKind.FINAL_ONLY:
         return None
     tokenizer = None if state.logprobs_processor is None else state.logprobs_processor.tokenizer
-    # vLLM makes the output itself, without the tokens that were received before.
+    # The class's method makes the output again, without the tokens that were received before.
     vars(state).pop(MAKE_COMPLETION, None)
     state.detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
     state.logprobs_processor = LogprobsProcessor.from_new_request(tokenizer, request)
     state.routed_experts_chunks = []
     state.sampling_mask_chunks = []
-    return follower
+    return continuation
 
 
 def aborted_outputs(request_ids: Iterable[str]) -> list[EngineCoreOutput]:
@@ -411,21 +419,20 @@ class Engine:
     def __init__(self, core: FleetCore, hello: Hello, connection: Connection) -> None:
         self.rank = hello.rank
         self.name = hello.rank.to_bytes(2, "little")
-        self.hidden_states = hello.hidden_states
-        """Address at which the engine's workers send hidden states."""
+        self.hidden_states_address = hello.hidden_states
         self.connection = connection
         self.requests: dict[str, EngineCoreRequest] = {}
-        self.aborted: set[str] = set()
+        self.aborted_ids: set[str] = set()
         """Ids of the requests that were aborted, and did not end yet."""
-        self.calls: dict[int, Any] = {}
-        """Futures of calls that the engine did not answer yet."""
-        self.joining: asyncio.Task[None]
-        self.silent = 0.0
+        self.unanswered_calls: dict[int, Any] = {}
+        """Futures of calls, by their ids."""
+        self.joining_task: asyncio.Task[None]
+        self.silent_seconds = 0.0
         self._core = core
 
-    def received(self, parts: list[bytes]) -> None:
+    def message_received(self, parts: list[bytes]) -> None:
         """Handle hidden states, the engine's death, the answer to a call, or outputs."""
-        self.silent = 0.0
+        self.silent_seconds = 0.0
         if parts[0] == HIDDEN_STATES:
             if self._core.on_hidden_states is not None:
                 self._core.on_hidden_states(parts[1:])
@@ -437,8 +444,9 @@ class Engine:
         outputs.engine_index = self.rank
         answer = outputs.utility_output
         if answer is not None:
-            if answer.call_id in self.calls:
-                _process_utility_output(answer, self.calls)
+            # The caller may have been cancelled.
+            if answer.call_id in self.unanswered_calls:
+                _process_utility_output(answer, self.unanswered_calls)
             return
         for output in outputs.outputs:
             if output.finish_reason is not None:
@@ -448,7 +456,7 @@ class Engine:
 
     def forget(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
-        self.aborted.discard(request_id)
+        self.aborted_ids.discard(request_id)
         self._core.moves.pop(request_id, None)
 
     def connection_lost(self, reason: str) -> None:

@@ -28,7 +28,7 @@ from darts_server.vllm.fleet.transport import HIDDEN_STATES, Connection, Hello, 
 
 logger = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.1
+PROCESS_POLL_SECONDS = 0.1
 
 
 class Start(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,14 +44,15 @@ class Start(msgspec.Struct, forbid_unknown_fields=True):
 class LocalEngine(MPClient):
     """vLLM's client of a local engine. It reads no messages of the engine, and passes the coordinator's on."""
 
-    ready = b""
+    ready_message = b""
     disconnected: asyncio.Future[str]
 
     def _apply_ready_response(self, payload: bytes) -> None:
-        self.ready = payload
+        # The coordinator's client of the engine applies the message too.
+        self.ready_message = payload
         super()._apply_ready_response(payload)
 
-    def received(self, parts: list[bytes]) -> None:
+    def message_received(self, parts: list[bytes]) -> None:
         self.input_socket.send_multipart([self.core_engine, *parts], copy=False)
 
     def connection_lost(self, reason: str) -> None:
@@ -67,14 +68,14 @@ async def run_host(start: Start, folder: Path) -> str:
     flags.send_images_whole(config)
     engine = LocalEngine(True, config, Executor.get_class(config), log_stats=not args.disable_log_stats)
     engine.disconnected = asyncio.get_running_loop().create_future()
-    manager: Any = engine.resources.engine_manager
-    socket: Any = engine.resources.output_socket
+    process_manager: Any = engine.resources.engine_manager
+    output_socket: Any = engine.resources.output_socket
     connection: Connection | None = None
     tasks: list[asyncio.Future[Any]] = []
 
     async def pass_outputs(connection: Connection) -> str:
         while True:
-            parts = await socket.recv_multipart()
+            parts = await output_socket.recv_multipart()
             connection.send(parts)
             if parts[0] == EngineCoreProc.ENGINE_CORE_DEAD:
                 return "the engine has died"
@@ -84,10 +85,10 @@ async def run_host(start: Start, folder: Path) -> str:
             connection.send([HIDDEN_STATES, *await hidden_states.recv_multipart()])
 
     async def wait_for_process() -> str:
-        """Wait until the engine's process has ended, perhaps without a message, and return the reason."""
-        while not manager.finished_procs():
-            await asyncio.sleep(WATCH_SECONDS)
-        return f"the engine was ended: {manager.finished_procs()}"
+        # A process that was killed sends no message.
+        while not process_manager.finished_procs():
+            await asyncio.sleep(PROCESS_POLL_SECONDS)
+        return f"the engine was ended: {process_manager.finished_procs()}"
 
     with zmq.asyncio.Context() as context, context.socket(zmq.PULL) as hidden_states:
         try:
@@ -96,7 +97,7 @@ async def run_host(start: Start, folder: Path) -> str:
             hidden_states.bind(address)
 
             # Connect to the coordinator, and pass messages until a task or the connection ends.
-            hello = Hello(start.token, start.rank, engine.ready, address)
+            hello = Hello(start.token, start.rank, engine.ready_message, address)
             connection = await connect(start.host, start.port, hello, engine)
             tasks = [
                 asyncio.ensure_future(pass_outputs(connection)),
@@ -104,8 +105,8 @@ async def run_host(start: Start, folder: Path) -> str:
                 asyncio.ensure_future(wait_for_process()),
                 engine.disconnected,
             ]
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return str(ended.pop().result())
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return str(done.pop().result())
         finally:
             for task in tasks:
                 task.cancel()

@@ -28,72 +28,74 @@ class Ranks:
     """
 
     def __init__(self, count: int, engine_core: Any) -> None:
-        self._core = engine_core
-        self._running = [0] * count
-        self._ranks: dict[str, int] = {}
-        self._candidates: Counter[str] = Counter()
-        self._ended: OrderedDict[str, int] = OrderedDict()
-        self._joined: dict[str, str] = {}
+        self._engine_core = engine_core
+        self._running_requests = [0] * count
+        self._rank_of_group: dict[str, int] = {}
+        self._running_candidates: Counter[str] = Counter()
+        self._rank_of_ended_group: OrderedDict[str, int] = OrderedDict()
+        self._joined_group: dict[str, str] = {}
 
     @contextmanager
-    def candidate(self, request: str) -> Iterator[int]:
+    def count_candidate(self, request_id: str) -> Iterator[int]:
         """Yield the rank of the request's group, and count a candidate there in the block."""
-        group = self._joined.get(request, request)
-        if group not in self._ranks:
+        # A request that has joined no group is a group of its own.
+        group_id = self._joined_group.get(request_id, request_id)
+        if group_id not in self._rank_of_group:
             # A group of single requests continues on its engine if its first candidates end before its next request.
-            self._ranks[group] = self._ended.pop(group, self._least_loaded())
-        rank = self._ranks[group]
-        self._running[rank] += 1
-        self._candidates[group] += 1
+            rank = self._rank_of_ended_group.pop(group_id, self._least_loaded_rank())
+            self._rank_of_group[group_id] = rank
+        rank = self._rank_of_group[group_id]
+        self._running_requests[rank] += 1
+        self._running_candidates[group_id] += 1
         try:
             yield rank
         finally:
-            self._running[rank] -= 1
-            self._candidates[group] -= 1
-            if not self._candidates[group]:
-                del self._candidates[group]
-                self._ended[group] = self._ranks.pop(group)
-                if len(self._ended) > KEPT_GROUPS:
-                    self._ended.popitem(last=False)
+            self._running_requests[rank] -= 1
+            self._running_candidates[group_id] -= 1
+            if not self._running_candidates[group_id]:
+                del self._running_candidates[group_id]
+                self._rank_of_ended_group[group_id] = self._rank_of_group.pop(group_id)
+                if len(self._rank_of_ended_group) > KEPT_GROUPS:
+                    self._rank_of_ended_group.popitem(last=False)
 
-    def _least_loaded(self) -> int:
+    def _least_loaded_rank(self) -> int:
         """Return the rank with the fewest requests, or 0 if no engine is up."""
-        ranks = [int.from_bytes(name, "little") for name in self._core.core_engines]
-        return min(ranks, key=lambda rank: self._running[rank], default=0)
+        ranks = [int.from_bytes(name, "little") for name in self._engine_core.core_engines]
+        return min(ranks, key=lambda rank: self._running_requests[rank], default=0)
 
     @contextmanager
-    def joined(self, request: str, group: str) -> Iterator[None]:
+    def join_group(self, request_id: str, group_id: str) -> Iterator[None]:
         """Count candidates of the request as candidates of the group in the block."""
-        self._joined[request] = group
+        self._joined_group[request_id] = group_id
         try:
             yield
         finally:
             # Callers choose ids, and may have chosen this id twice.
-            self._joined.pop(request, None)
+            self._joined_group.pop(request_id, None)
 
-    def rank_of(self, request: str, options: Mapping[str, Any]) -> int | None:
+    def rank_of(self, request_id: str, options: Mapping[str, Any]) -> int | None:
         """Return the rank of a request that runs or has just ended: its caller's choice, its group's rank, or None."""
-        chosen: int | None = options.get(RANK)
-        if chosen is not None:
-            return chosen
-        group = self._joined.get(request, request)
-        return self._ranks.get(group, self._ended.get(group))
+        callers_rank: int | None = options.get(RANK)
+        if callers_rank is not None:
+            return callers_rank
+        group_id = self._joined_group.get(request_id, request_id)
+        return self._rank_of_group.get(group_id, self._rank_of_ended_group.get(group_id))
 
     @contextmanager
-    def running_on(self, rank: int) -> Iterator[None]:
+    def count_request(self, rank: int) -> Iterator[None]:
         """Count a request without a group on an engine in the block."""
         # Callers may choose a rank that does not exist.
-        if not 0 <= rank < len(self._running):
+        if not 0 <= rank < len(self._running_requests):
             yield
             return
-        self._running[rank] += 1
+        self._running_requests[rank] += 1
         try:
             yield
         finally:
-            self._running[rank] -= 1
+            self._running_requests[rank] -= 1
 
 
-def placed_options(
+def add_placement(
     config: VllmConfig,
     options: Mapping[str, Any],
     rank: int | None,
@@ -112,6 +114,7 @@ def placed_options(
 
 def combine_priority(priority: int, order: float) -> int:
     """Return a priority for vLLM that sorts by the caller's priority first, and by ``order`` in seconds second."""
+    # Both are clipped, so that the order never reaches another level, and the result fits into 64 bits.
     level = min(max(priority, -MAX_PRIORITY), MAX_PRIORITY)
     milliseconds = min(max(round(1000 * order), -LEVEL // 2), LEVEL // 2 - 1)
     return level * LEVEL + milliseconds

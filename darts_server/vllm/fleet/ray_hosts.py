@@ -48,18 +48,19 @@ CPUS_WITH_GPU = 1.0
 # An engine without a GPU uses all cores of its node, however many Ray reserves. A whole CPU for each would only limit
 # the number of engines.
 CPUS_WITHOUT_GPU = 0.1
-HANDED_ON = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
+INHERITED_PREFIXES = ("VLLM_", "DARTS_", "HF_", "NCCL_", "TORCH")
 """Prefixes of the environment variables that engines get from this process."""
 
 
 T = TypeVar("T")
 
 
-def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
+def call_in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
     """Call Ray in a thread: a call takes a while, and hangs while the head of the cluster is gone."""
     future = Future[T]()
 
-    def run() -> None:
+    def set_result() -> None:
+        # False if the caller was cancelled before the thread has started.
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(call())
@@ -68,7 +69,7 @@ def in_thread(call: Callable[[], T]) -> "asyncio.Future[T]":
 
     # The end of the process does not wait for daemon threads, as it would for an executor's.
     threading.Thread(
-        target=run,
+        target=set_result,
         name="darts-ray",
         daemon=True,
     ).start()
@@ -86,6 +87,7 @@ def private_folder() -> Path:
     parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     folder = parent / f"darts-{os.getuid()}"
     folder.mkdir(mode=PRIVATE, exist_ok=True)
+    # Not `stat`, because another user may have put a link there.
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "is not a folder of this user; remove it, or set RAY_TMPDIR", str(folder))
@@ -114,8 +116,9 @@ class HostActor:
             # A process group for the host and its engine.
             start_new_session=True,
         )
+        # Send `start` to the host's input, and wait for the host's end.
         self._child.communicate(start)
-        # End processes of the engine that are left.
+        # The host's engine may have processes that still run.
         self.end(signal.SIGKILL)
         return self._child.returncode
 
@@ -129,36 +132,37 @@ class HostActor:
 class PlacedHosts:
     """The hosts of all engines. Implements `darts_server.vllm.api.launch.EngineHosts`.
 
-    ``wanted``: CPUs and GPUs of each host. ``is_own``: whether this process started the cluster.
+    ``resources``: CPUs and GPUs of each host. ``is_own_cluster``: whether this process started it.
     """
 
-    group: Any
-    wanted: dict[str, float]
+    placement_group: Any
+    resources: dict[str, float]
     environment: dict[str, str]
-    is_own: bool
+    is_own_cluster: bool
     failure: InvalidSetting | None = None
-    _actors: dict[int, Any] = field(default_factory=dict)
-    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+    _actor_of_rank: dict[int, Any] = field(default_factory=dict)
+    _ending_tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def keep_running(self, rank: int, start: bytes) -> None:
         """Run a host of an engine, and start another host whenever it ends, until cancelled."""
         failures = 0
         pause = FIRST_PAUSE
         while True:
-            began = time.monotonic()
+            started_at = time.monotonic()
             try:
-                self._actors[rank], exit_code = await in_thread(partial(self._start, rank, start))
+                actor, exit_code = await call_in_thread(partial(self._start_host, rank, start))
+                self._actor_of_rank[rank] = actor
                 reason = f"exit code {await exit_code}; its log says why"
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
-            ended = self._actors.pop(rank, None)
-            if ended is not None:
-                in_thread(partial(end_actor, ended))
+            ended_actor = self._actor_of_rank.pop(rank, None)
+            if ended_actor is not None:
+                call_in_thread(partial(end_actor, ended_actor))
 
             # Wait before the next host is started.
             failures += 1
             pause = min(2 * pause, LONGEST_PAUSE)
-            if time.monotonic() - began > LASTED_SECONDS:
+            if time.monotonic() - started_at > LASTED_SECONDS:
                 pause = FIRST_PAUSE
             logger.error("the host of engine %d has ended: %s", rank, reason)
             if failures == MAX_FAILURES:
@@ -169,57 +173,59 @@ class PlacedHosts:
 
     async def _wait_for_head(self, rank: int) -> None:
         """Wait until the head of the cluster answers. Without the head Ray starts no actor, and reports no error."""
-        answer = in_thread(ray.nodes)
+        answer = call_in_thread(ray.nodes)
         await asyncio.wait([answer], timeout=HEAD_SECONDS)
         if not answer.done():
             remedy = "see its cluster's log"
-            if self.is_own:
+            if self.is_own_cluster:
                 remedy = "it ended, and does not come back: restart the server"
             logger.error("engine %d is not started again until the head of Ray's cluster answers; %s", rank, remedy)
         # The next start reports an error.
         with suppress(Exception):
             await answer
 
-    def _start(self, rank: int, start: bytes) -> tuple[Any, Any]:
+    def _start_host(self, rank: int, start: bytes) -> tuple[Any, Any]:
         """Return an actor that runs a host, and Ray's reference to the host's exit code."""
+        bundle = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=rank)
         remote_class = ray.remote(HostActor).options(
-            num_cpus=self.wanted["CPU"],
-            num_gpus=self.wanted.get("GPU", 0.0),
+            num_cpus=self.resources["CPU"],
+            num_gpus=self.resources.get("GPU", 0.0),
             # `end` is called while `run` runs.
             max_concurrency=2,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank),
+            scheduling_strategy=bundle,
         )
         actor = remote_class.remote()
         return actor, actor.run.remote(start, self.environment)
 
     def restart(self, rank: int) -> None:
         """End the host of an engine: `keep_running` starts another."""
-        actor = self._actors.get(rank)
+        actor = self._actor_of_rank.get(rank)
         if actor is not None:
-            task = asyncio.get_running_loop().create_task(self._end(actor))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            # Tasks are kept here, because asyncio keeps only weak references.
+            task = asyncio.get_running_loop().create_task(self._kill_host(actor))
+            self._ending_tasks.add(task)
+            task.add_done_callback(self._ending_tasks.discard)
 
-    async def _end(self, actor: Any) -> None:
+    async def _kill_host(self, actor: Any) -> None:
         """Kill a host that hangs, and then its actor, which may hang too."""
         with suppress(Exception):
             async with asyncio.timeout(END_SECONDS):
-                ended = await in_thread(partial(actor.end.remote, signal.SIGKILL))
-                await ended
+                end_call = await call_in_thread(partial(actor.end.remote, signal.SIGKILL))
+                await end_call
         await asyncio.sleep(END_SECONDS)
-        await in_thread(partial(end_actor, actor))
+        await call_in_thread(partial(end_actor, actor))
 
     async def stop(self) -> None:
         """Send SIGTERM to all hosts. Ray ends other actors when this process disconnects."""
 
         async def end(actor: Any) -> None:
             # Ray returns a reference to the call at once.
-            ended = await in_thread(actor.end.remote)
-            await ended
+            end_call = await call_in_thread(actor.end.remote)
+            await end_call
 
         with suppress(Exception):
             async with asyncio.timeout(STOP_SECONDS):
-                await asyncio.gather(*map(end, self._actors.values()), return_exceptions=True)
+                await asyncio.gather(*map(end, self._actor_of_rank.values()), return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,27 +275,28 @@ class Cluster:
                 gpus = 0
                 if ray.cluster_resources().get("GPU", 0) > 0:
                     gpus = divided_over
-            wanted = {"CPU": CPUS_WITHOUT_GPU}
+            resources = {"CPU": CPUS_WITHOUT_GPU}
             if gpus:
-                wanted = {"CPU": CPUS_WITH_GPU, "GPU": gpus}
-            group = placement_group([wanted] * len(starts))
+                resources = {"CPU": CPUS_WITH_GPU, "GPU": gpus}
+            # A bundle for each host: Ray reserves it on one node.
+            group = placement_group([resources] * len(starts))
             if not await asyncio.to_thread(group.wait, PLACE_SECONDS):
                 raise InvalidSetting(
-                    f"Ray's cluster does not have {len(starts)} x ({gpus:g} GPUs, {wanted['CPU']:g} CPUs) on single "
+                    f"Ray's cluster does not have {len(starts)} x ({gpus:g} GPUs, {resources['CPU']:g} CPUs) on single "
                     f"nodes that are free; it has {ray.cluster_resources()}"
                 )
 
-            environment = {name: value for name, value in os.environ.items() if name.startswith(HANDED_ON)}
-            placed = PlacedHosts(group, wanted, environment, is_own=self.address is None)
-            tasks = [asyncio.create_task(placed.keep_running(rank, start)) for rank, start in enumerate(starts)]
+            environment = {name: value for name, value in os.environ.items() if name.startswith(INHERITED_PREFIXES)}
+            hosts = PlacedHosts(group, resources, environment, is_own_cluster=self.address is None)
+            tasks = [asyncio.create_task(hosts.keep_running(rank, start)) for rank, start in enumerate(starts)]
             try:
-                yield placed
+                yield hosts
             finally:
-                await placed.stop()
+                await hosts.stop()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             with suppress(TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS):
-                    await in_thread(ray.shutdown)
+                    await call_in_thread(ray.shutdown)

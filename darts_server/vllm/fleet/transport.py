@@ -46,13 +46,13 @@ class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Receiver(Protocol):
-    def received(self, parts: list[bytes]) -> None: ...
+    def message_received(self, parts: list[bytes]) -> None: ...
 
     def connection_lost(self, reason: str) -> None:
         """Handle the end of the connection. Called once."""
 
 
-class Malformed(Exception):
+class MalformedMessage(Exception):
     """The received bytes are no message."""
 
 
@@ -64,28 +64,29 @@ class Parser:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[list[bytes]]:
-        """Yield the messages that are complete now, or raise `Malformed`."""
+        """Yield the messages that are complete now, or raise `MalformedMessage`."""
         buffer = self._buffer
         buffer += data
         while len(buffer) >= LENGTH.size:
             (count,) = LENGTH.unpack_from(buffer)
             if not 0 < count <= MAX_PARTS:
-                raise Malformed(f"a message of {count} parts")
-            end = LENGTH.size * (count + 1)
-            if len(buffer) < end:
+                raise MalformedMessage(f"a message of {count} parts")
+            head_size = LENGTH.size * (count + 1)
+            if len(buffer) < head_size:
                 return
             lengths = struct.unpack_from(f"<{count}I", buffer, LENGTH.size)
-            size = sum(lengths)
-            if size > self.max_bytes:
-                raise Malformed(f"a message of {size} bytes")
-            if len(buffer) < end + size:
+            body_size = sum(lengths)
+            if body_size > self.max_bytes:
+                raise MalformedMessage(f"a message of {body_size} bytes")
+            if len(buffer) < head_size + body_size:
                 return
             parts = []
+            begin = head_size
             with memoryview(buffer) as view:
                 for length in lengths:
-                    parts.append(bytes(view[end : end + length]))
-                    end += length
-            del buffer[:end]
+                    parts.append(bytes(view[begin : begin + length]))
+                    begin += length
+            del buffer[: head_size + body_size]
             yield parts
 
 
@@ -96,7 +97,7 @@ class Connection(asyncio.Protocol):
         self.receiver = receiver
         self.parser = Parser(max_bytes)
         self._transport: asyncio.Transport | None = None
-        self._reason = "it was closed"
+        self._close_reason = "it was closed"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport has another base class.
@@ -112,13 +113,14 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in self.parser.feed(data):
-                self.receiver.received(message)
+                self.receiver.message_received(message)
         except Exception as error:
             # A stranger's bytes, or a fault with one message, must end only this connection.
             self.close(f"{type(error).__name__}: {error}")
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.receiver.connection_lost(self._reason if error is None else str(error))
+        # After `close` there is no error.
+        self.receiver.connection_lost(self._close_reason if error is None else str(error))
 
     def send(self, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         """Send a message; it is lost if the connection has ended."""
@@ -129,7 +131,7 @@ class Connection(asyncio.Protocol):
 
     def close(self, reason: str) -> None:
         """End the connection at once, and drop unsent bytes. The receiver's ``connection_lost`` gets the reason."""
-        self._reason = reason
+        self._close_reason = reason
         if self._transport is not None:
             self._transport.abort()
 
@@ -144,10 +146,10 @@ async def listen(host: str, token: str, create_receiver: CreateReceiver) -> asyn
     connection's receiver.
     """
     loop = asyncio.get_running_loop()
-    return await loop.create_server(lambda: _Greeting(token, create_receiver).connection, host, 0)
+    return await loop.create_server(lambda: _HelloReceiver(token, create_receiver).connection, host, 0)
 
 
-class _Greeting:
+class _HelloReceiver:
     """Receives the `Hello` of a host. Then the host's own receiver takes its place."""
 
     def __init__(self, token: str, create_receiver: CreateReceiver) -> None:
@@ -155,18 +157,19 @@ class _Greeting:
         self._create_receiver = create_receiver
         self.connection = Connection(self, HELLO_BYTES)
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(HELLO_SECONDS, self.connection.close, "it did not say who it is")
+        self._hello_timeout = loop.call_later(HELLO_SECONDS, self.connection.close, "it did not say who it is")
 
-    def received(self, parts: list[bytes]) -> None:
+    def message_received(self, parts: list[bytes]) -> None:
         hello = msgspec.msgpack.decode(parts[0], type=Hello)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            raise Malformed("the token is not that of this coordinator")
-        self._timer.cancel()
+            # The connection closes after any error.
+            raise MalformedMessage("the token is not that of this coordinator")
+        self._hello_timeout.cancel()
         self.connection.parser.max_bytes = MAX_BYTES
         self.connection.receiver = self._create_receiver(hello, self.connection)
 
     def connection_lost(self, reason: str) -> None:
-        self._timer.cancel()
+        self._hello_timeout.cancel()
         logger.warning("a connection to the port of the engines was refused: %s", reason)
 
 

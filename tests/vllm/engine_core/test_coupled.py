@@ -11,14 +11,14 @@ from vllm.v1.sample.ops.topk_topp_sampler import random_sample
 
 from darts_server.vllm.engine_core import coupled
 from darts_server.vllm.engine_core.coupled import (
-    Streams,
+    StepStreams,
     exponential_noise,
-    keys_of,
-    race,
-    sample_next,
+    noise_keys,
+    sample,
+    sample_after_drafts,
+    step_streams,
     stream_of,
-    streams_of,
-    verify,
+    verify_drafts,
 )
 from darts_server.vllm.engine_core.plugin import SEED
 from darts_server.vllm.flags import can_compile
@@ -44,7 +44,7 @@ def z_of_chi_square(counts: Any, expected: Any) -> float:
 def uniform(seeds: range, positions: range, size: int) -> np.ndarray[Any, Any]:
     """Return the noise as numbers from 0 to 1: [seeds, positions, size]."""
     streams = np.array([stream_of("", seed) for seed in seeds], np.uint64)
-    keys = keys_of(np.repeat(streams, len(positions)), np.tile(np.array(positions), len(seeds)))
+    keys = noise_keys(np.repeat(streams, len(positions)), np.tile(np.array(positions), len(seeds)))
     values = torch.exp(-exponential_noise(keys, size).double())
     return values.reshape(len(seeds), len(positions), size).numpy()
 
@@ -58,7 +58,7 @@ def test_the_noise_is_exponential() -> None:
 
 
 def test_small_noise_is_right_so_that_improbable_tokens_are_sampled() -> None:
-    keys = keys_of(np.arange(30, dtype=np.uint64), np.zeros(30, np.int64))
+    keys = noise_keys(np.arange(30, dtype=np.uint64), np.zeros(30, np.int64))
     noise = torch.cat([exponential_noise(key, 500_000) for key in keys.split(1)])
     for limit in (1e-4, 1e-5, 1e-6):
         expected = noise.numel() * limit
@@ -84,12 +84,12 @@ def test_each_bit_of_stream_position_and_token_changes_half_of_the_noise() -> No
     generator = np.random.default_rng(0)
     streams = generator.integers(0, 2**64, 500, dtype=np.uint64)
     positions = generator.integers(0, 2**17, 500)
-    base = exponential_noise(keys_of(streams, positions), 64)
+    base = exponential_noise(noise_keys(streams, positions), 64)
     for bit in range(64):
-        other = exponential_noise(keys_of(streams ^ np.uint64(1 << bit), positions), 64)
+        other = exponential_noise(noise_keys(streams ^ np.uint64(1 << bit), positions), 64)
         assert abs(float((base < other).double().mean()) - 0.5) < 4.5 * 0.5 / np.sqrt(base.numel())
     for bit in range(17):
-        other = exponential_noise(keys_of(streams, positions ^ (1 << bit)), 64)
+        other = exponential_noise(noise_keys(streams, positions ^ (1 << bit)), 64)
         assert abs(float(np.corrcoef(base.ravel(), other.ravel())[0, 1])) < 4.5 / np.sqrt(base.numel())
 
 
@@ -97,10 +97,10 @@ def test_tokens_have_the_frequencies_of_vllms_sampler() -> None:
     logits = 3 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
     probs = logits.softmax(-1).expand(50_000, -1).contiguous()
     expected = probs[0].double().numpy() * len(probs)
-    keys = keys_of(np.repeat(np.arange(500, dtype=np.uint64), 100), np.tile(np.arange(100), 500))
+    keys = noise_keys(np.repeat(np.arange(500, dtype=np.uint64), 100), np.tile(np.arange(100), 500))
     torch.manual_seed(1)
     is_common = expected > 10
-    for sampled in (race(probs, keys), random_sample(probs.clone(), {})):
+    for sampled in (sample(probs, keys), random_sample(probs.clone(), {})):
         counts = np.bincount(sampled.numpy(), minlength=VOCABULARY)
         assert abs(z_of_chi_square(counts[is_common], expected[is_common])) < 4.5
 
@@ -108,19 +108,19 @@ def test_tokens_have_the_frequencies_of_vllms_sampler() -> None:
 def test_tokens_without_probability_are_never_sampled() -> None:
     probs = torch.zeros(5000, 64)
     probs[:, 5] = 1.0
-    sampled = race(probs, keys_of(np.arange(5000, dtype=np.uint64), np.zeros(5000, np.int64)))
+    sampled = sample(probs, noise_keys(np.arange(5000, dtype=np.uint64), np.zeros(5000, np.int64)))
     assert (sampled == 5).all()
 
 
 def test_blocks_and_compilation_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     probs = torch.randn(300, VOCABULARY).softmax(-1)
-    keys = keys_of(np.arange(300, dtype=np.uint64), np.arange(300))
-    sampled = race(probs, keys)
+    keys = noise_keys(np.arange(300, dtype=np.uint64), np.arange(300))
+    sampled = sample(probs, keys)
     monkeypatch.setattr(coupled, "BLOCK_ON_CPU", 3 * VOCABULARY)
-    assert torch.equal(race(probs, keys), sampled)
+    assert torch.equal(sample(probs, keys), sampled)
     if can_compile():
         with torch.compiler.set_stance("default"):
-            assert torch.equal(race(probs, keys), sampled)
+            assert torch.equal(sample(probs, keys), sampled)
 
 
 # --- drafts -------------------------------------------------------------------------
@@ -130,8 +130,8 @@ def step_by_step(logits: torch.Tensor, stream: int, position: int, *, greedy: bo
     """Return the tokens at the positions of ``logits``, sampled one at a time."""
     tokens = []
     for place, row in enumerate(logits):
-        here = Streams(np.array([stream], np.uint64), np.array([position + place]), np.zeros(1, np.int64))
-        sampled = row.argmax() if greedy else sample_next(row.softmax(-1).unsqueeze(0), here)
+        here = StepStreams(np.array([stream], np.uint64), np.array([position + place]), np.zeros(1, np.int64))
+        sampled = row.argmax() if greedy else sample_after_drafts(row.softmax(-1).unsqueeze(0), here)
         tokens.append(int(sampled))
     return tokens
 
@@ -143,14 +143,14 @@ def test_a_step_emits_the_tokens_of_single_steps_up_to_the_first_wrong_draft(kin
     for _ in range(30):
         counts = random.integers(0, 5, 6)
         counts[0] = 4
-        streams = Streams(random.integers(0, 2**63, 6).astype(np.uint64), random.integers(5, 90, 6), counts)
+        streams = StepStreams(random.integers(0, 2**63, 6).astype(np.uint64), random.integers(5, 90, 6), counts)
         is_greedy = {"random": np.zeros(6), "greedy": np.ones(6), "mixed": random.integers(0, 2, 6)}[kind].astype(bool)
 
         drafts, distributions, following, expected = [], [], [], []
         for row in range(6):
             logits = 2 * torch.randn(counts[row] + 1, VOCABULARY, generator=generator)
             tokens = step_by_step(
-                logits, int(streams.streams[row]), int(streams.positions[row]), greedy=bool(is_greedy[row])
+                logits, int(streams.streams[row]), int(streams.next_positions[row]), greedy=bool(is_greedy[row])
             )
             right = int(random.integers(0, counts[row] + 1))
             draft = [*tokens[:right], *((token + 1) % VOCABULARY for token in tokens[right : counts[row]])]
@@ -163,7 +163,7 @@ def test_a_step_emits_the_tokens_of_single_steps_up_to_the_first_wrong_draft(kin
             expected.append(emitted + [-1] * (5 - len(emitted)))
 
         temperature = None if kind == "greedy" else torch.tensor(np.where(is_greedy, 0.0, 1.0))
-        emitted_all = verify(
+        emitted_all = verify_drafts(
             torch.tensor(drafts, dtype=torch.int32),
             torch.tensor(following, dtype=torch.int32),
             4,
@@ -195,8 +195,8 @@ def test_a_resumed_request_keeps_its_first_seed() -> None:
     resumed = SimpleNamespace(seed=77, extra_args={SEED: 5})
     runner = runner_of(first=first, resumed=resumed)
     for drafts in (None, [2, 0]):
-        streams = streams_of(runner, drafts)
+        streams = step_streams(runner, drafts)
         assert streams.streams.tolist() == [stream_of("", 5)] * 2
-        assert streams.positions.tolist() == [9, 12]
-        assert streams.counts.tolist() == (drafts or [0, 0])
+        assert streams.next_positions.tolist() == [9, 12]
+        assert streams.draft_counts.tolist() == (drafts or [0, 0])
     assert not streams, "vLLM takes it for no generators"

@@ -42,8 +42,8 @@ class DrafterOfDoubles(Drafter):
 
     def __init__(self) -> None:
         self.drafts: Any = Drafts()
-        self._longest = LONGEST
-        self._names = []
+        self._max_model_len = LONGEST
+        self._batch_ids = []
         self._first_ends = np.zeros(0, np.int64)
 
 

@@ -65,20 +65,22 @@ class HeldFrontend(DeferringFrontend):
         self.received = 0
 
     def add(self, prompt: Sequence[int] = PROMPT) -> EngineCoreRequest:
-        self.holding.pass_on(Begin(ID, 1, is_held=not self.case.params.stop))
+        self.holding.process_message(Begin(ID, 1, is_held=not self.case.params.stop))
         return super().add(prompt)
 
     def run(self) -> RequestOutput:
         for number, message in enumerate(self.case.messages):
             if number == self.release_after:
-                self.pass_on(Release([ID]))
-            self.pass_on(self.decoder.decode(message))
+                self.process_message(Release([ID]))
+            self.process_message(self.decoder.decode(message))
         if self.case.aborted:
-            self.pass_on(EngineCoreOutputs(outputs=[EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)]))
+            self.process_message(
+                EngineCoreOutputs(outputs=[EngineCoreOutput(ID, [], finish_reason=FinishReason.ABORT)])
+            )
         return self.end()
 
-    def pass_on(self, message: Any) -> None:
-        for report in self.holding.pass_on(message):
+    def process_message(self, message: Any) -> None:
+        for report in self.holding.process_message(message):
             outputs = [output for output in as_received(report).outputs if output.request_id == ID]
             self.received += len(outputs)
             self.processor.process_outputs(outputs, 1.0, None)
@@ -113,8 +115,8 @@ def new_holding_queue(*names: str, clock: Clock | None = None) -> HoldingQueue:
     """Return a queue with requests of these names, numbered from 1. Each has its first token."""
     holding = HoldingQueue(queue.Queue(), clock or Clock())
     for number, name in enumerate(names, 1):
-        assert holding.pass_on(Begin(name, number, is_held=True)) == []
-    (first,) = holding.pass_on(step(*((name, 1) for name in names), first=True))
+        assert holding.process_message(Begin(name, number, is_held=True)) == []
+    (first,) = holding.process_message(step(*((name, 1) for name in names), first=True))
     assert [output.request_id for output in first.outputs] == list(names)
     return holding
 
@@ -127,18 +129,18 @@ def counts(report: EngineCoreOutputs) -> dict[int, int]:
 def test_counts_are_reported_at_intervals_and_nothing_else_is_sent() -> None:
     clock = Clock()
     holding = new_holding_queue("a", "b", clock=clock)
-    assert holding.pass_on(step(("a", 1), ("b", 1), more=SchedulerStats())) == []
+    assert holding.process_message(step(("a", 1), ("b", 1), more=SchedulerStats())) == []
     clock.now = REPORT_SECONDS
-    (report,) = holding.pass_on(step(("a", 3), more=SchedulerStats()))
+    (report,) = holding.process_message(step(("a", 3), more=SchedulerStats()))
     assert (report.outputs, counts(report)) == ([], {1: 5, 2: 2})
-    assert holding.pass_on(step(("b", 1))) == []
+    assert holding.process_message(step(("b", 1))) == []
 
 
 def test_a_message_with_the_end_of_a_request_has_the_counts_of_all_others() -> None:
     holding = new_holding_queue("a", "b")
     end = step(("a", 2), ("b", 4))
     end.outputs[0].finish_reason = FinishReason.STOP
-    (report,) = holding.pass_on(end)
+    (report,) = holding.process_message(end)
     assert [output.request_id for output in report.outputs] == ["a"]
     assert counts(report) == {2: 5}
 
@@ -150,22 +152,22 @@ def test_reports_of_counts_alone_seldom_have_statistics() -> None:
     for _ in range(100):
         # Some steps are not reported at all.
         clock.now += 0.4 * REPORT_SECONDS
-        for report in holding.pass_on(step(("a", 1), more=SchedulerStats())):
+        for report in holding.process_message(step(("a", 1), more=SchedulerStats())):
             has_statistics.append(report.scheduler_stats is not None)
     assert 2 <= has_statistics.count(True) <= clock.now / STATS_SECONDS + 1 < len(has_statistics) / 4
     end = step(("a", 1), more=SchedulerStats())
     end.outputs[0].finish_reason = FinishReason.STOP
-    (report,) = holding.pass_on(end)
+    (report,) = holding.process_message(end)
     assert report.scheduler_stats is not None
 
 
 def test_the_answer_of_a_call_follows_all_counts() -> None:
     holding = new_holding_queue("a")
-    holding.pass_on(step(("a", 4)))
-    report, call = holding.pass_on(ANSWER)
+    holding.process_message(step(("a", 4)))
+    report, call = holding.process_message(ANSWER)
     assert counts(report) == {1: 5}
     assert call is ANSWER
-    assert HoldingQueue(queue.Queue()).pass_on(ANSWER) == [ANSWER]
+    assert HoldingQueue(queue.Queue()).process_message(ANSWER) == [ANSWER]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_the_answer_of_a_call_follows_all_counts() -> None:
 )
 def test_a_message_that_has_more_than_gauges_is_sent(more: dict[str, Any]) -> None:
     message = structs.replace(step(("a", 1)), **more)
-    (sent_on,) = new_holding_queue("a").pass_on(message)
+    (sent_on,) = new_holding_queue("a").process_message(message)
     assert sent_on.outputs == []
     for field in message.__struct_fields__:
         assert getattr(sent_on, field) == getattr(message, field)
@@ -189,9 +191,9 @@ def test_a_message_that_has_more_than_gauges_is_sent(more: dict[str, Any]) -> No
 
 def test_a_request_whose_outputs_cannot_be_joined_is_not_held() -> None:
     holding = HoldingQueue(queue.Queue(), Clock())
-    holding.pass_on(Begin("a", 1, is_held=True))
-    holding.pass_on(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1], kv_transfer_params={"block": 1})]))
-    (message,) = holding.pass_on(step(("a", 1)))
+    holding.process_message(Begin("a", 1, is_held=True))
+    holding.process_message(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [1], kv_transfer_params={"block": 1})]))
+    (message,) = holding.process_message(step(("a", 1)))
     assert len(message.outputs) == 1
 
 
@@ -199,7 +201,7 @@ def test_each_request_has_a_buffer_limit_of_its_own() -> None:
     holding = new_holding_queue("a", "b")
     sent_at: dict[str, int] = {}
     for number in range(2 * MIN_BUFFER_TOKENS + 2):
-        for message in holding.pass_on(step(("a", 1), ("b", 1))):
+        for message in holding.process_message(step(("a", 1), ("b", 1))):
             for output in message.outputs:
                 sent_at.setdefault(output.request_id, number)
                 assert MIN_BUFFER_TOKENS < len(output.new_token_ids) <= 2 * MIN_BUFFER_TOKENS
@@ -208,10 +210,10 @@ def test_each_request_has_a_buffer_limit_of_its_own() -> None:
 
 def test_tokens_of_a_released_request_are_sent_as_they_are_generated() -> None:
     holding = new_holding_queue("a", "b")
-    holding.pass_on(step(("a", 2), ("b", 1)))
-    (released,) = holding.pass_on(Release(["a", "gone"]))
+    holding.process_message(step(("a", 2), ("b", 1)))
+    (released,) = holding.process_message(Release(["a", "gone"]))
     assert [(output.request_id, len(output.new_token_ids)) for output in released.outputs] == [("a", 2)]
-    (message,) = holding.pass_on(step(("a", 1), ("b", 1)))
+    (message,) = holding.process_message(step(("a", 1), ("b", 1)))
     assert [output.request_id for output in message.outputs] == ["a"]
 
 
@@ -230,9 +232,9 @@ def test_tokens_of_a_released_request_are_sent_as_they_are_generated() -> None:
 def test_decode_steps_are_reported(message: EngineCoreOutputs, steps: tuple[Any, ...]) -> None:
     clock = Clock()
     holding = new_holding_queue("a", "b", clock=clock)
-    holding.pass_on(message)
+    holding.process_message(message)
     clock.now = 1.0
-    (report,) = holding.pass_on(step(at=2.0))
+    (report,) = holding.process_message(step(at=2.0))
     assert isinstance(report, Report)
     assert report.steps == steps
 
@@ -294,8 +296,8 @@ def test_drafts_are_taken_from_the_output_of_their_step_and_counted() -> None:
     def run_step(output: Any) -> tuple[Any, Report]:
         assert engine.scheduler.update_from_output("scheduled", output) is output
         drafts = engine.model_executor.take_draft_token_ids()
-        engine.output_queue._reported_at = -1.0
-        (report,) = engine.output_queue.pass_on(step(at=2.0))
+        engine.output_queue._counts_sent_at = -1.0
+        (report,) = engine.output_queue.process_message(step(at=2.0))
         return drafts, as_received(report)
 
     drafts, report = run_step(SimpleNamespace(**{DRAFTS: ("of this step", (7, 2, 5, 1))}))
@@ -313,8 +315,8 @@ def test_an_output_of_several_tokens_that_is_not_held_is_sent_token_by_token(is_
     output = EngineCoreOutput("a", [7, 8, 9], new_logprobs=logprobs, finish_reason=FinishReason.LENGTH)
     holding = HoldingQueue(queue.Queue(), Clock())
     if is_numbered:
-        holding.pass_on(Begin("a", 1, is_held=False))
-    (message,) = holding.pass_on(EngineCoreOutputs(outputs=[output]))
+        holding.process_message(Begin("a", 1, is_held=False))
+    (message,) = holding.process_message(EngineCoreOutputs(outputs=[output]))
     assert [part.new_token_ids for part in message.outputs] == [[7], [8], [9]]
     rows = [part.new_logprobs.logprobs.tolist() for part in message.outputs if part.new_logprobs is not None]
     assert rows == [[[0.0]], [[-1.0]], [[-2.0]]]

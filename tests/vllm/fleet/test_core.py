@@ -182,7 +182,7 @@ async def test_an_aborted_stream_leaves_no_state() -> None:
         assert (await task)[-1].finish_reason == "abort"
         [engine] = fleet.core.engines.values()
         assert not engine.requests
-        assert not engine.aborted
+        assert not engine.aborted_ids
 
 
 async def test_a_request_that_loses_its_engine_too_often_fails() -> None:
@@ -278,7 +278,7 @@ async def test_an_error_of_an_engine_that_gets_a_probe_is_raised_unless_it_was_l
             await fleet.core.install_probes(lambda parts: None)
         fleet.places.hosts[1].is_deaf = True
         installing = asyncio.create_task(fleet.core.install_probes(lambda parts: None))
-        await fleet.until(lambda: fleet.core.engines[b"\x01\x00"].calls)
+        await fleet.until(lambda: fleet.core.engines[b"\x01\x00"].unanswered_calls)
         fleet.places.kill(1)
         assert await installing == ["no probe"]
 

@@ -35,7 +35,7 @@ def test_a_group_stays_on_the_engine_that_had_fewest_candidates(moves: list[tupl
         if starts:
             loads = [sum(rank == r for mine in running.values() for rank, _ in mine) for r in range(3)]
             candidate = ExitStack()
-            rank = candidate.enter_context(ranks.candidate(group))
+            rank = candidate.enter_context(ranks.count_candidate(group))
             assert rank == first.setdefault(group, loads.index(min(loads)))
             running.setdefault(group, []).append((rank, candidate))
         elif running.get(group):
@@ -45,20 +45,20 @@ def test_a_group_stays_on_the_engine_that_had_fewest_candidates(moves: list[tupl
 def test_single_requests_of_a_group_share_its_engine() -> None:
     ranks = Ranks(2, engines(0, 1))
     with ExitStack() as running:
-        assert running.enter_context(ranks.candidate("other")) == 0
-        with ranks.joined("request 1", "group"), ranks.joined("request 2", "group"):
+        assert running.enter_context(ranks.count_candidate("other")) == 0
+        with ranks.join_group("request 1", "group"), ranks.join_group("request 2", "group"):
             requests = [f"request {number}" for number in (1, 2, 3)]
-            assert [running.enter_context(ranks.candidate(request)) for request in requests] == [1, 1, 0]
+            assert [running.enter_context(ranks.count_candidate(request)) for request in requests] == [1, 1, 0]
             assert [ranks.rank_of(request, {}) for request in (*requests, "group")] == [1, 1, 0, 1]
             assert ranks.rank_of("request 1", {RANK: 0}) == 0
         assert ranks.rank_of("request 1", {}) is None
-    assert ranks._running == [0, 0]
-    assert not ranks._candidates
+    assert ranks._running_requests == [0, 0]
+    assert not ranks._running_candidates
 
 
 def test_a_new_group_runs_on_an_engine_that_is_up() -> None:
     ranks = Ranks(3, engines(2, 1))
-    with ranks.candidate("first") as first, ranks.candidate("second") as second:
+    with ranks.count_candidate("first") as first, ranks.count_candidate("second") as second:
         assert (first, second) == (2, 1)
 
 
@@ -67,12 +67,12 @@ def test_the_rank_of_a_group_is_known_for_a_while_after_its_end(monkeypatch: pyt
     ranks = Ranks(2, engines(0, 1))
     running = ExitStack()
     for number in range(4):
-        running.enter_context(ranks.candidate("running"))
-        with ranks.candidate(str(number)) as rank:
+        running.enter_context(ranks.count_candidate("running"))
+        with ranks.count_candidate(str(number)) as rank:
             assert (rank, ranks.rank_of(str(number), {})) == (1, 1)
     groups = ("0", "1", "2", "3", "running", "none")
     assert [ranks.rank_of(group, {}) for group in groups] == [None, None, 1, 1, 0, None]
-    assert len(ranks._ended) == 2
+    assert len(ranks._rank_of_ended_group) == 2
 
 
 class Engines(ShapingLLM):
@@ -90,7 +90,7 @@ class Engines(ShapingLLM):
 
 def generate(llm: Engines, *_: Any, **options: Any) -> AsyncGenerator[Any, None]:
     async def outputs() -> AsyncGenerator[Any, None]:
-        llm.seen.append((options.get(RANK), list(llm.ranks._running)))
+        llm.seen.append((options.get(RANK), list(llm.ranks._running_requests)))
         yield SimpleNamespace(finished=False)
 
     return outputs()
@@ -115,7 +115,7 @@ async def test_a_later_turn_runs_on_the_engine_that_has_its_prefix(
     [(rank, running)] = llm.seen
     assert (rank, turn.rank) == (expected, expected)
     assert running == [int(rank == each) for each in range(count)], "later turns count where they run"
-    assert llm.ranks._running == [0] * count
+    assert llm.ranks._running_requests == [0] * count
 
 
 def test_callers_priorities_come_first_and_the_order_decides_among_equal_ones() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from darts_server.exceptions import EngineDead
 from darts_server.vllm.fleet import transport
-from darts_server.vllm.fleet.transport import LENGTH, Connection, Hello, Malformed, Parser, connect, listen
+from darts_server.vllm.fleet.transport import LENGTH, Connection, Hello, MalformedMessage, Parser, connect, listen
 
 pytestmark = pytest.mark.anyio
 TOKEN = "secret"
@@ -25,7 +25,7 @@ class End:
         self.messages: asyncio.Queue[list[bytes]] = asyncio.Queue()
         self.reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    def received(self, parts: list[bytes]) -> None:
+    def message_received(self, parts: list[bytes]) -> None:
         if parts == [b"wrong"]:
             raise ValueError("not in order")
         self.messages.put_nowait(parts)
@@ -158,5 +158,5 @@ def test_any_bytes_are_messages_or_malformed(stream: bytes) -> None:
     try:
         for message in Parser(100).feed(stream):
             assert sum(map(len, message)) <= 100
-    except Malformed:
+    except MalformedMessage:
         pass

@@ -211,7 +211,7 @@ def test_tokens_are_counted_when_they_are_generated() -> None:
     stats = IterationStats()
     last = EngineCoreOutputs(outputs=[EngineCoreOutput("a", [7], finish_reason=FinishReason.STOP)])
     waves = [EngineCoreOutputs(outputs=step(("a", 4)).outputs, wave_complete=1) for _ in range(2)]
-    messages = [sent for message in (*waves, last) for sent in holding.pass_on(message)]
+    messages = [sent for message in (*waves, last) for sent in holding.process_message(message)]
     assert [message.buffered for message in messages if isinstance(message, Report)] == [4, 4, -8]
     for message in messages[:2]:
         process.receive(message)
