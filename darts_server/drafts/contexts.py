@@ -97,13 +97,11 @@ def _find_slot(keys, key):  # type: ignore[no-untyped-def]
 
 @njit(inline="always")
 def is_full(counts):  # type: ignore[no-untyped-def]
-    """Return whether a table has so few free slots that searches become slow."""
     return max(counts.used[0], counts.used[1]) > MOST_FULL * counts.keys.shape[0]
 
 
 @njit(nogil=True)
 def copy_counts(old, larger):  # type: ignore[no-untyped-def]
-    """Copy all counts into larger, empty tables."""
     for slot in range(old.keys.shape[0]):
         if old.keys[slot] != 0:
             new_slot = _find_slot(larger.keys, old.keys[slot])

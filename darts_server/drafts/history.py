@@ -80,7 +80,6 @@ class History:
 
     @property
     def prompts(self) -> int:
-        """Number of prompts that have answers."""
         return len(self._prompts)
 
     def restore(self, rows: Iterable[tuple[int, bytes | None]], vocabulary: int) -> int:
@@ -103,7 +102,6 @@ class History:
         return unusable
 
     def age_if_new_version(self, version: object) -> None:
-        """Age all answers if the version of the weights has changed."""
         # The age of an answer is the number of epochs since its own.
         if self._weight_version is not None and version != self._weight_version:
             self._epoch += 1
@@ -143,7 +141,6 @@ class History:
             prompt.last_sent.pop(memory, None)
 
     def _keep(self, number: int, answer: Answer) -> None:
-        """Add an answer, and drop the oldest answers beyond the limits of its prompt and of all prompts."""
         self._answers[number] = answer
         prompt = self._prompts.setdefault(answer.prompt_key, Prompt())
         prompt.numbers.append(number)

@@ -67,11 +67,9 @@ class StepTimes:
         self.seconds: Floats = np.array([0.0, 1.0])
 
     def plain_seconds(self, sequences: float) -> float:
-        """Return the seconds of a step without drafts."""
         return float(np.interp(sequences, self.sizes, self.seconds))
 
     def observe_plain(self, sequences: int, seconds: float) -> None:
-        """Count a step without drafts."""
         size_bin = min(int(np.log2(sequences) * PER_OCTAVE), BINS - 1)
         oldest = self._bin_steps[size_bin] % RECENT
         self._bin_seconds[size_bin, oldest] = seconds
@@ -134,13 +132,11 @@ class Savings:
         self._steps_since_plain = np.zeros(LEVELS, np.int64)
 
     def may_draft(self, sequences: int) -> bool:
-        """Return whether the next step of so many sequences may have drafts."""
         level = _level_of(sequences)
         is_compared = self._plain_steps[level] >= PLAIN_STEPS and self._steps_since_plain[level] < PLAIN_EVERY
         return bool(is_compared and max(self._saved_in_all, self._saved_at_level[level]) >= 0)
 
     def count_plain(self, sequences: int, plain_seconds: float) -> None:
-        """Count a step without drafts."""
         level = _level_of(sequences)
         self._plain_steps[level] += 1
         self._steps_since_plain[level] = 0

@@ -261,7 +261,6 @@ class Drafts:
         return [self._tokens[row, :length].tolist() for row, length in zip(self._batch_rows, chosen, strict=True)]
 
     def _observe_step(self, seconds: float, new_tokens: int) -> None:
-        """Learn from the step that has ended."""
         count = len(self._batch)
         verified = int(self._verified[self._batch_rows].sum())
         if verified:
@@ -272,7 +271,6 @@ class Drafts:
             self.savings.count_plain(count, self.times.plain_seconds(count))
 
     def _choose_verified(self) -> Ints:
-        """Return the number of tokens of each draft that are verified."""
         cost_scale = 0.5 if self._steps_since_draft > EXPLORED_STEPS else 1.0
         rows = self._batch_rows
         chosen, least_chance = choose_lengths(self._chances[rows], self._drafted[rows], self.times, cost_scale)

@@ -35,8 +35,6 @@ class _PendingPrompt:
 
 
 class Recall:
-    """Prompts with answers that are not counted yet."""
-
     def __init__(self) -> None:
         self._prompts: deque[_PendingPrompt] = deque()
 
@@ -47,7 +45,6 @@ class Recall:
         prompt_tokens: int,
         answers: Answers,
     ) -> None:
-        """Add answers of a prompt to count later."""
         prompt = _PendingPrompt(
             root,
             prompt_hashes.copy(),

@@ -236,7 +236,6 @@ class ScriptedEngine:
         raise CandidateFailed(f"{len(self.running)} candidates still run after {steps} steps")
 
     def kill(self) -> None:
-        """Fail all running candidates, and every later :meth:`start`."""
         self._dead = True
         for candidate in self.running:
             candidate.fail(EngineDead("the scripted engine was killed"))
@@ -247,6 +246,5 @@ def slice_from(output: list[int], start: int) -> TokenSlice:
 
 
 async def settle() -> None:
-    """Let every task that is ready run."""
     for _ in range(SETTLE_TURNS):
         await asyncio.sleep(0)

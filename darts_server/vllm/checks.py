@@ -14,7 +14,6 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 
 def check_devices() -> tuple[str, str | None]:
-    """Describe the devices that models run on."""
     built = f"torch {torch.__version__}"
     if current_platform.is_cpu():
         description = f"{built}, CPU"

@@ -51,7 +51,6 @@ def version_warning(installed: str | None) -> str | None:
 
 
 def import_cli_args() -> Any:
-    """Return vLLM's module of command-line flags."""
     # vLLM 0.33 has moved the module. 0.32 has the folder without the module, which is a plain ImportError.
     try:
         from vllm.entrypoints.common import cli_args  # type: ignore[import-not-found]
@@ -84,7 +83,6 @@ def answers_token_ids_as_texts() -> bool:
 
 
 def load_chat_template(template: str | None) -> str | None:
-    """Return a chat template. ``template``: its text or file."""
     # vLLM 0.32 has moved the function.
     try:
         from vllm.renderers.chat_utils import load_chat_template  # type: ignore[import-not-found]

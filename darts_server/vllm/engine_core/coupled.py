@@ -49,7 +49,6 @@ class StepStreams(dict[int, Any]):
 
 
 def stream_of(request_id: str, seed: int | None) -> int:
-    """Return the stream of a request."""
     # vLLM makes the id of a request random and unique.
     text = f"name {request_id}" if seed is None else f"seed {seed}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -155,7 +154,6 @@ def verify_drafts(
 
 
 def step_streams(runner: Any, draft_counts: Sequence[int] | None) -> StepStreams:
-    """Return the streams of the requests in a runner's step."""
     batch = runner.input_batch
     count = batch.num_reqs
     streams = np.zeros(count, np.uint64)

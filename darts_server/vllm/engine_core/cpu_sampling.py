@@ -32,7 +32,6 @@ def expand_to_tokens(
 
 
 def repair_sampling() -> None:
-    """Replace vLLM's function in this process, if its platform is a CPU."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -44,7 +43,6 @@ def repair_sampling() -> None:
 
 
 def expands_rightly(device: Tensor) -> bool:
-    """Return whether vLLM's sampler in this process expands a parameter rightly on a device."""
     import torch
     from vllm.v1.sample.rejection_sampler import expand_batch_to_tokens
 

@@ -175,7 +175,6 @@ class HoldingQueue:
         self._stats_sent_at = -inf
 
     def get(self) -> Any:
-        """Wait for the next message to a client."""
         while not self._outbox:
             item = self._messages.get()
             # vLLM queues a byte string when the engine dies, and the client index -1 for messages to its coordinator.
@@ -273,7 +272,6 @@ class HoldingQueue:
         return sent
 
     def _release(self, request_ids: Iterable[str]) -> list[EngineCoreOutputs]:
-        """Stop holding requests, and return their buffered tokens."""
         outputs = []
         for request_id in request_ids:
             buffer = self._buffers.get(request_id)
@@ -413,7 +411,6 @@ def _take_drafts_from_outputs(scheduler: Any, executor: Any, holding_queue: Hold
 
 
 def request_number(params: Any) -> int:
-    """Return the `NUMBER` of a request with these sampling parameters, or 0."""
     if params is None or not params.extra_args:
         return 0
     number: int = params.extra_args.get(NUMBER, 0)

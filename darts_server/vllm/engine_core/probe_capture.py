@@ -154,7 +154,6 @@ def fault_message(error: Exception) -> list[bytes]:
 
 
 def create_message(captured: CapturedRows) -> Sequence[bytes] | None:
-    """Wait for the copy, and return its message, or None if no request has reached a point."""
     if captured.copied is not None:
         captured.copied.synchronize()
     if captured.generated_tokens is not None:
@@ -224,7 +223,6 @@ class Capture:
         self._checks_by_step: dict[int, list[ProbedRequest]] = {}
 
     def start(self) -> None:
-        """Wrap the runner's steps from now on, and send `READY`."""
         # A device that cannot copy fails here, and not in a step.
         copy_to_host([torch.zeros(1, device=self._runner.device)], self._copy_stream)
         self._put([READY, str(self._width).encode()])
@@ -258,7 +256,6 @@ class Capture:
         return output
 
     def _update_requests(self, scheduled: Any) -> None:
-        """Forget finished requests, and add new requests with a probe."""
         # Remove first, because a new request may reuse an id.
         if self.requests:
             for request_id in scheduled.finished_req_ids:
@@ -278,7 +275,6 @@ class Capture:
             self._checks_by_step.setdefault(self._step + 1, []).append(request)
 
     def _capture_step(self, scheduled: Any) -> None:
-        """Take states of requests that have reached a point, and schedule the next check of each request."""
         self._step += 1
         # Requests that have ended, or whose id was used again, are not checked.
         checked = [

@@ -65,7 +65,6 @@ class SecondRunnerStep:
         return int(computed_before) + int(step_tokens) - count_drafts(self._scheduled, request_id)
 
     def gather_states(self, request_ids: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gather as `FirstRunnerStep` does."""
         places = index_on(self._hidden.device, [self._places[request_id] for request_id in request_ids])
         # A request has logits for its certain token and then for each draft.
         first_logits = self._batch.cu_num_logits[places].long()

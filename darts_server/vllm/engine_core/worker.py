@@ -84,7 +84,6 @@ class WorkerExtension:
             drafter.drafts.is_on = is_on
 
     def darts_emptied_drafts(self) -> int:
-        """Return how often the counts of drafts were full and emptied."""
         drafter = self._drafter
         return 0 if drafter is None else drafter.drafts.emptied
 
@@ -108,7 +107,6 @@ class WorkerExtension:
         return None
 
     def darts_find_nonfinite(self) -> str | None:
-        """Return the name of the model's first parameter with NaN or infinity, or None."""
         model: torch.nn.Module = self.model_runner.get_model()
         return next(
             (name for name, parameter in model.named_parameters() if not _is_finite(parameter.detach())),
@@ -136,7 +134,6 @@ class WorkerExtension:
         return isinstance(self.model_runner, GPUModelRunner)
 
     def darts_install_probe(self, address: str) -> str | None:
-        """Send hidden states to ``address``."""
         return install(self, address)
 
     def darts_complete_update(self) -> None:

@@ -112,7 +112,6 @@ class FleetCore(AsyncMPClient):
         return engine
 
     async def _join(self, engine: "Engine") -> None:
-        """Give an engine the state of the others, and then requests."""
         try:
             if self.on_hidden_states is not None:
                 for fault in await self.install_probe(engine):
@@ -182,7 +181,6 @@ class FleetCore(AsyncMPClient):
         """Do nothing: connections deliver outputs."""
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Return the next outputs. Move the requests of lost engines."""
         while True:
             item: EngineCoreOutputs | Engine = await self.outputs_queue.get()
             if not isinstance(item, Engine):
@@ -191,7 +189,6 @@ class FleetCore(AsyncMPClient):
             self._lost_engines.remove(item)
 
     async def _move_requests(self, lost: "Engine") -> None:
-        """Resume the requests of a lost engine on other engines, or end them."""
         ended_ids = []
         for request_id, request in lost.requests.items():
             # Requests that vLLM has forgotten need no end.
@@ -233,7 +230,6 @@ class FleetCore(AsyncMPClient):
         return engine
 
     async def _send_input_message(self, message: Sequence[Any], engine: bytes, *_: Any) -> None:
-        """Stand in for vLLM's method: send to the engine's host."""
         self._find_engine(engine).connection.send(message)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
@@ -254,7 +250,6 @@ class FleetCore(AsyncMPClient):
         await self._send_input(EngineCoreRequestType.ADD, request, name)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        """Send aborts to engines, and end requests that no engine runs."""
         missing_ids = dict.fromkeys(request_ids)
         for name, engine in list(self.engines.items()):
             found_ids = [request_id for request_id in missing_ids if request_id in engine.requests]
@@ -323,14 +318,12 @@ class FleetCore(AsyncMPClient):
         return [worker_answer for answer in answers for worker_answer in answer]
 
     async def install_probe(self, engine: "Engine") -> list[str | None]:
-        """Install the probe. Return the workers' answers: None, or the error's text."""
         # The arguments of ``collective_rpc``: method, timeout, args and kwargs.
         call = (RPC, INSTALL, None, (engine.hidden_states_address,), None)
         worker_answers: list[str | None] = await self._call_utility_async(*call, engine=engine.name)
         return worker_answers
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Close all connections. The hosts end with them."""
         for engine in list(self.engines.values()):
             engine.connection.close("the coordinator stops")
             engine.joining_task.cancel()
@@ -431,7 +424,6 @@ class Engine:
         self._core = core
 
     def message_received(self, parts: list[bytes]) -> None:
-        """Handle hidden states, the engine's death, the answer to a call, or outputs."""
         self.silent_seconds = 0.0
         if parts[0] == HIDDEN_STATES:
             if self._core.on_hidden_states is not None:

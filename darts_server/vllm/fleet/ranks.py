@@ -59,13 +59,11 @@ class Ranks:
                     self._rank_of_ended_group.popitem(last=False)
 
     def _least_loaded_rank(self) -> int:
-        """Return the rank with the fewest requests, or 0 if no engine is up."""
         ranks = [int.from_bytes(name, "little") for name in self._engine_core.core_engines]
         return min(ranks, key=lambda rank: self._running_requests[rank], default=0)
 
     @contextmanager
     def join_group(self, request_id: str, group_id: str) -> Iterator[None]:
-        """Count candidates of the request as candidates of the group in the block."""
         self._joined_group[request_id] = group_id
         try:
             yield
@@ -83,7 +81,6 @@ class Ranks:
 
     @contextmanager
     def count_request(self, rank: int) -> Iterator[None]:
-        """Count a request without a group on an engine in the block."""
         # Callers may choose a rank that does not exist.
         if not 0 <= rank < len(self._running_requests):
             yield

@@ -108,7 +108,6 @@ class HostActor:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self, start: bytes, environment: dict[str, str]) -> int:
-        """Run the host, and return its exit code."""
         self._child = subprocess.Popen(
             [sys.executable, "-m", "darts_server.vllm.fleet.host", str(os.getpid())],
             stdin=subprocess.PIPE,
