@@ -333,7 +333,7 @@ def make_rooms(
 
     # Policies, learned state, and groups.
     control = Control(settings)
-    statistics = Statistics(store, port.capacity, port.engines)
+    statistics = Statistics(store, port.capacity, port.num_engines)
     pruner = _make_pruner(settings, control, port, store, engine.model_name)
     closing.callback(pruner.close)
     max_waiting = settings.max_queued_candidates

@@ -169,7 +169,7 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return request.partition("#")[0]
 
-    def tokens(self, request: str) -> RequestTokens:
+    def known_token_counts(self, request: str) -> RequestTokens:
         return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:
@@ -271,7 +271,7 @@ class Stack:
     def violations(self) -> Iterator[str]:
         """Check that an idle server holds nothing, and that its counters agree."""
         gauges = {
-            "candidates on the engine": self.engine.unfinished,
+            "candidates on the engine": self.engine.unfinished_requests,
             "groups running": len(self.rollouts.runs),
             "candidates waiting": self.rollouts.admission.waiting,
             "candidates admitted": self.rollouts.admission.not_in_engine,
@@ -606,7 +606,7 @@ async def _round(stack: Stack, callers: Callers, numbers: Iterator[int]) -> None
         await trainer
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
-            while stack.rollouts.runs or stack.engine.unfinished:
+            while stack.rollouts.runs or stack.engine.unfinished_requests:
                 await asyncio.sleep(STEP_SECONDS)
     await asyncio.sleep(CLEANUP_SECONDS)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.outputs import RequestOutput
 
-from darts_server.engine.port import NOTHING, CandidateResult, Probe, RunningCandidate, TokenSlice
+from darts_server.engine.port import NO_TOKENS, CandidateResult, Probe, RunningCandidate, TokenSlice
 from darts_server.rollout.allocation.cohort import Allocation
 from darts_server.rollout.candidates import CarriedCandidate
 from darts_server.rollout.rollouts import Rollouts
@@ -65,7 +65,7 @@ class TracedEngine:
         index: int,
         probe: Probe | None = None,
         order: float = 0.0,
-        prefix: TokenSlice = NOTHING,
+        prefix: TokenSlice = NO_TOKENS,
     ) -> TracedCandidate:
         length, reason = self._lengths(request, index, bool(prefix.token_ids))
         return TracedCandidate(await self._port.start(_sized(request, length), index, probe, order, prefix), reason)

@@ -35,10 +35,10 @@ class CandidateResult(Generic[OutputT]):
 
 @dataclass(frozen=True, slots=True)
 class RequestTokens:
-    """Token counts of a request: of its prompt, and the maximum that a candidate may generate. None if unknown."""
+    """Tokens of a request's prompt, and the maximum that a candidate may generate. None if unknown."""
 
     prompt: int | None = None
-    most: int | None = None
+    max_tokens: int | None = None
 
 
 UNKNOWN_TOKENS = RequestTokens()
@@ -56,7 +56,7 @@ class TokenSlice:
     logprobs_requested: bool = True
 
 
-NOTHING = TokenSlice((), None)
+NO_TOKENS = TokenSlice((), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +85,8 @@ class Probe:
 class RunningCandidate(Protocol[OutputT]):
     """A candidate that was started on an engine."""
 
-    def tokens(self) -> int | None:
-        """Return the number of tokens so far, or None after the end. Cheap, because a timer polls all candidates."""
+    def count_tokens(self) -> int | None:
+        """Return the number of tokens so far, or None after the end. A timer calls this for all candidates."""
 
     def tokens_from(self, start: int) -> TokenSlice | None:
         """Return the tokens from position ``start`` on, or None after the end."""
@@ -118,11 +118,11 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         """Maximum number of candidates that run at once, ``None`` if unlimited. More candidates wait in a queue."""
 
     @property
-    def engines(self) -> int:
+    def num_engines(self) -> int:
         """Number of engines behind this port. Each runs its own batch, with an equal share of `capacity`."""
 
     @property
-    def unfinished(self) -> int:
+    def unfinished_requests(self) -> int:
         """Number of running and queued requests, including requests of other clients."""
 
     @property
@@ -143,7 +143,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
         index: int,
         probe: Probe | None = None,
         order: float = 0.0,
-        prefix: TokenSlice = NOTHING,
+        prefix: TokenSlice = NO_TOKENS,
     ) -> RunningCandidate[OutputT]:
         """Start candidate ``index`` of a request.
 
@@ -167,7 +167,7 @@ class Engine(Protocol[RequestT_contra, OutputT]):
     def truncate(self, request: RequestT_contra, output: OutputT, tokens: int) -> OutputT:
         """Truncate an output to its first ``tokens`` tokens, as if the request's ``max_tokens`` had been ``tokens``."""
 
-    def aborted_output(self, request: RequestT_contra, prefix: TokenSlice = NOTHING) -> OutputT:
+    def aborted_output(self, request: RequestT_contra, prefix: TokenSlice = NO_TOKENS) -> OutputT:
         """Return the output of a candidate that was aborted before the engine started it: ``prefix`` alone."""
 
     def finished_output(
@@ -204,8 +204,8 @@ class PromptRenderer(Protocol[RequestT, OutputT_contra]):
     def prompt_key(self, request: RequestT) -> str:
         """Return the key of the prompt's statistics for callers that give no key. The seed does not change it."""
 
-    def tokens(self, request: RequestT) -> RequestTokens:
-        """Return the token counts that are known before the request runs."""
+    def known_token_counts(self, request: RequestT) -> RequestTokens:
+        """Return what is known before the request runs."""
 
     def tail_seed(self, request: RequestT) -> Sequence[int] | None:
         """Return the seed for sampling the group's tail, ``None`` for a random seed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from darts_server.engine.port import NOTHING, CandidateResult, HiddenState, Probe, TokenSlice
+from darts_server.engine.port import NO_TOKENS, CandidateResult, HiddenState, Probe, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineDead
 from darts_server.types import FinishReason
 
@@ -60,7 +60,7 @@ class ScriptedCandidate:
     stopped: bool = False
     is_taken: bool = False
     """Whether its result was taken. Then `stop` returns 0, as on vLLM."""
-    states: list[tuple[int, HiddenState]] = field(default_factory=list)
+    pending_states: list[tuple[int, HiddenState]] = field(default_factory=list)
     """Hidden states that the probe has not received, each with the step of its arrival."""
     _result: asyncio.Future[CandidateResult[list[int]]] = field(default_factory=asyncio.Future)
 
@@ -68,7 +68,7 @@ class ScriptedCandidate:
     def is_running(self) -> bool:
         return not self._result.done()
 
-    def tokens(self) -> int | None:
+    def count_tokens(self) -> int | None:
         return self.generated if self.is_running else None
 
     def tokens_from(self, start: int) -> TokenSlice | None:
@@ -100,7 +100,8 @@ class ScriptedCandidate:
         self.generated += 1
         if self.probe is not None and self.generated in self.probe.detect_at and self.script.hidden is not None:
             vector = np.asarray(self.script.hidden(self.generated), dtype=np.float32)
-            self.states.append((now + self.script.lag, HiddenState(self.generated, vector)))
+            arrives_at = now + self.script.lag
+            self.pending_states.append((arrives_at, HiddenState(self.generated, vector)))
         if self.generated < self.script.length:
             return
         if self.script.error is not None:
@@ -141,7 +142,7 @@ class ScriptedEngine:
         """Maximum number of candidates that run at once, ``None`` if unlimited."""
         self.has_priorities = False
         self.drafts_from_siblings = False
-        self.engines = 1
+        self.num_engines = 1
         self.probe_width: int | None = None
         self.started: list[ScriptedCandidate] = []
         self.start_error: Exception | None = None
@@ -149,14 +150,14 @@ class ScriptedEngine:
         self.stop_lag = 0
         """``stop_lag`` of candidates that start from now on."""
         self._script = script
-        self._dead = False
+        self._is_killed = False
 
     @property
     def running(self) -> list[ScriptedCandidate]:
-        return [c for c in self.started if c.is_running]
+        return [candidate for candidate in self.started if candidate.is_running]
 
     @property
-    def unfinished(self) -> int:
+    def unfinished_requests(self) -> int:
         return len(self.running)
 
     async def start(
@@ -165,9 +166,9 @@ class ScriptedEngine:
         index: int,
         probe: Probe | None = None,
         order: float = 0.0,
-        prefix: TokenSlice = NOTHING,
+        prefix: TokenSlice = NO_TOKENS,
     ) -> ScriptedCandidate:
-        if self._dead:
+        if self._is_killed:
             raise EngineDead("the scripted engine was killed")
         if self.start_error is not None:
             raise self.start_error
@@ -191,7 +192,7 @@ class ScriptedEngine:
     def truncate(self, request: str, output: list[int], tokens: int) -> list[int]:
         return output[:tokens]
 
-    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> list[int]:
+    def aborted_output(self, request: str, prefix: TokenSlice = NO_TOKENS) -> list[int]:
         return list(prefix.token_ids)
 
     def finished_output(self, request: str, tokens: TokenSlice, finish_reason: FinishReason, text: str) -> list[int]:
@@ -208,18 +209,21 @@ class ScriptedEngine:
         waiting = [candidate for candidate in self.running if not candidate.has_slot]
         if self.has_priorities:
             waiting.sort(key=lambda candidate: candidate.order)
-        # `running` includes waiting candidates.
-        free = 0 if self.slots is None else self.slots - len(self.running) + len(waiting)
-        for candidate in waiting[:free]:
-            candidate.has_slot = True
-            candidate.started_at = self.now
+        if self.slots is not None:
+            # `running` includes waiting candidates.
+            free_slots = self.slots - len(self.running) + len(waiting)
+            for candidate in waiting[:free_slots]:
+                candidate.has_slot = True
+                candidate.started_at = self.now
+
         self.now += 1
         for candidate in self.running:
             candidate.step(self.now)
         # Pass on the hidden states that arrive now. The last states of a candidate may arrive after its end.
         for candidate in self.started:
-            while candidate.probe is not None and candidate.states and candidate.states[0][0] <= self.now:
-                candidate.probe.on_state(candidate.states.pop(0)[1])
+            pending = candidate.pending_states
+            while candidate.probe is not None and pending and pending[0][0] <= self.now:
+                candidate.probe.on_state(pending.pop(0)[1])
         await settle()
 
     async def run(self, steps: int = 10_000) -> None:
@@ -236,7 +240,7 @@ class ScriptedEngine:
         raise CandidateFailed(f"{len(self.running)} candidates still run after {steps} steps")
 
     def kill(self) -> None:
-        self._dead = True
+        self._is_killed = True
         for candidate in self.running:
             candidate.fail(EngineDead("the scripted engine was killed"))
 
@@ -246,5 +250,6 @@ def slice_from(output: list[int], start: int) -> TokenSlice:
 
 
 async def settle() -> None:
+    # Each turn of the event loop runs the tasks that the turn before has woken.
     for _ in range(SETTLE_TURNS):
         await asyncio.sleep(0)

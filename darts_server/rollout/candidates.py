@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic
 
-from darts_server.engine.port import NOTHING, CandidateResult, OutputT, RequestT, RunningCandidate, TokenSlice
+from darts_server.engine.port import NO_TOKENS, CandidateResult, OutputT, RequestT, RunningCandidate, TokenSlice
 from darts_server.exceptions import CandidateFailed, EngineError, InvalidRequest
 from darts_server.group.candidate import Candidate
 from darts_server.group.events import Event, Failed, Finished, Lost, Progress, Scored, Started
@@ -32,7 +32,7 @@ class SavedEnd:
 class CarriedCandidate(Generic[OutputT]):
     """A candidate of a stopped group, which another group resumes."""
 
-    prefix: TokenSlice = NOTHING
+    prefix: TokenSlice = NO_TOKENS
     version_spans: VersionSpans = ()
     result: CandidateResult[OutputT] | None = None
     """Set if the candidate has finished on this engine."""
@@ -222,7 +222,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
     def record_weight_version(self) -> None:
         """Record the weight version of all tokens so far, before the paused engine gets new weights."""
         for index, running in self.running.items():
-            tokens = running.tokens()
+            tokens = running.count_tokens()
             if tokens is not None:
                 history = self.candidates[index].history
                 history.earlier_spans = extend_spans(history.earlier_spans, self._engine.weight_version, tokens)
@@ -235,7 +235,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         running = self.running.get(index)
         tokens = None
         if running is not None and candidate.state.is_running:
-            tokens = running.tokens()
+            tokens = running.count_tokens()
         if tokens is None:
             # The candidate does not run, or the engine no longer knows its tokens.
             tokens = max(candidate.state.tokens, candidate.history.stopped_tokens)
@@ -485,7 +485,7 @@ class CandidateRunner(Generic[RequestT, OutputT]):
         running: RunningCandidate[OutputT],
     ) -> None:
         # `poll` does not do this, because the cut has mostly completed the group.
-        while (running.tokens() or 0) < self._cut_lengths[candidate.state.index]:
+        while (running.count_tokens() or 0) < self._cut_lengths[candidate.state.index]:
             await asyncio.sleep(REPLACEMENT_POLL_SECONDS)
         self._stop_on_engine(candidate)
 

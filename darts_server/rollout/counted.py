@@ -164,7 +164,7 @@ class _CountedGroup:
                 request_ids=self.request_ids,
                 owner=self.owner,
                 prompt_tokens=self.tokens.prompt,
-                max_tokens=self.tokens.most,
+                max_tokens=self.tokens.max_tokens,
             )
         )
 

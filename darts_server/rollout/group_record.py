@@ -97,7 +97,7 @@ def make_group_record(
         restarted_from=group.restarted_from,
         owner=owner,
         prompt_tokens=tokens.prompt,
-        max_tokens=tokens.most,
+        max_tokens=tokens.max_tokens,
         num_rewarded=num_rewarded,
         decided_early=group.decided_early,
         run_probability=run_probability,

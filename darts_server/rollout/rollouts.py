@@ -91,7 +91,7 @@ class Rollouts(Generic[RequestT, OutputT]):
         self.gate = gate or Gate()
         self.turns = Turns()
         self.start_queue = StartQueue()
-        self.admission = Admission(lambda: engine.unfinished, engine.capacity, admission_limits)
+        self.admission = Admission(lambda: engine.unfinished_requests, engine.capacity, admission_limits)
         self.observers = GroupEvents()
         self.allocator = Allocator(
             statistics,
@@ -320,7 +320,7 @@ class Rollouts(Generic[RequestT, OutputT]):
             ended_at=now,
             tail_wait=None,
             prompt_tokens=request_tokens.prompt,
-            max_tokens=request_tokens.most,
+            max_tokens=request_tokens.max_tokens,
         )
         self.statistics.group_ended(record)
 

@@ -233,7 +233,7 @@ class GroupRun(Generic[RequestT, OutputT]):
             if self.member is not None and self.member.may_exceed_cut_length:
                 needs_every_poll = True
                 self.member.report_if_over_cut_length(
-                    lambda: {index: running.tokens() or 0 for index, running in self.runner.running.items()}
+                    lambda: {index: running.count_tokens() or 0 for index, running in self.runner.running.items()}
                 )
             events = self.runner.poll()
             if events:

@@ -293,7 +293,7 @@ class VoteRunner(Generic[RequestT, OutputT]):
                 prompt_key=vote.prompt.key or self._renderer.prompt_key(request),
                 tail_seed=self._renderer.tail_seed(request),
                 delivers_early=True,
-                request_tokens=self._renderer.tokens(request),
+                request_tokens=self._renderer.known_token_counts(request),
             )
             started_at = self._clock()
             async with self._rollouts.gate.enter():

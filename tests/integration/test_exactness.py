@@ -217,7 +217,7 @@ async def test_token_counts_rise_until_a_candidate_is_stopped_which_returns_its_
     running, other = await adapter.start(request, 0), await adapter.start(request, 1)
     seen = [0]
     while seen[-1] < 20:
-        seen.append(running.tokens() or 0)
+        seen.append(running.count_tokens() or 0)
         await asyncio.sleep(0.002)
     assert seen == sorted(seen)
     for each in (running, running, other):
@@ -225,7 +225,7 @@ async def test_token_counts_rise_until_a_candidate_is_stopped_which_returns_its_
     result = await running.result()
     assert result.finish_reason is None
     assert result.tokens >= seen[-1]
-    assert running.tokens() is None
+    assert running.count_tokens() is None
     completion = result.output.outputs[0]
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids) == result.tokens

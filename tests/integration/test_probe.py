@@ -178,7 +178,7 @@ async def test_stopped_candidates_report_no_more_states(engine: TinyEngine, port
     states: list[HiddenState] = []
     request = PromptRequest(engine.prompt(problem), final_only(max_tokens=250, ignore_eos=True), "stopped")
     running = await port.start(request, 0, Probe((5, 240), states.append))
-    while (running.tokens() or 0) < 20:
+    while (running.count_tokens() or 0) < 20:
         await asyncio.sleep(0.005)
     running.stop()
     assert (await running.result()).finish_reason is None

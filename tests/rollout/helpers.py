@@ -51,7 +51,7 @@ class Texts:
     def prompt_key(self, request: str) -> str:
         return f"key of {request}"
 
-    def tokens(self, request: str) -> RequestTokens:
+    def known_token_counts(self, request: str) -> RequestTokens:
         return RequestTokens(max(1, len(request.split())))
 
     def tail_seed(self, request: str) -> Sequence[int] | None:

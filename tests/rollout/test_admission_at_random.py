@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from darts_server.caller import Caller, caller
-from darts_server.engine.port import NOTHING, Probe, TokenSlice
+from darts_server.engine.port import NO_TOKENS, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.exceptions import DartsError, InvalidRequest, Overloaded, QuotaReached
 from darts_server.policy.shaping import Shaping
@@ -52,7 +52,7 @@ class CountingEngine(ScriptedEngine):
         index: int,
         probe: Probe | None = None,
         order: float = 0.0,
-        prefix: TokenSlice = NOTHING,
+        prefix: TokenSlice = NO_TOKENS,
     ) -> ScriptedCandidate:
         await turns(self._rng.randint(0, 3))
         candidate = await super().start(request, index, probe, order, prefix)

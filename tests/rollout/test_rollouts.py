@@ -103,7 +103,9 @@ async def test_all_groups_with_the_same_id_are_stopped(end: str) -> None:
 
 async def test_redundancy_falls_as_the_queue_grows_and_recovers_when_it_is_empty() -> None:
     harness = Harness(lengths(5), {"uniform": Shaping(redundancy=2.0, num_longest=0)})
-    harness.rollouts.admission = Admission(lambda: harness.engine.unfinished, 4, AdmissionLimits(max_waiting=16))
+    harness.rollouts.admission = Admission(
+        lambda: harness.engine.unfinished_requests, 4, AdmissionLimits(max_waiting=16)
+    )
     harness.rollouts._brownout = Brownout(4, 16)
     runs, candidates = [], []
     for number in range(5):

@@ -141,7 +141,7 @@ async def test_a_request_whose_candidate_finishes_during_the_abort_gets_an_empty
     callers = await harness.send_all(4)
     await harness.steps(3)
     # Its last token is under way when the engine gets the abort.
-    monkeypatch.setattr(SigningCandidate, "stop", lambda self: self.tokens() or 0)
+    monkeypatch.setattr(SigningCandidate, "stop", lambda self: self.count_tokens() or 0)
     harness.rollouts.abort("c1")
     await settle()
     await harness.steps(1)

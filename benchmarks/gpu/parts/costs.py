@@ -126,21 +126,21 @@ async def full_engine(bench: Bench, result: Table, budget: Budget) -> None:
             await bench.request(0, bench.params(1), "shared-prompt")
             for number in range(sizes.capacity):
                 running.append(await start(number))
-            while not all(candidate.tokens() for candidate in running):
+            while not all(candidate.count_tokens() for candidate in running):
                 await asyncio.sleep(PAUSE_SECONDS)
             for number in range(sizes.aborts):
                 stopped, other, waiting = running.pop(0), running[-1], await start(sizes.capacity + number)
-                until = (other.tokens() or 0) + 3
-                while (other.tokens() or 0) < until:
+                until = (other.count_tokens() or 0) + 3
+                while (other.count_tokens() or 0) < until:
                     await asyncio.sleep(0)
-                if waiting.tokens():
+                if waiting.count_tokens():
                     raise RuntimeError("the engine was not full: the request that should wait is running")
-                before, begun = other.tokens() or 0, time.perf_counter()
+                before, begun = other.count_tokens() or 0, time.perf_counter()
                 stopped.stop()
-                while not waiting.tokens():
+                while not waiting.count_tokens():
                     await asyncio.sleep(0)
                 seconds.append(1e3 * (time.perf_counter() - begun))
-                steps.append((other.tokens() or 0) - before)
+                steps.append((other.count_tokens() or 0) - before)
                 running.append(waiting)
         sequences = f"{sizes.capacity:,} sequences"
         add_row(result, f"abort to a waiting request's first token, {sequences}", seconds, "ms")

@@ -515,7 +515,7 @@ class BatchRun:
             on_abort=self._on_abort,
             quota=self._quota,
             first_round=self._first_round,
-            request_tokens=self._renderer.tokens(group.request),
+            request_tokens=self._renderer.known_token_counts(group.request),
             verify=self._make_verify(group),
             only_informative=self._prepared.request.only is not None,
             stops_when_decided=self._prepared.request.stop_when is not None,

@@ -101,7 +101,7 @@ class GroupScorer:
             return []
         # Tokens are counted before they are read, because reading copies them.
         next_point, _ = points[0]
-        if (running.tokens() or 0) < next_point:
+        if (running.count_tokens() or 0) < next_point:
             return []
         generated = running.tokens_from(0)
         if generated is None:

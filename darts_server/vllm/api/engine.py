@@ -23,7 +23,7 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from darts_server.engine.port import NOTHING, CandidateResult, Engine, Probe, TokenSlice
+from darts_server.engine.port import NO_TOKENS, CandidateResult, Engine, Probe, TokenSlice
 from darts_server.exceptions import (
     RETRY_SECONDS,
     CandidateFailed,
@@ -78,7 +78,7 @@ class VllmCandidate:
     has_grammar: bool
     is_released: bool = False
 
-    def tokens(self) -> int | None:
+    def count_tokens(self) -> int | None:
         return self.held_requests.count_tokens(self.collector.request_id)
 
     def tokens_from(self, start: int) -> TokenSlice | None:
@@ -98,7 +98,7 @@ class VllmCandidate:
 
     def stop(self) -> int:
         self.aborts.add(self.collector)
-        tokens = self.tokens()
+        tokens = self.count_tokens()
         if tokens is not None:
             return tokens
         # The candidate has finished, but `result` has not taken its output from the collector yet.
@@ -144,8 +144,8 @@ class VllmEngine:
         self._aborts = OncePerTurn(self._abort)
         self._tokenizer = llm.held_requests.tokenizer
         config = llm.vllm_config
-        self.engines: int = config.parallel_config.data_parallel_size
-        self.capacity: int = config.scheduler_config.max_num_seqs * self.engines
+        self.num_engines: int = config.parallel_config.data_parallel_size
+        self.capacity: int = config.scheduler_config.max_num_seqs * self.num_engines
         self.has_priorities: bool = config.scheduler_config.policy == BY_PRIORITY
         speculative = config.speculative_config
         self.drafts_from_siblings = speculative is not None and speculative.model == DRAFTER
@@ -155,7 +155,7 @@ class VllmEngine:
         return self._llm.weight_version
 
     @property
-    def unfinished(self) -> int:
+    def unfinished_requests(self) -> int:
         return len(self._llm.output_processor.request_states)
 
     @property
@@ -168,7 +168,7 @@ class VllmEngine:
         index: int,
         probe: Probe | None = None,
         order: float = 0.0,
-        prefix: TokenSlice = NOTHING,
+        prefix: TokenSlice = NO_TOKENS,
     ) -> VllmCandidate:
         # The clean-up runs when the candidate has finished, or at once if it cannot start.
         with ExitStack() as cleanup:
@@ -230,7 +230,7 @@ class VllmEngine:
     def truncate(self, request: PromptRequest, output: RequestOutput, tokens: int) -> RequestOutput:
         return truncate_output(output, tokens)
 
-    def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NOTHING) -> RequestOutput:
+    def aborted_output(self, request: PromptRequest, prefix: TokenSlice = NO_TOKENS) -> RequestOutput:
         return DeferredOutput(self._tokenizer, request.params, prefix).make_output(request.prompt)
 
     def finished_output(

@@ -30,7 +30,7 @@ from vllm.v1.engine.logprobs import NONES, LogprobsProcessor
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.outputs import LogprobsLists
 
-from darts_server.engine.port import NOTHING, TokenSlice
+from darts_server.engine.port import NO_TOKENS, TokenSlice
 from darts_server.types import FinishReason
 
 SLICE = 512
@@ -143,7 +143,7 @@ class DeferredOutput:
         self,
         tokenizer: CachingTokenizer,
         params: SamplingParams,
-        prefix: TokenSlice = NOTHING,
+        prefix: TokenSlice = NO_TOKENS,
         *,
         returns_logprobs: bool = True,
     ) -> None:

@@ -162,7 +162,7 @@ class VllmPromptRenderer:
     def prompt_key(self, request: PromptRequest) -> str:
         return request.prompt_key
 
-    def tokens(self, request: PromptRequest) -> RequestTokens:
+    def known_token_counts(self, request: PromptRequest) -> RequestTokens:
         return request.tokens
 
     def tail_seed(self, request: PromptRequest) -> Sequence[int] | None:

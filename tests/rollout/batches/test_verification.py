@@ -187,7 +187,9 @@ async def test_a_group_that_waits_for_verdicts_alone_has_no_share_of_the_engine(
     rollouts = server.harness.rollouts
     # Only one batch of the key fits on the engine at the same time.
     candidates = 2 * SIZE if policy == "informative" else SIZE
-    rollouts.admission = Admission(lambda: server.engine.unfinished, 64, AdmissionLimits(max_per_caller=candidates))
+    rollouts.admission = Admission(
+        lambda: server.engine.unfinished_requests, 64, AdmissionLimits(max_per_caller=candidates)
+    )
     caller.set(Caller("trainer"))
     judge.open.clear()
     first = await server.begin(0, "20", **fields)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from darts_server.engine.port import NOTHING, TokenSlice
+from darts_server.engine.port import NO_TOKENS, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine, settle
 from darts_server.policy.shaping import Shaping, Tail
 from darts_server.records import GroupRecord
@@ -79,7 +79,7 @@ class SigningEngine(ScriptedEngine):
         assert len(output) >= tokens
         return signed(*output.origin, tokens)
 
-    def aborted_output(self, request: str, prefix: TokenSlice = NOTHING) -> list[int]:
+    def aborted_output(self, request: str, prefix: TokenSlice = NO_TOKENS) -> list[int]:
         return signed(request, 0, 0)
 
 

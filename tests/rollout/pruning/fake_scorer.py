@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from darts_server.engine.port import NOTHING, HiddenState, Probe, TokenSlice
+from darts_server.engine.port import NO_TOKENS, HiddenState, Probe, TokenSlice
 from darts_server.engine.scripted import Script, ScriptedCandidate, ScriptedEngine
 from darts_server.group.events import Scored
 from darts_server.policy.survival import Pruning
@@ -71,7 +71,7 @@ class EarlyStateEngine(ScriptedEngine):
         index: int,
         probe: Probe | None = None,
         order: float = 0.0,
-        prefix: TokenSlice = NOTHING,
+        prefix: TokenSlice = NO_TOKENS,
     ) -> ScriptedCandidate:
         candidate = await super().start(request, index, probe, order, prefix)
         if probe is not None and candidate.script.hidden is not None:

@@ -140,11 +140,11 @@ async def test_candidates_are_lost_with_their_engine_and_only_with_it() -> None:
         port = fleet.running.port
         started = [await port.start(PromptRequest(PROMPT, params, f"group-{i}"), 0) for i in range(4)]
         await fleet.until(lambda: fleet.running_requests == [2, 2])
-        await fleet.until(lambda: all(candidate.tokens() for candidate in started))
+        await fleet.until(lambda: all(candidate.count_tokens() for candidate in started))
         fleet.places.kill(1)
         results = await asyncio.gather(*(candidate.result() for candidate in started))
         assert sorted(result.finish_reason is None for result in results) == [False, False, True, True]
-        assert port.unfinished == 0
+        assert port.unfinished_requests == 0
 
 
 async def test_an_aborted_request_ends_even_if_its_engine_is_lost() -> None:
@@ -168,7 +168,7 @@ async def test_requests_are_refused_while_no_engine_is_up_and_served_afterwards(
             with pytest.raises(EngineBusy, match="no engine is up"):
                 await refused
         assert await fleet.llm.collective_rpc("anything") == []
-        assert fleet.running.port.unfinished == 0
+        assert fleet.running.port.unfinished_requests == 0
         fleet.places.start(0)
         await fleet.until(lambda: fleet.running.num_up)
         assert (await fleet.generate(**FINAL))[-1].finish_reason == "length"

@@ -26,7 +26,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from darts_server.engine.port import NOTHING, TokenSlice
+from darts_server.engine.port import NO_TOKENS, TokenSlice
 from darts_server.offline.demo.server import MODEL
 from darts_server.vllm.requests import outputs
 from darts_server.vllm.requests.logprob_json import ArrayLogprobs
@@ -161,7 +161,7 @@ class Frontend:
 class DeferringFrontend(Frontend):
     """The same with a deferred output. ``prefix``: tokens that were generated before, in the engine's prompt."""
 
-    def __init__(self, case: Case, prefix: TokenSlice = NOTHING, *, returns_logprobs: bool = True) -> None:
+    def __init__(self, case: Case, prefix: TokenSlice = NO_TOKENS, *, returns_logprobs: bool = True) -> None:
         super().__init__(case)
         self.prefix = prefix
         caching = CachingTokenizer(self.processor.tokenizer)
