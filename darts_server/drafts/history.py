@@ -47,8 +47,8 @@ class Prompt:
         self.last_sent: dict[int, int] = {}
 
 
-def key_of(token_ids: Sequence[int], adapter: str | None) -> bytes:
-    """Return the key of a prompt, or of a prompt under a LoRA adapter."""
+def hash_prompt(token_ids: Sequence[int], adapter: str | None) -> bytes:
+    """Return the key of a prompt's answers."""
     adapter_name = b"" if adapter is None else adapter.encode()
     digest = blake2b(adapter_name + b"\0", digest_size=KEY_BYTES)
     digest.update(array("i", token_ids))

@@ -134,6 +134,7 @@ class Savings:
     def may_draft(self, sequences: int) -> bool:
         level = _level_of(sequences)
         is_compared = self._plain_steps[level] >= PLAIN_STEPS and self._steps_since_plain[level] < PLAIN_EVERY
+        # Drafts may lose time here while they have saved time elsewhere, and the other way round.
         return bool(is_compared and max(self._saved_in_all, self._saved_at_level[level]) >= 0)
 
     def count_plain(self, sequences: int, plain_seconds: float) -> None:

@@ -53,7 +53,7 @@ OUR_PLUGIN = "darts_server"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
-    """Parse, check and complete vLLM's flags, and set the environment of its processes (`prepare`).
+    """Parse, check and complete vLLM's flags, and set the environment of its processes (`complete_args`).
 
     A wrong flag exits with a message, as in ``vllm serve``.
 
@@ -82,11 +82,11 @@ def parse(argv: Sequence[str]) -> Namespace:
     # vLLM's answers name the first model.
     served_names = args.served_model_name or [args.model]
     args.served_model_name = [*served_names, *(name + RAW_SUFFIX for name in served_names)]
-    prepare(args)
+    complete_args(args)
     return args
 
 
-def prepare(args: Namespace) -> None:
+def complete_args(args: Namespace) -> None:
     """Add our worker extension and plugin to the user's, and set defaults for vLLM's platform."""
     # Without the plugin, vLLM's processes would never answer an abort.
     if not entry_points(group=PLUGIN_GROUP, name=OUR_PLUGIN):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from darts_server.drafts.history import ANSWER_BYTES, MEMORIES, PROMPT_BYTES, History, key_of
+from darts_server.drafts.history import ANSWER_BYTES, MEMORIES, PROMPT_BYTES, History, hash_prompt
 
-KEY = key_of([1, 2, 3], None)
-OTHER = key_of([1, 2, 4], None)
+KEY = hash_prompt([1, 2, 3], None)
+OTHER = hash_prompt([1, 2, 4], None)
 MANY = 1 << 30
 
 
@@ -44,9 +44,15 @@ def make(saved: Saved, limit: int = MANY) -> History:
 
 
 def test_prompts_and_adapters_have_keys_of_their_own() -> None:
-    keys = [key_of([1, 2], None), key_of([1, 2], "a"), key_of([1, 2], "b"), key_of([2, 1], None), key_of([], "a")]
+    keys = [
+        hash_prompt([1, 2], None),
+        hash_prompt([1, 2], "a"),
+        hash_prompt([1, 2], "b"),
+        hash_prompt([2, 1], None),
+        hash_prompt([], "a"),
+    ]
     assert len(set(keys)) == 5
-    assert key_of([1, 2], "a") == key_of((1, 2), "a")
+    assert hash_prompt([1, 2], "a") == hash_prompt((1, 2), "a")
 
 
 def test_a_memory_gets_what_it_has_not_generated_once_and_the_newest_first(saved: Saved) -> None:
@@ -166,7 +172,7 @@ def test_any_history_agrees_with_a_plain_list(seed: int) -> None:
     plain: list[tuple[bytes, int, int, list[int]]] = []
     seen: dict[tuple[bytes, int], int] = {}
     version = 0
-    keys = [key_of([number], None) for number in range(4)]
+    keys = [hash_prompt([number], None) for number in range(4)]
     for step in range(1, 200):
         version += int(rng.random() < 0.1)
         history.age_if_new_version(version)

@@ -23,8 +23,8 @@ from darts_server.vllm.flags import (
     PLUGINS,
     add_sampling_flags,
     can_compile,
+    complete_args,
     parse,
-    prepare,
     worker_extension_name,
 )
 
@@ -76,7 +76,7 @@ def test_our_plugin_is_loaded_beside_the_users_plugins(
         monkeypatch.delenv(PLUGINS)
     else:
         monkeypatch.setenv(PLUGINS, users)
-    prepare(arguments())
+    complete_args(arguments())
     assert os.environ.get(PLUGINS) == loaded
     assert os.environ[SERVER_PID] == str(os.getpid())
 
@@ -84,7 +84,7 @@ def test_our_plugin_is_loaded_beside_the_users_plugins(
 def test_without_our_plugin_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flags, "OUR_PLUGIN", "not-installed")
     with pytest.raises(InvalidSetting, match="pip install it"):
-        prepare(arguments())
+        complete_args(arguments())
 
 
 @pytest.mark.skipif(not current_platform.is_cpu(), reason="tests the CPU build")
@@ -99,7 +99,7 @@ def test_without_a_compiler_compilation_is_disabled(
         monkeypatch.delenv(name)
     args = arguments()
     compiles = can_compile()
-    prepare(args)
+    complete_args(args)
     assert args.enforce_eager is not compiles
     assert os.environ.get(NO_COMPILATION) == (None if compiles else "1")
     assert (NO_COMPILER in caplog.text) is not compiles
@@ -142,14 +142,14 @@ def test_coupled_sampling_needs_the_first_model_runner(runner: str | None, monke
     if runner is not None:
         monkeypatch.setenv(MODEL_RUNNER, runner)
     args = arguments()
-    prepare(args)
+    complete_args(args)
     assert os.environ.get(MODEL_RUNNER) == runner
     args.additional_config = {COUPLED: True}
     if runner == "1":
         with pytest.raises(InvalidSetting, match=f"unset {MODEL_RUNNER}"):
-            prepare(args)
+            complete_args(args)
     else:
-        prepare(args)
+        complete_args(args)
         assert os.environ[MODEL_RUNNER] == "0"
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-from darts_server.drafts.history import History, key_of
+from darts_server.drafts.history import History, hash_prompt
 from darts_server.vllm.engine_core.drafter import HISTORY
 
 POLL_SECONDS = 5.0
@@ -138,7 +138,7 @@ class RequestHistory:
             latest_token_ids, latest_adapter, latest_key = self._latest
             if token_ids is latest_token_ids and adapter == latest_adapter:
                 return latest_key
-        key = key_of(token_ids, adapter)
+        key = hash_prompt(token_ids, adapter)
         self._latest = (token_ids, adapter, key)
         return key
 
