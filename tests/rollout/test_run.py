@@ -135,14 +135,14 @@ async def test_a_bug_in_the_poll_of_a_group_ends_that_group_and_no_other_group(
 ) -> None:
     harness = Harness(lengths(3, 9, 4, 30, 5, 50))
     bad, good = [await harness.begin(harness.run(4, group_id=name)) for name in ("bad", "good")]
-    read, errors = ScriptedCandidate.tokens, [RuntimeError("the adapter broke")]
+    read, errors = ScriptedCandidate.count_tokens, [RuntimeError("the adapter broke")]
 
     def read_or_fail(candidate: ScriptedCandidate) -> int | None:
         if errors:
             raise errors.pop()
         return read(candidate)
 
-    monkeypatch.setattr(ScriptedCandidate, "tokens", read_or_fail)
+    monkeypatch.setattr(ScriptedCandidate, "count_tokens", read_or_fail)
     await harness.engine.run()
     ends = await asyncio.gather(bad, good, return_exceptions=True)
     assert sum(isinstance(end, RuntimeError) for end in ends) == 1
